@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a check says: files, terminal, HTML, W&B, TensorBoard, JUnit.
+
+The sinks only render :mod:`megatron_ttrace.records`. The two files of the contract must be
+written; every other sink fails open, because a report must not kill a training job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_ttrace.records import Summary, Verdict
+from megatron_ttrace.report import files, terminal
+from megatron_ttrace.report.sanitise import clean
+
+__all__ = ["publish"]
+
+
+def publish(
+    summary: Summary,
+    verdicts: Sequence[Verdict],
+    directory: Path,
+    *,
+    wandb_run: Any = None,
+    tensorboard: Any = None,
+    console: Console | None = None,
+    wandb: bool = True,
+    junit: bool = False,
+) -> None:
+    """Write, log and print the report of a check.
+
+    Args:
+        summary: the answer.
+        verdicts: all verdicts, in execution order.
+        directory: the ``--ttrace-dir``; made when absent.
+        wandb_run: W&B run to log into, e.g. Megatron's own; ``None`` finds or makes one.
+        tensorboard: a ``SummaryWriter`` to add scalars to.
+        console: where to print; standard output by default.
+        wandb: whether to log to W&B at all.
+        junit: whether to write ``junit.xml`` too.
+
+    Raises:
+        TTraceError: when ``verdicts.jsonl`` or ``summary.json`` cannot be written.
+    """
+    directory = Path(directory)
+    console = console or Console()
+    lines: list[str] = []
+
+    # A summary of an earlier check must not stand beside the verdicts of this one, not even when
+    # the job is killed between the two writes.
+    files.remove(directory / files.SUMMARY)
+    files.write_verdicts(directory / files.VERDICTS, verdicts)
+    files.write_summary(directory / files.SUMMARY, summary)
+
+    def attempt(sink: str, work: Callable[[], str | None]) -> None:
+        try:
+            line = work()
+        except Exception as error:
+            line = f"ttrace: WARNING: {sink} failed and was left out: {clean(repr(error), 300)}"
+        if line:
+            lines.append(line)
+
+    html_path = directory / files.HTML
+
+    def write_html() -> None:
+        from megatron_ttrace.report import html
+
+        html.write(html_path, summary, verdicts)
+
+    def write_junit() -> None:
+        from megatron_ttrace.report import junit as junit_sink
+
+        junit_sink.write(directory / files.JUNIT, summary, verdicts)
+
+    def log_wandb() -> str:
+        from megatron_ttrace.report import wandb as wandb_sink
+
+        return wandb_sink.log(summary, verdicts, html_path, run=wandb_run, directory=directory)
+
+    def log_tensorboard() -> None:
+        from megatron_ttrace.report import tensorboard as tensorboard_sink
+
+        tensorboard_sink.log(summary, verdicts, tensorboard)
+
+    attempt(files.HTML, write_html)
+    if junit:
+        attempt(files.JUNIT, write_junit)
+    if tensorboard is not None:
+        attempt("TensorBoard", log_tensorboard)
+    if wandb:
+        attempt("W&B", log_wandb)
+    attempt("the terminal report", lambda: terminal.render(summary, verdicts, console, directory))
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and notes are data from a foreign model: make them harmless before they are shown.
+
+A module may be called anything, including terminal escapes, markup, or 10,000 characters. Every
+sink passes text through :func:`clean` first and then through its own quoting (autoescape in HTML,
+``rich.text.Text`` in the terminal, ElementTree in XML). ``verdicts.jsonl`` keeps names as they are:
+JSON's own escapes are enough there, and a lossless file can be read back.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from typing import Any
+
+NAME_LIMIT = 120
+NOTE_LIMIT = 600
+ELLIPSIS = "…"
+
+# Controls, invisible format characters (bidirectional overrides among them), lone surrogates,
+# private use, unassigned, and the two separators that count as line ends.
+_UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+# Combining marks beyond this many in a row paint over neighbouring lines.
+_MAX_MARKS = 2
+
+
+def clean(text: object, limit: int = NAME_LIMIT) -> str:
+    """One printable line of at most ``limit`` characters.
+
+    Unprintable characters are shown as escapes (``\\x1b``), not removed, so that two hostile names
+    stay distinguishable. Long text loses its middle, because canonical names differ at both ends.
+    """
+    raw = text if isinstance(text, str) else str(text)
+    if raw.isascii() and raw.isprintable():
+        return shorten(raw, limit)
+    # Bound the work first: escapes only ever lengthen the text.
+    return shorten("".join(_printable(shorten(raw, 2 * limit))), limit)
+
+
+def _printable(text: str) -> list[str]:
+    """The characters of ``text``, unsafe ones as escapes."""
+    out: list[str] = []
+    marks = 0
+    for char in text:
+        category = unicodedata.category(char)
+        marks = marks + 1 if category in ("Mn", "Me") else 0
+        if category in _UNSAFE or marks > _MAX_MARKS:
+            out.append(_escape(char))
+        else:
+            out.append(char)
+    return out
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    if code <= 0xFF:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def shorten(text: str, limit: int) -> str:
+    """``text`` with its middle replaced by an ellipsis where it is longer than ``limit``."""
+    if len(text) <= limit:
+        return text
+    if limit <= 1:
+        return ELLIPSIS[:limit]
+    head = (limit - 1) // 2
+    return text[:head] + ELLIPSIS + text[len(text) - (limit - 1 - head) :]
+
+
+def for_encoding(text: str, encoding: str) -> str:
+    """``text`` in characters that ``encoding`` has, so that a log in ASCII raises nothing."""
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        plain = text.replace("ε", "eps").replace(ELLIPSIS, "...").replace("×", "x")
+        return plain.encode("ascii", "backslashreplace").decode("ascii")
+    return text
+
+
+def script_json(data: Any) -> str:
+    """JSON that may stand inside a ``<script>`` element: no ``</script>``, no ``<!--``, no U+2028.
+
+    ``ensure_ascii`` already escapes U+2028, U+2029 and lone surrogates.
+    """
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

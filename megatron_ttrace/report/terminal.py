@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report that a person reads first, at the end of a job's log.
+
+Logs are piped, 80 columns wide, and read on a bad day: no box drawing, no colour unless a terminal
+asks for it, the answer on the first line and what to type on the last.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_ttrace.records import Culprit, Direction, Outcome, Result, Summary, Verdict
+from megatron_ttrace.report import files, table, wording
+from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean, for_encoding, shorten
+
+PIPED_WIDTH = 80
+MIN_WIDTH = 60
+MAX_WIDTH = 120
+MAX_ROWS = 15
+MAX_CULPRITS = 3
+MAX_OTHERS = 5
+MAX_REASONS = 4
+MAX_NOTICES = 5
+_LABEL = 11
+
+_STYLES = {
+    Result.EQUIVALENT: "bold green",
+    Result.DIVERGED: "bold red",
+    Result.COULD_NOT_CHECK: "bold yellow",
+}
+
+
+def render(
+    summary: Summary, verdicts: Sequence[Verdict], console: Console, directory: Path
+) -> None:
+    """Print the report of a check whose files lie under ``directory``."""
+    page = _Page(console)
+    page.line(
+        ("ttrace  ", "bold"),
+        (summary.verdict.value, _STYLES[summary.verdict]),
+        (f"  {wording.RESULT_SENTENCES[summary.verdict]}", ""),
+    )
+    if summary.verdict is Result.DIVERGED:
+        _culprits(page, summary, verdicts)
+    _counts(page, summary, verdicts)
+    page.field("layout", wording.layout_text(summary.config))
+    if summary.verdict is Result.EQUIVALENT:
+        _worst(page, verdicts)
+    if summary.timings:
+        page.field("time", _timings(summary))
+    for notice in summary.notices[:MAX_NOTICES]:
+        page.field("notice", clean(notice, NOTE_LIMIT), "yellow")
+    if len(summary.notices) > MAX_NOTICES:
+        page.field("", f"{len(summary.notices) - MAX_NOTICES} more notices in {files.SUMMARY}")
+    if summary.verdict is not Result.EQUIVALENT and verdicts:
+        _layers(page, verdicts)
+    _next_steps(page, summary, directory)
+
+
+class _Page:
+    """Writes lines of ``label  text`` with a hanging indent, cut to the width of the page."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        width = console.width if console.is_terminal else PIPED_WIDTH
+        self.width = max(MIN_WIDTH, min(width, MAX_WIDTH))
+
+    def line(self, *pieces: tuple[str, str]) -> None:
+        """One line of styled pieces; the pieces are literal text, never markup."""
+        text = Text()
+        for piece, style in pieces:
+            text.append(for_encoding(piece, self.console.encoding), style=style)
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+    def field(self, label: str, value: str, style: str = "") -> None:
+        """A labelled paragraph."""
+        for part in Text(value).wrap(self.console, self.width - _LABEL) or [Text()]:
+            self.line((label.ljust(_LABEL), "bold"), (part.plain.rstrip(), style))
+            label = ""
+
+
+def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
+    """Where the error is born; without a localised culprit the worst verdict has to do."""
+    for culprit in summary.culprits[:MAX_CULPRITS]:
+        _culprit(page, culprit)
+    others = summary.culprits[MAX_CULPRITS:]
+    for position, culprit in enumerate(others[:MAX_OTHERS]):
+        page.field("" if position else "also", wording.culprit_sentence(culprit))
+    if len(others) > MAX_OTHERS:
+        page.field("", f"and {len(others) - MAX_OTHERS} more in {files.HTML}")
+    if not summary.culprits:
+        worst = table.worst_of(v for v in verdicts if v.verdict.is_failure)
+        if worst is not None:
+            page.field("worst", wording.verdict_sentence(worst), "red")
+            page.field("", "no single module could be named as the origin")
+    page.line(("", ""))
+
+
+def _culprit(page: _Page, culprit: Culprit) -> None:
+    page.line(("", ""))
+    page.field("culprit", clean(culprit.name), "bold red")
+    page.field(
+        "direction",
+        f"{culprit.direction.value} ({culprit.kind.value}.{culprit.index}, "
+        f"{wording.when_text(culprit.iteration, culprit.microbatch)}) "
+        f"on {wording.on_ranks(culprit.ranks)}",
+    )
+    if culprit.rel_err is None:
+        page.field("error", f"not measurable: it {wording.OUTCOME_WORDS[culprit.verdict]}")
+    else:
+        tolerance = (
+            "no tolerance estimated"
+            if culprit.tolerance is None
+            else f"tolerance {wording.sci(culprit.tolerance)}, "
+            f"margin {wording.margin_text(culprit.margin)}"
+        )
+        error = wording.error_text(culprit.rel_err, culprit.rel_err_eps)
+        page.field("error", f"{error}, {tolerance} ({culprit.verdict.value})")
+    page.field("reason", clean(culprit.reason, NOTE_LIMIT) or "-")
+    page.field("cause", clean(culprit.explanation, NOTE_LIMIT) or "unknown")
+    page.field("look at", wording.where_to_look(culprit))
+
+
+def _counts(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
+    """How many tensors of each outcome; the unchecked ones with reasons, never hidden."""
+    counts = summary.counts or table.tally(verdicts)
+    failed = [
+        f"{counts[outcome.value]:,} {outcome.value}"
+        for outcome in Outcome
+        if outcome.is_failure and counts.get(outcome.value)
+    ]
+    unchecked = counts.get(Outcome.UNCHECKED.value, 0)
+    page.field(
+        "tensors",
+        f"{sum(counts.values()):,}: {counts.get(Outcome.PASS.value, 0):,} pass, "
+        + (", ".join(failed) if failed else "0 fail")
+        + f", {unchecked:,} unchecked",
+    )
+    reasons = table.unchecked_reasons(verdicts)
+    for position, (reason, number) in enumerate(reasons[:MAX_REASONS]):
+        page.field("" if position else "unchecked", f"{number:,} {clean(reason)}", "yellow")
+    if len(reasons) > MAX_REASONS:
+        page.field("", f"{len(reasons) - MAX_REASONS} more reasons in {files.HTML}", "yellow")
+
+
+def _worst(page: _Page, verdicts: Sequence[Verdict]) -> None:
+    """How close a pass came to failing, overall and per direction."""
+    passes = [v for v in verdicts if v.verdict is Outcome.PASS and v.margin is not None]
+    worst = table.worst_of(passes)
+    if worst is None:
+        return
+    page.field(
+        "worst",
+        f"margin {wording.margin_text(worst.margin)}: "
+        f"{clean(worst.name)} {worst.kind.value}.{worst.index}, error "
+        f"{wording.error_text(worst.rel_err, worst.rel_err_eps)}, tolerance "
+        f"{wording.sci(worst.tolerance)}, {wording.on_ranks(worst.ranks)}",
+    )
+    page.field("margins", ", ".join(_per_direction(passes)))
+
+
+def _per_direction(passes: Iterable[Verdict]) -> list[str]:
+    by_direction: dict[Direction, list[Verdict]] = {}
+    for verdict in passes:
+        by_direction.setdefault(verdict.kind.direction, []).append(verdict)
+    words = []
+    for direction in Direction:
+        worst = table.worst_of(by_direction.get(direction, ()))
+        if worst is not None:
+            words.append(f"{direction.value} {wording.margin_text(worst.margin)}")
+    return words
+
+
+def _timings(summary: Summary) -> str:
+    return ", ".join(
+        f"{clean(name, 40)} {seconds:.1f} s" for name, seconds in summary.timings.items()
+    )
+
+
+def _layers(page: _Page, verdicts: Sequence[Verdict]) -> None:
+    """The per-layer table, worst first."""
+    rows = [row for row in table.layer_rows(verdicts) if row.group.failures]
+    if not rows:
+        return
+    width = page.width - 43
+    page.line(("", ""))
+    header = f"{'worst tensor of each layer':<{width}} {'direction':<9}"
+    page.line((f"{header} {'error':>15} {'margin':>7} {'failed':>8}", "bold"))
+    for row in rows[:MAX_ROWS]:
+        worst = row.group.worst
+        name = shorten(f"{clean(worst.name, width)} {_kind(worst)}", width)
+        error = (
+            worst.verdict.value
+            if worst.rel_err is None
+            else wording.error_text(worst.rel_err, worst.rel_err_eps)
+        )
+        failed = f"{row.group.failures}/{row.group.total}"
+        page.line(
+            (f"{_pad(name, width)} {row.direction.value:<9} {error:>15} ", ""),
+            (f"{wording.margin_text(worst.margin):>7}", "red"),
+            (f" {failed:>8}", ""),
+        )
+    if len(rows) > MAX_ROWS:
+        page.line((f"and {len(rows) - MAX_ROWS} more rows with failures in {files.HTML}", ""))
+
+
+def _kind(verdict: Verdict) -> str:
+    """``output``, or ``output.1`` where a module has several."""
+    return f"{verdict.kind.value}.{verdict.index}" if verdict.index else verdict.kind.value
+
+
+def _pad(text: str, width: int) -> str:
+    """``text`` in exactly ``width`` terminal cells: wide characters take two."""
+    cell_text = Text(text)
+    cell_text.truncate(width, overflow="ellipsis", pad=True)
+    return cell_text.plain
+
+
+def _next_steps(page: _Page, summary: Summary, directory: Path) -> None:
+    """Where the files lie and what to type next."""
+    if summary.verdict is not Result.EQUIVALENT:
+        page.line(("", ""))
+    where = clean(directory, NOTE_LIMIT)
+    names = [n for n in (files.HTML, files.VERDICTS, files.SUMMARY) if (directory / n).exists()]
+    page.field("files", f"{where}: {', '.join(names)}" if names else f"{where}: none yet")
+    if summary.verdict is Result.EQUIVALENT:
+        return
+    page.field("next", f"ttrace report {clean(shlex.quote(str(directory)), NOTE_LIMIT)}")
+    if summary.verdict is Result.DIVERGED and not summary.config.get("isolate"):
+        page.field("", "run again with --ttrace-isolate: one bug then shows in one module")

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers, ranks and culprits in words, the same in every sink.
+
+Errors are written as Megatron's users know them from published reports: ``2.05e-1 26.4ε``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_ttrace.records import (
+    STEP_LEVEL,
+    Culprit,
+    Direction,
+    Kind,
+    Outcome,
+    Result,
+    Summary,
+    Verdict,
+)
+from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+
+AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
+
+OUTCOME_WORDS = {
+    Outcome.PASS: "passes",
+    Outcome.DIVERGED: "diverges",
+    Outcome.REPLICA_CONFLICT: "differs between replicas",
+    Outcome.MISSING: "is missing from the candidate",
+    Outcome.EXTRA: "exists only in the candidate",
+    Outcome.UNCOVERED: "is not covered by the ranks' slices",
+    Outcome.SHAPE: "has another shape than the reference",
+    Outcome.NONFINITE: "holds NaN or infinity",
+    Outcome.UNCHECKED: "was not checked",
+}
+
+RESULT_SENTENCES = {
+    Result.EQUIVALENT: "numerically equivalent to the reference",
+    Result.DIVERGED: "not equivalent to the reference",
+    Result.COULD_NOT_CHECK: "no answer: the check could not be made",
+}
+
+
+def sci(value: float | None) -> str:
+    """``0.205`` -> ``2.05e-1``; ``None`` -> ``-``."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def error_text(rel_err: float | None, rel_err_eps: float | None) -> str:
+    """``2.05e-1 26.4ε``: the relative error, and in epsilons of the compute dtype."""
+    if rel_err is None:
+        return "-"
+    return f"{sci(rel_err)} {factor(rel_err_eps)}ε" if rel_err_eps is not None else sci(rel_err)
+
+
+def factor(value: float | None) -> str:
+    """A ratio in three digits: ``0.42``, ``26.4``, ``1.2e+4``."""
+    if value is None:
+        return "-"
+    if math.isfinite(value) and abs(value) >= 9999.5:
+        return f"{value:.1e}"
+    if math.isfinite(value) and abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def margin_text(margin: float | None) -> str:
+    """``52.4×``: the error as a multiple of the tolerance."""
+    return "-" if margin is None else f"{factor(margin)}×"
+
+
+def ranks_text(ranks: Iterable[int], limit: int = 12) -> str:
+    """``(0, 1, 2, 5)`` -> ``0-2,5``, with the tail counted where there are many ranges."""
+    ordered = sorted(set(ranks))
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:limit]]
+    rest = sum(b - a + 1 for a, b in spans[limit:])
+    return ",".join(shown) + (f" and {rest} more" if rest else "") if shown else "-"
+
+
+def on_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-2``, or nothing known."""
+    held = sorted(set(ranks))
+    if not held:
+        return "no rank"
+    return f"rank{'s' if len(held) > 1 else ''} {ranks_text(held)}"
+
+
+def when_text(iteration: int, microbatch: int) -> str:
+    """``iteration 1, microbatch 0``; step-level tensors have no microbatch."""
+    step = f"iteration {iteration}"
+    return step if microbatch == STEP_LEVEL else f"{step}, microbatch {microbatch}"
+
+
+def number(value: Any) -> int | None:
+    """An integer of the configuration, which may have been written by anybody."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return int(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def layout_text(config: Mapping[str, Any]) -> str:
+    """``tp 2 × pp 2, 4 ranks``: the axes that split anything."""
+    sizes = {axis: number(config.get(axis)) for axis in AXES}
+    split = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1]
+    world = number(config.get("world_size"))
+    text = " × ".join(split) if split else ("1 device" if world in (None, 1) else "no split axis")
+    return f"{text}, {world} ranks" if world is not None and world > 1 else text
+
+
+def culprit_sentence(culprit: Culprit) -> str:
+    """The sentence that a person needs: what, in which direction, on which ranks, how bad."""
+    name = clean(culprit.name)
+    what = OUTCOME_WORDS[culprit.verdict]
+    text = (
+        f"{name} {culprit.kind.value}.{culprit.index} {what} in the {culprit.direction.value} "
+        f"direction on {on_ranks(culprit.ranks)}"
+    )
+    if culprit.rel_err is not None:
+        text += f": relative error {error_text(culprit.rel_err, culprit.rel_err_eps)}"
+        if culprit.margin is not None:
+            text += f", {margin_text(culprit.margin)} its tolerance {sci(culprit.tolerance)}"
+    return f"{text} ({when_text(culprit.iteration, culprit.microbatch)})"
+
+
+def verdict_sentence(verdict: Verdict) -> str:
+    """One verdict in one line, for failures that no culprit stands for."""
+    text = (
+        f"{clean(verdict.name)} {verdict.kind.value}.{verdict.index} "
+        f"{OUTCOME_WORDS[verdict.verdict]} on {on_ranks(verdict.ranks)}"
+    )
+    if verdict.rel_err is not None:
+        text += f": relative error {error_text(verdict.rel_err, verdict.rel_err_eps)}"
+        text += f", margin {margin_text(verdict.margin)}"
+    note = f". {clean(verdict.note, NOTE_LIMIT)}" if verdict.note else ""
+    return f"{text} ({when_text(verdict.iteration, verdict.microbatch)}){note}"
+
+
+def headline(summary: Summary) -> str:
+    """The answer and, where there is one, the first culprit."""
+    text = f"{summary.verdict.value}: {RESULT_SENTENCES[summary.verdict]}"
+    if summary.culprits:
+        text += f". {culprit_sentence(summary.culprits[0])}"
+        more = len(summary.culprits) - 1
+        text += f"; {more} more culprit{'s' if more > 1 else ''}" if more else ""
+    return text
+
+
+_SOURCES: tuple[tuple[str, str], ...] = (
+    (r"(^|\.)word_embeddings", "VocabParallelEmbedding in megatron/core/tensor_parallel/layers.py"),
+    (r"(^|\.)embedding", "megatron/core/models/common/embeddings/language_model_embedding.py"),
+    (
+        r"core_attention",
+        "megatron/core/transformer/dot_product_attention.py (or TransformerEngine)",
+    ),
+    (r"(self|cross)_attention", "megatron/core/transformer/attention.py"),
+    (r"router", "megatron/core/transformer/moe/router.py"),
+    (r"experts", "megatron/core/transformer/moe/experts.py and token_dispatcher.py"),
+    (r"layernorm|(^|\.)norm", "megatron/core/transformer/torch_norm.py (or TransformerEngine)"),
+    (r"(^|\.)mlp", "megatron/core/transformer/mlp.py"),
+    (r"output_layer", "ColumnParallelLinear in megatron/core/tensor_parallel/layers.py"),
+    (r"layers\.\d+$", "megatron/core/transformer/transformer_layer.py"),
+)
+
+
+def where_to_look(culprit: Culprit) -> str:
+    """The part of Megatron that computes such a tensor."""
+    if culprit.verdict in (Outcome.MISSING, Outcome.EXTRA):
+        return "megatron/core/transformer/transformer_block.py (which layers a stage builds)"
+    if culprit.direction is Direction.UPDATE:
+        return "megatron/core/optimizer/ (distrib_optimizer.py with a distributed optimizer)"
+    if culprit.direction is Direction.GRADIENT:
+        return (
+            "megatron/core/distributed/finalize_model_grads.py and param_and_grad_buffer.py, "
+            "then the backward of the module itself"
+        )
+    if culprit.kind is Kind.TOKENS:
+        return "the data loader: get_batch() of the training script, --data-path, --seed"
+    for pattern, source in _SOURCES:
+        if re.search(pattern, culprit.name[:1000]):
+            return source
+    return "the module's forward and its tensor-parallel mappings"

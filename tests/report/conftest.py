@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The synthetic checks as fixtures."""
+
+from __future__ import annotations
+
+import pytest
+from synthetic_report import embedding_bug, healthy_verdicts, make_summary, norm_bug
+
+from megatron_ttrace.records import Summary, Verdict
+
+
+@pytest.fixture
+def healthy() -> tuple[Summary, list[Verdict]]:
+    """A check that passes."""
+    found = healthy_verdicts()
+    return make_summary(found), found
+
+
+@pytest.fixture
+def diverged() -> tuple[Summary, list[Verdict]]:
+    """A check that fails from the embedding on."""
+    return embedding_bug()
+
+
+@pytest.fixture
+def conflict() -> tuple[Summary, list[Verdict]]:
+    """A check that fails in one main gradient."""
+    return norm_bug()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two files of the contract: round trips, and one clear line for everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from synthetic_report import make_summary, make_verdict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.records import Kind, Outcome, Summary, Verdict
+from megatron_ttrace.report import files, publish
+
+Check = tuple[Summary, list[Verdict]]
+
+
+def write(check: Check, directory: Path) -> None:
+    """The files of a finished check."""
+    files.write_verdicts(directory / files.VERDICTS, check[1])
+    files.write_summary(directory / files.SUMMARY, check[0])
+
+
+def test_round_trip(diverged: Check, tmp_path: Path) -> None:
+    """What was written is read back, in order."""
+    write(diverged, tmp_path)
+    summary, verdicts = files.load_report(tmp_path)
+    assert summary == diverged[0]
+    assert verdicts == diverged[1]
+    assert sorted(os.listdir(tmp_path)) == ["summary.json", "verdicts.jsonl"]
+
+
+def test_a_line_has_the_fields_of_the_contract(tmp_path: Path) -> None:
+    """Other programs read these names."""
+    files.write_verdicts(tmp_path / "v", [make_verdict()])
+    assert list(json.loads((tmp_path / "v").read_text())) == [
+        field.name for field in dataclasses.fields(Verdict)
+    ]
+
+
+def test_infinities_travel(tmp_path: Path) -> None:
+    """The files are strict JSON, infinities and NaN come back."""
+    verdict = make_verdict(verdict=Outcome.NONFINITE, rel_err=math.inf)
+    files.write_verdicts(tmp_path / "v", [verdict])
+    assert files.read_verdicts(tmp_path / "v") == [verdict]
+    json.loads((tmp_path / "v").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_summary_takes_any_configuration(tmp_path: Path) -> None:
+    """Configuration and timings may hold NaN, paths and tuples; the file stays JSON."""
+    summary = make_summary([make_verdict()])
+    summary.config.update(path=Path("/x"), ratio=math.nan, sizes=(1, 2))
+    files.write_summary(tmp_path / "s", summary)
+    json.loads((tmp_path / "s").read_text(), parse_constant=pytest.fail)
+    assert files.read_summary(tmp_path / "s").config["sizes"] == [1, 2]
+
+
+@given(name=st.text(st.characters(codec=None), max_size=60), note=st.text(max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_any_name_survives(name: str, note: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Names are kept as they are, line separators and lone surrogates included."""
+    path = tmp_path_factory.mktemp("names") / files.VERDICTS
+    verdict = make_verdict(name, Kind.OUTPUT, note=note)
+    files.write_verdicts(path, [verdict, verdict])
+    assert files.read_verdicts(path) == [verdict, verdict]
+    assert path.read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / files.SUMMARY).unlink(), "summary.json does not exist"),
+        (lambda d: (d / files.VERDICTS).unlink(), "verdicts.jsonl does not exist"),
+        (lambda d: _cut(d / files.VERDICTS, 10), "verdicts.jsonl is cut off"),
+        (lambda d: _drop_line(d / files.VERDICTS), "verdicts.jsonl holds 847 verdicts but"),
+        (lambda d: _cut(d / files.SUMMARY, 30), "summary.json is cut off or not JSON"),
+        (lambda d: (d / files.VERDICTS).write_text('{"a": 1}\n'), "line 1 is not a verdict"),
+        (lambda d: (d / files.VERDICTS).write_text("[1]\n"), "line 1 is not a verdict"),
+        (lambda d: (d / files.VERDICTS).write_bytes(b"\xff\xfe\n"), "line 1 is not a verdict"),
+        (lambda d: (d / files.VERDICTS).write_text("[" * 99999 + "\n"), "line 1 is not a verdict"),
+        (lambda d: (d / files.SUMMARY).write_text("{}"), "is not a ttrace summary"),
+        (lambda d: (d / files.SUMMARY).write_text("[]"), "is not a ttrace summary"),
+        (lambda d: _replace_counts(d / files.SUMMARY), "is not a ttrace summary"),
+    ],
+)
+def test_damaged_files_are_named(damage: object, message: str, diverged: Check, tmp_path: Path):
+    """One line: which file, what is wrong with it, what to do."""
+    write(diverged, tmp_path)
+    assert callable(damage)
+    damage(tmp_path)
+    with pytest.raises(TTraceError, match=message) as caught:
+        files.load_report(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert "run the check again" in str(caught.value) or "give " in str(caught.value)
+
+
+def _cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:-size])
+
+
+def _drop_line(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def _replace_counts(path: Path) -> None:
+    data = json.loads(path.read_text())
+    data["counts"] = [1]
+    path.write_text(json.dumps(data))
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    """A path that is no directory is said to be none."""
+    with pytest.raises(TTraceError, match="is not a directory"):
+        files.load_report(tmp_path / "nowhere")
+
+
+def test_an_unwritable_directory_is_an_error(healthy: Check, tmp_path: Path) -> None:
+    """The files of the contract are not optional (a file in the way fails for root too)."""
+    (tmp_path / "blocked").write_text("")
+    with pytest.raises(TTraceError, match="cannot"):
+        publish(*healthy, tmp_path / "blocked", wandb=False)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    """Half a report is worse than yesterday's."""
+    path = tmp_path / "v"
+    files.write_verdicts(path, [make_verdict()])
+    before = path.read_bytes()
+
+    def broken() -> object:
+        yield make_verdict()
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        files.write_verdicts(path, broken())  # type: ignore[arg-type]
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["v"]

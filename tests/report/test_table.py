@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aggregation, tested with tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from synthetic_report import embedding_bug, healthy_verdicts, make_verdict, norm_bug
+
+from megatron_ttrace.records import STEP_LEVEL, Direction, Kind, Outcome
+from megatron_ttrace.report import table
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "tail"),
+    [
+        ("embedding.word_embeddings", "embedding", "embedding.word_embeddings"),
+        ("embedding", "embedding", "embedding"),
+        ("decoder.layers.0.mlp.linear_fc1", "decoder.layers.0", "mlp.linear_fc1"),
+        ("decoder.layers.17.mlp.linear_fc1.weight", "decoder.layers.17", "mlp.linear_fc1.weight"),
+        ("decoder.layers.3", "decoder.layers.3", "layer"),
+        ("decoder", "decoder", "decoder"),
+        ("decoder.final_layernorm", "decoder.final_layernorm", "final_layernorm"),
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm", "final_layernorm.weight"),
+        (
+            "decoder.layers.1.mlp.experts.local_experts.7.linear_fc2",
+            "decoder.layers.1",
+            "mlp.experts.local_experts.*.linear_fc2",
+        ),
+        ("mtp.layers.0.eh_proj", "mtp.layers.0", "eh_proj"),
+        ("mtp.layers.0.transformer_layer.mlp", "mtp.layers.0", "transformer_layer.mlp"),
+        ("output_layer", "output_layer", "output_layer"),
+        ("output_layer.weight", "output_layer", "output_layer.weight"),
+        ("vision_model.decoder.layers.2.mlp", "vision_model.decoder.layers.2", "mlp"),
+        ("grad_norm", "grad_norm", "grad_norm"),
+        ("loss", "loss", "loss"),
+        ("", table.UNNAMED, table.UNNAMED),
+        ("layers.x.mlp", "layers", "layers.x.mlp"),
+    ],
+)
+def test_names_fall_into_layers(name: str, layer: str, tail: str) -> None:
+    """Every name has a group and a column."""
+    assert table.layer_of(name) == layer
+    assert table.tail_of(name) == tail
+
+
+def test_depth_order_is_natural() -> None:
+    """Layer 10 follows layer 9, and the model reads from embedding to loss."""
+    names = ["output_layer", "grad_norm", "decoder.layers.10", "loss", "decoder.final_layernorm"]
+    names += ["decoder.layers.9", "decoder.layers.2", "embedding", "tokens", "mtp.layers.0"]
+    assert table.depth_order(names) == [
+        "tokens",
+        "embedding",
+        "decoder.layers.2",
+        "decoder.layers.9",
+        "decoder.layers.10",
+        "decoder.final_layernorm",
+        "mtp.layers.0",
+        "output_layer",
+        "loss",
+        "grad_norm",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "rel_err", "tolerance", "expected"),
+    [
+        (Outcome.PASS, 1e-3, 2e-3, (1, 0.5)),
+        (Outcome.PASS, None, None, (1, -1.0)),
+        (Outcome.PASS, math.nan, 1e-3, (1, math.inf)),
+        (Outcome.DIVERGED, 4e-3, 2e-3, (2, 2.0)),
+        (Outcome.MISSING, None, None, (2, math.inf)),
+        (Outcome.NONFINITE, math.nan, 1e-3, (2, math.inf)),
+        (Outcome.REPLICA_CONFLICT, 1e-3, 2e-3, (2, 0.5)),
+        (Outcome.UNCHECKED, 0.8, 0.9, (0, -1.0)),
+    ],
+)
+def test_severity(
+    outcome: Outcome, rel_err: float | None, tolerance: float | None, expected: tuple[int, float]
+) -> None:
+    """A failure outranks every pass, also one whose margin is small or unknown."""
+    verdict = make_verdict(verdict=outcome, rel_err=rel_err, tolerance=tolerance)
+    assert table.severity(verdict) == expected
+
+
+def test_worst_is_the_earliest_of_equals() -> None:
+    """Errors propagate forward, so of two equal ones the first says more."""
+    first = make_verdict("a", verdict=Outcome.DIVERGED)
+    assert table.worst_of([make_verdict("z"), first, make_verdict("b", verdict=first.verdict)]) is (
+        first
+    )
+    assert table.worst_of([]) is None
+
+
+def test_layer_rows_are_worst_first_and_complete() -> None:
+    """No verdict is lost between the list and the rows."""
+    _, verdicts = norm_bug()
+    rows = table.layer_rows(verdicts)
+    assert (rows[0].layer, rows[0].direction) == ("decoder.final_layernorm", Direction.GRADIENT)
+    assert rows[0].group.failures == 1
+    assert sum(row.group.total for row in rows) == len(verdicts)
+    assert sum(row.group.unchecked for row in rows) == 7
+    levels = [table.severity(row.group.worst) for row in rows]
+    assert levels == sorted(levels, reverse=True)
+
+
+def test_an_unmeasured_failure_comes_first() -> None:
+    """A missing layer is worse than any error."""
+    rows = table.layer_rows(
+        [
+            make_verdict("decoder.layers.0.mlp", verdict=Outcome.DIVERGED, rel_err=5.0),
+            make_verdict(
+                "decoder.layers.1.mlp", verdict=Outcome.MISSING, rel_err=None, tolerance=None
+            ),
+        ]
+    )
+    assert [row.layer for row in rows] == ["decoder.layers.1", "decoder.layers.0"]
+    assert rows[0].group.margin == math.inf
+
+
+def test_heat_map_keeps_the_worst_of_each_cell() -> None:
+    """Four microbatches are one cell, coloured by the worst of them."""
+    verdicts = [
+        make_verdict(rel_err=error, microbatch=microbatch)
+        for microbatch, error in enumerate((1e-4, 3e-3, 2e-4, 1e-5))
+    ]
+    found = table.heat_map(verdicts)
+    column = table.Column(Direction.FORWARD, "mlp", Kind.OUTPUT)
+    cell = found.cells[("decoder.layers.0", column)]
+    assert cell.worst is verdicts[1]
+    assert cell.total == 4
+
+
+def test_heat_map_covers_everything() -> None:
+    """Columns come direction by direction; cells count every verdict once."""
+    _, verdicts = embedding_bug()
+    found = table.heat_map(verdicts)
+    directions = [list(Direction).index(column.direction) for column in found.columns]
+    assert directions == sorted(directions)
+    assert sum(cell.total for cell in found.cells.values()) == len(verdicts)
+    assert set(found.layers) == {layer for layer, _ in found.cells}
+    assert found.layers[0] == "tokens"
+
+
+def test_unchecked_reasons_are_grouped() -> None:
+    """The details after the colon differ from tensor to tensor and are left out."""
+    notes = ["blind: tolerance 0.8", "blind: tolerance 0.9", "", "not traced"]
+    verdicts = [
+        make_verdict(verdict=Outcome.UNCHECKED, note=note, microbatch=STEP_LEVEL) for note in notes
+    ]
+    assert table.unchecked_reasons([*verdicts, make_verdict(note="blind: a pass")]) == [
+        ("blind", 2),
+        (table.NO_REASON, 1),
+        ("not traced", 1),
+    ]
+
+
+def test_tally_adds_up() -> None:
+    """Counts are of outcomes that occur."""
+    verdicts = healthy_verdicts()
+    counted = table.tally(verdicts)
+    assert set(counted) == {"pass", "unchecked"}
+    assert sum(counted.values()) == len(verdicts)
+
+
+def test_a_long_number_in_a_name_sorts() -> None:
+    """int() refuses more than 4300 digits; a name may have them."""
+    assert table.depth_order(["a" + "9" * 5000, "a2"]) == ["a2", "a" + "9" * 5000]
