@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command line written for GPUs, adapted so that it means the same on a CPU.
+
+Only what cannot run is switched off, and only where the arithmetic stays that of the model: a fused
+kernel becomes Megatron's unfused code for the same formula, an overlap becomes its sequential
+order, NCCL becomes gloo. Fusions that Megatron writes in PyTorch and hands to ``torch.compile``
+(bias + GELU, bias + SwiGLU, bias + dropout, the native cross entropy) run on a CPU as they are and stay on:
+bias + GELU is the tanh approximation, so switching it off would change the model.
+
+Options whose meaning would be lost are refused with the name of what is needed.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ttrace.cpu import helpers_cpp
+from megatron_ttrace.cpu.collectives import gloo
+from megatron_ttrace.errors import TTraceError
+
+
+class _Adapter:
+    """Sets arguments and remembers which of the user's choices that took away."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.changes: list[str] = []
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Value of an argument that not every release of Megatron has."""
+        return getattr(self.args, name, default)
+
+    def switch_off(
+        self, name: str, label: str, off: Any = False, when: bool = True, quiet: bool = False
+    ) -> None:
+        """Set ``name`` to ``off``; report ``label`` when that changed what the user has."""
+        if not hasattr(self.args, name) or self.get(name) == off:
+            return
+        setattr(self.args, name, off)
+        if when and not quiet and label not in self.changes:
+            self.changes.append(label)
+
+
+def _have_transformer_engine() -> bool:
+    # Megatron's own answer, after it tried the import: the package can be installed and still
+    # not import its PyTorch part.
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)
+
+
+def _have_fused_rope() -> bool:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return getattr(rope_utils, "fused_apply_rotary_pos_emb", None) is not None
+
+
+def _needs_transformer_engine(args: argparse.Namespace) -> list[str]:
+    """Flags in ``args`` that Megatron's local layer specification cannot honour."""
+
+    def get(name: str) -> Any:
+        return getattr(args, name, None)
+
+    rms = get("normalization") == "RMSNorm"
+    sequence_parallel = bool(get("sequence_parallel")) and get("tensor_model_parallel_size") > 1
+    checks: list[tuple[Any, str]] = [
+        ((get("context_parallel_size") or 1) > 1, "--context-parallel-size"),
+        (get("hybrid_context_parallel"), "--hybrid-context-parallel"),
+        (get("fp8"), "--fp8-format"),
+        (get("fp4"), "--fp4-format"),
+        (sequence_parallel and rms, "--sequence-parallel with --normalization RMSNorm"),
+        (
+            rms and get("layernorm_zero_centered_gamma"),
+            "--apply-layernorm-1p with --normalization RMSNorm",
+        ),
+        (get("sft"), "--sft"),
+        (get("dataloader_inter_document_masking"), "--dataloader-inter-document-masking"),
+        (get("use_te_activation_func"), "--use-te-activation-func"),
+        (get("use_transformer_engine_op_fuser"), "--use-transformer-engine-op-fuser"),
+        (get("te_precision_config_file"), "--te-precision-config-file"),
+        (get("experimental_attention_variant"), "--experimental-attention-variant"),
+        (get("use_precision_aware_optimizer"), "--use-precision-aware-optimizer"),
+        (get("delay_wgrad_compute"), "--delay-wgrad-compute"),
+        (get("overlap_moe_expert_parallel_comm"), "--overlap-moe-expert-parallel-comm"),
+        (get("fused_residual_rmsnorm"), "--fused-residual-rmsnorm"),
+        (get("qk_clip"), "--qk-clip"),
+    ]
+    return [flag for present, flag in checks if present]
+
+
+def _adapt_layers(adapter: _Adapter) -> None:
+    args = adapter.args
+    have_te = _have_transformer_engine()
+    if have_te:
+        return
+    needing = _needs_transformer_engine(args)
+    if needing:
+        raise TTraceError(
+            f"{', '.join(needing)} needs TransformerEngine, which does not import here: "
+            "install megatron_ttrace's CPU TransformerEngine or the real one, or drop the option"
+        )
+    uses_te = adapter.get("transformer_impl") == "transformer_engine"
+    if uses_te:
+        adapter.switch_off("transformer_impl", "TransformerEngine layers", "local")
+    # Local layers compute one expert after the other; a grouped GEMM is the same products.
+    adapter.switch_off("moe_grouped_gemm", "grouped GEMM")
+    adapter.switch_off("moe_permute_fusion", "MoE permute fusion")
+    adapter.switch_off("moe_router_fusion", "MoE router fusion")
+    if adapter.get("cross_entropy_loss_fusion"):
+        adapter.switch_off(
+            "cross_entropy_fusion_impl", "TransformerEngine cross entropy", "native"
+        )
+    # TransformerEngine's layer norm has no such switch: only local layers lose the kernel.
+    adapter.switch_off(
+        "no_persist_layer_norm",
+        "persistent layer norm",
+        True,
+        when=not uses_te and adapter.get("normalization") == "LayerNorm",
+    )
+    _adapt_attention(adapter, uses_te)
+
+
+def _adapt_attention(adapter: _Adapter, uses_te: bool) -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    backend = adapter.get("attention_backend")
+    if backend not in (AttnBackend.unfused, AttnBackend.local):
+        adapter.switch_off(
+            "attention_backend",
+            "flash and fused attention",
+            AttnBackend.unfused,
+            when=uses_te or backend is not AttnBackend.auto,
+        )
+    adapter.switch_off("use_flash_attn", "flash and fused attention")
+    adapter.switch_off("masked_softmax_fusion", "masked softmax fusion", when=not uses_te)
+
+
+def _adapt_communication(adapter: _Adapter) -> None:
+    args = adapter.args
+    if gloo(adapter.get("distributed_backend")) != adapter.get("distributed_backend"):
+        adapter.switch_off("distributed_backend", "NCCL", "gloo")
+    adapter.switch_off("pipeline_model_parallel_comm_backend", "NCCL", None)
+    adapter.switch_off("tp_comm_overlap", "tensor-parallel communication overlap")
+    adapter.switch_off("nccl_ub", "NCCL user buffers")
+    adapter.switch_off("use_sharp", "SHARP")
+    adapter.switch_off("nccl_communicator_config_path", "NCCL configuration", None)
+    adapter.switch_off("use_ring_exchange_p2p", "ring exchange")
+    adapter.switch_off("symmetric_ar_type", "symmetric-memory all-reduce", None)
+    adapter.switch_off("high_priority_stream_groups", "stream priorities", [])
+    if adapter.get("moe_token_dispatcher_type") == "flex":
+        # DeepEP and its kin move the same tokens as the all-to-all dispatcher.
+        adapter.switch_off("moe_token_dispatcher_type", "flex token dispatcher", "alltoall")
+        adapter.switch_off("moe_enable_deepep", "flex token dispatcher")
+    if args.tensor_model_parallel_size > 1 or (adapter.get("context_parallel_size") or 1) > 1:
+        _set_max_connections()
+
+
+def _set_max_connections() -> None:
+    import os
+
+    # Megatron asserts this on anything older than Blackwell; a CPU has no such queue.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _adapt_kernels(adapter: _Adapter) -> None:
+    args = adapter.args
+    adapter.switch_off("gradient_accumulation_fusion", "gradient accumulation fusion")
+    rotary = adapter.get("position_embedding_type") in ("rope", "yarn", "mrope") or any(
+        adapter.get(name) for name in ("use_rotary_position_embeddings", "multi_latent_attention")
+    )
+    if not _have_fused_rope():
+        adapter.switch_off("apply_rope_fusion", "RoPE fusion", when=rotary)
+    for name in ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"):
+        adapter.switch_off(name, "CUDA graphs")
+    adapter.switch_off("cuda_graph_impl", "CUDA graphs", "none")
+    adapter.switch_off("batch_invariant_mode", "batch-invariant kernels")
+    adapter.switch_off("optimizer_cpu_offload", "optimizer offload")
+    adapter.switch_off("fine_grained_activation_offloading", "activation offload")
+    if (adapter.get("cpu_offloading_num_layers") or 0) > 0:
+        adapter.switch_off("cpu_offloading_num_layers", "activation offload", 0)
+    adapter.switch_off("gpu_sniff_test_interval", "GPU self-test", None)
+    adapter.switch_off("log_energy", "energy log")
+    # A rank's own process reads the batches: forked workers would each copy the interpreter to
+    # overlap with a GPU that is not there. The samples and their order do not depend on it.
+    adapter.switch_off("num_workers", "data-loader workers", 0)
+    adapter.switch_off("nvtx_ranges", "NVTX ranges")
+    if getattr(args, "fp8_param_gather", False) and not getattr(args, "fp8", None):
+        adapter.switch_off("fp8_param_gather", "FP8 parameter gather")
+
+
+_STEPS: tuple[Callable[[_Adapter], None], ...] = (
+    _adapt_communication,
+    _adapt_layers,
+    _adapt_kernels,
+)
+
+
+def adapt_arguments(args: argparse.Namespace) -> list[str]:
+    """Switch off in ``args`` what a CPU cannot do; return short names of what the user loses.
+
+    Called between Megatron's ``parse_args`` and ``validate_args``, so that Megatron derives its
+    configuration, and checks it, from the adapted values. Applying it twice changes nothing more.
+    """
+    adapter = _Adapter(args)
+    for step in _STEPS:
+        step(adapter)
+    helpers_cpp.skip_compilation()
+    return adapter.changes
+
+
+def banner(changes: list[str]) -> str:
+    """Return one line that says the CPU backend is on and what it switched off."""
+    off = f"; switched off: {', '.join(changes)}" if changes else "; nothing had to be switched off"
+    return f"ttrace: no accelerator in use, running Megatron on the CPU over gloo{off}"

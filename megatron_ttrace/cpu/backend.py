@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deciding whether the CPU backend is needed, and switching it on."""
+
+import os
+import sys
+
+from megatron_ttrace.errors import TTraceError
+
+_active = False
+
+
+def needed(device: str = "auto") -> bool:
+    """Say whether a run on ``device`` ("auto", "cpu" or "cuda") has to use the CPU backend."""
+    if device == "cpu" or _active:
+        return True
+    if device != "auto":
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def active() -> bool:
+    """Say whether :func:`activate` has run in this process or the one it was forked from."""
+    return _active
+
+
+def activate() -> None:
+    """Install all substitutions; a second call does nothing.
+
+    Megatron copies some of what is replaced here on import (``from torch.cuda import _lazy_call``,
+    ``except ImportError`` around Apex), so this has to come first. No thread, process group or
+    random state is created: a process may activate, then fork its ranks.
+    """
+    global _active
+    if _active:
+        return
+    if any(name == "megatron.core" or name.startswith("megatron.core.") for name in sys.modules):
+        raise TTraceError(
+            "megatron is already imported: call megatron_ttrace.enable() before importing megatron"
+        )
+    # Read by torch._dynamo when it is imported. torch.compile then returns functions as they
+    # are: compiling would need a C++ toolchain and reorders floating-point operations.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.config.disable = True  # type: ignore[attr-defined]
+
+    from megatron_ttrace.cpu import (
+        apex,
+        collectives,
+        dataloader,
+        devices,
+        memory,
+        random_states,
+        streams,
+    )
+
+    dataloader.install()
+    devices.install()
+    streams.install()
+    memory.install()
+    random_states.install()
+    collectives.install()
+    apex.install()
+    _active = True

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for a CUDA device become requests for the CPU.
+
+Megatron asks for its device in every way PyTorch knows: ``device="cuda"``, ``device=0`` (what
+``torch.cuda.current_device()`` returns), ``torch.device("cuda", 0)``, ``tensor.cuda()``,
+``tensor.to(0)``, ``torch.cuda.FloatTensor(...)``. Only the *place* of a tensor is changed here,
+never its dtype, layout or values, so the arithmetic is that of the same PyTorch call on the CPU.
+
+The functions that take a device are replaced one by one instead of running everything under a
+``TorchFunctionMode``: a mode is per thread (a checkpoint writer's thread would not have it) and
+costs Python time on every operation, which would distort what this package measures.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.jit import _builtins as jit_builtins
+from torch.utils import _device as torch_device_module
+
+FACTORIES = (
+    "arange asarray as_tensor bartlett_window blackman_window empty empty_like empty_permuted "
+    "empty_strided eye from_file full full_like hamming_window hann_window kaiser_window linspace "
+    "logspace ones ones_like rand rand_like randint randint_like randn randn_like randperm range "
+    "scalar_tensor sparse_coo_tensor tensor tril_indices triu_indices zeros zeros_like"
+).split()
+TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+
+# Hopper: it has bf16 and FP8, so Megatron refuses nothing for lack of a dtype, and it is not
+# Blackwell, for which Megatron would choose kernels and memory layouts of its own.
+CAPABILITY = (9, 0)
+
+
+def to_cpu(device: Any) -> Any:
+    """``device`` with every spelling of a CUDA device turned into the CPU; others unchanged."""
+    if isinstance(device, bool):
+        return device
+    if isinstance(device, int):
+        return "cpu"
+    if isinstance(device, str):
+        return "cpu" if device.split(":")[0] == "cuda" else device
+    if isinstance(device, torch.device):
+        return torch.device("cpu") if device.type == "cuda" else device
+    return device
+
+
+def _mapped(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if kwargs.get("device") is not None:
+        kwargs["device"] = to_cpu(kwargs["device"])
+    # Pinning is how a GPU reads host memory without a copy; with no GPU PyTorch raises.
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    return kwargs
+
+
+def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **(_mapped(kwargs) if kwargs else kwargs))
+
+    # TorchScript looks builtins up by identity: without this, code that is scripted after
+    # activation (PyTorch scripts some of its own on import) could not call the factory.
+    builtin = jit_builtins._find_builtin(function)
+    if builtin is not None:
+        jit_builtins._register_builtin(wrapper, builtin)
+    return wrapper
+
+
+def _install_factories() -> None:
+    # ``with torch.device("meta")`` recognises factories by identity through a cached set: fill
+    # the cache with the originals, which the wrappers call.
+    torch_device_module._device_constructors()
+    for name in FACTORIES:
+        if hasattr(torch, name):
+            setattr(torch, name, _redirected(getattr(torch, name)))
+    for name in TENSOR_FACTORIES:
+        setattr(torch.Tensor, name, _redirected(getattr(torch.Tensor, name)))
+
+
+def _install_tensor_moves() -> None:
+    original_to = torch.Tensor.to
+    original_type = torch.Tensor.type
+
+    @functools.wraps(original_to)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            args = (to_cpu(args[0]), *args[1:])
+        return original_to(self, *args, **_mapped(kwargs))
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the tensor itself, as ``cuda()`` does for one that is on the device already."""
+        return self
+
+    @functools.wraps(original_type)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = original_type(self, *args, **kwargs)
+        # Megatron's optimizers choose by ``param.type() == 'torch.cuda.FloatTensor'`` which
+        # parameters get an fp32 master copy, and gradient clipping asserts it. Everyone else
+        # is told the truth.
+        if isinstance(name, str) and _caller_is_megatron() and not name.startswith("torch.cuda."):
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    def record_stream(self: torch.Tensor, stream: Any) -> None:
+        """Nothing to keep alive: there is one stream and it has already finished."""
+
+    for name, replacement in (
+        ("to", to),
+        ("cuda", cuda),
+        ("type", type_),
+        ("pin_memory", pin_memory),
+        ("record_stream", record_stream),
+    ):
+        setattr(torch.Tensor, name, replacement)
+
+
+def _caller_is_megatron() -> bool:
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.")
+
+
+def _install_load() -> None:
+    original = torch.load
+
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # A checkpoint that a GPU run wrote names CUDA devices; without a location PyTorch
+        # would look for them.
+        target = "cpu" if map_location is None else to_cpu(map_location)
+        return original(f, target, *args, **kwargs)
+
+    torch.load = load
+
+
+class NoDevice:
+    """Context manager in place of ``torch.cuda.device``: there is one device, the CPU."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def __enter__(self) -> "NoDevice":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+def _device_count() -> int:
+    """Give one device to each rank of the machine, so that every ``LOCAL_RANK`` has its own."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _install_cuda_queries() -> None:
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.is_initialized = lambda: True
+    cuda.init = cuda._lazy_init = lambda: None
+    # Megatron hands its random-state callbacks to _lazy_call, to be run once CUDA is up.
+    cuda._lazy_call = lambda callback, **_: callback()
+    cuda.device_count = _device_count
+    cuda.current_device = lambda: 0
+    cuda.set_device = lambda device: None
+    cuda.device = cuda.device_of = NoDevice
+    cuda.get_device_capability = lambda device=None: CAPABILITY
+    cuda.get_device_name = lambda device=None: "cpu"
+    cuda.is_bf16_supported = lambda including_emulation=True: True
+    # Legacy type objects: used as constructors and in isinstance checks on a tensor's dtype.
+    cuda.FloatTensor = torch.FloatTensor
+    cuda.HalfTensor = torch.HalfTensor
+    cuda.BFloat16Tensor = torch.BFloat16Tensor
+    cuda.DoubleTensor = torch.DoubleTensor
+    cuda.IntTensor = torch.IntTensor
+    cuda.LongTensor = torch.LongTensor
+    cuda.ByteTensor = torch.ByteTensor
+
+
+def install() -> None:
+    """Replace everything through which Megatron names a device."""
+    _install_factories()
+    _install_tensor_moves()
+    _install_load()
+    _install_cuda_queries()
