@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+#   launch/bootstrap.sh python   print the path of a Python that megatron-core has wheels for
+#   launch/bootstrap.sh venv     make or renew the environment in $VENV (default .venv)
+#
+# TTRACE_PYTHON names the interpreter to use instead of the one that would be found.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${VENV:-.venv}
+VERSIONS="3.12 3.13" # those of megatron-core's wheels, the preferred one first
+CONSTRAINTS=requirements/constraints.txt
+
+fail() {
+  echo "ttrace: $*" >&2
+  exit 2
+}
+
+# Whether $1 is a Python of version $2 that can make environments. It is run, not believed: a pyenv
+# shim can be there for a version that is not switched on, and Debian ships Python without ensurepip.
+usable() {
+  "$1" -c "
+import ensurepip, sys, venv
+raise SystemExit('%d.%d' % sys.version_info[:2] != '$2' or sys.implementation.name != 'cpython')
+" >/dev/null 2>&1
+}
+
+real_path() {
+  "$1" -c 'import os, sys; print(os.path.abspath(sys.executable))'
+}
+
+candidates() { # for version $1, the nearest first
+  local version=$1 found
+  type -aP "python$version" python3 python 2>/dev/null || true
+  for found in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version"*/bin/python \
+    /usr/local/bin/"python$version" /opt/python*/bin/"python$version"; do
+    if [[ -x $found ]]; then echo "$found"; fi
+  done
+  if command -v uv >/dev/null; then
+    uv python find --no-project "$version" 2>/dev/null || true
+  fi
+}
+
+find_python() {
+  local version candidate
+  if [[ -n ${TTRACE_PYTHON:-} ]]; then
+    for version in $VERSIONS; do
+      if usable "$TTRACE_PYTHON" "$version"; then
+        real_path "$TTRACE_PYTHON"
+        return
+      fi
+    done
+    fail "TTRACE_PYTHON=$TTRACE_PYTHON is not a CPython ${VERSIONS/ / or } with venv and ensurepip"
+  fi
+  for version in $VERSIONS; do
+    while IFS= read -r candidate; do
+      if usable "$candidate" "$version"; then
+        real_path "$candidate"
+        return
+      fi
+    done < <(candidates "$version")
+  done
+  fail "no Python ${VERSIONS/ / or } found: install one (apt-get install python3.12-venv," \
+    "pyenv install 3.12, or uv python install 3.12), or name one with TTRACE_PYTHON=/path/to/python"
+}
+
+# What the environment was made from. An environment cannot be moved, so its place belongs to it.
+fingerprint() {
+  (echo "$ROOT/$VENV" && cat pyproject.toml setup.py "$CONSTRAINTS" launch/bootstrap.sh) | cksum
+}
+
+make_venv() {
+  cd "$ROOT"
+  local stamp=$VENV/ttrace-installed unfinished=$VENV/ttrace-unfinished want python
+  want=$(fingerprint)
+  if [[ -f $stamp && $(cat "$stamp") == "$want" ]] && "$VENV/bin/python" -c '' 2>/dev/null; then
+    return # nothing to install
+  fi
+  if [[ -d $VENV && ! -e $stamp && ! -e $unfinished && -n $(ls -A "$VENV") ]]; then
+    fail "$VENV is there and was not made by make: remove it, or choose another with VENV=DIR"
+  fi
+  # An install that was interrupted can leave half a package that pip takes for a whole one.
+  if [[ -e $unfinished ]] || ! "$VENV/bin/python" -c '' 2>/dev/null; then
+    python=$(find_python)
+    rm -rf "$VENV"
+    mkdir -p "$VENV"
+    touch "$unfinished"
+    echo "ttrace: making $VENV with $("$python" -V) (the first time takes some minutes and 6 GB)"
+    "$python" -m venv "$VENV"
+  fi
+  touch "$unfinished"
+  rm -f "$stamp"
+  local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -q -c "$CONSTRAINTS")
+  "${pip[@]}" setuptools
+  "${pip[@]}" --no-build-isolation -e '.[test]'
+  echo "$want" >"$stamp"
+  rm -f "$unfinished"
+}
+
+case ${1:-} in
+  python) find_python ;;
+  venv)
+    if command -v flock >/dev/null; then # two makes at once: the second waits for the first
+      exec 9>"$ROOT/.${VENV//\//_}.lock"
+      flock 9
+    fi
+    make_venv
+    ;;
+  *) fail "usage: launch/bootstrap.sh python|venv" ;;
+esac

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metadata is in pyproject.toml; this only takes two folders along that lie outside the package."""
+
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).parent
+BESIDE_THE_PACKAGE = ("patches", "launch")
+
+
+class BuildWithResources(build_py):
+    """Puts ``patches/`` and ``launch/`` into wheels, where megatron_ttrace.resources finds them."""
+
+    def run(self) -> None:
+        """Copy after the modules; an editable install reads the checkout instead."""
+        super().run()
+        if self.editable_mode:
+            return
+        for name in BESIDE_THE_PACKAGE:
+            target = Path(self.build_lib, "megatron_ttrace", f"_{name}")
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(HERE / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+setup(cmdclass={"build_py": BuildWithResources})
