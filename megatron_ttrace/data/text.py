@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files into documents of byte tokens, in the format of Megatron's indexed data sets.
+
+A token is a byte, so any file will do, nothing has to be downloaded, and the vocabulary is small
+enough for a model that a laptop can check. Documents keep their uneven lengths: that is what
+makes samples cross document boundaries, and ``--eod-mask-loss`` and packing do something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+from numpy.typing import NDArray
+
+from megatron_ttrace.errors import TTraceError
+
+EOD = 256
+"""The token after a document: the first number that no byte has."""
+
+VOCAB_SIZE = EOD + 1
+_DTYPE = numpy.uint16  # the smallest that holds them all, and what Megatron's tool would choose
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What was written, in the units that a training run counts in."""
+
+    prefix: Path
+    """What ``--data-path`` takes: the files' path without ``.bin`` and ``.idx``."""
+    documents: int
+    tokens: int
+
+
+def training_flags(prefix: Path, megatron_version: str) -> str:
+    """The Megatron arguments that train on ``prefix`` with the matching vocabulary.
+
+    ``NullTokenizer`` counts the end-of-document token as one of ``--vocab-size`` since 0.18, and
+    added it on top before. A flag of the other release makes EOD an ordinary byte (255), or a
+    token outside of the embedding.
+    """
+    release = tuple(int(part) for part in megatron_version.split(".")[:2])
+    vocab_size = VOCAB_SIZE if release >= (0, 18) else VOCAB_SIZE - 1
+    return f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size {vocab_size}"
+
+
+def find_files(sources: Sequence[Path], pattern: str = "*") -> list[Path]:
+    """Every file named, and those in folders whose name matches ``pattern``; the order is fixed.
+
+    Hidden files and caches of Python are left out: nobody means them when naming a folder.
+
+    Raises:
+        TTraceError: when a source does not exist or a folder holds no match.
+    """
+    files: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            matches = sorted(
+                path
+                for path in source.rglob(pattern)
+                if path.is_file()
+                and not any(
+                    part.startswith(".") or part == "__pycache__"
+                    for part in path.relative_to(source).parts
+                )
+            )
+            if not matches:
+                raise TTraceError(f"{source}: no file in this folder matches {pattern!r}")
+            files.extend(matches)
+        elif source.exists():
+            files.append(source)
+        else:
+            raise TTraceError(f"{source}: no such file or folder")
+    return files
+
+
+def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Iterator[bytes]:
+    """The contents of ``files``, one document each, empty ones left out.
+
+    Args:
+        files: in the order in which they become documents.
+        max_bytes: stop after this many; the last document is cut to fit.
+
+    Raises:
+        TTraceError: when a file cannot be read.
+    """
+    left = max_bytes
+    for path in files:
+        if left is not None and left <= 0:
+            return
+        try:
+            with path.open("rb") as file:
+                content = file.read(-1 if left is None else left)
+        except OSError as error:
+            raise TTraceError(f"{path}: cannot be read: {error.strerror or error}") from error
+        if content:
+            yield content
+            left = None if left is None else left - len(content)
+
+
+def tokenise(content: bytes, *, append_eod: bool = True) -> NDArray[numpy.uint16]:
+    """One document's tokens: its bytes and, unless told otherwise, :data:`EOD`."""
+    ids = numpy.frombuffer(content, dtype=numpy.uint8).astype(_DTYPE)
+    return numpy.append(ids, _DTYPE(EOD)) if append_eod else ids
+
+
+def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool = True) -> Corpus:
+    """Write ``documents`` to ``prefix.bin`` and ``prefix.idx`` with Megatron's own builder.
+
+    Both files appear complete or not at all, the index last: Megatron takes a data set that is
+    half written for a whole one.
+
+    Args:
+        documents: their bytes; empty ones must have been left out.
+        prefix: the path without an extension; its folder is made.
+        append_eod: end each document with the :data:`EOD` token.
+
+    Raises:
+        TTraceError: when there is not a single document, or the files cannot be written.
+    """
+    from megatron.core.datasets import indexed_dataset
+
+    bin_path = Path(indexed_dataset.get_bin_path(str(prefix)))
+    idx_path = Path(indexed_dataset.get_idx_path(str(prefix)))
+    count = tokens = 0
+    with _own_folder_beside(prefix) as folder:
+        builder = indexed_dataset.IndexedDatasetBuilder(str(folder / "bin"), dtype=_DTYPE)
+        try:
+            for content in documents:
+                ids = tokenise(content, append_eod=append_eod)
+                builder.add_document(ids, [len(ids)])
+                count, tokens = count + 1, tokens + len(ids)
+        finally:
+            builder.data_file.close()
+        if count == 0:
+            raise TTraceError("nothing to write: all input files are empty")
+        builder.finalize(str(folder / "idx"))
+        # An index of older data must not meet newer data, not even for a moment.
+        idx_path.unlink(missing_ok=True)
+        os.replace(folder / "bin", bin_path)
+        os.replace(folder / "idx", idx_path)
+    return Corpus(prefix=prefix, documents=count, tokens=tokens)
+
+
+def standard_library_corpus(output_prefix: Path, max_bytes: int) -> Path:
+    """Text that every machine has: the source of the running Python's standard library.
+
+    The same Python makes the same data set, byte for byte. When it is there already, nothing is
+    written, and Megatron (seconds) is not imported.
+
+    Returns:
+        ``output_prefix``, for ``--data-path``.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    # Third-party packages live below the library's folder, and differ between machines.
+    foreign = {"site-packages", "dist-packages"}
+    files = [
+        path
+        for path in find_files([library], "*.py")
+        if foreign.isdisjoint(path.relative_to(library).parts)
+    ]
+    documents = list(read_documents(files, max_bytes))
+    if not _holds(output_prefix, documents):
+        write_corpus(documents, output_prefix)
+    return output_prefix
+
+
+def _holds(prefix: Path, documents: Sequence[bytes]) -> bool:
+    """Whether the files are there and hold just these documents.
+
+    The index is not read: it is written last and removed first, so it belongs to the data.
+    """
+    wanted = b"".join(tokenise(content).tobytes() for content in documents)
+    try:
+        present = prefix.with_name(prefix.name + ".bin").read_bytes()
+    except OSError:
+        return False
+    return present == wanted and prefix.with_name(prefix.name + ".idx").exists()
+
+
+@contextmanager
+def _own_folder_beside(prefix: Path) -> Iterator[Path]:
+    """A folder on the file system of ``prefix``, so that moving out of it is one step."""
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent) as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise TTraceError(f"{prefix}: cannot be written: {error.strerror or error}") from error
