@@ -25,9 +25,9 @@ _MAX_MARKS = 2
 
 
 def clean(text: object, limit: int = NAME_LIMIT) -> str:
-    """One printable line of at most ``limit`` characters.
+    r"""One printable line of at most ``limit`` characters.
 
-    Unprintable characters are shown as escapes (``\\x1b``), not removed, so that two hostile names
+    Unprintable characters are shown as escapes (``\x1b``), not removed, so that two hostile names
     stay distinguishable. Long text loses its middle, because canonical names differ at both ends.
     """
     raw = text if isinstance(text, str) else str(text)

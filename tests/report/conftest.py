@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from synthetic_report import embedding_bug, healthy_verdicts, make_summary, norm_bug
 
 from megatron_ttrace.records import Summary, Verdict
+from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_summary, norm_bug
 
 
 @pytest.fixture

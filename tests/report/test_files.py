@@ -10,13 +10,13 @@ import os
 from pathlib import Path
 
 import pytest
-from synthetic_report import make_summary, make_verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.records import Kind, Outcome, Summary, Verdict
 from megatron_ttrace.report import files, publish
+from tests.report.synthetic_report import make_summary, make_verdict
 
 Check = tuple[Summary, list[Verdict]]
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from synthetic_report import embedding_bug, healthy_verdicts, make_verdict, norm_bug
 
 from megatron_ttrace.records import STEP_LEVEL, Direction, Kind, Outcome
 from megatron_ttrace.report import table
+from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_verdict, norm_bug
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``report.html``: one file that explains a check, with no network and no other file.
+
+The page is a template, a style sheet and a script under ``templates/``; the verdicts travel as JSON
+inside it and are rendered lazily, so that ten thousand of them do not slow it down.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from megatron_ttrace.records import Direction, Kind, Outcome, Summary, Verdict
+from megatron_ttrace.report import figures, files, table, wording
+from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean, script_json
+
+MAX_EMBEDDED = 50_000
+"""Verdicts that travel in the page; beyond, failures and the worst of each cell go first."""
+
+MAX_CULPRITS = 10
+MAX_ROWS = 60
+OPEN_ROWS = 12
+_NAME_LIMIT = 240
+
+
+def write(path: Path, summary: Summary, verdicts: Sequence[Verdict]) -> None:
+    """Write the page atomically.
+
+    Raises:
+        TTraceError: when the directory cannot be written.
+    """
+    text = render(summary, verdicts)
+    files.write_atomically(Path(path), lambda file: _put(file, text))
+
+
+def _put(file: Any, text: str) -> None:
+    file.write(text)
+
+
+def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
+    """The page as text."""
+    found = table.heat_map(verdicts)
+    figure = figures.heat_map_figure(
+        found, ((culprit.name, culprit.kind) for culprit in summary.culprits)
+    )
+    chosen = choose(verdicts, figure, MAX_EMBEDDED)
+    rows = [row for row in table.layer_rows(verdicts) if row.group.failures]
+    return _template().render(
+        css=Markup(_asset("report.css")),  # noqa: S704 - our own files
+        js=Markup(_asset("report.js")),  # noqa: S704
+        data=Markup(script_json(payload(verdicts, figure, chosen))),  # noqa: S704 - escaped
+        summary=summary,
+        headline=wording.RESULT_SENTENCES[summary.verdict],
+        layout_text=wording.layout_text(summary.config),
+        counts=_counts(summary, verdicts),
+        reasons=[(clean(r, NOTE_LIMIT), n) for r, n in table.unchecked_reasons(verdicts)],
+        notices=[clean(notice, NOTE_LIMIT) for notice in summary.notices],
+        culprits=_culprits(summary, verdicts),
+        more_culprits=max(0, len(summary.culprits) - MAX_CULPRITS),
+        figure=figure,
+        legend=figures.LEGEND,
+        curves=figures.curves(verdicts),
+        layout=figures.layout_figure(
+            summary.config, verdicts, (r for c in summary.culprits for r in c.ranks)
+        ),
+        layers=[_layer(row) for row in rows[:MAX_ROWS]],
+        open_rows=OPEN_ROWS,
+        more_layers=max(0, len(rows) - MAX_ROWS),
+        config=_pairs(summary.config),
+        versions=_pairs(summary.versions),
+        timings=[(clean(k), f"{v:.2f} s") for k, v in summary.timings.items()],
+        left_out=len(verdicts) - len(chosen),
+        total=len(verdicts),
+        verdicts_file=files.VERDICTS,
+        outcomes=[outcome.value for outcome in Outcome],
+        directions=[direction.value for direction in Direction],
+        kinds=[kind.value for kind in Kind],
+    )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_asset("report.html.j2"))
+
+
+def _asset(name: str) -> str:
+    folder = resources.files("megatron_ttrace.report") / "templates"
+    return (folder / name).read_text(encoding="utf-8")
+
+
+def choose(verdicts: Sequence[Verdict], figure: figures.HeatMapFigure, limit: int) -> list[int]:
+    """Positions of the verdicts that travel in the page, in execution order."""
+    if len(verdicts) <= limit:
+        return list(range(len(verdicts)))
+    worst = {id(group.worst) for _, _, group in figure.cells}
+    by_need = sorted(
+        range(len(verdicts)),
+        key=lambda p: (id(verdicts[p]) not in worst, not verdicts[p].verdict.is_failure),
+    )
+    return sorted(by_need[:limit])
+
+
+class _Strings:
+    """Texts of the payload, each once and made harmless once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._known: dict[tuple[str, int], int] = {}
+
+    def add(self, text: str, limit: int) -> int:
+        found = self._known.get((text, limit))
+        if found is None:
+            found = self._known[(text, limit)] = len(self.texts)
+            self.texts.append(clean(text, limit))
+        return found
+
+
+def payload(
+    verdicts: Sequence[Verdict], figure: figures.HeatMapFigure, chosen: Sequence[int]
+) -> dict[str, Any]:
+    """The verdicts as columns, texts by number, and the cells they belong to."""
+    strings = _Strings()
+    kinds = {kind: position for position, kind in enumerate(Kind)}
+    outcomes = {outcome: position for position, outcome in enumerate(Outcome)}
+    cell_of = _cell_numbers(verdicts, figure)
+    picked = [verdicts[position] for position in chosen]
+    return {
+        "strings": strings.texts,
+        "kinds": [kind.value for kind in Kind],
+        "directions": [kind.direction.value for kind in Kind],
+        "outcomes": [outcome.value for outcome in Outcome],
+        "failures": [outcome.is_failure for outcome in Outcome],
+        "number": list(chosen),
+        "iteration": [v.iteration for v in picked],
+        "microbatch": [v.microbatch for v in picked],
+        "kind": [kinds[v.kind] for v in picked],
+        "name": [strings.add(v.name, _NAME_LIMIT) for v in picked],
+        "index": [v.index for v in picked],
+        "outcome": [outcomes[v.verdict] for v in picked],
+        "colour": [figures.colour_class(v) for v in picked],
+        "rel_err": [_short(v.rel_err) for v in picked],
+        "rel_err_eps": [_short(v.rel_err_eps) for v in picked],
+        "tolerance": [_short(v.tolerance) for v in picked],
+        "margin": [_short(v.margin) for v in picked],
+        "ranks": [strings.add(wording.ranks_text(v.ranks, 60), NOTE_LIMIT) for v in picked],
+        "placement": [strings.add(str(v.placement), NOTE_LIMIT) for v in picked],
+        "shape": [strings.add("×".join(map(str, v.shape)) or "scalar", 120) for v in picked],
+        "note": [strings.add(v.note, NOTE_LIMIT) for v in picked],
+        "cell": [cell_of[(v.name, v.kind)] for v in picked],
+        "cells": [
+            [row, column, group.total, group.failures, group.unchecked]
+            for row, column, group in figure.cells
+        ],
+        "layers": [label for _, label in figure.rows],
+    }
+
+
+def _cell_numbers(
+    verdicts: Sequence[Verdict], figure: figures.HeatMapFigure
+) -> dict[tuple[str, Kind], int]:
+    """The cell id of every (name, kind); experts share one."""
+    number_of = {}
+    for number, (_, _, group) in enumerate(figure.cells):
+        worst = group.worst
+        number_of[(table.split_name(worst.name)[0], table.tail_of(worst.name), worst.kind)] = number
+    found: dict[tuple[str, Kind], int] = {}
+    for verdict in verdicts:
+        key = (verdict.name, verdict.kind)
+        if key not in found:
+            name = verdict.name
+            found[key] = number_of[(table.layer_of(name), table.tail_of(name), verdict.kind)]
+    return found
+
+
+def _short(value: float | None) -> float | str | None:
+    """Four digits are plenty to read; JSON has no infinities."""
+    if value is None:
+        return None
+    return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+
+
+def _counts(summary: Summary, verdicts: Sequence[Verdict]) -> list[tuple[str, int, str]]:
+    counts = summary.counts or table.tally(verdicts)
+    shown = []
+    for outcome in Outcome:
+        number = counts.get(outcome.value, 0)
+        if number or outcome is Outcome.PASS:
+            tone = "bad" if outcome.is_failure else "ok" if outcome is Outcome.PASS else "grey"
+            shown.append((outcome.value, number, tone))
+    return shown
+
+
+def _culprits(summary: Summary, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    wanted = {
+        (c.iteration, c.microbatch, c.kind, c.name, c.index): -1
+        for c in summary.culprits[:MAX_CULPRITS]
+    }
+    if wanted:
+        for position, v in enumerate(verdicts):
+            key = (v.iteration, v.microbatch, v.kind, v.name, v.index)
+            if key in wanted:
+                wanted[key] = position
+    return [
+        {
+            "name": clean(c.name, _NAME_LIMIT),
+            "direction": c.direction.value,
+            "what": f"{c.kind.value}.{c.index} {wording.OUTCOME_WORDS[c.verdict]}",
+            "ranks": wording.on_ranks(c.ranks),
+            "when": wording.when_text(c.iteration, c.microbatch),
+            "error": wording.error_text(c.rel_err, c.rel_err_eps),
+            "tolerance": wording.sci(c.tolerance),
+            "margin": wording.margin_text(c.margin),
+            "reason": clean(c.reason, NOTE_LIMIT) or "-",
+            "explanation": clean(c.explanation, NOTE_LIMIT) or "unknown",
+            "look": wording.where_to_look(c),
+            "row": wanted[(c.iteration, c.microbatch, c.kind, c.name, c.index)],
+        }
+        for c in summary.culprits[:MAX_CULPRITS]
+    ]
+
+
+def _layer(row: table.LayerRow) -> dict[str, Any]:
+    worst = row.group.worst
+    return {
+        "layer": clean(row.layer, 60),
+        "direction": row.direction.value,
+        "tensor": clean(f"{table.tail_of(worst.name)} {worst.kind.value}.{worst.index}"),
+        "verdict": worst.verdict.value,
+        "error": wording.error_text(worst.rel_err, worst.rel_err_eps),
+        "tolerance": wording.sci(worst.tolerance),
+        "margin": wording.margin_text(worst.margin),
+        "colour": figures.colour_class(worst),
+        "failed": f"{row.group.failures} of {row.group.total}",
+        "ranks": wording.ranks_text(worst.ranks),
+    }
+
+
+def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (
+            clean(key, 60),
+            clean(value if isinstance(value, str) else json.dumps(value, default=str), 400),
+        )
+        for key, value in values.items()
+    ]
