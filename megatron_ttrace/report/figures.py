@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -174,7 +174,7 @@ class Curve:
     tolerance: str
     points: list[tuple[float, float, bool, int, str]]
     ticks: list[tuple[float, str]]
-    bands: list[tuple[float, float, bool, str]]
+    bands: list[tuple[float, float, bool, float, str]]
 
 
 def curves(verdicts: Sequence[Verdict]) -> list[Curve]:
@@ -255,22 +255,24 @@ def _curve(kind: Kind, points: list[tuple[int, Verdict]]) -> Curve | None:
     )
 
 
-def _bands(layers: Sequence[str], x_of: Any) -> list[tuple[float, float, bool, str]]:
-    """Alternating background, one band a layer, labelled where there is room."""
+def _bands(
+    layers: Sequence[str], x_of: Callable[[float], float]
+) -> list[tuple[float, float, bool, float, str]]:
+    """Alternating background, one band a layer, with a label and its place where there is room."""
     bands = []
     start = 0
     free_from = 0.0
     for position, (layer, members) in enumerate(groupby(layers)):
         size = len(list(members))
         left, right = x_of(start), x_of(start + size)
-        label = clean(layer.rsplit(".", 1)[-1], 14)
-        room = 5.5 * len(label)
-        centre = (left + right) / 2
-        if centre - room / 2 < free_from:
+        label = clean(layer.rsplit(".", 1)[-1].replace("final_layernorm", "norm"), 12)
+        half = 3.0 * len(label)
+        centre = min((left + right) / 2, _CURVE_WIDTH - half)
+        if centre - half < free_from:
             label = ""
         else:
-            free_from = centre + room / 2 + 4
-        bands.append((left, round(right - left, 1), position % 2 == 1, label))
+            free_from = centre + half + 4
+        bands.append((left, round(right - left, 1), position % 2 == 1, round(centre, 1), label))
         start += size
     return bands
 

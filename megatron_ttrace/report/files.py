@@ -103,20 +103,21 @@ def read_verdicts(path: Path) -> list[Verdict]:
 
 def write_summary(path: Path, summary: Summary) -> None:
     """``summary.json``, indented for people."""
-    text = json.dumps(_finite(summary.to_json()), indent=2, allow_nan=False, default=str)
-    write_atomically(Path(path), lambda file: _put(file, text))
+    text = json.dumps(strict(summary.to_json()), indent=2, allow_nan=False, default=str)
+    write_atomically(Path(path), lambda file: put(file, text + "\n"))
 
 
-def _put(file: IO[str], text: str) -> None:
-    file.write(text + "\n")
+def put(file: IO[str], text: str) -> None:
+    """Write ``text`` as it is; the callback of :func:`write_atomically`."""
+    file.write(text)
 
 
-def _finite(value: Any) -> Any:
-    """Strict JSON whatever the configuration holds: other programs must be able to read it."""
+def strict(value: Any) -> Any:
+    """A copy that is strict JSON whatever the configuration holds: other programs must be able to read it."""
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [strict(item) for item in value]
     if isinstance(value, float) and value - value != 0:
         return str(value)
     return value

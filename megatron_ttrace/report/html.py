@@ -38,11 +38,7 @@ def write(path: Path, summary: Summary, verdicts: Sequence[Verdict]) -> None:
         TTraceError: when the directory cannot be written.
     """
     text = render(summary, verdicts)
-    files.write_atomically(Path(path), lambda file: _put(file, text))
-
-
-def _put(file: Any, text: str) -> None:
-    file.write(text)
+    files.write_atomically(Path(path), lambda file: files.put(file, text))
 
 
 def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
@@ -188,6 +184,12 @@ def _short(value: float | None) -> float | str | None:
     if value is None:
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+
+
+def _worst_margin(verdicts: Sequence[Verdict]) -> str:
+    worst = table.worst_of(verdicts)
+    margin = table.margin_of(worst) if worst is not None else None
+    return wording.margin_text(margin) if margin is not None else ""
 
 
 def _counts(summary: Summary, verdicts: Sequence[Verdict]) -> list[tuple[str, int, str]]:

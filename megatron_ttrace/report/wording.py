@@ -60,7 +60,8 @@ def error_text(rel_err: float | None, rel_err_eps: float | None) -> str:
     """``2.05e-1 26.4ε``: the relative error, and in epsilons of the compute dtype."""
     if rel_err is None:
         return "-"
-    return f"{sci(rel_err)} {factor(rel_err_eps)}ε" if rel_err_eps is not None else sci(rel_err)
+    known = rel_err_eps is not None and rel_err != 0
+    return f"{sci(rel_err)} {factor(rel_err_eps)}ε" if known else sci(rel_err)
 
 
 def factor(value: float | None) -> str:

@@ -30,7 +30,7 @@
   };
   const error = (row) =>
     data.rel_err[row] === null ? "-" :
-      sci(data.rel_err[row]) + (data.rel_err_eps[row] === null ? "" : ` ${factor(data.rel_err_eps[row])}ε`);
+      sci(data.rel_err[row]) + (data.rel_err_eps[row] === null || num(data.rel_err[row]) === 0 ? "" : ` ${factor(data.rel_err_eps[row])}ε`);
   const margin = (row) => (data.margin[row] === null ? "-" : `${factor(data.margin[row])}×`);
   const kind = (row) => data.kinds[data.kind[row]];
   const outcome = (row) => data.outcomes[data.outcome[row]];

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace report DIR``: show a finished check again, from its files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.records import Result
+from megatron_ttrace.report import files, html, junit, table, terminal
+
+_EXIT_CODES = {
+    Result.EQUIVALENT: ExitCode.EQUIVALENT,
+    Result.DIVERGED: ExitCode.DIVERGED,
+    Result.COULD_NOT_CHECK: ExitCode.COULD_NOT_CHECK,
+}
+
+_EPILOG = """\
+example:
+  ttrace report ttrace-out
+  ttrace report ttrace-out --html /tmp/report.html --junit /tmp/junit.xml
+  ttrace report ttrace-out --json | jq '.culprits[0]'
+
+exit code: 0 equivalent, 1 diverged, 2 could not check (or the files cannot be read)
+"""
+
+
+def exit_code(result: Result) -> int:
+    """The contract's exit code of an answer."""
+    return int(_EXIT_CODES[result])
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``report`` command to the subparsers of ``ttrace``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "report",
+        help="show the report of a finished check again",
+        description="Show the report of a finished check again, from its files.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the --ttrace-dir of the check")
+    parser.add_argument("--html", type=Path, metavar="PATH", help="write the HTML page to PATH")
+    parser.add_argument("--junit", type=Path, metavar="PATH", help="write JUnit XML to PATH")
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary and the failing rows as JSON"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Render what was asked for and return the exit code of the check's answer.
+
+    Raises:
+        TTraceError: when the files are missing, cut off or foreign, or an output is unwritable.
+    """
+    summary, verdicts = files.load_report(args.directory)
+    if args.html is not None:
+        html.write(args.html, summary, verdicts)
+    if args.junit is not None:
+        junit.write(args.junit, summary, verdicts)
+    if args.json:
+        json.dump(_machine(args.directory), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    else:
+        terminal.render(summary, verdicts, Console(), args.directory)
+    return exit_code(summary.verdict)
+
+
+def _machine(directory: Path) -> dict[str, Any]:
+    """``summary.json`` with one row per layer and direction, worst first."""
+    summary, verdicts = files.load_report(directory)
+    rows = [
+        {
+            "layer": row.layer,
+            "direction": row.direction.value,
+            "tensors": row.group.total,
+            "failures": row.group.failures,
+            "unchecked": row.group.unchecked,
+            "worst": row.group.worst.to_json(),
+        }
+        for row in table.layer_rows(verdicts)
+    ]
+    data: dict[str, Any] = files.strict({**summary.to_json(), "layers": rows})
+    return data

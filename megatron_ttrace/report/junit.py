@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JUnit XML, so that CI systems show a check as tests: one case per layer and direction."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET  # noqa: S405 - written here, never parsed
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ttrace.records import Result, Summary, Verdict
+from megatron_ttrace.report import files, table, wording
+from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+
+
+def write(path: Path, summary: Summary, verdicts: Sequence[Verdict]) -> None:
+    """Write the XML atomically.
+
+    Raises:
+        TTraceError: when the directory cannot be written.
+    """
+    text = render(summary, verdicts)
+    files.write_atomically(Path(path), lambda file: files.put(file, text))
+
+
+def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
+    """The XML as text. A check that could not be made is an error, not a pass."""
+    rows = sorted(
+        table.layer_rows(verdicts),
+        key=lambda row: (table.depth_key(row.layer), row.direction.value),
+    )
+    blocked = summary.verdict is Result.COULD_NOT_CHECK
+    suite = ET.Element(
+        "testsuite",
+        name="ttrace",
+        tests=str(len(rows) + blocked),
+        failures=str(sum(bool(row.group.failures) for row in rows)),
+        errors=str(int(blocked)),
+        skipped=str(sum(_is_skipped(row) for row in rows)),
+        time=f"{sum(summary.timings.values()):.3f}",
+    )
+    if blocked:
+        case = ET.SubElement(suite, "testcase", classname="ttrace", name="check")
+        why = "; ".join(clean(notice, NOTE_LIMIT) for notice in summary.notices)
+        ET.SubElement(case, "error", message=_xml(why or "could not check"))
+    for row in rows:
+        case = ET.SubElement(
+            suite,
+            "testcase",
+            classname=_xml(f"ttrace.{clean(row.layer)}"),
+            name=row.direction.value,
+        )
+        worst = row.group.worst
+        if row.group.failures:
+            failure = ET.SubElement(
+                case,
+                "failure",
+                type=worst.verdict.value,
+                message=_xml(wording.verdict_sentence(worst)),
+            )
+            failure.text = _xml(_failure_text(summary, row))
+        elif _is_skipped(row):
+            ET.SubElement(case, "skipped", message=_xml(clean(worst.note, NOTE_LIMIT)))
+    ET.indent(suite)
+    return ET.tostring(suite, encoding="unicode", xml_declaration=False) + "\n"
+
+
+def _is_skipped(row: table.LayerRow) -> bool:
+    return row.group.unchecked == row.group.total
+
+
+def _failure_text(summary: Summary, row: table.LayerRow) -> str:
+    """How many fail here, and where the error is born."""
+    lines = [f"{row.group.failures} of {row.group.total} tensors fail"]
+    for culprit in summary.culprits[:3]:
+        lines.append(f"culprit: {wording.culprit_sentence(culprit)}")
+        lines.append(f"reason: {clean(culprit.reason, NOTE_LIMIT)}")
+        lines.append(f"explanation: {clean(culprit.explanation, NOTE_LIMIT)}")
+    return "\n".join(lines)
+
+
+def _xml(text: str) -> str:
+    """XML 1.0 knows few control characters; :func:`clean` escaped them, this makes sure."""
+    return "".join(
+        char
+        if char in "\n\t"
+        or " " <= char <= "\ud7ff"
+        or "\ue000" <= char <= "\ufffd"
+        or char >= "\U00010000"
+        else "?"
+        for char in text
+    )

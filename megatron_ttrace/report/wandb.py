@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights & Biases: a table of layers, sortable summary fields, a chart, the page, and one alert.
+
+A report must never stop or stall a training job: wandb is imported only here, every error becomes
+a line, a server that does not answer is found out before a run is opened, and waiting is bounded.
+With no API key the run is kept offline beside the other files.
+"""
+
+from __future__ import annotations
+
+import math
+import netrc
+import os
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_ttrace.records import Direction, Outcome, Result, Summary, Verdict
+from megatron_ttrace.report import table, wording
+from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+
+COLUMNS = (
+    "layer",
+    "direction",
+    "verdict",
+    "worst tensor",
+    "relative error",
+    "error in ε",
+    "tolerance",
+    "margin",
+    "failures",
+    "tensors",
+    "unchecked",
+    "ranks",
+    "note",
+)
+UNMEASURED_MARGIN = 1e9
+"""Stands for a failure without a number (a missing layer, NaN), so that runs still sort by it."""
+
+PROBE_SECONDS = 5.0
+TOTAL_SECONDS = 120.0
+_WARNING = "ttrace: WARNING: W&B logging failed, the report itself is complete"
+
+
+def log(
+    summary: Summary,
+    verdicts: Sequence[Verdict],
+    html_path: Path,
+    *,
+    run: Any = None,
+    directory: Path,
+    project: str = "ttrace",
+) -> str:
+    """Log a check and return one line that says where it lies.
+
+    Args:
+        summary: the answer.
+        verdicts: all verdicts, in execution order.
+        html_path: the page to attach; left out when it does not exist.
+        run: a W&B run to log into, or the wandb module as Megatron's ``get_wandb_writer()`` returns
+            it; with ``None`` the active run is used, or a run of our own is made and finished.
+        directory: where an own run keeps its files.
+        project: W&B project of an own run.
+    """
+    try:
+        import wandb
+    except Exception as error:
+        return f"{_WARNING}: wandb cannot be imported ({clean(error, 200)})"
+    try:
+        given = run.run if isinstance(run, ModuleType) else run
+        active = given if given is not None else wandb.run
+        if active is not None:
+            _log(wandb, active, summary, verdicts, html_path)
+            return f"W&B: logged to {_where(active)}"
+        return _within(
+            TOTAL_SECONDS,
+            lambda: _own_run(wandb, summary, verdicts, html_path, Path(directory), project),
+        )
+    except Exception as error:
+        return f"{_WARNING}: {type(error).__name__}: {clean(error, 300)}"
+
+
+def _within(seconds: float, work: Callable[[], str]) -> str:
+    """Run ``work`` for at most ``seconds``; a hanging upload is left behind, not waited for."""
+    answer: list[str] = []
+    failure: list[Exception] = []
+
+    def target() -> None:
+        try:
+            answer.append(work())
+        except Exception as error:
+            failure.append(error)
+
+    worker = threading.Thread(target=target, name="ttrace-wandb", daemon=True)
+    worker.start()
+    worker.join(seconds)
+    if failure:
+        raise failure[0]
+    if not answer:
+        raise TimeoutError(f"no end after {seconds:.0f} s; try WANDB_MODE=offline")
+    return answer[0]
+
+
+def _own_run(
+    wandb: Any,
+    summary: Summary,
+    verdicts: Sequence[Verdict],
+    html_path: Path,
+    directory: Path,
+    project: str,
+) -> str:
+    mode, why = _mode(wandb)
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT") or project,
+        job_type="ttrace",
+        dir=str(directory),
+        mode=mode,
+        config={"layout": summary.config, "versions": summary.versions},
+        settings=_settings(wandb),
+    )
+    try:
+        _log(wandb, run, summary, verdicts, html_path)
+        where = _where(run)
+    finally:
+        run.finish(exit_code=0)
+    return f"W&B: logged to {where}{why}"
+
+
+def _settings(wandb: Any) -> Any:
+    """Quiet, small, and with bounded waits; names that this wandb does not know are left out."""
+    wanted = {
+        "silent": True,
+        "console": "off",
+        "disable_git": True,
+        "disable_code": True,
+        "disable_job_creation": True,
+        "x_disable_stats": True,
+        "init_timeout": 30.0,
+        "finish_timeout": 60.0,
+        "login_timeout": 10.0,
+    }
+    known = wandb.Settings.model_fields
+    return wandb.Settings(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _mode(wandb: Any) -> tuple[str | None, str]:
+    """The mode of an own run, and why where it is not what the user may expect."""
+    if os.environ.get("WANDB_MODE"):
+        return None, ""
+    base_url = str(wandb.Settings().base_url)
+    if not _has_key(base_url):
+        return "offline", " (no API key: 'wandb login' to log online)"
+    if not _answers(base_url):
+        return "offline", f" ({clean(base_url)} did not answer within {PROBE_SECONDS:.0f} s)"
+    return "online", ""
+
+
+def _has_key(base_url: str) -> bool:
+    """Whether wandb would find an API key without asking; its own check may prompt or warn."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urllib.parse.urlsplit(base_url).netloc
+    candidates = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
+    for candidate in filter(None, candidates):
+        try:
+            if netrc.netrc(os.path.expanduser(candidate)).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _answers(base_url: str) -> bool:
+    """Whether anything answers there; name resolution can hang too, hence the thread."""
+
+    def probe() -> str:
+        try:
+            urllib.request.urlopen(base_url, timeout=PROBE_SECONDS).close()  # noqa: S310
+        except urllib.error.HTTPError:
+            return "answers"
+        return "answers"
+
+    try:
+        return bool(_within(PROBE_SECONDS + 1, probe))
+    except Exception:
+        return False
+
+
+def _where(run: Any) -> str:
+    """A link, or the folder and the command that uploads it."""
+    url = getattr(run, "url", None)
+    offline = bool(getattr(run, "offline", False) or getattr(run.settings, "_offline", False))
+    if url and not offline:
+        return clean(url, NOTE_LIMIT)
+    folder = Path(str(run.dir)).parent
+    return f"an offline run; upload it with: wandb sync {clean(folder, NOTE_LIMIT)}"
+
+
+def _log(
+    wandb: Any, run: Any, summary: Summary, verdicts: Sequence[Verdict], html_path: Path
+) -> None:
+    """Log everything; the step of a training run is left as it is (``commit=False``)."""
+    rows = table.layer_rows(verdicts)
+    data: dict[str, Any] = {
+        "ttrace/verdicts": wandb.Table(columns=list(COLUMNS), data=[_row(row) for row in rows]),
+    }
+    bars = _bars(rows)
+    if bars:
+        data["ttrace/worst_margin_per_layer"] = wandb.plot.bar(
+            wandb.Table(columns=["layer", "margin"], data=bars),
+            "layer",
+            "margin",
+            title="ttrace: worst margin per layer (above 1 fails)",
+        )
+    if Path(html_path).is_file():
+        data["ttrace/report"] = wandb.Html(
+            Path(html_path).read_text(encoding="utf-8"), inject=False
+        )
+    run.log(data, commit=False)
+    run.summary.update(summary_fields(summary, verdicts))
+    if summary.verdict is Result.DIVERGED:
+        title, text = alert_text(summary, verdicts)
+        run.alert(title=title, text=text, level=wandb.AlertLevel.ERROR)
+
+
+def _row(row: table.LayerRow) -> list[Any]:
+    worst = row.group.worst
+    return [
+        clean(row.layer, 60),
+        row.direction.value,
+        worst.verdict.value,
+        clean(f"{table.tail_of(worst.name)} {worst.kind.value}.{worst.index}"),
+        _finite(worst.rel_err),
+        _finite(worst.rel_err_eps),
+        _finite(worst.tolerance),
+        _number(row.group.margin),
+        row.group.failures,
+        row.group.total,
+        row.group.unchecked,
+        wording.ranks_text(worst.ranks),
+        clean(worst.note, NOTE_LIMIT),
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _number(margin: float | None) -> float | None:
+    """A margin that a chart can hold."""
+    return None if margin is None else min(margin, UNMEASURED_MARGIN)
+
+
+def _bars(rows: Sequence[table.LayerRow]) -> list[list[Any]]:
+    """The worst margin of each layer in depth order; rows come worst first."""
+    worst: dict[str, float] = {}
+    for row in rows:
+        margin = _number(row.group.margin)
+        if margin is not None:
+            worst[row.layer] = max(margin, worst.get(row.layer, 0.0))
+    return [[clean(layer, 60), worst[layer]] for layer in table.depth_order(worst)]
+
+
+def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The fields by which a table of runs is sorted and filtered."""
+    counts = summary.counts or table.tally(verdicts)
+    fields: dict[str, Any] = {
+        "ttrace/verdict": summary.verdict.value,
+        "ttrace/tensors": sum(counts.values()),
+        "ttrace/failures": sum(counts.get(o.value, 0) for o in Outcome if o.is_failure),
+        "ttrace/unchecked": counts.get(Outcome.UNCHECKED.value, 0),
+    }
+    for outcome in Outcome:
+        fields[f"ttrace/count/{outcome.value}"] = counts.get(outcome.value, 0)
+    overall: list[float] = []
+    for direction in Direction:
+        worst = table.worst_of(v for v in verdicts if v.kind.direction is direction)
+        margin = _number(table.margin_of(worst)) if worst is not None else None
+        if margin is not None:
+            fields[f"ttrace/margin/{direction.value}"] = margin
+            overall.append(margin)
+    if overall:
+        fields["ttrace/worst_margin"] = max(overall)
+    if summary.culprits:
+        first = summary.culprits[0]
+        fields["ttrace/culprit"] = clean(first.name)
+        fields["ttrace/direction"] = first.direction.value
+        fields["ttrace/ranks"] = wording.ranks_text(first.ranks)
+        fields["ttrace/explanation"] = clean(first.explanation, NOTE_LIMIT)
+    return fields
+
+
+def alert_text(summary: Summary, verdicts: Sequence[Verdict]) -> tuple[str, str]:
+    """Title and text of the one alert: what a person needs without opening anything."""
+    if summary.culprits:
+        first = summary.culprits[0]
+        text = f"{wording.culprit_sentence(first)}. {clean(first.explanation, NOTE_LIMIT)}"
+        more = len(summary.culprits) - 1
+        text += f" ({more} more culprit{'s' if more > 1 else ''})" if more else ""
+        return f"ttrace: {clean(first.name, 80)} diverges ({first.direction.value})", text
+    worst = table.worst_of(v for v in verdicts if v.verdict.is_failure)
+    sentence = wording.verdict_sentence(worst) if worst is not None else ""
+    layout = wording.layout_text(summary.config)
+    return "ttrace: the run diverges from its reference", f"{sentence} [{layout}]".strip()
