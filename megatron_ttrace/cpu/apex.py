@@ -14,6 +14,7 @@ Apex's optimizers and multi-tensor kernels are *not* offered: without them Megat
 PyTorch implementations (``torch.optim.AdamW`` and ``local_multi_tensor_*``), which need no GPU.
 """
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -187,3 +188,21 @@ def install() -> None:
     _module("apex.contrib")
     _module("apex.contrib.layer_norm")
     _module("apex.contrib.layer_norm.layer_norm", FastLayerNormFN=FastLayerNormFN)
+
+
+def choose_local_norm(normalization: str) -> None:
+    """Let Megatron's local layers use the norm class that can compute ``normalization``.
+
+    Megatron chooses once, on import: ``FusedLayerNorm`` when Apex imports. That class refuses
+    RMSNorm, which its other one, ``WrappedTorchNorm``, computes; so what a machine without Apex
+    would have chosen is put in place for RMSNorm, and taken back for LayerNorm.
+    """
+    fused = importlib.import_module("megatron.core.fusions.fused_layer_norm").FusedLayerNorm
+    wrapped = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    wanted, other = (fused, wrapped) if normalization == "LayerNorm" else (wrapped, fused)
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("megatron.core."):
+            continue
+        for variable in ("LNImpl", "LayerNormImpl"):
+            if vars(module).get(variable) is other:
+                setattr(module, variable, wanted)

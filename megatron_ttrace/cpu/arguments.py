@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ttrace.cpu import helpers_cpp
+from megatron_ttrace.cpu import apex, helpers_cpp
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.errors import TTraceError
 
@@ -84,6 +84,12 @@ def _needs_transformer_engine(args: argparse.Namespace) -> list[str]:
         (get("overlap_moe_expert_parallel_comm"), "--overlap-moe-expert-parallel-comm"),
         (get("fused_residual_rmsnorm"), "--fused-residual-rmsnorm"),
         (get("qk_clip"), "--qk-clip"),
+        (get("multi_latent_attention"), "--multi-latent-attention"),
+        (
+            {"layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"}
+            & set(get("recompute_modules") or ()),
+            "--recompute-modules layernorm, moe_act, mla_up_proj or gdn_norm_out",
+        ),
     ]
     return [flag for present, flag in checks if present]
 
@@ -91,36 +97,49 @@ def _needs_transformer_engine(args: argparse.Namespace) -> list[str]:
 def _adapt_layers(adapter: _Adapter) -> None:
     args = adapter.args
     have_te = _have_transformer_engine()
-    if have_te:
-        return
-    needing = _needs_transformer_engine(args)
+    needing = [] if have_te else _needs_transformer_engine(args)
     if needing:
         raise TTraceError(
             f"{', '.join(needing)} needs TransformerEngine, which does not import here: "
-            "install megatron_ttrace's CPU TransformerEngine or the real one, or drop the option"
+            "install it, or drop the option"
         )
-    uses_te = adapter.get("transformer_impl") == "transformer_engine"
-    if uses_te:
-        adapter.switch_off("transformer_impl", "TransformerEngine layers", "local")
-    # Local layers compute one expert after the other; a grouped GEMM is the same products.
-    adapter.switch_off("moe_grouped_gemm", "grouped GEMM")
+    wanted_te = adapter.get("transformer_impl") == "transformer_engine"
+    if not have_te:
+        if wanted_te:
+            adapter.switch_off("transformer_impl", "TransformerEngine layers", "local")
+        # Without TransformerEngine experts are computed one after the other: the same products.
+        adapter.switch_off("moe_grouped_gemm", "grouped GEMM")
+        if adapter.get("cross_entropy_loss_fusion"):
+            adapter.switch_off(
+                "cross_entropy_fusion_impl", "TransformerEngine cross entropy", "native"
+            )
     adapter.switch_off("moe_permute_fusion", "MoE permute fusion")
     adapter.switch_off("moe_router_fusion", "MoE router fusion")
-    if adapter.get("cross_entropy_loss_fusion"):
-        adapter.switch_off(
-            "cross_entropy_fusion_impl", "TransformerEngine cross entropy", "native"
-        )
+    _adapt_norms(adapter, wanted_te)
+    _adapt_attention(adapter, wanted_te)
+    _adapt_experts(adapter)
+
+
+def _adapt_norms(adapter: _Adapter, wanted_te: bool) -> None:
+    layer_norm = adapter.get("normalization") == "LayerNorm"
     # TransformerEngine's layer norm has no such switch: only local layers lose the kernel.
     adapter.switch_off(
         "no_persist_layer_norm",
         "persistent layer norm",
         True,
-        when=not uses_te and adapter.get("normalization") == "LayerNorm",
+        when=layer_norm and not wanted_te,
     )
-    _adapt_attention(adapter, uses_te)
+    apex.choose_local_norm(adapter.get("normalization"))
 
 
-def _adapt_attention(adapter: _Adapter, uses_te: bool) -> None:
+def _adapt_experts(adapter: _Adapter) -> None:
+    if adapter.get("num_experts") and not (adapter.get("swiglu") or adapter.get("quick_geglu")):
+        # Experts computed one after the other refuse this fusion; a grouped GEMM ignores it.
+        if adapter.get("transformer_impl") == "local":
+            adapter.switch_off("bias_gelu_fusion", "bias and GELU fusion")
+
+
+def _adapt_attention(adapter: _Adapter, wanted_te: bool) -> None:
     from megatron.core.transformer.enums import AttnBackend
 
     backend = adapter.get("attention_backend")
@@ -129,10 +148,10 @@ def _adapt_attention(adapter: _Adapter, uses_te: bool) -> None:
             "attention_backend",
             "flash and fused attention",
             AttnBackend.unfused,
-            when=uses_te or backend is not AttnBackend.auto,
+            when=wanted_te or backend is not AttnBackend.auto,
         )
     adapter.switch_off("use_flash_attn", "flash and fused attention")
-    adapter.switch_off("masked_softmax_fusion", "masked softmax fusion", when=not uses_te)
+    adapter.switch_off("masked_softmax_fusion", "masked softmax fusion", when=not wanted_te)
 
 
 def _adapt_communication(adapter: _Adapter) -> None:

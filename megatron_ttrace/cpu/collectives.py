@@ -3,7 +3,8 @@
 
 Gloo moves and reduces the same numbers. It has its own names and types for some arguments:
 split sizes of an all-to-all must be Python integers (the MoE dispatcher passes what it has, which
-can be tensors), there is no NCCL backend to ask for, and no device to bind a group to.
+can be tensors), lists of unequal parts are refused, there is no NCCL backend to ask for, and no
+device to bind a group to.
 """
 
 import functools
@@ -34,8 +35,90 @@ def _patch(name: str, replacement: Any) -> None:
     setattr(dist.distributed_c10d, name, replacement)
 
 
+class _Done:
+    """The handle of a collective that has finished before it returned."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Answer yes."""
+        return True
+
+
+def _even(tensors: list[torch.Tensor]) -> bool:
+    return len({tuple(tensor.shape) for tensor in tensors}) <= 1
+
+
+def _members(group: Any) -> tuple[int, list[int]]:
+    """Return this process's place in ``group`` and the global ranks of all places."""
+    group = group if group is not None else dist.distributed_c10d._get_default_group()
+    return dist.get_rank(group), dist.get_process_group_ranks(group)
+
+
+def _uneven_all_gather(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any
+) -> None:
+    place, ranks = _members(group)
+    tensor_list[place].copy_(tensor)
+    for part, source in zip(tensor_list, ranks, strict=True):
+        if part.numel():
+            dist.broadcast(part, src=source, group=group)
+
+
+def _uneven_reduce_scatter(
+    output: torch.Tensor, input_list: list[torch.Tensor], op: Any, group: Any
+) -> None:
+    place, ranks = _members(group)
+    for index, (part, owner) in enumerate(zip(input_list, ranks, strict=True)):
+        if part.numel():
+            # Gloo leaves partial sums in the buffers of the other ranks: reduce a copy.
+            total = part.clone()
+            dist.reduce(total, dst=owner, op=op, group=group)
+            if index == place:
+                output.copy_(total)
+
+
+def _install_uneven() -> None:
+    """Parts of unequal size, which NCCL moves one by one and gloo refuses.
+
+    Expert tensor parallelism gathers and scatters as many rows as each rank has tokens. The
+    sizes are in the arguments of every rank, so all ranks take the same branch.
+    """
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    @functools.wraps(all_gather)
+    def gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if _even(tensor_list):
+            return all_gather(tensor_list, tensor, group, async_op)
+        _uneven_all_gather(tensor_list, tensor, group)
+        return _Done() if async_op else None
+
+    @functools.wraps(reduce_scatter)
+    def scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if _even(input_list):
+            return reduce_scatter(output, input_list, op, group, async_op)
+        _uneven_reduce_scatter(output, input_list, op, group)
+        return _Done() if async_op else None
+
+    _patch("all_gather", gather)
+    _patch("reduce_scatter", scatter)
+
+
 def install() -> None:
-    """Replace ``all_to_all_single`` and the three functions that make process groups."""
+    """Replace the collectives gloo takes differently, and what makes process groups."""
     if not dist.is_available():
         return
     all_to_all_single = dist.all_to_all_single
@@ -59,6 +142,7 @@ def install() -> None:
         )
 
     _patch("all_to_all_single", all_to_all)
+    _install_uneven()
     for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
         _patch(name, _with_gloo(getattr(dist, name)))
 
