@@ -91,7 +91,7 @@ make_venv() {
   fi
   touch "$unfinished"
   rm -f "$stamp"
-  local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -q -c "$CONSTRAINTS")
+  local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -qq -c "$CONSTRAINTS")
   "${pip[@]}" setuptools
   "${pip[@]}" --no-build-isolation -e '.[test]'
   echo "$want" >"$stamp"
