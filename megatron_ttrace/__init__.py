@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TTrace for Megatron-LM: is this parallel run numerically the single-device run?
+
+A Megatron training script calls :func:`enable` before it imports Megatron; everything else is
+flags (``--ttrace``, see ``megatron_ttrace/flags.py``).
+"""
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "enable"]
+
+
+def enable() -> None:
+    """Teach this training script the ``--ttrace`` flags, and Megatron to run without a GPU.
+
+    Call it before anything of Megatron is imported. Without ``--ttrace`` nothing of the training
+    loop is touched; without an accelerator the CPU backend switches itself on.
+    """
+    from megatron_ttrace.integration.entry import enable as enable_
+
+    enable_()

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The microbatches of a step, fetched before it starts.
+
+A traced step must know which microbatch of the reference each of its own is *before* the first
+forward pass. So the traced iteration's batches are fetched up front and served again to Megatron:
+the data loader sees the same calls in the same order, only earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+Batch = dict[str, torch.Tensor]
+
+
+class Served:
+    """Puts fetched microbatches in front of Megatron's data iterator(s) for one iteration.
+
+    Megatron hands ``train_step`` nothing (a rank without data), an iterator, or one per
+    virtual-pipeline chunk, each wrapped in its ``RerunDataIterator``; its ``iterable`` is what is
+    exchanged, so that Megatron's own replay machinery stays as it is.
+    """
+
+    def __init__(self, data_iterator: Any, count: int) -> None:
+        self._wrappers = [
+            it
+            for it in (data_iterator if isinstance(data_iterator, list) else [data_iterator])
+            if it is not None and hasattr(it, "iterable")
+        ]
+        self._sources = [wrapper.iterable for wrapper in self._wrappers]
+        self._fetched = [[next(source) for _ in range(count)] for source in self._sources]
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The tensors of each microbatch, as the loader made them; empty on a rank without data."""
+        if not self._fetched:
+            return []
+        return [tensors_of(item) for item in self._fetched[0]]
+
+    def __enter__(self) -> Served:
+        self.serve()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for wrapper, source in zip(self._wrappers, self._sources, strict=True):
+            wrapper.iterable = source
+
+    def serve(self) -> None:
+        """(Re)start serving from the first microbatch."""
+        for wrapper, source, items in zip(
+            self._wrappers, self._sources, self._fetched, strict=True
+        ):
+            wrapper.iterable = _serve(items, source)
+
+
+def _serve(items: list[Any], source: Iterator[Any]) -> Iterator[Any]:
+    # Megatron's get_batch may replace values in the dict it is given: hand out copies.
+    for item in items:
+        yield dict(item) if isinstance(item, Mapping) else item
+    yield from source
+
+
+def tensors_of(item: Any) -> Batch:
+    """The tensors of a loader's item by name (or position)."""
+    if isinstance(item, Mapping):
+        return {str(name): value for name, value in item.items() if torch.is_tensor(value)}
+    if isinstance(item, tuple | list):
+        return {str(i): value for i, value in enumerate(item) if torch.is_tensor(value)}
+    return {"0": item} if torch.is_tensor(item) else {}

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on every module: inputs, outputs, and their gradients.
+
+Gradients are taken with hooks on the *tensors*, not with ``register_full_backward_hook``: that one
+passes a module's outputs through a view, and Megatron's cross entropy then modifies a view in
+place and autograd raises. A tensor hook adds no node to the graph, so the run stays bitwise the
+same. ``grad_input`` is therefore the gradient of the tensor that enters a module, summed over all
+its consumers (a residual branch included), ``grad_output`` that of the tensor that leaves it.
+
+A tensor that is seen again under another name (one module's output is the next one's input) is
+handed on once; version counters tell whether it was modified in place in between.
+
+Under activation recomputation a module runs twice: in the forward pass (without a graph), and again
+inside the backward pass, where the graph comes from. Values are taken from the first, gradients
+from whichever carries them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron_ttrace.capture.names import ROOT, Names
+from megatron_ttrace.records import Kind
+
+Place = tuple[int, Kind, str, int]
+"""(microbatch, kind, canonical name, index) of a traced tensor within an iteration."""
+
+
+class Sink(Protocol):
+    """Where captured tensors go. Called in the middle of training: must be quick, must not raise."""
+
+    def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
+        """One tensor, under all the names it is known by now (at least one)."""
+
+    def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
+        """``place`` is the very tensor that was handed over before as ``first``."""
+
+    def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
+        """A tensor to put in ``data``'s place (isolation), or ``None``."""
+
+
+@dataclasses.dataclass
+class _Seen:
+    """A tensor of the forward pass and the names under which it was seen."""
+
+    version: int
+    places: list[Place]
+
+
+class _ChunkState:
+    """Which microbatch a model chunk is working on.
+
+    Schedules run the microbatches of a chunk in ascending order, forward and backward
+    (megatron/core/pipeline_parallel/schedules.py), and interleave chunks and directions freely.
+    """
+
+    def __init__(self) -> None:
+        self.forward = -1
+        self.backward = -1
+        self.seen = WeakTensorKeyDictionary()
+        self.seen_again = WeakTensorKeyDictionary()
+
+
+class ModuleTap:
+    """Attached to the model chunks of a rank for one iteration."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Names],
+        sink: Sink,
+        microbatches: Sequence[int],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """Prepare a tap.
+
+        Args:
+            chunks: canonical names of this rank's model chunks.
+            sink: receives the tensors.
+            microbatches: global number of this rank's j-th microbatch.
+            on_error: told about an error of ours, after which the tap stays silent.
+        """
+        self._chunks = chunks
+        self._sink = sink
+        self._microbatches = microbatches
+        self._on_error = on_error
+        self._handles: list[Any] = []
+        self._emitted: set[Place] = set()
+        self._failed = False
+
+    def __enter__(self) -> ModuleTap:
+        for names in self._chunks:
+            state = _ChunkState()
+            for name, module in names.modules.items():
+                self._attach(state, name, module, names)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _attach(
+        self, state: _ChunkState, name: str, module: torch.nn.Module, names: Names
+    ) -> None:
+        is_root = name == ROOT
+        spans = name in names.spans
+        if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
+            return
+        if is_root:
+            self._handles.append(
+                module.register_forward_pre_hook(
+                    functools.partial(self._guard, self._root_begins, state), with_kwargs=True
+                )
+            )
+            self._handles.append(
+                module.register_forward_hook(
+                    functools.partial(self._guard, self._root_ends, state), with_kwargs=True
+                )
+            )
+        if is_root or not spans:
+            self._handles.append(
+                module.register_forward_pre_hook(
+                    functools.partial(self._guard, self._begins, state, name), with_kwargs=True
+                )
+            )
+        ends_in_loss = is_root and getattr(module, "post_process", True)
+        if ends_in_loss or not (spans or is_root):
+            self._handles.append(
+                module.register_forward_hook(
+                    functools.partial(self._guard, self._ends, state, name), with_kwargs=True
+                )
+            )
+
+    def _guard(self, hook: Callable[..., Any], *args: Any) -> Any:
+        """Fail open: an error in a hook is reported once and never reaches the training run."""
+        if self._failed:
+            return None
+        try:
+            return hook(*args)
+        except Exception as error:  # noqa: BLE001 - tracing never harms training
+            self._failed = True
+            self._on_error(error)
+            return None
+
+    def _root_begins(
+        self, state: _ChunkState, module: torch.nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        state.forward += 1
+        state.seen = WeakTensorKeyDictionary()
+
+    def _root_ends(
+        self, state: _ChunkState, module: torch.nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        local = state.forward
+
+        def backward_begins(grad: torch.Tensor) -> None:
+            if state.backward != local:
+                state.backward = local
+                state.seen_again = WeakTensorKeyDictionary()
+
+        for _, tensor in tensors_in(output):
+            if tensor.requires_grad:
+                self._handles.append(tensor.register_hook(backward_begins))
+
+    def _begins(
+        self,
+        state: _ChunkState,
+        name: str,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        replaced: dict[int, torch.Tensor] = {}
+        for index, tensor in tensors_in((args, kwargs)):
+            instead = self._see(state, Kind.INPUT, name, index, tensor)
+            if instead is not None:
+                replaced[index] = instead
+        if not replaced:
+            return None
+        args, kwargs = with_tensors((args, kwargs), replaced)
+        return args, kwargs
+
+    def _ends(
+        self,
+        state: _ChunkState,
+        name: str,
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> None:
+        for index, tensor in tensors_in(output):
+            self._see(state, Kind.OUTPUT, name, index, tensor)
+
+    def _see(
+        self, state: _ChunkState, kind: Kind, name: str, index: int, tensor: torch.Tensor
+    ) -> torch.Tensor | None:
+        recomputing = torch._C._current_graph_task_id() != -1
+        local = state.backward if recomputing else state.forward
+        place: Place = (self._microbatches[local], kind, name, index)
+        seen = state.seen_again if recomputing else state.seen
+        if not recomputing and place in self._emitted:
+            # A module that runs twice in one microbatch: later runs get names of their own.
+            place = self._numbered(place)
+        if kind is Kind.INPUT:
+            instead = self._sink.replace(place, tensor)
+            if instead is not None:
+                instead.requires_grad_(tensor.requires_grad)
+                tensor = instead
+        else:
+            instead = None
+        known: _Seen | None = seen.get(tensor)
+        if known is not None and known.version == tensor._version:
+            known.places.append(place)
+            if not recomputing:
+                self._emitted.add(place)
+                self._sink.repeat(known.places[0], place, tensor)
+        else:
+            known = _Seen(tensor._version, [place])
+            seen[tensor] = known
+            if not recomputing:
+                self._emitted.add(place)
+                self._sink.tensor((place,), tensor)
+            if tensor.requires_grad:
+                self._handles.append(
+                    tensor.register_hook(functools.partial(self._guard, self._gradient, known))
+                )
+        return instead
+
+    def _numbered(self, place: Place) -> Place:
+        microbatch, kind, name, index = place
+        call = 1
+        while (microbatch, kind, f"{name}#{call}", index) in self._emitted:
+            call += 1
+        return microbatch, kind, f"{name}#{call}", index
+
+    def _gradient(self, seen: _Seen, grad: torch.Tensor) -> None:
+        places = []
+        for microbatch, kind, name, index in seen.places:
+            gradient = Kind.GRAD_INPUT if kind is Kind.INPUT else Kind.GRAD_OUTPUT
+            place = (microbatch, gradient, name, index)
+            if place not in self._emitted:
+                self._emitted.add(place)
+                places.append(place)
+        if places:
+            self._sink.tensor(places, grad)
+
+
+def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Activation tensors in nested arguments with a position that other layouts agree on.
+
+    Positions count every slot, ``None`` included, so that an optional argument that is absent in
+    one layout does not shift the others. Parameters (a tied head's weight) are judged elsewhere.
+    """
+    for position, leaf in enumerate(_leaves(value)):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+            yield position, leaf
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
+    """``value`` with the leaves at the given positions exchanged."""
+    position = -1
+
+    def rebuild(item: Any) -> Any:
+        nonlocal position
+        if isinstance(item, tuple | list):
+            return type(item)(rebuild(part) for part in item)
+        if isinstance(item, Mapping):
+            return {name: rebuild(part) for name, part in item.items()}
+        position += 1
+        return replaced.get(position, item)
+
+    return rebuild(value)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Canonical names: what a module or parameter is called in the whole model.
+
+A pipeline stage numbers its layers from 0, wherever they stand in the model; Megatron keeps the
+global number (1-based, over all pipeline and virtual-pipeline stages) in ``layer_number``
+(megatron/core/transformer/transformer_layer.py). Experts are numbered per expert-parallel rank
+(megatron/core/transformer/moe/experts.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import torch
+
+EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
+HEAD_WEIGHT = "output_layer.weight"
+ROOT = "model"
+"""Name of the whole model where a name is needed for it."""
+
+_GROUPED_WEIGHT = re.compile(r"(weight|bias)(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Canonical names of one model chunk's modules and parameters.
+
+    ``spans`` lists modules whose inputs and outputs depend on which layers this rank holds (the
+    model, a block of layers): they say nothing that their children do not say better.
+    """
+
+    modules: dict[str, torch.nn.Module]
+    parameters: dict[str, torch.nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    spans: frozenset[str]
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The model inside Megatron's DDP and mixed-precision wrappers."""
+    while type(chunk).__name__ in (
+        "DistributedDataParallel",
+        "Float16Module",
+        "FullyShardedDataParallel",
+        "TorchFullyShardedDataParallel",
+    ):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
+def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
+    """Name everything in an unwrapped chunk.
+
+    Args:
+        chunk: a model chunk (``unwrap`` it first).
+        expert_offset: global number of this expert-parallel rank's first expert.
+    """
+    modules: dict[str, torch.nn.Module] = {}
+    canonical: dict[int, str] = {}
+    spans = {""}
+    _walk(chunk, "", expert_offset, modules, canonical, spans)
+    parameters: dict[str, torch.nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for module in chunk.modules():
+        prefix = canonical[id(module)]
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = _join(prefix, _expert_leaf(prefix, leaf, expert_offset))
+            parameters[_tied_name(name, parameter)] = parameter
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if buffer is not None:
+                buffers[_join(prefix, leaf)] = buffer
+    return Names(modules, parameters, buffers, frozenset(spans))
+
+
+def _walk(
+    module: torch.nn.Module,
+    name: str,
+    expert_offset: int,
+    modules: dict[str, torch.nn.Module],
+    canonical: dict[int, str],
+    spans: set[str],
+) -> None:
+    canonical[id(module)] = name
+    modules[name or ROOT] = module
+    for leaf, child in module.named_children():
+        if id(child) in canonical:
+            continue
+        own = leaf
+        if leaf.isdigit():
+            if isinstance(getattr(child, "layer_number", None), int):
+                own = str(child.layer_number - 1)  # type: ignore[operator]
+                spans.add(name.rpartition(".")[0])
+            elif name.endswith("local_experts"):
+                own = str(int(leaf) + expert_offset)
+        _walk(child, _join(name, own), expert_offset, modules, canonical, spans)
+
+
+def _join(prefix: str, leaf: str) -> str:
+    return f"{prefix}.{leaf}" if prefix else leaf
+
+
+def _expert_leaf(prefix: str, leaf: str, expert_offset: int) -> str:
+    """``weight0`` of a grouped linear in experts is the weight of the rank's first expert."""
+    match = _GROUPED_WEIGHT.fullmatch(leaf)
+    if match and ".experts." in f".{prefix}.":
+        return f"{match[1]}{int(match[2]) + expert_offset}"
+    return leaf
+
+
+def _tied_name(name: str, parameter: torch.nn.Parameter) -> str:
+    """The last stage's copy of a tied embedding is a replica of the embedding.
+
+    Megatron marks it ``shared_embedding`` (``setup_embeddings_and_output_layer`` in
+    megatron/core/models/common/language_module/language_module.py).
+    """
+    if name == HEAD_WEIGHT and getattr(parameter, "shared_embedding", False):
+        return EMBEDDING_WEIGHT
+    return name

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer owns on this rank: main parameters, moments, and ZeRO ranges.
+
+Three layouts in megatron/core/optimizer: ``FP32Optimizer`` steps the model's own parameters,
+``Float16OptimizerWithFloat16Params`` float32 copies of them, ``DistributedOptimizer`` a flat range
+of (a copy of) each, cut where the data-parallel buckets are cut. ``ChainedOptimizer`` is a list of
+these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.names import unwrap
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """The part of one model parameter that this rank's optimizer steps.
+
+    ``range`` is the flat element range of the local parameter, ``None`` for all of it.
+    """
+
+    main: torch.Tensor
+    state: dict[str, Any]
+    range: tuple[int, int] | None
+
+
+def leaves_of(optimizer: Any) -> Iterator[Any]:
+    """The optimizers in a (nested) ``ChainedOptimizer``."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer
+    else:
+        for part in chained:
+            yield from leaves_of(part)
+
+
+def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
+    """What each model parameter became in the optimizer; parameters it never saw are absent."""
+    owned: dict[torch.nn.Parameter, Owned] = {}
+    for leaf in leaves_of(optimizer):
+        inner = getattr(leaf, "optimizer", None)
+        if inner is None or getattr(leaf, "is_stub_optimizer", False):
+            continue
+        if hasattr(leaf, "model_param_group_index_map"):
+            for parameter, (group, order) in leaf.model_param_group_index_map.items():
+                part = leaf._get_model_param_range_map(parameter)["param"]
+                main = inner.param_groups[group]["params"][order]
+                owned[parameter] = Owned(main, inner.state.get(main, {}), (part.start, part.end))
+        elif hasattr(leaf, "fp32_from_float16_groups"):
+            for models, mains in zip(
+                leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True
+            ):
+                for parameter, main in zip(models, mains, strict=True):
+                    owned[parameter] = Owned(main, inner.state.get(main, {}), None)
+            for group in leaf.fp32_from_fp32_groups:
+                for parameter in group:
+                    owned[parameter] = Owned(parameter, inner.state.get(parameter, {}), None)
+        else:
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    owned[parameter] = Owned(parameter, inner.state.get(parameter, {}), None)
+    return owned
+
+
+class Snapshot:
+    """Everything a training step changes, kept so that the step can be replayed.
+
+    Model parameters and buffers, main parameters, moments, the optimizer's scalar settings, and the
+    random states.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], optimizer: Any) -> None:
+        self._tensors = [
+            (tensor, tensor.detach().clone()) for tensor in _mutable(chunks, optimizer)
+        ]
+        self._inner = [leaf.optimizer for leaf in leaves_of(optimizer)]
+        self._states = [
+            {
+                parameter: {
+                    name: value.detach().clone() if torch.is_tensor(value) else value
+                    for name, value in state.items()
+                }
+                for parameter, state in inner.state.items()
+            }
+            for inner in self._inner
+        ]
+        self._settings = [
+            [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
+            for inner in self._inner
+        ]
+        self._rng = torch.get_rng_state()
+        self._cuda_rng = torch.cuda.get_rng_state() if torch.version.cuda and _has_gpu() else None
+
+    def restore(self) -> None:
+        """Put everything back, in place wherever others hold references."""
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                tensor.data.copy_(value)
+            for inner, states, settings in zip(
+                self._inner, self._states, self._settings, strict=True
+            ):
+                for parameter in [p for p in inner.state if p not in states]:
+                    del inner.state[parameter]
+                for parameter, state in states.items():
+                    _restore_state(inner.state[parameter], state)
+                for group, values in zip(inner.param_groups, settings, strict=True):
+                    for name in [n for n in group if n != "params" and n not in values]:
+                        del group[name]
+                    group.update(values)
+        torch.set_rng_state(self._rng)
+        if self._cuda_rng is not None:
+            torch.cuda.set_rng_state(self._cuda_rng)
+
+
+def _restore_state(current: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name in [n for n in current if n not in saved]:
+        del current[name]
+    for name, value in saved.items():
+        if torch.is_tensor(value) and torch.is_tensor(current.get(name)):
+            current[name].copy_(value)
+        else:
+            current[name] = value.clone() if torch.is_tensor(value) else value
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.device_count() > 0
+
+
+def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
+    found: set[int] = set()
+    mains = [
+        parameter
+        for leaf in leaves_of(optimizer)
+        for group in leaf.optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    models = [unwrap(chunk) for chunk in chunks]
+    for tensor in (
+        *(tensor for model in models for tensor in (*model.parameters(), *model.buffers())),
+        *mains,
+    ):
+        if id(tensor) not in found:
+            found.add(id(tensor))
+            yield tensor

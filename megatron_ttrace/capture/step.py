@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One traced training step: parameters, activations, gradients, update, in the order they happen.
+
+The step itself is Megatron's own ``train_step``, unmodified; the optimizer's ``step`` is
+intercepted because gradients must be read after they were reduced and before they are clipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megatron_ttrace.capture.modules import ModuleTap, Place, Sink
+from megatron_ttrace.capture.names import Names
+from megatron_ttrace.capture.optimizer import Owned, leaves_of, owned_by
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.plan import Placement
+from megatron_ttrace.records import STEP_LEVEL, Kind
+from megatron_ttrace.start.parameters import ParameterPlace, place_parameter
+
+MOMENTS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+
+
+class StepSink(Sink, Protocol):
+    """A sink that also takes tensors whose placement is known beforehand."""
+
+    def placed(
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
+    ) -> None:
+        """A parameter, or something shaped like one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedModel:
+    """A rank's model chunks with everything the capture must know of them."""
+
+    chunks: list[torch.nn.Module]
+    names: list[Names]
+    optimizer: Any
+    mesh: Mesh
+    gated: bool
+
+    def places(self) -> list[tuple[torch.nn.Parameter, ParameterPlace]]:
+        """Each parameter of this rank with its place in the whole model."""
+        return [
+            (parameter, place_parameter(name, parameter, self.mesh, gated=self.gated))
+            for names in self.names
+            for name, parameter in names.parameters.items()
+        ]
+
+
+class StepTap:
+    """Captures one training step into a sink."""
+
+    def __init__(
+        self,
+        model: TracedModel,
+        sink: StepSink,
+        microbatches: Sequence[int],
+        on_error: Callable[[BaseException], None],
+        settle: Callable[[], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: this rank's part of the model.
+            sink: receives the tensors.
+            microbatches: the reference's number of each of this rank's microbatches.
+            on_error: told about an error of ours; the training step goes on.
+            settle: finishes an update that Megatron leaves for the next forward pass (overlapped
+                parameter gather), so that updated parameters can be read.
+        """
+        self._model = model
+        self._sink = sink
+        self._microbatches = microbatches
+        self._on_error = on_error
+        self._settle = settle
+        self._failed = False
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run one training step and capture it; returns what the step returned."""
+        self._attempt(self._parameters, 0)
+        optimizer = self._model.optimizer
+        original = optimizer.step
+
+        def traced_step(*args: Any, **kwargs: Any) -> Any:
+            before = self._attempt(self._gradients)
+            result = original(*args, **kwargs)
+            self._attempt(self._update, before or {}, result)
+            return result
+
+        tap = ModuleTap(self._model.names, self._sink, self._microbatches, self._error)
+        optimizer.step = traced_step
+        try:
+            with tap:
+                result = step()
+        finally:
+            del optimizer.step
+        self._attempt(self._losses, result)
+        self._attempt(self._buffers)
+        self._attempt(self._parameters, 1)
+        return result
+
+    def _error(self, error: BaseException) -> None:
+        self._failed = True
+        self._on_error(error)
+
+    def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Fail open: what goes wrong in tracing must not stop training."""
+        if self._failed:
+            return None
+        try:
+            with torch.no_grad():
+                return work(*args)
+        except Exception as error:  # noqa: BLE001 - tracing never harms training
+            self._error(error)
+            return None
+
+    def _parameters(self, index: int) -> None:
+        for parameter, place in self._model.places():
+            self._sink.placed(
+                (STEP_LEVEL, Kind.PARAM, place.name, index),
+                parameter.data,
+                place.logical_shape,
+                place.placement,
+            )
+
+    def _gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Capture the reduced gradients; returns copies of what the step is about to change."""
+        before = {}
+        for parameter, place, owned in self._stepped():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is None:
+                gradient = parameter.grad
+            if gradient is not None:
+                self._place(Kind.MAIN_GRAD, place, owned, gradient)
+            before[parameter] = (owned.main if owned else parameter.data).detach().clone()
+        return before
+
+    def _update(self, before: dict[torch.nn.Parameter, torch.Tensor], result: Any) -> None:
+        self._settle()
+        for parameter, place, owned in self._stepped():
+            if parameter not in before:
+                continue
+            main = owned.main if owned else parameter.data
+            delta = main.detach().float() - before[parameter].float()
+            where = place.flat(*owned.range) if owned and owned.range else place
+            self._sink.placed(
+                (STEP_LEVEL, Kind.PARAM_DELTA, place.name, 0),
+                delta,
+                where.logical_shape,
+                where.placement,
+            )
+            for name, kind in MOMENTS.items():
+                moment = owned.state.get(name) if owned else None
+                if torch.is_tensor(moment):
+                    self._sink.placed(
+                        (STEP_LEVEL, kind, place.name, 0),
+                        moment,
+                        where.logical_shape,
+                        where.placement,
+                    )
+        norm = result[1] if isinstance(result, tuple) and len(result) > 1 else None
+        if norm is not None:
+            self._scalar(Kind.GRAD_NORM, "grad_norm", norm)
+
+    def _stepped(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, Owned | None]]:
+        """Trainable parameters with what the optimizer made of them.
+
+        A parameter that the distributed optimizer gave to other ranks entirely is left to them. One
+        that no optimizer knows at all is kept, whole: that it never moves is the finding.
+        """
+        owned = owned_by(self._model.optimizer)
+        elsewhere = _sharded_parameters(self._model.optimizer)
+        return [
+            (parameter, place, owned.get(parameter))
+            for parameter, place in self._model.places()
+            if parameter.requires_grad and (parameter in owned or parameter not in elsewhere)
+        ]
+
+    def _place(
+        self, kind: Kind, place: ParameterPlace, owned: Owned | None, data: torch.Tensor
+    ) -> None:
+        if owned is not None and owned.range is not None:
+            start, end = owned.range
+            data = data.reshape(-1)[start:end]
+            place = place.flat(start, end)
+        self._sink.placed(
+            (STEP_LEVEL, kind, place.name, 0), data, place.logical_shape, place.placement
+        )
+
+    def _losses(self, result: Any) -> None:
+        losses = result[0] if isinstance(result, tuple) and result else {}
+        for name, value in losses.items() if isinstance(losses, dict) else ():
+            self._scalar(Kind.LOSS, str(name), value)
+
+    def _buffers(self) -> None:
+        for names in self._model.names:
+            for name, buffer in names.buffers.items():
+                self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, 0), buffer, buffer.shape, ())
+
+    def _scalar(self, kind: Kind, name: str, value: Any) -> None:
+        data = torch.as_tensor(value).detach().reshape(())
+        if not torch.is_tensor(value):
+            # A Python number was a float32 on its way here; float64 would promise too much.
+            data = data.float()
+        self._sink.placed((STEP_LEVEL, kind, name, 0), data, (), ())
+
+
+def _sharded_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
+    """All parameters in buffers that a distributed optimizer divides, owned here or elsewhere."""
+    return {
+        parameter
+        for leaf in leaves_of(optimizer)
+        if hasattr(leaf, "model_param_group_index_map")
+        for buffer in getattr(leaf, "buffers", ())
+        for parameter in buffer.params
+    }

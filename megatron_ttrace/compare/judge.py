@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what all ranks measured to one verdict per logical tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron_ttrace.compare.sinks import Measured, rank_error
+from megatron_ttrace.compare.tolerance import BLIND, Tolerance, Tolerances
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.coverage import Coverage, coverage
+from megatron_ttrace.records import Outcome, TraceKey, Verdict
+
+
+def judge(
+    expected: Iterable[tuple[TraceKey, tuple[int, ...]]],
+    measured: Mapping[int, Sequence[Measured]],
+    tolerances: Tolerances,
+    eps: float,
+) -> list[Verdict]:
+    """One verdict for every tensor of the reference or of any rank.
+
+    Args:
+        expected: keys and logical shapes of the reference's traced iteration, in execution order.
+        measured: what each rank found.
+        tolerances: of the reference.
+        eps: machine epsilon of the compute dtype, for printing errors in its multiples.
+    """
+    by_key: dict[TraceKey, list[tuple[int, Measured]]] = {}
+    for rank, found in measured.items():
+        for one in found:
+            by_key.setdefault(one.key, []).append((rank, one))
+    covered: dict[object, Coverage] = {}
+    verdicts = []
+    for key, shape in expected:
+        holders = by_key.pop(key, [])
+        verdicts.append(_judge(key, shape, holders, tolerances.of(key), eps, covered))
+    for key, holders in by_key.items():
+        verdicts.append(
+            _verdict(
+                key,
+                holders[0][1].logical_shape,
+                Outcome.EXTRA,
+                [rank for rank, _ in holders],
+                note="the reference has no such tensor",
+            )
+        )
+    return verdicts
+
+
+def _judge(
+    key: TraceKey,
+    shape: tuple[int, ...],
+    holders: Sequence[tuple[int, Measured]],
+    tolerance: Tolerance,
+    eps: float,
+    covered: dict[object, Coverage],
+) -> Verdict:
+    if not holders:
+        return _verdict(
+            key, shape, Outcome.MISSING, [], note="no rank of the candidate has this tensor"
+        )
+    misfits = [(rank, one) for rank, one in holders if one.problem or one.sums is None]
+    if misfits:
+        return _verdict(
+            key, shape, Outcome.SHAPE, [rank for rank, _ in misfits], note=misfits[0][1].note
+        )
+    ranks = [rank for rank, _ in holders]
+    placement = holders[0][1].placement
+    bad = [rank for rank, one in holders if one.sums and one.sums.nonfinite]
+    if bad:
+        return _verdict(
+            key, shape, Outcome.NONFINITE, bad, placement=placement, note="NaN or infinity"
+        )
+    held = _covered(shape, [one.boxes for _, one in holders], covered)
+    if not held.complete:
+        return _verdict(
+            key,
+            shape,
+            Outcome.UNCOVERED,
+            ranks,
+            placement=placement,
+            note="some elements are held by no rank",
+        )
+    errors = {rank: rank_error(one.sums, tolerance.rms) for rank, one in holders if one.sums}
+    worst = max(errors.values())
+    value = tolerance.value
+    margin = worst / value if value else (0.0 if worst == 0.0 else math.inf)
+    failed = [rank for rank, error in errors.items() if error > value]
+    conflicts = _conflicting(holders)
+    notes = [] if held.even else [f"held unevenly: {held.least} to {held.most} replicas"]
+    if failed:
+        outcome = Outcome.DIVERGED
+        if conflicts:
+            outcome = Outcome.REPLICA_CONFLICT
+            notes.append(f"replicas differ between ranks {_list(conflicts)}")
+        speaks = failed
+    elif tolerance.blind:
+        outcome = Outcome.UNCHECKED
+        notes.append(f"blind: rounding alone moves it by {value:.0%} (bound {BLIND:.0%})")
+        speaks = ranks
+    else:
+        outcome = Outcome.PASS
+        if conflicts:
+            notes.append(f"replicas differ in rounding on ranks {_list(conflicts)}")
+        speaks = ranks
+    return Verdict(
+        iteration=key.iteration,
+        microbatch=key.microbatch,
+        kind=key.kind,
+        name=key.name,
+        index=key.index,
+        verdict=outcome,
+        rel_err=worst,
+        rel_err_eps=worst / eps,
+        tolerance=value,
+        margin=margin,
+        ranks=tuple(sorted(speaks, key=lambda rank: (-errors[rank], rank)) if failed else speaks),
+        placement=placement,
+        shape=shape,
+        note="; ".join(notes),
+    )
+
+
+def _conflicting(holders: Sequence[tuple[int, Measured]]) -> list[int]:
+    """Ranks that hold the same box but not the same bits."""
+    by_region: dict[object, dict[int, list[int]]] = {}
+    for rank, one in holders:
+        if one.sums is not None and one.sums.n:
+            region = tuple(box.region for box in one.boxes)
+            by_region.setdefault(region, {}).setdefault(one.sums.checksum, []).append(rank)
+    return sorted(
+        rank
+        for marks in by_region.values()
+        if len(marks) > 1
+        for ranks in marks.values()
+        for rank in ranks
+    )
+
+
+def _covered(
+    shape: tuple[int, ...], boxes: Sequence[tuple[Box, ...]], memo: dict[object, Coverage]
+) -> Coverage:
+    """Most tensors of a model share a layout: each distinct one is counted once."""
+    question = (shape, tuple(boxes))
+    if question not in memo:
+        memo[question] = coverage(shape, [box for held in boxes for box in held])
+    return memo[question]
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _verdict(
+    key: TraceKey,
+    shape: tuple[int, ...],
+    outcome: Outcome,
+    ranks: Sequence[int],
+    *,
+    placement: str = "",
+    note: str = "",
+) -> Verdict:
+    return Verdict(
+        iteration=key.iteration,
+        microbatch=key.microbatch,
+        kind=key.kind,
+        name=key.name,
+        index=key.index,
+        verdict=outcome,
+        rel_err=None,
+        rel_err_eps=None,
+        tolerance=None,
+        margin=None,
+        ranks=tuple(ranks),
+        placement=placement,
+        shape=shape,
+        note=note,
+    )

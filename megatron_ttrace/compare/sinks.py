@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a captured tensor: it is written (reference) or compared in place (candidate).
+
+Both are driven by the same capture; a perturbed replay of the reference is simply a candidate on a
+mesh of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_ttrace.capture.modules import Place
+from megatron_ttrace.compare.measure import Sums, logical_view, measure
+from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.plan import Placement, describe, plan
+from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+
+GRADIENT_KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What one rank found out about one of its tensors.
+
+    ``problem`` is empty, ``extra`` (the reference has no such tensor) or ``shape``; ``note`` says
+    more. ``sums`` is ``None`` when nothing could be measured.
+    """
+
+    key: TraceKey
+    placement: str
+    boxes: tuple[Box, ...]
+    logical_shape: tuple[int, ...]
+    sums: Sums | None
+    problem: str = ""
+    note: str = ""
+
+
+class WriteSink:
+    """Stores everything: the reference's sink."""
+
+    def __init__(self, writer: TraceWriter, iteration: int) -> None:
+        self._writer = writer
+        self._iteration = iteration
+        self._lines: dict[Place, int] = {}
+
+    def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
+        """Store ``data`` under its first name and point the others at it."""
+        first, *others = places
+        self._lines[first] = self._writer.add(self._entry(first, data), data)
+        for place in others:
+            self.repeat(first, place, data)
+
+    def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
+        """Point another name at data that is stored already."""
+        entry = dataclasses.replace(self._entry(place, data), same_as=self._lines[first])
+        self._lines[place] = self._writer.add(entry, None)
+
+    def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
+        """The reference is never isolated."""
+        return None
+
+    def placed(
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
+    ) -> None:
+        """A tensor of the step; the reference holds it whole."""
+        self.tensor((place,), data.detach().reshape(tuple(logical_shape)))
+
+    def _entry(self, place: Place, data: torch.Tensor) -> Entry:
+        return Entry(
+            key=TraceKey(self._iteration, *place),
+            shape=tuple(data.shape),
+            dtype=str(data.dtype).removeprefix("torch."),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What the comparison must know of the candidate's configuration.
+
+    Attributes:
+        mesh: this rank's place.
+        seq_length: logical sequence length.
+        gated: whether MLPs stack gate and up projection.
+        gradient_factor: expected candidate/reference ratio of activation gradients: each
+            microbatch's loss is divided by the number of microbatches of *its* rank, and by the
+            tokens its context-parallel rank sees.
+    """
+
+    mesh: Mesh
+    seq_length: int
+    gated: bool
+    gradient_factor: float
+
+
+class CompareSink:
+    """Compares everything, on the spot, with this rank's slices of the reference."""
+
+    def __init__(
+        self,
+        reference: TraceReader,
+        iteration: int,
+        layout: Layout,
+        *,
+        tolerances: Tolerances | None = None,
+        writer: TraceWriter | None = None,
+        keep_all: bool = False,
+        isolate: bool = False,
+    ) -> None:
+        """Prepare a comparison.
+
+        Args:
+            reference: the trusted trace.
+            iteration: of the traced step.
+            layout: of this rank.
+            tolerances: to tell which tensors are worth keeping.
+            writer: where tensors are kept: the failed ones, so that they can be explained.
+            keep_all: keep the others too.
+            isolate: hand the reference's slices back as module inputs.
+        """
+        self.measured: list[Measured] = []
+        self._reference = reference
+        self._iteration = iteration
+        self._layout = layout
+        self._tolerances = tolerances
+        self._writer = writer
+        self._keep_all = keep_all
+        self._isolate = isolate
+        self._by_key: dict[TraceKey, Measured] = {}
+        self._kept: dict[TraceKey, int] = {}
+        self._planned: dict[object, tuple[Placement, tuple[Box, ...]]] = {}
+
+    def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
+        """Compare an activation or its gradient under each of its names."""
+        keys = [TraceKey(self._iteration, *place) for place in places]
+        self._compare(keys[0], data)
+        for key in keys[1:]:
+            self._repeat(keys[0], key, data)
+
+    def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
+        """Another name of a tensor that was compared already."""
+        self._repeat(TraceKey(self._iteration, *first), TraceKey(self._iteration, *place), data)
+
+    def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
+        """This rank's slice of the reference's input, when isolating."""
+        key = TraceKey(self._iteration, *place)
+        if not self._isolate or not data.is_floating_point() or key not in self._reference:
+            return None
+        logical = self._reference.tensor(self._reference.entry(key))
+        try:
+            _, boxes = self._plan_activation(key, tuple(data.shape), tuple(logical.shape))
+        except NoPlacementError:
+            return None
+        instead = torch.empty_like(data)
+        for box in boxes:
+            target = instead
+            for dim, (start, size) in enumerate(zip(box.local, box.extent, strict=True)):
+                target = target.narrow(dim, start, size)
+            target.copy_(logical_view(logical, box))
+        return instead
+
+    def placed(
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
+    ) -> None:
+        """Compare a tensor of the step (a parameter's kin), whose placement is known."""
+        key = TraceKey(self._iteration, *place)
+        shape = tuple(logical_shape)
+
+        def planned(whole: tuple[int, ...]) -> tuple[Placement, tuple[Box, ...]]:
+            if shape != whole:
+                raise NoPlacementError(f"the whole tensor is {shape}, in the reference {whole}")
+            return self._plan(("placed", whole, placement), lambda: placement, whole)
+
+        self._compare(key, data, planned)
+
+    def _compare(
+        self,
+        key: TraceKey,
+        data: torch.Tensor,
+        planned: Callable[[tuple[int, ...]], tuple[Placement, tuple[Box, ...]]] | None = None,
+    ) -> None:
+        if key not in self._reference:
+            self._add(
+                Measured(key, "", (), tuple(data.shape), None, "extra", "not in the reference")
+            )
+            return
+        entry = self._reference.entry(key)
+        try:
+            if planned is not None:
+                placement, boxes = planned(entry.shape)
+            else:
+                placement, boxes = self._plan_activation(key, tuple(data.shape), entry.shape)
+        except ValueError as error:
+            self._add(Measured(key, "", (), entry.shape, None, "shape", str(error)))
+            return
+        factor = self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
+        sums = measure(data, self._reference.tensor(entry), boxes, factor)
+        found = Measured(key, describe(placement), boxes, entry.shape, sums)
+        self._add(found)
+        self._keep(found, data, factor)
+
+    def _repeat(self, first: TraceKey, key: TraceKey, data: torch.Tensor) -> None:
+        known = self._by_key.get(first)
+        same = (
+            known is not None
+            and known.sums is not None
+            and key in self._reference
+            and self._reference.primary(first) == self._reference.primary(key)
+            and self._is_gated(first) == self._is_gated(key)
+        )
+        if not same or known is None:
+            self._compare(key, data)
+            return
+        self._add(dataclasses.replace(known, key=key))
+        if first in self._kept and self._writer is not None:
+            entry = self._entry(self._by_key[key], data, 1.0)
+            self._writer.add(dataclasses.replace(entry, same_as=self._kept[first]), None)
+
+    def _add(self, found: Measured) -> None:
+        self.measured.append(found)
+        self._by_key[found.key] = found
+
+    def _keep(self, found: Measured, data: torch.Tensor, factor: float) -> None:
+        if self._writer is None:
+            return
+        if self._keep_all or (
+            self._tolerances is not None and fails(found.sums, self._tolerances, found.key)
+        ):
+            self._kept[found.key] = self._writer.add(self._entry(found, data, factor), data)
+
+    def _entry(self, found: Measured, data: torch.Tensor, factor: float) -> Entry:
+        return Entry(
+            key=found.key,
+            shape=tuple(data.shape),
+            dtype=str(data.dtype).removeprefix("torch."),
+            logical_shape=found.logical_shape,
+            placement=found.placement,
+            boxes=found.boxes,
+            factor=factor,
+        )
+
+    def _is_gated(self, key: TraceKey) -> bool:
+        return (
+            self._layout.gated
+            and key.kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT)
+            and key.name.split("#")[0].endswith("linear_fc1")
+        )
+
+    def _plan_activation(
+        self, key: TraceKey, local: tuple[int, ...], whole: tuple[int, ...]
+    ) -> tuple[Placement, tuple[Box, ...]]:
+        gated = self._is_gated(key)
+        return self._plan(
+            (local, whole, gated),
+            lambda: infer_activation(
+                local,
+                whole,
+                self._layout.mesh,
+                seq_length=self._layout.seq_length,
+                gated=gated,
+            ),
+            whole,
+        )
+
+    def _plan(
+        self, memo: object, placement: Callable[[], Placement], whole: tuple[int, ...]
+    ) -> tuple[Placement, tuple[Box, ...]]:
+        """Planning is pure, so each combination of shapes is planned once."""
+        if memo not in self._planned:
+            steps = placement()
+            self._planned[memo] = steps, plan(whole, steps, self._layout.mesh)
+        return self._planned[memo]
+
+
+def rank_error(sums: Sums, rms: float) -> float:
+    """The relative error of one rank's part of a tensor.
+
+    ``rms(c - r over the part) / max(rms(r over the part), rms(r over the whole tensor))``. For a
+    part that is the whole tensor this is ``||c - r|| / ||r||``. For a smaller part, dividing by the
+    part's own size finds a wrong shard however many ranks there are, and a part that happens to be
+    nearly zero is not judged against itself.
+    """
+    if sums.n == 0 or sums.diff == 0.0:
+        return 0.0
+    scale = max(math.sqrt(sums.reference / sums.n), rms)
+    return math.sqrt(sums.diff / sums.n) / scale if scale else math.inf
+
+
+def fails(sums: Sums | None, tolerances: Tolerances, key: TraceKey) -> bool:
+    """Whether one rank's part alone is beyond the tolerance."""
+    if sums is None:
+        return False
+    tolerance = tolerances.of(key)
+    return sums.nonfinite > 0 or rank_error(sums, tolerance.rms) > tolerance.value
+
+
+def step_level(kind: Kind, name: str, index: int = 0) -> Place:
+    """The place of a tensor that belongs to the whole step."""
+    return STEP_LEVEL, kind, name, index

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which microbatch of the reference is this one? Decided by what is in it.
+
+Megatron's sampler deals the samples of a global batch to data-parallel ranks in turn, so rank r's
+j-th microbatch should be number ``j * dp + r``; but that is an assumption about a sampler, and a
+bug in it is one of those looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ttrace.capture.batches import Batch
+from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import TraceReader
+
+PRIMARY = "tokens"
+
+
+def match(
+    batches: Sequence[Batch], reference: TraceReader, iteration: int, dp: int, dp_rank: int
+) -> list[int]:
+    """The reference's number of each local microbatch.
+
+    A microbatch that the reference never saw keeps the number the sampler should have given it;
+    comparing its tokens then fails, which is the verdict.
+    """
+    total = len(batches) * dp
+    numbers: list[int] = []
+    for local, batch in enumerate(batches):
+        expected = local * dp + dp_rank
+        order = [expected, *(n for n in range(total) if n != expected)]
+        numbers.append(
+            next(
+                (n for n in order if n not in numbers and _same(batch, reference, iteration, n)),
+                expected,
+            )
+        )
+    return numbers
+
+
+def _same(batch: Batch, reference: TraceReader, iteration: int, number: int) -> bool:
+    name = PRIMARY if PRIMARY in batch else next(iter(batch), None)
+    if name is None:
+        return True
+    key = TraceKey(iteration, number, Kind.TOKENS, name, 0)
+    if key not in reference:
+        return False
+    there = reference.tensor(reference.entry(key))
+    return batch[name].shape == there.shape and bool(torch.equal(batch[name].cpu(), there))

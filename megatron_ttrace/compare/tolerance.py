@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From "how far did perturbed replays move this tensor" to "how far may rounding move it".
+
+The reference is replayed with every parameter, the embedding's output and the loss perturbed by
+about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section 4; docs/tolerance.md
+derives the rule). ``moved`` is the relative distance of a replay from the reference,
+``||replay - reference|| / ||reference||``. Then
+
+    tolerance = SAFETY * max(moved over seeds and microbatches, floor)
+
+The maximum over microbatches pools samples of one statistic: the same module on other data. The
+floor is half an epsilon of the stored tensor's dtype: one rounding of every element. Kinds that no
+arithmetic touches (tokens, start parameters) have tolerance zero: equality.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import atomic_write
+
+SAFETY = 4.0
+BLIND = 0.10
+"""A tolerance above this shows no bug of interest: the tensor is ``unchecked: blind``."""
+
+FILE = "tolerances.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """What the perturbed replays did to one tensor.
+
+    ``n`` elements, ``norm`` of the reference, ``moved`` the relative distance for each seed
+    (``inf`` where the reference is zero and the replay is not).
+    """
+
+    n: int
+    norm: float
+    moved: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tolerance:
+    """``value``: tolerated relative error. ``rms`` of the whole reference tensor."""
+
+    value: float
+    rms: float
+    estimated: float
+
+    @property
+    def blind(self) -> bool:
+        """Whether rounding alone moves this tensor so far that a bug would not show."""
+        return self.value > BLIND
+
+
+def epsilon(dtype: torch.dtype | str) -> float:
+    """Machine epsilon of a dtype or its name; 0 for discrete dtypes. FP8 counts as bf16."""
+    resolved = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not resolved.is_floating_point:
+        return 0.0
+    if resolved.itemsize == 1:
+        resolved = torch.bfloat16
+    return float(torch.finfo(resolved).eps)
+
+
+class Tolerances:
+    """Tolerances of all tensors of a reference."""
+
+    def __init__(self, moved: dict[TraceKey, Moved], dtypes: dict[TraceKey, str]) -> None:
+        self._moved = moved
+        self._dtypes = dtypes
+        self._pooled: dict[tuple[int, Kind, str, int], float] = {}
+        for key, value in moved.items():
+            group = (key.iteration, key.kind, key.name, key.index)
+            self._pooled[group] = max(self._pooled.get(group, 0.0), *value.moved)
+
+    def of(self, key: TraceKey) -> Tolerance:
+        """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
+        moved = self._moved.get(key)
+        n, norm = (moved.n, moved.norm) if moved else (0, 0.0)
+        rms = norm / math.sqrt(n) if n else 0.0
+        eps = epsilon(self._dtypes[key])
+        if is_exact(key) or eps == 0.0:
+            return Tolerance(0.0, rms, 0.0)
+        estimated = self._pooled.get((key.iteration, key.kind, key.name, key.index), 0.0)
+        return Tolerance(SAFETY * max(estimated, eps / 2), rms, estimated)
+
+
+def is_exact(key: TraceKey) -> bool:
+    """Whether the tensor is given, not computed: equal to the last bit or wrong."""
+    return key.kind is Kind.TOKENS or (key.kind is Kind.PARAM and key.index == 0)
+
+
+def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
+    """Write ``tolerances.jsonl`` of a reference."""
+    lines = [
+        json.dumps(
+            {
+                "key": [key.iteration, key.microbatch, key.kind.value, key.name, key.index],
+                "n": value.n,
+                "norm": repr(value.norm),
+                "moved": [repr(m) for m in value.moved],
+            }
+        )
+        for key, value in moved.items()
+    ]
+    atomic_write(directory / FILE, "".join(line + "\n" for line in lines))
+
+
+def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]]) -> Tolerances:
+    """Read ``tolerances.jsonl``.
+
+    Raises:
+        TTraceError: when the file is absent or damaged.
+    """
+    path = directory / FILE
+    moved: dict[TraceKey, Moved] = {}
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for text in lines:
+                line = json.loads(text)
+                iteration, microbatch, kind, name, index = line["key"]
+                key = TraceKey(iteration, microbatch, Kind(kind), name, index)
+                moved[key] = Moved(
+                    line["n"], float(line["norm"]), tuple(float(m) for m in line["moved"])
+                )
+    except FileNotFoundError:
+        raise TTraceError(
+            f"{path} is missing, {directory} is no reference trace: give one made by --ttrace"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise TTraceError(f"{path} is damaged ({error}): make the reference again") from error
+    return Tolerances(moved, dict(dtypes))

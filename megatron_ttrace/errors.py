@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one exception that users see, and the exit codes that scripts rely on."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command and of ``--ttrace-exit`` (contract, see docs/flags-and-files.md)."""
+
+    EQUIVALENT = 0
+    DIVERGED = 1
+    COULD_NOT_CHECK = 2
+
+
+class TTraceError(Exception):
+    """Something the user can mend: bad input, a wrong environment, a crashed reference.
+
+    The message is one line that says what is wrong and what to do. Commands print it without a
+    traceback and exit with :attr:`ExitCode.COULD_NOT_CHECK`.
+    """

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``--ttrace`` flags, registered in Megatron's own parser, and their typed form."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+
+from megatron_ttrace.errors import TTraceError
+
+ROLES = ("candidate", "reference")
+INITS = ("reveal", "megatron")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user asked for.
+
+    Attributes:
+        directory: where traces and reports go.
+        iterations: the training iterations to trace, 1-based, ascending.
+        reference: an existing reference trace, or ``None`` to make one.
+        reference_args: Megatron arguments appended to the derived reference arguments.
+        save_candidate: keep the candidate's tensors for ``ttrace compare``.
+        isolate: feed every module the reference's inputs, so that no error propagates.
+        exit_after: stop after the check with the contract's exit code.
+        bug: known bug to re-introduce into the candidate, or ``None``.
+        device: ``auto`` or ``cpu``.
+        init: start values: ``reveal`` (nothing at zero or one) or ``megatron`` (its distributions).
+        seeds: number of perturbed reference replays that the tolerances are estimated from.
+        wandb: whether to log to Weights & Biases.
+        role: ``candidate`` for what the user starts, ``reference`` for the run we start.
+        overrides: JSON file with the values a reference run must take over; internal.
+    """
+
+    directory: Path
+    iterations: tuple[int, ...] = (1,)
+    reference: Path | None = None
+    reference_args: str = ""
+    save_candidate: bool = False
+    isolate: bool = False
+    exit_after: bool = False
+    bug: str | None = None
+    device: str = "auto"
+    init: str = "reveal"
+    seeds: int = 2
+    wandb: bool = True
+    role: str = "candidate"
+    overrides: Path | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``ttrace`` group to Megatron's parser and return the parser, as Megatron does."""
+    group = parser.add_argument_group(
+        "ttrace", "Check this run against a single-device reference (megatron_ttrace)."
+    )
+    group.add_argument(
+        "--ttrace",
+        action="store_true",
+        help="Trace the first iterations, compare them with a single-device reference, and report.",
+    )
+    group.add_argument(
+        "--ttrace-dir",
+        default="ttrace-out",
+        metavar="DIR",
+        help="Where traces and reports are written (visible to all ranks).",
+    )
+    group.add_argument(
+        "--ttrace-iterations",
+        default="1",
+        metavar="N|A-B,...",
+        help="Iterations to trace, counted from 1: a number or ranges, e.g. 1 or 1-2,5.",
+    )
+    group.add_argument(
+        "--ttrace-reference",
+        default=None,
+        metavar="DIR",
+        help="Use this reference trace instead of making one.",
+    )
+    group.add_argument(
+        "--ttrace-reference-args",
+        default="",
+        metavar='"ARGS"',
+        help="Changes to the derived reference arguments, e.g. another attention implementation.",
+    )
+    group.add_argument(
+        "--ttrace-save-candidate",
+        action="store_true",
+        help="Keep the candidate's tensors under DIR/candidate for 'ttrace compare'.",
+    )
+    group.add_argument(
+        "--ttrace-isolate",
+        action="store_true",
+        help="Give every module the reference's inputs, so that one bug shows in one module.",
+    )
+    group.add_argument(
+        "--ttrace-exit",
+        action="store_true",
+        help="Stop after the check: exit code 0 equivalent, 1 diverged, 2 could not check.",
+    )
+    group.add_argument(
+        "--ttrace-bug",
+        default=None,
+        metavar="ID",
+        help="Re-introduce a known bug ('ttrace bugs list') to see that it is found.",
+    )
+    group.add_argument(
+        "--ttrace-device",
+        default="auto",
+        choices=("auto", "cpu"),
+        help="cpu: train on the CPU over gloo although an accelerator is there.",
+    )
+    group.add_argument(
+        "--ttrace-init",
+        default="reveal",
+        choices=INITS,
+        help="Start values: 'reveal' leaves nothing at zero or one, so that bugs show.",
+    )
+    group.add_argument(
+        "--ttrace-seeds",
+        default=2,
+        type=int,
+        metavar="N",
+        help="Perturbed replays of the reference that tolerances are estimated from.",
+    )
+    group.add_argument(
+        "--ttrace-no-wandb", action="store_true", help="Do not log the verdicts to W&B."
+    )
+    group.add_argument("--ttrace-role", default="candidate", choices=ROLES, help=argparse.SUPPRESS)
+    group.add_argument("--ttrace-overrides", default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_iterations(text: str) -> tuple[int, ...]:
+    """``"1-2,5"`` -> ``(1, 2, 5)``.
+
+    Raises:
+        TTraceError: when the text is no list of positive numbers and ascending ranges.
+    """
+    chosen: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        first = int(match[1]) if match else 0
+        last = int(match[2] or match[1]) if match else 0
+        if first < 1 or last < first:
+            raise TTraceError(
+                f"--ttrace-iterations {text!r}: give numbers or ranges from 1, e.g. 1 or 1-2,5"
+            )
+        chosen.update(range(first, last + 1))
+    return tuple(sorted(chosen))
+
+
+def settings_from_args(args: argparse.Namespace) -> Settings:
+    """The typed settings of a parsed command line.
+
+    Raises:
+        TTraceError: on values that argparse cannot judge.
+    """
+    if args.ttrace_seeds < 1:
+        raise TTraceError(f"--ttrace-seeds {args.ttrace_seeds}: at least 1 replay is needed")
+    reference = Path(args.ttrace_reference) if args.ttrace_reference else None
+    if reference is not None and not reference.is_dir():
+        raise TTraceError(
+            f"--ttrace-reference {reference}: no such directory; leave the flag out to make one"
+        )
+    return Settings(
+        directory=Path(args.ttrace_dir),
+        iterations=parse_iterations(args.ttrace_iterations),
+        reference=reference,
+        reference_args=args.ttrace_reference_args,
+        save_candidate=args.ttrace_save_candidate,
+        isolate=args.ttrace_isolate,
+        exit_after=args.ttrace_exit,
+        bug=args.ttrace_bug,
+        device=args.ttrace_device,
+        init=args.ttrace_init,
+        seeds=args.ttrace_seeds,
+        wandb=not args.ttrace_no_wandb,
+        role=args.ttrace_role,
+        overrides=Path(args.ttrace_overrides) if args.ttrace_overrides else None,
+    )

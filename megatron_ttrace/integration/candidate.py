@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The candidate's side: find a reference, compare every rank in place, judge, report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace import versions
+from megatron_ttrace.capture.batches import Batch, Served
+from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
+from megatron_ttrace.compare.tokens import match
+from megatron_ttrace.compare.wire import decode, encode
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.integration import channel, quiet
+from megatron_ttrace.integration.session import Session
+from megatron_ttrace.localise.culprits import localise
+from megatron_ttrace.records import Kind, Result, Summary, TraceKey, Verdict
+from megatron_ttrace.reference import launch
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+
+
+class CandidateSession(Session):
+    """Checks the run it is part of."""
+
+    def __init__(self, args: Any, settings: Any) -> None:
+        super().__init__(args, settings)
+        self._reference: TraceReader | None = None
+        self._tolerances: tolerance.Tolerances | None = None
+        self._writer: TraceWriter | None = None
+        self._measured: list[Measured] = []
+        self._timings: dict[str, float] = {}
+        self._notices: list[str] = []
+        if quiet.has_dropout(args):
+            self._notice("dropout is switched off in the traced steps")
+        if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
+            raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
+        self._agree(self._prepare_directory)
+        self._find_reference()
+
+    def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
+        """Rehearse the block of traced iterations that starts with this step, if one does."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        block = next((block for block in self.blocks() if block[0] == step), None)
+        if block is None:
+            return None
+        began = time.monotonic()
+        count = get_num_microbatches()
+        served = Served(iterator, count * len(block))
+        served.serve()
+        with self.rehearsal(restore=not self.settings.exit_after):
+            self.equal_start()
+            for position, iteration in enumerate(block):
+                batches = served.batches[position * count : (position + 1) * count]
+                self._check(iteration, run, batches, count)
+        served.serve()
+        self._timings["traced steps"] = time.monotonic() - began
+        if block[-1] != self.settings.iterations[-1]:
+            return None
+        self.finished = True
+        return int(self._conclude())
+
+    def _check(
+        self, iteration: int, run: Callable[[], Any], batches: list[Batch], count: int
+    ) -> None:
+        assert self._reference is not None
+        mesh = self.model.mesh
+        args = self.args
+        per_token = args.calculate_per_token_loss
+        sink = CompareSink(
+            self._reference,
+            iteration,
+            Layout(
+                mesh,
+                args.seq_length,
+                self.model.gated,
+                1.0 if per_token else float(mesh.size("dp") * mesh.size("cp")),
+            ),
+            tolerances=self._tolerances,
+            writer=self._writer,
+            keep_all=self.settings.save_candidate,
+            isolate=self.settings.isolate,
+        )
+        numbers = self._numbers(iteration, batches, count)
+        for number, batch in zip(numbers, batches, strict=False):
+            for name, value in batch.items():
+                sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
+        self.rehearse(run, sink, numbers)
+        self._measured += sink.measured
+
+    def _numbers(self, iteration: int, batches: list[Batch], count: int) -> list[int]:
+        """The reference's microbatch numbers; ranks without data hear them from those with."""
+        assert self._reference is not None
+        mesh = self.model.mesh
+        dp, dp_rank = mesh.size("dp"), mesh.at("dp")
+        mine = match(batches, self._reference, iteration, dp, dp_rank) if batches else None
+        heard = channel.gather_json([dp_rank, mine], self.device)
+        known = [numbers for rank, numbers in heard if rank == dp_rank and numbers is not None]
+        return known[0] if known else [local * dp + dp_rank for local in range(count)]
+
+    def _prepare_directory(self) -> None:
+        directory = self.settings.directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            probe = directory / ".writable"
+            probe.write_text("", encoding="utf-8")
+            probe.unlink()
+        except OSError as error:
+            raise TTraceError(
+                f"--ttrace-dir {directory} is not writable ({error.strerror}): choose another"
+            ) from error
+
+    def _find_reference(self) -> None:
+        began = time.monotonic()
+        directory = Path(
+            self._agree(lambda: str(launch.ensure(self.args, self.settings))) or "."
+        )
+        self._reference = TraceReader(directory)
+        self._tolerances = tolerance.read(
+            directory,
+            (
+                (entry.key, entry.dtype)
+                for entries in self._reference.ranks.values()
+                for entry in entries
+            ),
+        )
+        self._timings["reference"] = time.monotonic() - began
+        self._writer = TraceWriter(self.settings.directory / "candidate", dist.get_rank())
+
+    def _agree(self, work: Callable[[], Any]) -> Any:
+        """Do something on rank 0 and tell all ranks its result, or that it failed."""
+        self._agreed = getattr(self, "_agreed", 0) + 1
+        key = f"agree/{self._agreed}"
+        if dist.get_rank() != 0:
+            ok, value = channel.await_message(key)
+            if not ok:
+                raise TTraceError("")
+            return value
+        try:
+            value = work()
+        except BaseException:
+            channel.announce(key, [False, None])
+            raise
+        channel.announce(key, [True, value])
+        return value
+
+    def _notice(self, text: str) -> None:
+        self._notices.append(text)
+        if dist.get_rank() == 0:
+            print(f"ttrace: {text}", flush=True)
+
+    def _conclude(self) -> ExitCode:
+        """Bring everybody's findings together and report; the last rank does what one must do.
+
+        The last rank is where Megatron keeps its W&B and TensorBoard writers.
+        """
+        began = time.monotonic()
+        assert self._writer is not None
+        if self.settings.save_candidate or len(self._writer):
+            self._writer.close()
+        heard = channel.gather_json([self.errors, encode(self._measured)], self.device)
+        self._timings["gather"] = time.monotonic() - began
+        code = ExitCode.EQUIVALENT
+        if dist.get_rank() == dist.get_world_size() - 1:
+            code = self._report(heard)
+        return ExitCode(self._from_last(code))
+
+    def _from_last(self, code: ExitCode) -> int:
+        flag = torch.tensor([int(code)], dtype=torch.int64, device=self.device)
+        dist.broadcast(flag, src=dist.get_world_size() - 1)
+        return int(flag.item())
+
+    def _report(self, heard: list[Any]) -> ExitCode:
+        try:
+            errors = [error for errors, _ in heard for error in errors]
+            verdicts = self._judge([decode(message) for _, message in heard])
+            summary = self._summary(verdicts, errors)
+            self._publish(summary, verdicts)
+        except TTraceError as error:
+            print(f"ttrace: {error}", file=sys.stderr, flush=True)
+            return ExitCode.COULD_NOT_CHECK
+        except Exception as error:  # noqa: BLE001 - tracing never harms training
+            import traceback
+
+            traceback.print_exception(error)
+            print(f"ttrace: reporting failed ({error}); the run is UNCHECKED", file=sys.stderr)
+            return ExitCode.COULD_NOT_CHECK
+        return exit_code(summary.verdict)
+
+    def _judge(self, measured: list[list[Measured]]) -> list[Verdict]:
+        assert self._reference is not None and self._tolerances is not None
+        began = time.monotonic()
+        dtype = torch.bfloat16 if self.args.bf16 else self.args.params_dtype
+        verdicts = judge(
+            ((key, self._reference.entry(key).shape) for key in self._reference.keys()),
+            dict(enumerate(measured)),
+            self._tolerances,
+            tolerance.epsilon(dtype),
+        )
+        self._timings["judge"] = time.monotonic() - began
+        return verdicts
+
+    def _summary(self, verdicts: list[Verdict], errors: list[str]) -> Summary:
+        assert self._reference is not None
+        culprits = tuple(localise(verdicts))
+        counts: dict[str, int] = {}
+        for verdict in verdicts:
+            counts[verdict.verdict.value] = counts.get(verdict.verdict.value, 0) + 1
+        result = Result.DIVERGED if culprits else Result.EQUIVALENT
+        notices = [*self._notices]
+        if errors:
+            result = Result.COULD_NOT_CHECK
+            notices.append(f"tracing failed on {len(errors)} rank(s): {errors[0]}")
+        args = self.args
+        return Summary(
+            verdict=result,
+            counts=counts,
+            culprits=culprits,
+            config={
+                **self.model.mesh.describe(),
+                "sequence_parallel": bool(args.sequence_parallel),
+                "distributed_optimizer": bool(args.use_distributed_optimizer),
+                "dtype": "bf16" if args.bf16 else str(args.params_dtype).removeprefix("torch."),
+                "layers": args.num_layers,
+                "hidden": args.hidden_size,
+                "seq_length": args.seq_length,
+                "iterations": list(self.settings.iterations),
+                "isolate": self.settings.isolate,
+                "init": self.settings.init,
+                "reference": str(self._reference.directory),
+            },
+            versions=versions.installed(),
+            timings=self._timings,
+            execution_order=tuple(dict.fromkeys(key.name for key in self._reference.keys())),
+            notices=tuple(notices),
+        )
+
+    def _publish(self, summary: Summary, verdicts: list[Verdict]) -> None:
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        from megatron_ttrace.report import publish
+
+        wandb = get_wandb_writer()
+        publish(
+            summary,
+            verdicts,
+            self.settings.directory,
+            wandb_run=getattr(wandb, "run", None),
+            tensorboard=get_tensorboard_writer(),
+            wandb=self.settings.wandb,
+        )
+        directory = self.settings.directory / "candidate"
+        if any(directory.glob("*.index.jsonl")):
+            seal(directory, {"role": "candidate", "world_size": dist.get_world_size()})
+
+
+def exit_code(result: Result) -> ExitCode:
+    """The contract's exit code for an answer."""
+    return {
+        Result.EQUIVALENT: ExitCode.EQUIVALENT,
+        Result.DIVERGED: ExitCode.DIVERGED,
+        Result.COULD_NOT_CHECK: ExitCode.COULD_NOT_CHECK,
+    }[result]

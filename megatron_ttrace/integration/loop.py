@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two places of Megatron's training loop that a traced run goes through.
+
+``pretrain`` calls the module globals ``setup_model_and_optimizer`` and (through ``train``)
+``train_step`` of megatron/training/training.py, in all supported releases. Both are wrapped; nothing
+else of Megatron is touched.
+
+A traced step is a *rehearsal*: start values in, Megatron's own ``train_step`` on the iteration's
+real batches, verdicts out; then everything a step changes is put back and the real training step
+runs. So a traced run trains bitwise like an untraced one. With ``--ttrace-exit`` there is nothing
+to come back to and nothing is put back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.flags import Settings
+
+
+def install(args: argparse.Namespace, settings: Settings) -> None:
+    """Wrap the two functions for this run; a second parsing of the command line changes nothing."""
+    import megatron.training.training as training
+
+    if getattr(training.train_step, "is_watched", False):
+        return
+
+    if settings.role == "candidate" and settings.bug is not None:
+        from megatron_ttrace.bugs import patching
+
+        patching.introduce(settings.bug)
+    watch = _Watch(settings)
+    training.setup_model_and_optimizer = _around(
+        training.setup_model_and_optimizer, watch.around_setup
+    )
+    training.train_step = _around(training.train_step, watch.around_step)
+    training.train_step.is_watched = True
+
+
+def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return wrapped
+
+
+class _Watch:
+    """One run under watch. Errors of ours end the watch, loudly, and never the training."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._session: Any = None
+        self._step = 0
+
+    def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session = self._attempt(self._make_session)
+        result = original(*args, **kwargs)
+        if session is not None:
+            model, optimizer, scheduler = result
+            self._attempt(lambda: session.begin(model, optimizer, scheduler))
+            self._session = session
+        return result
+
+    def around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._step += 1
+        step = functools.partial(original, *args, **kwargs)
+        session = self._session
+        if session is not None:
+            iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
+            code = self._attempt(lambda: session.before_step(self._step, step, iterator))
+            if code is not None and (self._settings.exit_after or session.is_reference):
+                leave(code)
+            if session.finished:
+                self._session = None
+        return step()
+
+    def _make_session(self) -> Any:
+        from megatron.training import get_args
+
+        from megatron_ttrace.integration.candidate import CandidateSession
+        from megatron_ttrace.integration.reference_run import ReferenceSession
+
+        kind = ReferenceSession if self._settings.role == "reference" else CandidateSession
+        return kind(get_args(), self._settings)
+
+    def _attempt(self, work: Callable[[], Any]) -> Any:
+        """Run a part of the watch; on an error say so and give up watching (or exit with 2)."""
+        try:
+            return work()
+        except TTraceError as error:
+            self._give_up(str(error))
+        except Exception as error:  # noqa: BLE001 - tracing never harms training
+            self._give_up(f"{type(error).__name__}: {error}", details=traceback.format_exc())
+        return None
+
+    def _give_up(self, why: str, details: str = "") -> None:
+        self._session = None
+        stops = self._settings.exit_after or self._settings.role == "reference"
+        if details:
+            print(details, file=sys.stderr)
+        if why:  # empty: another rank says it
+            ending = "" if stops else "; training goes on, UNCHECKED"
+            print(f"ttrace: {why}{ending}", file=sys.stderr, flush=True)
+        if stops:
+            leave(ExitCode.COULD_NOT_CHECK)
+
+
+def leave(code: int) -> None:
+    """End this process with the contract's exit code, without Megatron's farewell.
+
+    ``os._exit`` after flushing: interpreter shutdown with live process groups can hang or change
+    the exit code, and every file of ours is closed by now.
+    """
+    import os
+
+    import torch.distributed as dist
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != ExitCode.COULD_NOT_CHECK and dist.is_initialized():
+        dist.barrier()
+    os._exit(int(code))

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This rank's coordinates, as Megatron's own ``parallel_state`` has them."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_ttrace.placement.mesh import Mesh
+
+
+def current_mesh(args: argparse.Namespace) -> Mesh:
+    """Read the initialised ``megatron.core.parallel_state``."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    return Mesh(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        sizes=(
+            mpu.get_tensor_model_parallel_world_size(),
+            mpu.get_context_parallel_world_size(),
+            mpu.get_pipeline_model_parallel_world_size(),
+            mpu.get_expert_model_parallel_world_size(),
+            mpu.get_expert_tensor_parallel_world_size(),
+            mpu.get_data_parallel_world_size(),
+            mpu.get_expert_data_parallel_world_size(),
+        ),
+        coordinates=(
+            mpu.get_tensor_model_parallel_rank(),
+            mpu.get_context_parallel_rank(),
+            mpu.get_pipeline_model_parallel_rank(),
+            mpu.get_expert_model_parallel_rank(),
+            mpu.get_expert_tensor_parallel_rank(),
+            mpu.get_data_parallel_rank(),
+            mpu.get_expert_data_parallel_rank(),
+        ),
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+    )

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be still during a rehearsal: dropout, and Megatron's rerun state machine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
+
+
+def has_dropout(args: Any) -> bool:
+    """Whether this run drops anything."""
+    return bool(args.hidden_dropout or args.attention_dropout)
+
+
+@contextmanager
+def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """No element is dropped: masks drawn by differently laid out ranks cannot agree.
+
+    ``bias_dropout_add`` reads ``hidden_dropout`` of its layer, attention and embedding own
+    ``torch.nn.Dropout`` modules, TransformerEngine keeps ``attention_dropout``.
+    """
+    changed: list[tuple[Any, str, Any]] = []
+    for chunk in chunks:
+        for module in chunk.modules():
+            names = ["p"] if isinstance(module, torch.nn.Dropout) else _DROPOUT_ATTRIBUTES
+            for name in names:
+                value = getattr(module, name, None)
+                if isinstance(value, float) and value > 0:
+                    changed.append((module, name, value))
+                    setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
+
+
+@contextmanager
+def one_attempt() -> Iterator[None]:
+    """Switch Megatron's rerun state machine off: a rehearsal is not an iteration it should count."""
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+    before = dict(vars(machine))
+    machine.mode = RerunMode.DISABLED
+    try:
+        yield
+    finally:
+        vars(machine).clear()
+        vars(machine).update(before)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Random numbers that a rehearsal draws are drawn again by the real step."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states() if tracker.is_initialized() else None
+    kept = torch.get_rng_state(), torch.cuda.get_rng_state(), np.random.get_state()
+    python = random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        torch.cuda.set_rng_state(kept[1])
+        np.random.set_state(kept[2])
+        random.setstate(python)
+        if states is not None:
+            tracker.set_states(states)

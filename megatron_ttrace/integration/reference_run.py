@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference's side: trace the steps, replay them perturbed, seal the trace."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.optimizer import Snapshot
+from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured, WriteSink
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.integration.session import Session
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.reference.perturb import perturbed
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+
+
+class ReferenceSession(Session):
+    """Makes a reference trace out of the first training steps, then ends the process."""
+
+    is_reference = True
+
+    def __init__(self, args: Any, settings: Any) -> None:
+        super().__init__(args, settings)
+        if settings.overrides is None:
+            raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
+        self._order = json.loads(Path(settings.overrides).read_text(encoding="utf-8"))
+        self._directory = Path(self._order["directory"])
+
+    def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
+        """Do everything at the first step: the batches of untraced ones are fetched and left."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        count = get_num_microbatches()
+        writer = TraceWriter(self._directory, 0)
+        moved: dict[TraceKey, tuple[Measured, list[float]]] = {}
+        done = 0
+        for block in self.blocks():
+            Served(iterator, (block[0] - 1 - done) * count)
+            done = block[-1]
+            self._block(block, count, run, Served(iterator, len(block) * count), writer, moved)
+        if self.errors:
+            raise TTraceError(f"tracing the reference failed: {self.errors[0]}")
+        tolerance.write(
+            self._directory,
+            {key: _moved(first, values) for key, (first, values) in moved.items()},
+        )
+        seal(
+            self._directory,
+            {
+                "role": "reference",
+                "fingerprint": self._order["fingerprint"],
+                "identity": self._order["identity"],
+                "microbatches": count,
+                "safety": tolerance.SAFETY,
+            },
+        )
+        return int(ExitCode.EQUIVALENT)
+
+    def _block(
+        self,
+        block: list[int],
+        count: int,
+        run: Callable[[], Any],
+        served: Served,
+        writer: TraceWriter,
+        moved: dict[TraceKey, tuple[Measured, list[float]]],
+    ) -> None:
+        numbers = range(count)
+        with self.rehearsal(restore=True), served:
+            self.equal_start()
+            start = Snapshot(self.model.chunks, self.model.optimizer)
+            for position, iteration in enumerate(block):
+                sink = WriteSink(writer, iteration)
+                batches = served.batches[position * count : (position + 1) * count]
+                for number, batch in enumerate(batches):
+                    for name, value in batch.items():
+                        sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
+                self.rehearse(run, sink, numbers)
+            writer.close()
+            reader = TraceReader(self._directory, sealed=False)
+            layout = Layout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+            for seed in range(1, self.settings.seeds + 1):
+                start.restore()
+                served.serve()
+                with perturbed(self.model.names, seed):
+                    for iteration in block:
+                        replay = CompareSink(reader, iteration, layout)
+                        self.rehearse(run, replay, numbers)
+                        for one in replay.measured:
+                            moved.setdefault(one.key, (one, []))[1].append(_distance(one))
+        if len(writer) == 0:
+            raise TTraceError("the reference run traced nothing")
+
+
+def _distance(one: Measured) -> float:
+    """``||replay - reference|| / ||reference||``."""
+    if one.sums is None:
+        raise TTraceError(f"a replay of the reference has another shape at {one.key}: {one.note}")
+    if one.sums.diff == 0.0:
+        return 0.0
+    if one.sums.reference == 0.0:
+        return math.inf
+    return math.sqrt(one.sums.diff / one.sums.reference)
+
+
+def _moved(first: Measured, distances: list[float]) -> tolerance.Moved:
+    assert first.sums is not None
+    return tolerance.Moved(first.sums.n, math.sqrt(first.sums.reference), tuple(distances))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a candidate's and a reference's traced runs have in common: equal starts, rehearsals."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.names import canonical_names, unwrap
+from megatron_ttrace.capture.optimizer import Snapshot
+from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
+from megatron_ttrace.flags import Settings
+from megatron_ttrace.integration import quiet
+from megatron_ttrace.integration.mesh import current_mesh
+from megatron_ttrace.start.parameters import fill
+
+
+class Session:
+    """One side of a check. Subclasses decide what a captured tensor becomes."""
+
+    is_reference = False
+
+    def __init__(self, args: argparse.Namespace, settings: Settings) -> None:
+        self.args = args
+        self.settings = settings
+        self.finished = False
+        self.errors: list[str] = []
+        self._model: TracedModel | None = None
+        self._scheduler: Any = None
+
+    @property
+    def model(self) -> TracedModel:
+        """This rank's part of the model, once it exists."""
+        assert self._model is not None, "begin() comes first"
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return next(self.model.chunks[0].parameters()).device
+
+    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+        """Called when Megatron has built model and optimizer."""
+        from megatron.core.utils import get_model_config
+
+        mesh = current_mesh(self.args)
+        offset = (self.args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
+        self._model = TracedModel(
+            chunks,
+            [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks],
+            optimizer,
+            mesh,
+            gated=bool(get_model_config(chunks[0]).gated_linear_unit),
+        )
+        self._scheduler = scheduler
+
+    def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
+        """Called before Megatron's ``step``-th training step; an exit code when that is all."""
+        raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
+
+    def blocks(self) -> list[list[int]]:
+        """The traced iterations in runs of consecutive ones; each run is rehearsed in one go."""
+        found: list[list[int]] = []
+        for iteration in self.settings.iterations:
+            if found and found[-1][-1] == iteration - 1:
+                found[-1].append(iteration)
+            else:
+                found.append([iteration])
+        return found
+
+    def equal_start(self) -> None:
+        """Overwrite all parameters, and the optimizer's copies of them, with the start values."""
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(self.model.chunks[0])
+        for parameter, place in self.model.places():
+            fill(
+                place,
+                parameter,
+                self.model.mesh,
+                seed=self.args.seed,
+                config=config,
+                init=self.settings.init,
+            )
+        self.model.optimizer.reload_model_params()
+
+    def rehearse(
+        self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int]
+    ) -> None:
+        """One traced training step."""
+        StepTap(self.model, sink, microbatches, self._tracing_failed, self._settle).run(run)
+
+    @contextmanager
+    def rehearsal(self, *, restore: bool) -> Iterator[None]:
+        """Within this context training steps do not count; afterwards all is as it was."""
+        with ExitStack() as stack:
+            stack.enter_context(quiet.one_attempt())
+            stack.enter_context(quiet.without_dropout(self.model.chunks))
+            stack.enter_context(quiet.random_states_kept())
+            snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
+            scheduler = copy.copy(vars(self._scheduler))
+            yield
+            vars(self._scheduler).update(scheduler)
+            if snapshot is not None:
+                snapshot.restore()
+
+    def _tracing_failed(self, error: BaseException) -> None:
+        import traceback
+
+        self.errors.append(f"{type(error).__name__}: {error}")
+        traceback.print_exception(error)
+
+    def _settle(self) -> None:
+        """Gather updated parameters now if Megatron would do so in the next forward pass."""
+        if not getattr(self.args, "overlap_param_gather", False):
+            return
+        import megatron.training.training as training
+
+        training.force_param_sync(self.model.chunks, self.model.optimizer)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From verdicts to culprits: the modules whose inputs pass and whose result does not.
+
+A step is a chain of cause and effect: start values, forward, loss, backward, gradients, update. A
+failure in one stage makes everything after it differ, so culprits are looked for stage by stage and
+the first stage that has any is the answer.
+
+- start: a parameter or a token differs before anything was computed;
+- missing: a module or parameter of the reference exists nowhere in the candidate;
+- forward: all of a module's inputs pass, an output fails, and no module inside it explains that;
+- backward: all of its output gradients pass, an input gradient fails;
+- gradient: activations and activation gradients pass, a main gradient fails;
+- update: main gradients pass, the change of a parameter or a moment fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from megatron_ttrace.records import Culprit, Direction, Kind, Outcome, Verdict
+
+UNKNOWN = "unknown"
+Explain = Callable[[Verdict], str]
+
+_ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stage:
+    direction: Direction
+    culprits: Callable[[Sequence[Verdict]], list[tuple[Verdict, str, str]]]
+
+
+def localise(verdicts: Sequence[Verdict], explain: Explain | None = None) -> list[Culprit]:
+    """Find the culprits of a run.
+
+    Args:
+        verdicts: of all tensors, in the reference's execution order.
+        explain: turns a failed verdict into a tested hypothesis about the cause.
+
+    Returns:
+        Culprits of the earliest failing stage of the earliest failing iteration, in execution
+        order; one per module, standing for its worst tensor. Empty when nothing failed.
+    """
+    failed = [verdict for verdict in verdicts if verdict.verdict.is_failure]
+    if not failed:
+        return []
+    first = min(verdict.iteration for verdict in failed)
+    now = [verdict for verdict in verdicts if verdict.iteration == first]
+    for stage in _STAGES:
+        found = stage.culprits(now)
+        if found:
+            return _one_per_module(found, stage.direction, explain)
+    return _one_per_module(
+        [(failed[0], failed[0].name, "first failure in execution order; no module explains it")],
+        failed[0].kind.direction,
+        explain,
+    )
+
+
+def _one_per_module(
+    found: Iterable[tuple[Verdict, str, str]], direction: Direction, explain: Explain | None
+) -> list[Culprit]:
+    chosen: dict[str, tuple[Verdict, str]] = {}
+    for verdict, module, reason in found:
+        known = chosen.get(module)
+        if known is None or (verdict.margin or 0.0) > (known[0].margin or 0.0):
+            chosen[module] = verdict, reason
+    return [
+        Culprit(
+            name=module,
+            kind=verdict.kind,
+            direction=direction,
+            reason=reason,
+            explanation=explain(verdict) if explain else UNKNOWN,
+            iteration=verdict.iteration,
+            microbatch=verdict.microbatch,
+            index=verdict.index,
+            verdict=verdict.verdict,
+            ranks=verdict.ranks,
+            rel_err=verdict.rel_err,
+            rel_err_eps=verdict.rel_err_eps,
+            tolerance=verdict.tolerance,
+            margin=verdict.margin,
+        )
+        for module, (verdict, reason) in chosen.items()
+    ]
+
+
+def _start(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+    return [
+        (verdict, verdict.name, "differs before anything was computed")
+        for verdict in verdicts
+        if verdict.verdict.is_failure
+        and verdict.verdict not in _ABSENT
+        and (verdict.kind is Kind.TOKENS or (verdict.kind is Kind.PARAM and verdict.index == 0))
+    ]
+
+
+def _absent(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+    """Parameters say most plainly that a module is absent; activations only where none is."""
+    absent = [verdict for verdict in verdicts if verdict.verdict in _ABSENT]
+    parameters = [v for v in absent if v.kind is Kind.PARAM and v.index == 0]
+    return [(v, owner(v.name) if v in parameters else v.name, v.note) for v in parameters or absent]
+
+
+def owner(parameter: str) -> str:
+    """The module that a parameter belongs to."""
+    return parameter.rpartition(".")[0] or parameter
+
+
+def _forward(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+    return _born(
+        verdicts,
+        inputs=Kind.INPUT,
+        outputs=(Kind.OUTPUT, Kind.ROUTING),
+        reason="all its inputs pass, its output does not",
+        first="it has no inputs of its own to blame",
+    ) or _unexplained(
+        verdicts, (Kind.INPUT,), "this input fails although all outputs before it pass"
+    )
+
+
+def _loss(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+    return _unexplained(
+        verdicts, (Kind.LOSS,), "every module's output passes, the reported loss does not"
+    )
+
+
+def _backward(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+    return _born(
+        verdicts,
+        inputs=Kind.GRAD_OUTPUT,
+        outputs=(Kind.GRAD_INPUT,),
+        reason="forward passes and so do its output gradients, its input gradient does not",
+        first="the backward pass starts here",
+    ) or _unexplained(
+        verdicts,
+        (Kind.GRAD_OUTPUT,),
+        "forward passes, and this is the first gradient of the backward pass that fails",
+    )
+
+
+def _gradient(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+    reason = "activations and their gradients pass, the reduced gradient of {} does not"
+    found = [
+        (verdict, owner(verdict.name), reason.format(verdict.name))
+        for verdict in verdicts
+        if verdict.verdict.is_failure and verdict.kind is Kind.MAIN_GRAD
+    ]
+    return found or _unexplained(
+        verdicts, (Kind.GRAD_NORM,), "every main gradient passes, their norm does not"
+    )
+
+
+def _update(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+    reason = "its main gradient passes, the optimizer's {} of {} does not"
+    kinds = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.PARAM, Kind.BUFFER)
+    return [
+        (verdict, owner(verdict.name), reason.format(verdict.kind, verdict.name))
+        for verdict in verdicts
+        if verdict.verdict.is_failure and verdict.kind in kinds
+    ]
+
+
+def _born(
+    verdicts: Sequence[Verdict],
+    *,
+    inputs: Kind,
+    outputs: tuple[Kind, ...],
+    reason: str,
+    first: str,
+) -> list[tuple[Verdict, str, str]]:
+    """Modules whose ``inputs`` all pass, with a failing output, and no such module inside."""
+    sick_inputs = {
+        (v.microbatch, v.name) for v in verdicts if v.kind is inputs and v.verdict.is_failure
+    }
+    with_inputs = {(v.microbatch, v.name) for v in verdicts if v.kind is inputs}
+    born = [
+        v
+        for v in verdicts
+        if v.kind in outputs
+        and v.verdict.is_failure
+        and (v.microbatch, v.name) not in sick_inputs
+    ]
+    names = {v.name for v in born}
+    return [
+        (v, v.name, reason if (v.microbatch, v.name) in with_inputs else first)
+        for v in born
+        if not any(other.startswith(f"{v.name}.") for other in names)
+    ]
+
+
+def _unexplained(
+    verdicts: Sequence[Verdict], kinds: tuple[Kind, ...], reason: str
+) -> list[tuple[Verdict, str, str]]:
+    """The first failure of these kinds, when no module can be blamed for it."""
+    for verdict in verdicts:
+        if verdict.kind in kinds and verdict.verdict.is_failure:
+            return [(verdict, verdict.name, reason)]
+    return []
+
+
+_STAGES = (
+    _Stage(Direction.START, _start),
+    _Stage(Direction.FORWARD, _absent),
+    _Stage(Direction.FORWARD, _forward),
+    _Stage(Direction.FORWARD, _loss),
+    _Stage(Direction.BACKWARD, _backward),
+    _Stage(Direction.GRADIENT, _gradient),
+    _Stage(Direction.UPDATE, _update),
+)

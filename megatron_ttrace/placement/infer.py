@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which placement an activation has, read off its shapes. No annotation by hand.
+
+Megatron divides activations in few ways, and the logical shape (from the reference) leaves one
+reading each: context parallelism always divides the sequence and only it; on top of that tensor
+parallelism divides one dim: the sequence again (sequence parallelism), or a hidden, head or
+vocabulary dim. A shape that fits no reading is a verdict (`shape`), not a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ttrace.placement.block_shard import BlockShard
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.plan import Placement, Step
+from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.placement.zigzag import ZigZag
+
+
+class NoPlacementError(ValueError):
+    """The local shape cannot be a part of the logical one in this layout."""
+
+
+def infer_activation(
+    local: Sequence[int],
+    logical: Sequence[int],
+    mesh: Mesh,
+    *,
+    seq_length: int,
+    gated: bool = False,
+    tensor_axis: str = "tp",
+) -> Placement:
+    """The placement of an activation or its gradient.
+
+    Args:
+        local: shape of this rank's tensor.
+        logical: shape of the whole tensor.
+        mesh: sizes of the axes.
+        seq_length: logical sequence length, which tells the sequence dim from others.
+        gated: whether the last dim stacks gate and up projection.
+        tensor_axis: ``tp``, or ``etp`` inside experts.
+
+    Raises:
+        NoPlacementError: with a sentence that says what does not fit.
+    """
+    if len(local) != len(logical):
+        raise NoPlacementError(f"{tuple(local)} has not as many dims as {tuple(logical)}")
+    ratios = []
+    for here, whole in zip(local, logical, strict=True):
+        if (here == 0) != (whole == 0) or (here and whole % here):
+            raise NoPlacementError(f"{tuple(local)} is no even part of {tuple(logical)}")
+        ratios.append(whole // here if here else 1)
+    steps = []
+    cp, tp = mesh.size("cp"), mesh.size(tensor_axis)
+    if cp > 1:
+        for dim, ratio in enumerate(ratios):
+            if ratio > 1 and ratio % cp == 0 and logical[dim] == seq_length:
+                steps.append(Step("cp", ZigZag(dim)))
+                ratios[dim] //= cp
+                break
+    divided = [dim for dim, ratio in enumerate(ratios) if ratio > 1]
+    if len(divided) > 1 or any(ratios[dim] != tp for dim in divided):
+        raise NoPlacementError(
+            f"{tuple(local)} fits no division of {tuple(logical)} by cp={cp} and {tensor_axis}={tp}"
+        )
+    for dim in divided:
+        last = dim == len(logical) - 1
+        steps.append(Step(tensor_axis, BlockShard(dim) if gated and last else Shard(dim)))
+    return tuple(steps)

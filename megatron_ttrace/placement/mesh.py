@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process mesh as one rank sees it, and how Megatron numbers ranks.
+
+Megatron's ``RankGenerator`` (megatron/core/parallel_state.py) orders ranks by ``--order``
+``tp-cp-ep-dp-pp`` (first varies fastest). Attention-side coordinates use tp, cp, dp, pp with
+dp = world / (tp cp pp); expert-side ones use etp, ep, edp, pp with edp = world / (etp ep pp).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+AXES = ("tp", "cp", "pp", "ep", "etp", "dp", "edp")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mesh:
+    """Sizes of the axes, and this rank's coordinate on each.
+
+    ``sizes`` and ``coordinates`` are aligned with :data:`AXES`.
+    """
+
+    rank: int
+    world_size: int
+    sizes: tuple[int, ...]
+    coordinates: tuple[int, ...]
+    vpp: int = 1
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along ``axis``."""
+        return self.sizes[AXES.index(axis)]
+
+    def at(self, axis: str) -> int:
+        """This rank's coordinate on ``axis``."""
+        return self.coordinates[AXES.index(axis)]
+
+    def describe(self) -> dict[str, int]:
+        """Axis sizes larger than one, with the world size, for reports."""
+        found = {axis: size for axis, size in zip(AXES, self.sizes, strict=True) if size > 1}
+        if self.vpp > 1:
+            found["vpp"] = self.vpp
+        return {"world_size": self.world_size, **found}
+
+
+def mesh_of(
+    rank: int,
+    world_size: int,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int = 1,
+    order: str = DEFAULT_ORDER,
+) -> Mesh:
+    """The coordinates of ``rank``.
+
+    Raises:
+        ValueError: when the world size is no multiple of the layout.
+    """
+    etp = tp if etp is None else etp
+    for sizes in ((tp, cp, pp), (etp, ep, pp)):
+        if world_size % (sizes[0] * sizes[1] * sizes[2]):
+            raise ValueError(
+                f"world size {world_size} is no multiple of the layout tp={tp} cp={cp} pp={pp} "
+                f"ep={ep} etp={etp}"
+            )
+    dense = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp": world_size // (tp * cp * pp)}
+    expert = {"tp": etp, "cp": 1, "pp": pp, "ep": ep, "dp": world_size // (etp * ep * pp)}
+    here = _coordinates(rank, order, dense)
+    expert_here = _coordinates(rank, order, expert)
+    return Mesh(
+        rank=rank,
+        world_size=world_size,
+        sizes=(tp, cp, pp, ep, etp, dense["dp"], expert["dp"]),
+        coordinates=(
+            here["tp"],
+            here["cp"],
+            here["pp"],
+            expert_here["ep"],
+            expert_here["tp"],
+            here["dp"],
+            expert_here["dp"],
+        ),
+        vpp=vpp,
+    )
+
+
+def _coordinates(rank: int, order: str, sizes: dict[str, int]) -> dict[str, int]:
+    """Mixed-radix digits of ``rank``, least significant axis first as ``order`` lists them."""
+    digits = {}
+    for axis in order.split("-"):
+        digits[axis] = rank % sizes[axis]
+        rank //= sizes[axis]
+    return digits
+
+
+SINGLE = mesh_of(0, 1)
+"""The reference's mesh: one device."""

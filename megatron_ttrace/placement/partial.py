@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Partial(op)``: every rank of the axis holds a full-shaped summand of the logical tensor.
+
+No tensor that Megatron hands to the optimizer is partial; a gradient that *is* partial is what a
+forgotten all-reduce looks like. So a partial placement is never compared as it stands: the
+explanation "summing over the axis gives the reference" is tested with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_ttrace.placement.boxes import DimMap
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Partial:
+    """A summand (``op`` "sum") or a contribution to a mean ("avg")."""
+
+    op: str = "sum"
+
+    def divide(self, dim_map: DimMap, rank: int, size: int) -> DimMap:
+        """The shape stays whole on every rank."""
+        del rank, size
+        return dim_map
+
+    def __str__(self) -> str:
+        return f"Partial({self.op})"

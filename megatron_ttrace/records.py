@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed records that travel between the steps, and the words they are made of.
+
+Every line of output is one of these records; terminal, HTML, W&B and JSONL only render them. The
+field names of :class:`Verdict` and :class:`Summary` are a contract (docs/flags-and-files.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from enum import StrEnum
+from typing import Any, Self
+
+
+class Kind(StrEnum):
+    """What a traced tensor is. Order is the order in which a training step produces them."""
+
+    TOKENS = "tokens"
+    PARAM = "param"
+    INPUT = "input"
+    OUTPUT = "output"
+    ROUTING = "routing"
+    LOSS = "loss"
+    GRAD_OUTPUT = "grad_output"
+    GRAD_INPUT = "grad_input"
+    MAIN_GRAD = "main_grad"
+    GRAD_NORM = "grad_norm"
+    PARAM_DELTA = "param_delta"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    BUFFER = "buffer"
+
+    @property
+    def direction(self) -> Direction:
+        """The direction of computation in which a fault of this kind first shows."""
+        return _DIRECTION[self]
+
+
+class Direction(StrEnum):
+    """Where in a training step a module went wrong."""
+
+    START = "start"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRADIENT = "gradient"
+    UPDATE = "update"
+
+
+_DIRECTION = {
+    Kind.TOKENS: Direction.START,
+    Kind.PARAM: Direction.START,
+    Kind.INPUT: Direction.FORWARD,
+    Kind.OUTPUT: Direction.FORWARD,
+    Kind.ROUTING: Direction.FORWARD,
+    Kind.LOSS: Direction.FORWARD,
+    Kind.GRAD_OUTPUT: Direction.BACKWARD,
+    Kind.GRAD_INPUT: Direction.BACKWARD,
+    Kind.MAIN_GRAD: Direction.GRADIENT,
+    Kind.GRAD_NORM: Direction.GRADIENT,
+    Kind.PARAM_DELTA: Direction.UPDATE,
+    Kind.EXP_AVG: Direction.UPDATE,
+    Kind.EXP_AVG_SQ: Direction.UPDATE,
+    Kind.BUFFER: Direction.UPDATE,
+}
+
+
+class Outcome(StrEnum):
+    """What was found out about one tensor. Nothing is dropped: every key ends in one of these."""
+
+    PASS = "pass"  # noqa: S105 - a verdict, not a password
+    DIVERGED = "diverged"
+    REPLICA_CONFLICT = "replica_conflict"
+    MISSING = "missing"
+    EXTRA = "extra"
+    UNCOVERED = "uncovered"
+    SHAPE = "shape"
+    NONFINITE = "nonfinite"
+    UNCHECKED = "unchecked"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether a run with such a tensor is not equivalent to its reference."""
+        return self not in (Outcome.PASS, Outcome.UNCHECKED)
+
+
+STEP_LEVEL = -1
+"""Microbatch number of tensors that belong to the whole step (parameters, gradients, moments)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class TraceKey:
+    """Names one logical tensor of a run.
+
+    ``microbatch`` counts over the whole global batch, in the reference's order;
+    :data:`STEP_LEVEL` for tensors that belong to the step.
+    """
+
+    iteration: int
+    microbatch: int
+    kind: Kind
+    name: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        where = "" if self.microbatch == STEP_LEVEL else f" microbatch {self.microbatch}"
+        return f"{self.name} {self.kind}.{self.index} (iteration {self.iteration}{where})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """One line of ``verdicts.jsonl``.
+
+    ``rel_err`` is the relative error of the worst rank, ``rel_err_eps`` the same in machine
+    epsilons of the compute dtype, ``tolerance`` what rounding alone may cause, ``margin`` their
+    ratio; all four are ``None`` where nothing could be measured. ``ranks`` are those the verdict
+    speaks of (the worst ones of a failure, all holders of a pass). ``shape`` is the logical shape.
+    """
+
+    iteration: int
+    microbatch: int
+    kind: Kind
+    name: str
+    index: int
+    verdict: Outcome
+    rel_err: float | None
+    rel_err_eps: float | None
+    tolerance: float | None
+    margin: float | None
+    ranks: tuple[int, ...]
+    placement: str
+    shape: tuple[int, ...]
+    note: str = ""
+
+    @property
+    def key(self) -> TraceKey:
+        """The tensor this verdict is about."""
+        return TraceKey(self.iteration, self.microbatch, self.kind, self.name, self.index)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object in the contract's field order; infinities and NaN become strings."""
+        return {f.name: _json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``KeyError``/``ValueError`` on a foreign line."""
+        values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        values["kind"] = Kind(values["kind"])
+        values["verdict"] = Outcome(values["verdict"])
+        for name in ("rel_err", "rel_err_eps", "tolerance", "margin"):
+            values[name] = None if values[name] is None else float(values[name])
+        values["ranks"] = tuple(values["ranks"])
+        values["shape"] = tuple(values["shape"])
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Culprit:
+    """A localised module: where the error is born, as opposed to where it is merely seen.
+
+    ``reason`` is the chain of evidence in one sentence, ``explanation`` a tested hypothesis about
+    the cause or "unknown".
+    """
+
+    name: str
+    kind: Kind
+    direction: Direction
+    reason: str
+    explanation: str
+    iteration: int
+    microbatch: int
+    index: int
+    verdict: Outcome
+    ranks: tuple[int, ...]
+    rel_err: float | None
+    rel_err_eps: float | None
+    tolerance: float | None
+    margin: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        return {f.name: _json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`."""
+        values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        values["kind"] = Kind(values["kind"])
+        values["direction"] = Direction(values["direction"])
+        values["verdict"] = Outcome(values["verdict"])
+        for name in ("rel_err", "rel_err_eps", "tolerance", "margin"):
+            values[name] = None if values[name] is None else float(values[name])
+        values["ranks"] = tuple(values["ranks"])
+        return cls(**values)
+
+
+class Result(StrEnum):
+    """The one answer of a check."""
+
+    EQUIVALENT = "equivalent"
+    DIVERGED = "diverged"
+    COULD_NOT_CHECK = "could not check"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """The content of ``summary.json``.
+
+    ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
+    the settings of the check, ``execution_order`` the modules in the order the reference ran them.
+    """
+
+    verdict: Result
+    counts: dict[str, int]
+    culprits: tuple[Culprit, ...]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    timings: dict[str, float]
+    execution_order: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        return {
+            "verdict": self.verdict.value,
+            "counts": dict(self.counts),
+            "culprits": [culprit.to_json() for culprit in self.culprits],
+            "config": self.config,
+            "versions": self.versions,
+            "timings": self.timings,
+            "execution_order": list(self.execution_order),
+            "notices": list(self.notices),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            verdict=Result(data["verdict"]),
+            counts=data["counts"],
+            culprits=tuple(Culprit.from_json(c) for c in data["culprits"]),
+            config=data["config"],
+            versions=data["versions"],
+            timings=data["timings"],
+            execution_order=tuple(data.get("execution_order", ())),
+            notices=tuple(data.get("notices", ())),
+        )
+
+
+def _json(value: Any) -> Any:
+    """JSON has no infinities: they travel as the strings that ``float()`` reads back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, tuple):
+        return list(value)
+    return value

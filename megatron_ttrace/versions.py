@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which megatron-core releases this package was built and tested for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+from megatron_ttrace.errors import TTraceError
+
+SUPPORTED = ("0.17.1", "0.18.2", "0.19.0")
+_DISTRIBUTIONS = ("megatron-core", "torch", "transformer-engine", "safetensors", "wandb")
+
+
+def megatron_core_version() -> str:
+    """The version of the Megatron that would be imported.
+
+    A Megatron-LM checkout on ``PYTHONPATH`` shadows an installed wheel, so the package itself is
+    asked and not the metadata.
+    """
+    from megatron.core.package_info import __version__
+
+    return str(__version__)
+
+
+def check_supported() -> None:
+    """Refuse a Megatron whose internals were never tried.
+
+    Raises:
+        TTraceError: when megatron-core is absent or of another release series.
+    """
+    try:
+        version = megatron_core_version()
+    except ImportError as error:
+        raise TTraceError(
+            "megatron-core is not installed: pip install 'megatron-core==0.19.0'"
+        ) from error
+    series = {tuple(known.split(".")[:2]) for known in SUPPORTED}
+    if tuple(version.split(".")[:2]) not in series:
+        raise TTraceError(
+            f"megatron-core {version} is not supported: install one of {', '.join(SUPPORTED)}"
+        )
+
+
+def installed() -> dict[str, str]:
+    """Versions of everything that can change a number, for fingerprints and reports."""
+    from megatron_ttrace import __version__
+
+    found = {"megatron-ttrace": __version__, "python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        found["megatron-core"] = megatron_core_version()
+    except ImportError:
+        pass
+    return found
