@@ -67,24 +67,24 @@ def publish(
     html_path = directory / files.HTML
 
     def write_html() -> None:
-        from megatron_ttrace.report import html
+        from megatron_ttrace.report.html import write
 
-        html.write(html_path, summary, verdicts)
+        write(html_path, summary, verdicts)
 
     def write_junit() -> None:
-        from megatron_ttrace.report import junit as junit_sink
+        from megatron_ttrace.report.junit import write
 
-        junit_sink.write(directory / files.JUNIT, summary, verdicts)
+        write(directory / files.JUNIT, summary, verdicts)
 
     def log_wandb() -> str:
-        from megatron_ttrace.report import wandb as wandb_sink
+        from megatron_ttrace.report.wandb import log
 
-        return wandb_sink.log(summary, verdicts, html_path, run=wandb_run, directory=directory)
+        return log(summary, verdicts, html_path, run=wandb_run, directory=directory)
 
     def log_tensorboard() -> None:
-        from megatron_ttrace.report import tensorboard as tensorboard_sink
+        from megatron_ttrace.report.tensorboard import log
 
-        tensorboard_sink.log(summary, verdicts, tensorboard)
+        log(summary, verdicts, tensorboard)
 
     attempt(files.HTML, write_html)
     if junit:

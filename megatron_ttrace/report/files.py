@@ -113,7 +113,7 @@ def put(file: IO[str], text: str) -> None:
 
 
 def strict(value: Any) -> Any:
-    """A copy that is strict JSON whatever the configuration holds: other programs must be able to read it."""
+    """A copy that is strict JSON whatever the configuration holds: other programs read it."""
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -55,6 +55,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
         data=Markup(script_json(payload(verdicts, figure, chosen))),  # noqa: S704 - escaped
         summary=summary,
         headline=wording.RESULT_SENTENCES[summary.verdict],
+        worst=_worst_margin(verdicts),
         layout_text=wording.layout_text(summary.config),
         counts=_counts(summary, verdicts),
         reasons=[(clean(r, NOTE_LIMIT), n) for r, n in table.unchecked_reasons(verdicts)],

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET  # noqa: S405 - written here, never parsed
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -193,9 +193,10 @@ def _answers(base_url: str) -> bool:
 
 def _where(run: Any) -> str:
     """A link, or the folder and the command that uploads it."""
-    url = getattr(run, "url", None)
-    offline = bool(getattr(run, "offline", False) or getattr(run.settings, "_offline", False))
-    if url and not offline:
+    offline = bool(getattr(run, "offline", False))
+    # Asking an offline run for its address prints a warning.
+    url = None if offline else getattr(run, "url", None)
+    if url:
         return clean(url, NOTE_LIMIT)
     folder = Path(str(run.dir)).parent
     return f"an offline run; upload it with: wandb sync {clean(folder, NOTE_LIMIT)}"
@@ -204,21 +205,24 @@ def _where(run: Any) -> str:
 def _log(
     wandb: Any, run: Any, summary: Summary, verdicts: Sequence[Verdict], html_path: Path
 ) -> None:
-    """Log everything; the step of a training run is left as it is (``commit=False``)."""
+    """Log everything; the step of a training run is left as it is (``commit=False``).
+
+    Media have names without a slash, so that their files lie flat under ``files/media/table``.
+    """
     rows = table.layer_rows(verdicts)
     data: dict[str, Any] = {
-        "ttrace/verdicts": wandb.Table(columns=list(COLUMNS), data=[_row(row) for row in rows]),
+        "ttrace_verdicts": wandb.Table(columns=list(COLUMNS), data=[_row(row) for row in rows]),
     }
     bars = _bars(rows)
     if bars:
-        data["ttrace/worst_margin_per_layer"] = wandb.plot.bar(
+        data["ttrace_worst_margin_per_layer"] = wandb.plot.bar(
             wandb.Table(columns=["layer", "margin"], data=bars),
             "layer",
             "margin",
             title="ttrace: worst margin per layer (above 1 fails)",
         )
     if Path(html_path).is_file():
-        data["ttrace/report"] = wandb.Html(
+        data["ttrace_report"] = wandb.Html(
             Path(html_path).read_text(encoding="utf-8"), inject=False
         )
     run.log(data, commit=False)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The terminal report: the answer first, nothing hidden, 80 columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_ttrace.records import Outcome, Result, Summary, Verdict
+from megatron_ttrace.report import publish, terminal
+from tests.report.synthetic_report import make_summary, make_verdict
+
+Check = tuple[Summary, list[Verdict]]
+
+
+def text_of(check: Check, directory: Path = Path("ttrace-out"), **options: object) -> str:
+    """The report as it goes into a log."""
+    file = io.StringIO()
+    terminal.render(*check, Console(file=file, **options), directory)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def test_a_pass_fits_one_screen(healthy: Check, tmp_path: Path) -> None:
+    """Answer, counts, layout, worst margin, timings, files, notices and unchecked."""
+    file = io.StringIO()
+    publish(*healthy, tmp_path, wandb=False, console=Console(file=file))
+    text = file.getvalue()
+    assert len(text.splitlines()) <= 20
+    assert text.startswith("ttrace  equivalent  ")
+    for part in (
+        "848: 841 pass, 0 fail, 7 unchecked",
+        "7 blind",
+        "tp 2 × pp 2, 4 ranks",
+        "worst      margin 0.",
+        "forward 0.",
+        "reference 8.1 s",
+        "dropout is off",
+        "report.html, verdicts.jsonl, summary.json",
+    ):
+        assert part in text
+    assert "WARNING" not in text
+
+
+def test_piped_output_is_plain(diverged: Check) -> None:
+    """No colour, no box drawing, no line beyond 80 columns."""
+    text = text_of(diverged, width=200)
+    assert "\x1b" not in text
+    assert not set("│┃━─┏└") & set(text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_divergence_names_the_culprit_first(diverged: Check) -> None:
+    """Everything that a person needs to act stands above the table."""
+    text = text_of(diverged)
+    lines = text.splitlines()
+    assert lines[0].startswith("ttrace  diverged")
+    assert lines[2] == "culprit    embedding.word_embeddings"
+    top = text[: text.index("tensors ")]
+    for part in (
+        "forward (output.0, iteration 1, microbatch 0) on ranks 1,3",
+        "1.04e-1 13.3ε, tolerance 8.00e-3, margin 13×",
+        "its input passes and its output does not",
+        "vocabulary mask",
+        "megatron/core/tensor_parallel/layers.py",
+    ):
+        assert part in top
+
+
+def test_the_table_is_capped_and_says_so(diverged: Check) -> None:
+    """Fifteen rows, worst first, and the number of the others."""
+    text = text_of(diverged)
+    table = text[text.index("worst tensor of each layer") :].splitlines()
+    assert len(table[1:]) > terminal.MAX_ROWS
+    assert table[terminal.MAX_ROWS + 1].startswith("and 15 more rows")
+    assert "51.2×" in table[1]
+
+
+def test_the_next_command_is_given(diverged: Check, conflict: Check) -> None:
+    """What to type next; isolation is not proposed to who has it on."""
+    assert "next       ttrace report 'a b'" in text_of(diverged, Path("a b"))
+    assert "--ttrace-isolate" in text_of(conflict)
+    conflict[0].config["isolate"] = True
+    assert "--ttrace-isolate" not in text_of(conflict)
+
+
+def test_a_divergence_without_culprit_shows_the_worst(diverged: Check) -> None:
+    """Localisation can fail; the report still says what is wrong."""
+    text = text_of((dataclasses.replace(diverged[0], culprits=()), diverged[1]))
+    assert "no single module could be named" in text
+    assert "51.2×" in text
+
+
+def test_many_culprits_are_counted(diverged: Check) -> None:
+    """The first three in full, five in a line, the rest as a number."""
+    summary = dataclasses.replace(diverged[0], culprits=diverged[0].culprits * 20)
+    text = text_of((summary, diverged[1]))
+    assert text.count("culprit    ") == 3
+    assert "and 12 more in report.html" in text
+
+
+def test_a_missing_layer_has_no_number() -> None:
+    """Failures without an error are words, not a crash."""
+    verdicts = [
+        make_verdict("decoder.layers.3", verdict=Outcome.MISSING, rel_err=None, tolerance=None)
+    ]
+    text = text_of((make_summary(verdicts), verdicts))
+    assert "is missing from the candidate" in text
+
+
+def test_no_answer_is_no_pass() -> None:
+    """A check that could not be made says why, in yellow, without an equivalence claim."""
+    summary = Summary(
+        verdict=Result.COULD_NOT_CHECK,
+        counts={},
+        culprits=(),
+        config={},
+        versions={},
+        timings={},
+        notices=("the reference crashed: see reference/log.txt",),
+    )
+    text = text_of((summary, []))
+    assert text.startswith("ttrace  could not check")
+    assert "the reference crashed" in text
+    assert "equivalent" not in text
+
+
+def test_wide_terminals_get_wide_names(diverged: Check) -> None:
+    """On a terminal of 120 columns names are not cut at 80."""
+    text = text_of(diverged, width=120, force_terminal=True, color_system=None)
+    assert "decoder.layers.3.self_attention.core_attention input" in text
