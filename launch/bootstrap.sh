@@ -33,8 +33,7 @@ real_path() {
 candidates() { # for version $1, the nearest first
   local version=$1 found
   type -aP "python$version" python3 python 2>/dev/null || true
-  for found in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version"*/bin/python \
-    /usr/local/bin/"python$version" /opt/python*/bin/"python$version"; do
+  for found in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version"*/bin/python; do
     if [[ -x $found ]]; then echo "$found"; fi
   done
   if command -v uv >/dev/null; then

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that hold for every committed file, each with a sample that breaks it."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+Rule = Callable[[str, str], Iterator[str]]
+
+TOP_LEVEL = {
+    ".ci",
+    ".editorconfig",
+    ".gitattributes",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "docs",
+    "launch",
+    "megatron_ttrace",
+    "patches",
+    "pyproject.toml",
+    "requirements",
+    "setup.py",
+    "tests",
+}
+MAX_LINES = 500
+MAX_BYTES = 1_000_000
+OUR_CODE = ("megatron_ttrace/", "launch/")
+# Written in pieces, so that this file keeps the rules too.
+MACHINE_PATHS = re.compile(r"(?<![\w.~-])/(wor" + r"k|roo" + r"t|tmp/ven" + r"v|opt/pyp" + r"i)\b")
+REGISTRIES = re.compile(
+    r"pypi\.or"
+    + r"g|pythonhoste"
+    + r"d|npmjs\.|ngc\.nvidi"
+    + r"a|download\.pytorc"
+    + r"h|index-ur"
+    + r"l"
+)
+PICKLE_MODULES = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+TEST_MODULES = {"hypothesis", "pytest", "tests"}
+
+
+def tracked() -> list[str]:
+    """Committed and staged files; what merely lies about is nobody's business."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    return [path for path in listed.split("\0") if path and (ROOT / path).is_file()]
+
+
+def content_of(path: str) -> str | None:
+    """The text, or None of a picture."""
+    data = (ROOT / path).read_bytes()
+    return None if b"\0" in data[:8000] else data.decode()
+
+
+def top_level(path: str, text: str) -> Iterator[str]:
+    """Only the agreed folders and the usual files."""
+    if path.split("/")[0] not in TOP_LEVEL:
+        yield "does not belong at the top of the tree"
+
+
+def no_machine_paths(path: str, text: str) -> Iterator[str]:
+    """Nothing that holds on one machine only."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if MACHINE_PATHS.search(line):
+            yield f"line {number}: a path of one machine"
+
+
+def no_registries(path: str, text: str) -> Iterator[str]:
+    """Where packages come from is the machine's configuration, not ours."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if REGISTRIES.search(line):
+            yield f"line {number}: names a package registry"
+
+
+def licence_header(path: str, text: str) -> Iterator[str]:
+    """The licence, where readers of a single file look for it."""
+    if path.endswith((".py", ".sh")) and text:
+        lines = [line for line in text.splitlines() if not line.startswith("#!")]
+        if lines[:1] != ["# SPDX-License-Identifier: Apache-2.0"]:
+            yield "lacks the SPDX line at its head"
+
+
+def length(path: str, text: str) -> Iterator[str]:
+    """A module that can be read in one sitting, or a reason."""
+    lines = len(text.splitlines())
+    reason = f"# over {MAX_LINES} lines because:"
+    if path.endswith(".py") and lines > MAX_LINES and reason not in text:
+        yield f"{lines} lines, and no '{reason}'"
+
+
+def white_space(path: str, text: str) -> Iterator[str]:
+    """No noise in later diffs."""
+    if path.endswith((".patch", ".svg")) or path == "LICENSE":
+        return
+    if text and (not text.endswith("\n") or text.endswith("\n\n")):
+        yield "should end with one newline"
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line != line.rstrip():
+            yield f"line {number}: white space at its end"
+        if line.startswith("\t") and path != "Makefile":
+            yield f"line {number}: indented by a tab"
+
+
+def size(path: str, text: str) -> Iterator[str]:
+    """A clone stays quick."""
+    if len(text) > MAX_BYTES:
+        yield f"over {MAX_BYTES} bytes"
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Top-level names of everything imported, wherever in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0]
+
+
+def no_pickle(path: str, text: str) -> Iterator[str]:
+    """What is read from disk must not be able to run code."""
+    if not path.startswith(OUR_CODE) or not path.endswith(".py"):
+        return
+    tree = ast.parse(text)
+    for name in PICKLE_MODULES.intersection(imported(tree)):
+        yield f"imports {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) in ("torch.load", "torch.save"):
+                yield f"line {node.lineno}: {ast.unparse(node.func)} pickles"
+            if any(word.arg == "allow_pickle" for word in node.keywords):
+                yield f"line {node.lineno}: allow_pickle"
+
+
+def no_test_tools(path: str, text: str) -> Iterator[str]:
+    """Users install without the test extra."""
+    if path.startswith(OUR_CODE) and path.endswith(".py"):
+        for name in TEST_MODULES.intersection(imported(ast.parse(text))):
+            yield f"imports {name}"
+
+
+LONG = "# SPDX-License-Identifier: Apache-2.0\n" + "x = 1\n" * MAX_LINES
+BROKEN: list[tuple[Rule, str, str]] = [
+    (top_level, "notes.txt", ""),
+    (top_level, "scripts/run.py", ""),
+    (no_machine_paths, "docs/a.md", "cd " + "/wor" + "k/main\n"),
+    (no_machine_paths, "tests/a.py", "'" + "/roo" + "t/.cache'\n"),
+    (no_registries, "requirements/a.txt", "--extra-index" + "-url somewhere\n"),
+    (no_registries, "docs/a.md", "see pypi" + ".org\n"),
+    (licence_header, "tests/a.py", '"""No header."""\n'),
+    (licence_header, "launch/a.sh", "#!/bin/bash\necho\n"),
+    (length, "megatron_ttrace/a.py", LONG),
+    (white_space, "a.py", "x = 1 \n"),
+    (white_space, "a.py", "x = 1"),
+    (white_space, "a.py", "x = 1\n\n"),
+    (white_space, "a.py", "if x:\n\ty = 1\n"),
+    (white_space, "a.py", "x = 1\r\n"),
+    (size, "docs/a.json", "0" * (MAX_BYTES + 1)),
+    (no_pickle, "megatron_ttrace/a.py", "def f():\n    import pickle\n"),
+    (no_pickle, "megatron_ttrace/a.py", "from pickle import loads\n"),
+    (no_pickle, "launch/a.py", "torch.load(path)\n"),
+    (no_pickle, "launch/a.py", "numpy.load(path, allow_pickle=True)\n"),
+    (no_test_tools, "megatron_ttrace/a.py", "from tests.report import x\n"),
+]
+FINE: list[tuple[Rule, str, str]] = [
+    (top_level, "docs/deep/a.md", ""),
+    (no_machine_paths, "docs/a.md", "cd /workspace; ls ~/work docs/work ./root https://x.y/root\n"),
+    (licence_header, "launch/a.sh", "#!/bin/bash\n# SPDX-License-Identifier: Apache-2.0\n"),
+    (length, "megatron_ttrace/a.py", LONG + f"# over {MAX_LINES} lines because: one table\n"),
+    (no_pickle, "megatron_ttrace/a.py", "original = torch.load\nfrom safetensors import load\n"),
+]
+RULES = list(dict.fromkeys(rule for rule, _, _ in BROKEN))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule: Rule) -> None:
+    """Every committed file keeps the rule."""
+    files = tracked()
+    assert "pyproject.toml" in files
+    complaints = [
+        f"{path}: {complaint}"
+        for path in files
+        if (text := content_of(path)) is not None
+        for complaint in rule(path, text)
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), BROKEN)
+def test_rule_finds(rule: Rule, path: str, text: str) -> None:
+    """The rule can fail."""
+    assert list(rule(path, text))
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), FINE)
+def test_rule_allows(rule: Rule, path: str, text: str) -> None:
+    """The rule does not forbid its neighbourhood."""
+    assert not list(rule(path, text))
+
+
+def test_pictures_are_small() -> None:
+    """Files that are no text keep the size limit too."""
+    large = [path for path in tracked() if (ROOT / path).stat().st_size > MAX_BYTES]
+    assert not large
+
+
+def test_executable() -> None:
+    """What is run by its name can be, in a clone as well."""
+    staged = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    modes = {line.split("\t")[1]: line.split()[0] for line in staged.splitlines()}
+    scripts = [path for path in modes if path.endswith(".sh") or path == ".ci/run"]
+    assert len(scripts) >= 2
+    assert {modes[path] for path in scripts} == {"100755"}
+
+
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements() -> list[Requirement]:
+    """What a user gets, and what the tests need besides."""
+    found = project()
+    texts = [*found["dependencies"], *found["optional-dependencies"]["test"]]  # type: ignore[misc,index]
+    return [Requirement(text) for text in texts]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_everything_needed_is_pinned() -> None:
+    """Each requirement has an exact version, which satisfies it."""
+    for requirement in requirements():
+        pinned = pins().get(canonicalize_name(requirement.name))
+        assert pinned is not None, f"{requirement.name} has no pin"
+        assert requirement.specifier.contains(pinned, prereleases=True), requirement
+
+
+def test_no_foreign_apex() -> None:
+    """The index package of that name is another project's."""
+    names = {canonicalize_name(requirement.name) for requirement in requirements()} | pins().keys()
+    extras = project()["optional-dependencies"]
+    names |= {canonicalize_name(Requirement(text).name) for text in extras["gpu"]}  # type: ignore[index]
+    assert "apex" not in names
+    assert "transformer-engine" in names
+
+
+def test_supported_releases_are_those_of_the_requirement() -> None:
+    """The code, the requirement and the patches speak of the same releases of Megatron."""
+    from megatron_ttrace.versions import SUPPORTED
+
+    megatron = next(found for found in requirements() if found.name == "megatron-core")
+    assert all(release in megatron.specifier for release in SUPPORTED)
+    assert pins()["megatron-core"] in SUPPORTED
+    patches = {path.stem for path in (ROOT / "patches" / "megatron-lm").glob("*.patch")}
+    assert patches == {f"core_v{release}" for release in SUPPORTED}
+
+
+def test_licence_is_whole() -> None:
+    """The full text of Apache 2.0."""
+    text = (ROOT / "LICENSE").read_text()
+    for heading in ("Version 2.0, January 2004", "1. Definitions.", "9. Accepting Warranty"):
+        assert heading in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_ci_is_make_test() -> None:
+    """CI runs what everybody runs."""
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("exec make test")
+
+
+def test_make_needs_no_network_for_help() -> None:
+    """`make help` lists every target that has a purpose."""
+    done = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  make ")}
+    text = (ROOT / "Makefile").read_text()
+    phony = next(line for line in text.splitlines() if line.startswith(".PHONY:"))
+    assert listed == set(phony.split()[1:])
+    assert {"demo", "test"} <= listed
+
+
+@pytest.mark.parametrize(
+    "module", ["megatron_ttrace", "megatron_ttrace.data.cli", "megatron_ttrace.megatron_lm.cli"]
+)
+def test_light_imports(module: str) -> None:
+    """Importing the package costs nothing, and leaves Megatron for enable() to prepare."""
+    program = f"import sys, {module}; print({{'torch', 'megatron', 'wandb'}} & sys.modules.keys())"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.slow
+def test_wheel(tmp_path: Path) -> None:
+    """A wheel has the patches and the script, and finds them; it has no tests."""
+    source, unpacked = tmp_path / "source", tmp_path / "unpacked"
+    for path in tracked():
+        target = source / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, target)
+    (source / "README.md").touch()
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(unpacked)
+    assert not [name for name in names if name.split("/")[0] in ("tests", "patches", "launch")]
+    modules = {path for path in tracked() if path.startswith("megatron_ttrace/")}
+    assert modules <= names, "files of the package are missing from the wheel"
+    program = "from megatron_ttrace import resources as r; print(r.patches_dir(), r.launch_dir())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    patches, launch = map(Path, done.stdout.split())
+    assert patches.is_relative_to(unpacked)
+    assert (patches / "megatron-lm" / "core_v0.19.0.patch").is_file()
+    assert (launch / "pretrain_gpt.py").is_file()
