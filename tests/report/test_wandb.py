@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""W&B, offline: what was logged is read back from the run's files."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.records import Outcome, Summary, Verdict
+from megatron_ttrace.report import html
+from megatron_ttrace.report import wandb as sink
+from tests.report.synthetic_report import make_summary, make_verdict
+from tests.report.wandb_file import records
+
+wandb = pytest.importorskip("wandb")
+Check = tuple[Summary, list[Verdict]]
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No key, no mode, no settings of the machine's owner."""
+    for name in ("API_KEY", "MODE", "PROJECT", "IDENTITY_TOKEN_FILE", "BASE_URL", "RUN_ID"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    yield
+    assert wandb.run is None, "a run was left open"
+
+
+def run_folder(directory: Path) -> Path:
+    """The one offline run under ``directory``."""
+    (folder,) = (directory / "wandb").glob("offline-run-*")
+    return folder
+
+
+def tables(folder: Path) -> dict[str, dict]:
+    """The tables that a run holds, by the start of their file names."""
+    files = (folder / "files/media/table").glob("*.table.json")
+    return {path.name.rsplit("_", 2)[0]: json.loads(path.read_text()) for path in files}
+
+
+def alerts(folder: Path) -> list:
+    """The alerts that a run holds."""
+    (path,) = folder.glob("*.wandb")
+    return [r.alert for r in records(path) if r.WhichOneof("record_type") == "alert"]
+
+
+def summary_of(folder: Path) -> dict:
+    """The summary fields as they were sent."""
+    (path,) = folder.glob("*.wandb")
+    fields = {}
+    for record in records(path):
+        for item in record.summary.update:
+            fields[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    return fields
+
+
+def test_own_run(diverged: Check, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Table, chart, page, summary and one alert, in an offline run of our own."""
+    html.write(tmp_path / "report.html", *diverged)
+    line = sink.log(*diverged, tmp_path / "report.html", directory=tmp_path)
+    folder = run_folder(tmp_path)
+    assert str(folder) in line
+    assert "\n" not in line
+    assert "wandb:" not in "".join(capfd.readouterr())
+
+    found = tables(folder)
+    table = found["ttrace_verdicts"]
+    assert table["columns"] == list(sink.COLUMNS)
+    assert table["data"][0][:4] == [
+        "decoder.layers.3",
+        "forward",
+        "diverged",
+        "self_attention.core_attention input.0",
+    ]
+    assert len(table["data"]) > 20
+    chart = found["ttrace_worst_margin_per_layer_table"]["data"]
+    assert [row[0] for row in chart][:3] == ["tokens", "embedding", "decoder.layers.0"]
+    assert list((folder / "files/media/html").glob("ttrace_report*.html"))
+
+    (alert,) = alerts(folder)
+    assert alert.title == "ttrace: embedding.word_embeddings diverges (forward)"
+    for part in ("forward", "ranks 1,3", "13× its tolerance", "vocabulary mask"):
+        assert part in alert.text
+
+    fields = summary_of(folder)
+    assert fields["ttrace/verdict"] == "diverged"
+    assert fields["ttrace/failures"] == 809
+    assert fields["ttrace/worst_margin"] == pytest.approx(51.25, rel=0.01)
+    assert fields["ttrace/culprit"] == "embedding.word_embeddings"
+
+
+def test_a_pass_alerts_nobody(healthy: Check, tmp_path: Path) -> None:
+    """No alert, no page when none was written, margins below one."""
+    sink.log(*healthy, tmp_path / "report.html", directory=tmp_path)
+    folder = run_folder(tmp_path)
+    assert alerts(folder) == []
+    fields = summary_of(folder)
+    assert fields["ttrace/verdict"] == "equivalent"
+    assert fields["ttrace/worst_margin"] < 1
+
+
+@pytest.mark.parametrize("how", ["run", "module", "active"])
+def test_a_given_run_is_used_and_left_open(how: str, conflict: Check, tmp_path: Path) -> None:
+    """Megatron's own run gets the report, keeps its steps, and is not finished."""
+    run = wandb.init(dir=str(tmp_path), mode="offline", settings=wandb.Settings(silent=True))
+    try:
+        run.log({"loss": 3.0}, step=1)
+        given = {"run": run, "module": wandb, "active": None}[how]
+        line = sink.log(*conflict, tmp_path / "none", run=given, directory=tmp_path / "other")
+        assert "offline run" in line
+        assert wandb.run is run
+        run.log({"loss": 2.0}, step=2)
+    finally:
+        run.finish()
+    assert not (tmp_path / "other").exists()
+    folder = run_folder(tmp_path)
+    assert len(alerts(folder)) == 1
+    assert "ttrace_verdicts" in tables(folder)
+    (path,) = folder.glob("*.wandb")
+    steps = [r.history.step.num for r in records(path) if r.history.item]
+    assert steps == [1, 2]
+
+
+def test_failures_without_a_number_sort_last(tmp_path: Path) -> None:
+    """A missing layer is a huge margin; nothing in the table is infinite."""
+    verdicts = [make_verdict(verdict=Outcome.MISSING, rel_err=None, tolerance=None)]
+    summary = make_summary(verdicts)
+    assert sink.summary_fields(summary, verdicts)["ttrace/worst_margin"] == sink.UNMEASURED_MARGIN
+    assert "is missing from the candidate" in sink.alert_text(summary, verdicts)[1]
+    sink.log(summary, verdicts, tmp_path / "none", directory=tmp_path)
+    assert tables(run_folder(tmp_path))["ttrace_verdicts"]["data"][0][7] == sink.UNMEASURED_MARGIN
+
+
+class Broken:
+    """A run whose every use fails."""
+
+    def __getattr__(self, name: str) -> object:
+        raise ConnectionError(f"no {name}\n\x1b[31m")
+
+
+def test_errors_become_a_loud_line(diverged: Check, tmp_path: Path) -> None:
+    """A report must not kill a training job."""
+    line = sink.log(*diverged, tmp_path / "none", run=Broken(), directory=tmp_path)
+    assert "WARNING: W&B logging failed" in line
+    assert "\n" not in line
+    assert "\x1b" not in line
+
+
+def test_without_wandb(diverged: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without wandb gets a line, not a traceback."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    line = sink.log(*diverged, tmp_path / "none", directory=tmp_path)
+    assert "wandb cannot be imported" in line
+
+
+def test_a_silent_server_does_not_hang(
+    healthy: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key but a server that accepts and never answers: offline after a short probe."""
+    monkeypatch.setattr(sink, "PROBE_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        started = time.monotonic()
+        line = sink.log(*healthy, tmp_path / "none", directory=tmp_path)
+        assert time.monotonic() - started < 15
+    assert "offline run" in line
+    assert "did not answer" in line
+
+
+def test_waiting_is_bounded(
+    healthy: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever hangs inside wandb is left behind."""
+    release = threading.Event()
+    monkeypatch.setattr(sink, "TOTAL_SECONDS", 0.2)
+    monkeypatch.setattr(wandb, "init", lambda **_: release.wait(20))
+    line = sink.log(*healthy, tmp_path / "none", directory=tmp_path)
+    release.set()
+    assert "WARNING" in line
+    assert "WANDB_MODE=offline" in line
+
+
+def test_the_mode_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WANDB_MODE decides, also where there is no key."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert sink._mode(wandb) == (None, "")
+
+
+def test_a_key_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """'wandb login' writes there."""
+    path = tmp_path / "rc"
+    path.write_text("machine wandb.example login user password x\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(path))
+    assert sink._has_key("https://wandb.example")
+    assert not sink._has_key("https://other.example")
+
+
+def test_wandb_is_imported_lazily() -> None:
+    """Importing the report costs no wandb."""
+    code = (
+        "import sys, megatron_ttrace.report, megatron_ttrace.report.wandb as sink;"
+        "assert 'wandb' not in sys.modules, 'imported';"
+        "assert sink.log"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
