@@ -34,8 +34,8 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.spec_utils import import_module
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
 from megatron.training import arguments as training_arguments
+from megatron.training import get_args, get_timers, pretrain, print_rank_0
 from megatron.training import training as training_loop
 from megatron.training import utils as training_utils
 from megatron.training.arguments import core_transformer_config_from_args
@@ -203,7 +203,9 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     fields = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     # The other fields, those of --eod-mask-loss and --reset-position-ids among them, have the
     # names of their arguments.
-    same_name = {name: getattr(args, name) for name in fields - values.keys() if hasattr(args, name)}
+    same_name = {
+        name: getattr(args, name) for name in fields - values.keys() if hasattr(args, name)
+    }
     return GPTDatasetConfig(**same_name, **{k: v for k, v in values.items() if k in fields})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of NVIDIA's Apex without which Megatron's own layer norm cannot be built.
+"""The parts of NVIDIA's Apex without which Megatron leaves the code that it runs on GPUs.
 
 Megatron's ``FusedLayerNorm`` is the only layer norm of the local layer specification that works
 with sequence parallelism (it marks its parameters ``sequence_parallel``, so that their gradients
@@ -10,8 +10,9 @@ written in plain PyTorch and offered under Apex's module names, when the real Ap
 Apex's kernels compute in float32 whatever the input's type and round once at the end; so does this.
 For float32 and float64 inputs nothing is rounded in between.
 
-Apex's optimizers and multi-tensor kernels are *not* offered: without them Megatron takes its own
-PyTorch implementations (``torch.optim.AdamW`` and ``local_multi_tensor_*``), which need no GPU.
+Its optimizers are offered too (see ``optimizers.py`` for the reason). Its multi-tensor kernels
+(``amp_C``) are *not*: without them Megatron takes its own ``local_multi_tensor_*`` functions, which
+need no GPU.
 """
 
 import importlib
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
+
+from megatron_ttrace.cpu.optimizers import FusedAdam, FusedSGD
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,7 +69,7 @@ class FusedLayerNormAffineFunction(torch.autograd.Function):
         return output.to(input.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the input, the weight and the bias."""
         input, weight, bias, mean, inverse_std = ctx.saved_tensors
         dtype = mean.dtype
@@ -112,7 +115,7 @@ class FusedRMSNormAffineFunction(torch.autograd.Function):
         return (x * inverse_rms * weight.to(dtype)).to(input.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the input and the weight."""
         input, weight, inverse_rms = ctx.saved_tensors
         dtype = inverse_rms.dtype
@@ -149,7 +152,7 @@ class FastLayerNormFN(torch.autograd.Function):
         return FusedLayerNormAffineFunction.forward(ctx, input, weight, bias, weight.shape, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the input, the weight and the bias."""
         return FusedLayerNormAffineFunction.backward(ctx, grad_output)[:5]
 
@@ -175,7 +178,7 @@ def real_apex_present() -> bool:
 
 
 def install() -> None:
-    """Offer the norms under Apex's module names, unless the real Apex is installed."""
+    """Offer norms and optimizers under Apex's module names, unless the real Apex is installed."""
     if real_apex_present():
         return
     _module("apex")
@@ -185,6 +188,7 @@ def install() -> None:
         FusedLayerNormAffineFunction=FusedLayerNormAffineFunction,
         FusedRMSNormAffineFunction=FusedRMSNormAffineFunction,
     )
+    _module("apex.optimizers", FusedAdam=FusedAdam, FusedSGD=FusedSGD)
     _module("apex.contrib")
     _module("apex.contrib.layer_norm")
     _module("apex.contrib.layer_norm.layer_norm", FastLayerNormFN=FastLayerNormFN)

@@ -4,8 +4,8 @@
 Only what cannot run is switched off, and only where the arithmetic stays that of the model: a fused
 kernel becomes Megatron's unfused code for the same formula, an overlap becomes its sequential
 order, NCCL becomes gloo. Fusions that Megatron writes in PyTorch and hands to ``torch.compile``
-(bias + GELU, bias + SwiGLU, bias + dropout, the native cross entropy) run on a CPU as they are and stay on:
-bias + GELU is the tanh approximation, so switching it off would change the model.
+(bias + GELU, bias + SwiGLU, bias + dropout, the native cross entropy) run on a CPU as they are and
+stay on: bias + GELU is the tanh approximation, so switching it off would change the model.
 
 Options whose meaning would be lost are refused with the name of what is needed.
 """
@@ -133,10 +133,10 @@ def _adapt_norms(adapter: _Adapter, wanted_te: bool) -> None:
 
 
 def _adapt_experts(adapter: _Adapter) -> None:
-    if adapter.get("num_experts") and not (adapter.get("swiglu") or adapter.get("quick_geglu")):
-        # Experts computed one after the other refuse this fusion; a grouped GEMM ignores it.
-        if adapter.get("transformer_impl") == "local":
-            adapter.switch_off("bias_gelu_fusion", "bias and GELU fusion")
+    gelu = not (adapter.get("swiglu") or adapter.get("quick_geglu"))
+    if adapter.get("num_experts") and gelu and adapter.get("transformer_impl") == "local":
+        # Experts computed one after the other refuse this fusion.
+        adapter.switch_off("bias_gelu_fusion", "bias and GELU fusion")
 
 
 def _adapt_attention(adapter: _Adapter, wanted_te: bool) -> None:

@@ -44,7 +44,7 @@ def activate() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
-        dynamo.config.disable = True  # type: ignore[attr-defined]
+        dynamo.config.disable = True
 
     from megatron_ttrace.cpu import (
         apex,

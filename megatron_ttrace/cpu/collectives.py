@@ -57,9 +57,7 @@ def _members(group: Any) -> tuple[int, list[int]]:
     return dist.get_rank(group), dist.get_process_group_ranks(group)
 
 
-def _uneven_all_gather(
-    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any
-) -> None:
+def _uneven_all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> None:
     place, ranks = _members(group)
     tensor_list[place].copy_(tensor)
     for part, source in zip(tensor_list, ranks, strict=True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's C++ dataset helpers are used as the wheel ships them.
 
-``initialize_megatron`` runs ``make`` inside the installed package on rank 0, and exits the
-process when that fails, as it does where there is no compiler or no write permission. The wheel carries
-the compiled extension: when it imports, there is nothing to build.
+``initialize_megatron`` runs ``make`` inside the installed package on rank 0, and exits the process
+when that fails, as it does where there is no compiler or no write permission. The wheel carries the
+compiled extension: when it imports, there is nothing to build.
 """
 
 import importlib
