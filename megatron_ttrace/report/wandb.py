@@ -69,7 +69,7 @@ def log(
     """
     try:
         import wandb
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a broken installation raises anything
         return f"{_WARNING}: wandb cannot be imported ({clean(error, 200)})"
     try:
         given = run.run if isinstance(run, ModuleType) else run
@@ -81,7 +81,7 @@ def log(
             TOTAL_SECONDS,
             lambda: _own_run(wandb, summary, verdicts, html_path, Path(directory), project),
         )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - this sink fails open
         return f"{_WARNING}: {type(error).__name__}: {clean(error, 300)}"
 
 
@@ -93,7 +93,7 @@ def _within(seconds: float, work: Callable[[], str]) -> str:
     def target() -> None:
         try:
             answer.append(work())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again by the caller
             failure.append(error)
 
     worker = threading.Thread(target=target, name="ttrace-wandb", daemon=True)
@@ -187,7 +187,7 @@ def _answers(base_url: str) -> bool:
 
     try:
         return bool(_within(PROBE_SECONDS + 1, probe))
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever it is, it is no answer
         return False
 
 

@@ -132,7 +132,7 @@ def test_terminal_colours_are_its_own(name: str) -> None:
     assert "\x1b]8" not in text
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_terminal_in_ascii(name: str) -> None:
     """A log that cannot hold ε still gets the report."""
     assert "culprit" in terminal_text(*check_with(name, name), encoding="ascii")

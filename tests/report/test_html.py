@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page: what it holds, and that it works in a browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.records import Kind, Outcome, Result, Summary, Verdict
+from megatron_ttrace.report import figures, html, table
+from tests.report import chromium
+from tests.report.synthetic_report import (
+    embedding_bug,
+    healthy_verdicts,
+    make_summary,
+    make_verdict,
+)
+from tests.report.test_sanitise import HOSTILE, check_with, parse
+
+Check = tuple[Summary, list[Verdict]]
+needs_chromium = pytest.mark.skipif(
+    chromium.EXECUTABLE is None, reason="chromium is not installed (apt-get install chromium)"
+)
+
+
+def test_the_answer_is_on_top(diverged: Check) -> None:
+    """Verdict, culprit, explanation and place come before the figures."""
+    text = " ".join(parse(html.render(*diverged)).texts)
+    top = text[: text.index("Margin of every tensor")]
+    for part in ("diverged", "embedding.word_embeddings", "1.04e-1 13.3ε", "vocabulary mask"):
+        assert part in top
+
+
+def test_the_page_is_one_file(diverged: Check) -> None:
+    """Nothing is loaded from anywhere; the policy forbids it too."""
+    text = html.render(*diverged)
+    page = parse(text)
+    assert not [a for _, attrs in page.tags for a in ("src", "href", "action") if a in attrs]
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", text)
+    assert "default-src 'none'" in text
+
+
+def test_all_verdicts_travel(diverged: Check) -> None:
+    """The embedded data has every verdict, in order, and every cell of the map."""
+    data = json.loads(parse(html.render(*diverged)).data)
+    verdicts = diverged[1]
+    assert data["number"] == list(range(len(verdicts)))
+    assert [data["strings"][i] for i in data["name"]] == [v.name for v in verdicts]
+    assert sum(cell[2] for cell in data["cells"]) == len(verdicts)
+    cells = table.heat_map(verdicts).cells
+    assert sorted(set(data["cell"])) == list(range(len(cells)))
+
+
+def test_beyond_the_limit_what_matters_stays(conflict: Check) -> None:
+    """Failures and the worst of each cell first, in execution order; the page says so."""
+    verdicts = conflict[1]
+    figure = figures.heat_map_figure(table.heat_map(verdicts))
+    chosen = html.choose(verdicts, figure, 400)
+    assert len(chosen) == 400
+    assert chosen == sorted(chosen)
+    assert any(verdicts[position].verdict.is_failure for position in chosen)
+    kept = {id(verdicts[position]) for position in chosen}
+    assert all(id(group.worst) in kept for _, _, group in figure.cells)
+
+
+def test_the_page_says_what_it_leaves_out(healthy: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is dropped silently."""
+    monkeypatch.setattr(html, "MAX_EMBEDDED", 500)
+    text = html.render(*healthy)
+    assert "348 of 848 verdicts are left out" in text
+    assert len(json.loads(parse(text).data)["number"]) == 500
+
+
+def test_an_empty_check_renders() -> None:
+    """A check that could not be made has a page too."""
+    summary = Summary(Result.COULD_NOT_CHECK, {}, (), {}, {}, {}, (), ("no reference",))
+    text = html.render(summary, [])
+    assert "could not check" in text
+    assert "no reference" in text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "rel_err", "expected"),
+    [
+        (Outcome.PASS, 0.0, 0),
+        (Outcome.PASS, 0.05, 1),
+        (Outcome.PASS, 0.5, 2),
+        (Outcome.PASS, 1.0, 3),
+        (Outcome.PASS, None, 0),
+        (Outcome.DIVERGED, 1.5, 4),
+        (Outcome.REPLICA_CONFLICT, 0.1, 4),
+        (Outcome.DIVERGED, 10.0, 5),
+        (Outcome.DIVERGED, 99.0, 6),
+        (Outcome.DIVERGED, float("inf"), 7),
+        (Outcome.NONFINITE, float("nan"), figures.UNMEASURED),
+        (Outcome.MISSING, None, figures.UNMEASURED),
+        (Outcome.UNCHECKED, 5.0, figures.UNCHECKED),
+    ],
+)
+def test_colours(outcome: Outcome, rel_err: float | None, expected: int) -> None:
+    """A failure never has the colour of a pass, whatever its margin."""
+    verdict = make_verdict(verdict=outcome, rel_err=rel_err, tolerance=1.0)
+    assert figures.colour_class(verdict) == expected
+
+
+def test_curves_run_from_embedding_to_output(diverged: Check) -> None:
+    """All four directions, one x axis: the depth of the model."""
+    found = figures.curves(diverged[1])
+    assert [curve.title.split(":")[0] for curve in found] == [
+        "forward",
+        "backward",
+        "gradient",
+        "update",
+    ]
+    for curve in found:
+        labels = [band[4] for band in curve.bands if band[4]]
+        assert labels[:5] == ["embedding", "0", "1", "2", "3"]
+        places = [point[0] for point in curve.points]
+        assert places == sorted(places)
+        assert all(0 <= x <= curve.width and 0 <= y <= curve.height for x, y, *_ in curve.points)
+
+
+def test_curves_survive_extremes() -> None:
+    """Zeros, infinities, and thousands of modules."""
+    verdicts = [
+        make_verdict(f"decoder.layers.{i // 50}.m{i}", rel_err=error, tolerance=tolerance)
+        for i, (error, tolerance) in enumerate(
+            [(0.0, 1e-300), (float("inf"), 1e300), (float("nan"), None), (1e-3, 0.0)] * 500
+        )
+    ]
+    (curve,) = figures.curves(verdicts)
+    assert len(curve.points) <= 300
+    assert figures.curves([make_verdict(rel_err=0.0, tolerance=0.0)]) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        ({"tp": 2, "pp": 2, "dp": 1, "world_size": 4}, {3: "tp 1, cp 0, dp 0, pp 1"}),
+        ({"tp": 2, "cp": 2, "pp": 2, "dp": 2, "world_size": 16}, {13: "tp 1, cp 0, dp 1, pp 1"}),
+        ({"tp": "2", "world_size": 8}, {6: "tp 0, cp 0, dp 3, pp 0"}),
+        ({"world_size": 1}, None),
+        ({"tp": 3, "world_size": 4}, None),
+        ({"tp": 2, "dp": 5, "world_size": 4}, None),
+        ({"tp": [], "world_size": None}, None),
+        ({"tp": 8, "dp": 2048, "world_size": 16384}, None),
+        ({"tp": -2, "world_size": 4}, None),
+    ],
+)
+def test_rank_layout(config: dict, place: dict[int, str] | None) -> None:
+    """Ranks lie where Megatron puts them; what cannot be drawn is left out."""
+    found = figures.layout_figure(config, [], [])
+    if place is None:
+        assert found is None
+        return
+    assert found is not None
+    assert len({(box.x, box.y) for box in found.boxes}) == int(config["world_size"])
+    for rank, words in place.items():
+        assert words in found.boxes[rank].title
+
+
+def test_failing_ranks_are_marked(diverged: Check) -> None:
+    """Ranks of the culprit and of other failures stand out."""
+    conflict = dataclasses.replace(diverged[1][-1], ranks=(0,))
+    found = figures.layout_figure(diverged[0].config, [*diverged[1], conflict], [1, 3])
+    assert found is not None
+    assert [box.state for box in found.boxes] == ["failing", "culprit", "fine", "culprit"]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Browser]:
+    """One Chromium for all tests of this file."""
+    with chromium.Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def show(browser: chromium.Browser, check: Check, folder: Path) -> None:
+    """Write the page and open it; nothing but the file is asked for."""
+    html.write(folder / "report.html", *check)
+    browser.faults.clear()
+    browser.requests.clear()
+    browser.open(folder / "report.html")
+    assert all(url.startswith("file:") for url in browser.requests)
+
+
+@needs_chromium
+def test_a_click_shows_the_worst_of_a_cell(
+    browser: chromium.Browser, diverged: Check, tmp_path: Path
+) -> None:
+    """Details, neighbours, the cell's microbatches; Escape closes."""
+    show(browser, diverged, tmp_path)
+    assert browser.js("document.getElementById('detail').hidden")
+    browser.click("#map rect[data-c]", at=60)
+    figure = figures.heat_map_figure(table.heat_map(diverged[1]))
+    worst = figure.cells[60][2].worst
+    heading = browser.js("document.querySelector('#detail h3').textContent")
+    assert heading == f"{worst.name} {worst.kind.value}.0"
+    details = browser.js("document.querySelector('#detail').textContent")
+    for part in ("Shard(0)", "64×2×128", "an exact zero on 50% of rows", "4 verdicts, 4 fail"):
+        assert part in details
+    assert browser.js("document.querySelectorAll('#detail .mini')[0].children.length") == 9
+    browser.click("#detail .mini button")
+    assert browser.js("document.querySelector('#detail h3').textContent") != heading
+    browser.key("Escape")
+    assert browser.js("document.getElementById('detail').hidden")
+    assert browser.faults == []
+
+
+@needs_chromium
+def test_culprit_curve_and_keyboard_lead_to_details(
+    browser: chromium.Browser, diverged: Check, tmp_path: Path
+) -> None:
+    """The button of the culprit, a dot of a curve, and arrow keys in the map."""
+    show(browser, diverged, tmp_path)
+    heading = "document.querySelector('#detail h3')?.textContent"
+    browser.click(".open-row")
+    assert browser.js(heading) == "embedding.word_embeddings output.0"
+    browser.key("Escape")
+    browser.click("circle.bad", at=5)
+    assert "output.0" in browser.js(heading)
+    browser.key("Escape")
+    browser.js("document.getElementById('map').focus()")
+    for key in ("ArrowDown", "ArrowRight", "Enter"):
+        browser.key(key)
+    assert not browser.js("document.getElementById('detail').hidden")
+    assert browser.faults == []
+
+
+@needs_chromium
+def test_filters(browser: chromium.Browser, conflict: Check, tmp_path: Path) -> None:
+    """Failures first; search by words; every filter counts what it shows."""
+    show(browser, conflict, tmp_path)
+    count = "document.getElementById('f-count').textContent"
+    assert browser.js(count) == "1 of 848"
+
+    def choose(field: str, value: str) -> str:
+        browser.js(
+            f"{{ const e = document.getElementById('{field}'); e.value = {json.dumps(value)};"
+            "e.dispatchEvent(new Event('input', {bubbles: true})) }"
+        )
+        return browser.js(count)
+
+    assert choose("f-outcome", "") == "848 of 848"
+    assert choose("f-kind", Kind.MAIN_GRAD.value) == "27 of 848"
+    assert choose("f-text", "LAYERS.2 weight") == "6 of 848"
+    assert choose("f-direction", "update") == "0 of 848"
+    choose("f-direction", "")
+    choose("f-kind", "")
+    choose("f-text", "")
+    choose("f-order", "margin")
+    first = browser.js("document.querySelector('#list-space .lrow .mono').textContent")
+    assert first == "decoder.final_layernorm.weight"
+    assert browser.faults == []
+
+
+@needs_chromium
+def test_ten_thousand_verdicts_do_not_lag(browser: chromium.Browser, tmp_path: Path) -> None:
+    """Few rows exist at a time, and filtering, opening and scrolling take moments."""
+    verdicts = embedding_bug(layers=24, microbatches=10)[1]
+    assert len(verdicts) > 10_000
+    started = time.monotonic()
+    show(browser, (make_summary(verdicts), verdicts), tmp_path)
+    assert time.monotonic() - started < 15
+    assert browser.js("document.querySelectorAll('#list-space .lrow').length") < 60
+    took = browser.js("""(() => {
+      const start = performance.now();
+      const text = document.getElementById('f-text');
+      text.value = 'mlp'; text.dispatchEvent(new Event('input', {bubbles: true}));
+      document.getElementById('list').scrollTop = 50000;
+      document.querySelectorAll('#map rect[data-c]')[700]
+        .dispatchEvent(new MouseEvent('click', {bubbles: true}));
+      document.body.offsetHeight;
+      return performance.now() - start; })()""")
+    assert took < 1000
+    assert browser.faults == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_names_run_nothing(name: str, browser: chromium.Browser, tmp_path: Path) -> None:
+    """Names are shown, not run: no dialog, no element, no error."""
+    show(browser, check_with(name, name), tmp_path)
+    browser.click(".open-row")
+    assert not browser.js("document.getElementById('detail').hidden")
+    assert browser.js("document.querySelectorAll('img, iframe, script:not([id])').length") == 1
+    assert browser.faults == []
+
+
+@needs_chromium
+def test_print_and_dark(browser: chromium.Browser, tmp_path: Path) -> None:
+    """A printed page exists, and dark mode changes the ground."""
+    verdicts = healthy_verdicts()
+    show(browser, (make_summary(verdicts), verdicts), tmp_path)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    colours = []
+    for scheme in ("light", "dark"):
+        browser.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
+        colours.append(browser.js(ground))
+    browser.call("Emulation.setEmulatedMedia", features=[])
+    assert colours[0] != colours[1]
+    assert browser.pdf().startswith(b"%PDF")
