@@ -5,17 +5,21 @@
 """
 
 import argparse
+import importlib.util
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace import resources
+from megatron_ttrace.data import text
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.megatron_lm import cli, patch, unified_diff
 
@@ -257,15 +261,24 @@ def test_removed_lines() -> None:
     assert unified_diff.apply(change.reversed(), changed) == content
 
 
-@pytest.mark.skipif(CLONE is None, reason="TTRACE_MEGATRON_LM names no clone of Megatron-LM")
-@pytest.mark.parametrize("release", RELEASES)
-def test_real_checkout(release: str, tmp_path: Path) -> None:
-    """The real script takes the patch, still compiles, and comes back byte for byte."""
-    names = ["pretrain_gpt.py", "megatron/core/package_info.py"]
+def unpack(release: str, folder: Path, *names: str) -> None:
+    """Files of a tag of the real Megatron-LM."""
     command = ["git", "-C", str(CLONE), "archive", f"core_v{release}", *names]
     archive = subprocess.run(command, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(tmp_path, filter="data")
+        files.extractall(folder, filter="data")
+
+
+with_clone = pytest.mark.skipif(
+    CLONE is None, reason="TTRACE_MEGATRON_LM names no clone of Megatron-LM"
+)
+
+
+@with_clone
+@pytest.mark.parametrize("release", RELEASES)
+def test_real_checkout(release: str, tmp_path: Path) -> None:
+    """The real script takes the patch, still compiles, and comes back byte for byte."""
+    unpack(release, tmp_path, "pretrain_gpt.py", "megatron/core/package_info.py")
     script = tmp_path / "pretrain_gpt.py"
     original = script.read_bytes()
     assert not patch.find(tmp_path).applied
@@ -275,3 +288,47 @@ def test_real_checkout(release: str, tmp_path: Path) -> None:
     compile(patched, str(script), "exec")
     run(tmp_path, "--reverse")
     assert script.read_bytes() == original
+
+
+TRAINING = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 1
+--lr 1e-3 --lr-decay-style constant --eval-iters 0 --eval-interval 100 --transformer-impl local
+--no-masked-softmax-fusion --split 100,0,0 --tensor-model-parallel-size 2 --ttrace --ttrace-exit
+"""
+
+
+@pytest.mark.nightly
+@with_clone
+@pytest.mark.parametrize("release", RELEASES)
+def test_real_script_checks_itself(release: str, tmp_path: Path) -> None:
+    """Megatron-LM's own script and its own Megatron, on our data: TP 2 equals one device."""
+    checkout = tmp_path / "Megatron-LM"
+    names = ["pretrain_gpt.py", "gpt_builders.py", "model_provider.py", "megatron"]
+    unpack(release, checkout, *names)
+    run(checkout)
+    # The checkout has the extension's source only; the installed wheel's is as good.
+    compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    assert compiled is not None
+    assert compiled.origin is not None
+    shutil.copy(compiled.origin, checkout / "megatron" / "core" / "datasets")
+    prefix = text.standard_library_corpus(tmp_path / "data" / "std", 200_000)
+    data = text.training_flags(prefix, release).split()
+    options = [*TRAINING.split(), *data, "--ttrace-dir", str(tmp_path / "out")]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, "pretrain_gpt.py", *options],
+        cwd=checkout,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "WANDB_MODE": "disabled",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["verdict"] == "equivalent"
+    assert summary["versions"]["megatron-core"].startswith(release.rsplit(".", 1)[0])
