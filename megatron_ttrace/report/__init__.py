@@ -7,6 +7,7 @@ written; every other sink fails open, because a report must not kill a training 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,5 +95,7 @@ def publish(
     if wandb:
         attempt("W&B", log_wandb)
     attempt("the terminal report", lambda: terminal.render(summary, verdicts, console, directory))
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    # The log itself may be gone (a closed pipe); there is nobody left to tell then.
+    with contextlib.suppress(Exception):
+        for line in lines:
+            terminal.say(console, line)

@@ -58,7 +58,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
         worst=_worst_margin(verdicts),
         layout_text=wording.layout_text(summary.config),
         counts=_counts(summary, verdicts),
-        reasons=[(clean(r, NOTE_LIMIT), n) for r, n in table.unchecked_reasons(verdicts)],
+        reasons=[(wording.reason_text(r), n) for r, n in table.unchecked_reasons(verdicts)],
         notices=[clean(notice, NOTE_LIMIT) for notice in summary.notices],
         culprits=_culprits(summary, verdicts),
         more_culprits=max(0, len(summary.culprits) - MAX_CULPRITS),

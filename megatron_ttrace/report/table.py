@@ -213,12 +213,14 @@ def _column_key(column: Column, order: dict[Column, int]) -> tuple[int, int]:
 def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[str, int]]:
     """Why tensors were not checked, most frequent first.
 
-    A note is ``reason: details``; the details differ from tensor to tensor and are left out.
+    A note is ``remark; reason: details``; remarks, and details that differ from tensor to tensor,
+    are left out.
     """
     reasons: Counter[str] = Counter()
     for verdict in verdicts:
         if verdict.verdict is Outcome.UNCHECKED:
-            reasons[verdict.note.split(":", 1)[0].strip() or NO_REASON] += 1
+            last = verdict.note.rsplit("; ", 1)[-1]
+            reasons[last.split(":", 1)[0].strip() or NO_REASON] += 1
     return reasons.most_common()
 
 

@@ -62,6 +62,12 @@ def render(
     _next_steps(page, summary, directory)
 
 
+def say(console: Console, line: str) -> None:
+    """Print one literal line, in characters that the log has."""
+    text = for_encoding(line, console.encoding)
+    console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 class _Page:
     """Writes lines of ``label  text`` with a hanging indent, cut to the width of the page."""
 
@@ -143,7 +149,9 @@ def _counts(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
     )
     reasons = table.unchecked_reasons(verdicts)
     for position, (reason, number) in enumerate(reasons[:MAX_REASONS]):
-        page.field("" if position else "unchecked", f"{number:,} {clean(reason)}", "yellow")
+        page.field(
+            "" if position else "unchecked", f"{number:,} {wording.reason_text(reason)}", "yellow"
+        )
     if len(reasons) > MAX_REASONS:
         page.field("", f"{len(reasons) - MAX_REASONS} more reasons in {files.HTML}", "yellow")
 

@@ -165,6 +165,14 @@ def headline(summary: Summary) -> str:
     return text
 
 
+_REASONS = {"blind": "blind: rounding alone moves them too far for a bug to show"}
+
+
+def reason_text(reason: str) -> str:
+    """Why tensors were not checked, for people."""
+    return _REASONS.get(reason) or clean(reason, NOTE_LIMIT)
+
+
 _SOURCES: tuple[tuple[str, str], ...] = (
     (r"(^|\.)word_embeddings", "VocabParallelEmbedding in megatron/core/tensor_parallel/layers.py"),
     (r"(^|\.)embedding", "megatron/core/models/common/embeddings/language_model_embedding.py"),

@@ -174,3 +174,12 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments("--help")
     assert "ttrace report ttrace-out" in capsys.readouterr().out
+
+
+def test_a_closed_log_does_not_raise(diverged: Check, tmp_path: Path) -> None:
+    """The files are there even when nobody can be told."""
+    file = io.StringIO()
+    console = Console(file=file)
+    file.close()
+    publish(*diverged, tmp_path, console=console, wandb=False)
+    assert files.load_report(tmp_path) == diverged

@@ -145,7 +145,7 @@ def test_heat_map_covers_everything() -> None:
 
 def test_unchecked_reasons_are_grouped() -> None:
     """The details after the colon differ from tensor to tensor and are left out."""
-    notes = ["blind: tolerance 0.8", "blind: tolerance 0.9", "", "not traced"]
+    notes = ["blind: 80%", "held unevenly: 1 to 2 replicas; blind: 90%", "", "not traced"]
     verdicts = [
         make_verdict(verdict=Outcome.UNCHECKED, note=note, microbatch=STEP_LEVEL) for note in notes
     ]
