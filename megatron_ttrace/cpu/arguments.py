@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ttrace.cpu import apex, helpers_cpp
+from megatron_ttrace.cpu import apex, helpers_cpp, warmup
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.errors import TTraceError
 
@@ -224,6 +224,7 @@ def adapt_arguments(args: argparse.Namespace) -> list[str]:
     for step in _STEPS:
         step(adapter)
     helpers_cpp.skip_compilation()
+    warmup.skip()
     return adapter.changes
 
 

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU command line becomes one that a CPU can run, and says what that took away."""
+
+import copy
+import sys
+from argparse import Namespace
+
+import pytest
+
+from megatron_ttrace.cpu import adapt_arguments, apex, arguments, banner, collectives
+from megatron_ttrace.errors import TTraceError
+
+pytest.importorskip("megatron.training")
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    """Nothing of TransformerEngine, and no process-wide change by a test."""
+    monkeypatch.setattr(arguments, "_have_transformer_engine", lambda: False)
+    monkeypatch.setattr(arguments, "_have_fused_rope", lambda: False)
+    monkeypatch.setattr(arguments.helpers_cpp, "skip_compilation", lambda: True)
+    monkeypatch.setattr(arguments.warmup, "skip", lambda: None)
+    monkeypatch.setattr(apex, "choose_local_norm", lambda normalization: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """Megatron's own parser, so that names and defaults are the real ones."""
+    from megatron.training.arguments import parse_args
+
+    def run(*words: str) -> Namespace:
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--num-layers", "2", *words])
+        return parse_args()
+
+    return run
+
+
+DEFAULTS = {
+    "NCCL",
+    "TransformerEngine layers",
+    "flash and fused attention",
+    "gradient accumulation fusion",
+    "data-loader workers",
+}
+
+
+def test_a_plain_command_line(parse):
+    args = parse()
+    assert set(adapt_arguments(args)) == DEFAULTS
+    assert args.distributed_backend == "gloo"
+    assert args.transformer_impl == "local"
+    assert args.attention_backend.name == "unfused"
+    assert not args.gradient_accumulation_fusion
+    assert args.no_persist_layer_norm
+    assert args.num_workers == 0
+
+
+def test_fusions_in_pytorch_stay_on(parse):
+    """They run as they are, and bias + GELU computes another GELU than the unfused code."""
+    args = parse()
+    adapt_arguments(args)
+    assert args.bias_gelu_fusion
+    assert args.bias_swiglu_fusion
+    assert args.bias_dropout_fusion
+
+
+def test_a_command_line_for_the_cpu_loses_nothing(parse):
+    args = parse(
+        *"--distributed-backend gloo --transformer-impl local --attention-backend unfused".split(),
+        *"--no-gradient-accumulation-fusion --no-masked-softmax-fusion --num-workers 0".split(),
+        "--no-persist-layer-norm",
+    )
+    assert adapt_arguments(args) == []
+
+
+def test_twice_is_once(parse):
+    """Megatron's fault-tolerance start parses the command line a second time."""
+    args = parse("--swiglu", "--position-embedding-type", "rope")
+    adapt_arguments(args)
+    again = copy.deepcopy(args)
+    assert adapt_arguments(again) == []
+    assert vars(again) == vars(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        ("--position-embedding-type rope", "RoPE fusion"),
+        ("--cuda-graph-impl local", "CUDA graphs"),
+        ("--tp-comm-overlap", "tensor-parallel communication overlap"),
+        ("--num-experts 4 --moe-grouped-gemm", "grouped GEMM"),
+        ("--num-experts 4", "bias and GELU fusion"),
+        ("--num-experts 4 --moe-token-dispatcher-type flex", "flex token dispatcher"),
+        ("--transformer-impl local", "masked softmax fusion"),
+        ("--transformer-impl local", "persistent layer norm"),
+        ("--transformer-impl local --attention-backend flash", "flash and fused attention"),
+    ],
+)
+def test_what_is_lost_is_named(parse, words, lost):
+    changes = adapt_arguments(parse(*words.split()))
+    assert lost in changes
+    assert len(changes) == len(set(changes))
+
+
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        ("", "RoPE fusion"),
+        ("", "masked softmax fusion"),
+        ("", "persistent layer norm"),
+        ("--num-experts 4 --swiglu", "bias and GELU fusion"),
+        ("--transformer-impl local", "flash and fused attention"),
+        ("--transformer-impl local --normalization RMSNorm", "persistent layer norm"),
+    ],
+)
+def test_what_the_user_would_not_have_had_is_not_named(parse, words, lost):
+    assert lost not in adapt_arguments(parse(*words.split()))
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--context-parallel-size 2", "--context-parallel-size"),
+        ("--fp8-format hybrid", "--fp8-format"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --normalization RMSNorm",
+            "--sequence-parallel with --normalization RMSNorm",
+        ),
+        ("--multi-latent-attention", "--multi-latent-attention"),
+        ("--sft", "--sft"),
+        (
+            "--recompute-granularity selective --recompute-modules layernorm",
+            "--recompute-modules layernorm",
+        ),
+    ],
+)
+def test_what_local_layers_cannot_do_is_refused(parse, monkeypatch, words, flag):
+    with pytest.raises(TTraceError, match=flag) as caught:
+        adapt_arguments(parse(*words.split()))
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(arguments, "_have_transformer_engine", lambda: True)
+    args = parse(*words.split())
+    adapt_arguments(args)
+    assert args.transformer_impl == "transformer_engine"
+
+
+def test_rms_norm_without_sequence_parallel_is_local(parse):
+    args = parse("--tensor-model-parallel-size", "2", "--normalization", "RMSNorm")
+    adapt_arguments(args)
+    assert args.transformer_impl == "local"
+
+
+def test_other_releases_lack_arguments():
+    """Nothing is invented that the installed Megatron does not know."""
+    args = Namespace(tensor_model_parallel_size=1, distributed_backend="nccl")
+    assert adapt_arguments(args) == ["NCCL"]
+    assert set(vars(args)) == {"tensor_model_parallel_size", "distributed_backend"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("nccl", "gloo"),
+        ("cpu:gloo,cuda:nccl", "gloo"),
+        ("gloo", "gloo"),
+        ("fake", "fake"),
+        (None, None),
+    ],
+)
+def test_backends(backend, expected):
+    assert collectives.gloo(backend) == expected
+
+
+def test_banner_is_one_line_that_names_everything():
+    line = banner(["NCCL", "CUDA graphs"])
+    assert "\n" not in line
+    assert line.endswith("switched off: NCCL, CUDA graphs")
+    assert "CPU" in line
+    assert "nothing" in banner([])

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each substitution, seen from a process that has activated the CPU backend."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace import cpu
+from megatron_ttrace.errors import TTraceError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def facts():
+    ran = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("probe.py"))],
+        cwd=ROOT,
+        env={"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_every_spelling_of_a_device_is_the_cpu(facts):
+    assert set(facts["devices"]["asked"].values()) == {"cpu"}
+
+
+def test_also_in_other_threads(facts):
+    """Checkpoints are written, and data sets built, by threads."""
+    assert facts["devices"]["thread"] == "cpu"
+
+
+def test_only_the_place_changes(facts):
+    seen = facts["devices"]
+    assert seen["same tensor"]
+    assert seen["dtype kept"] == "torch.float32"
+    assert seen["double"] == "torch.float64"
+    assert seen["meta"] == "meta"
+
+
+def test_default_devices_still_work(facts):
+    """``--init-model-with-meta-device`` builds the model under one."""
+    assert facts["default device"] == "meta"
+
+
+def test_torchscript_still_works(facts):
+    assert facts["scripted"] == [1.0, 1.0]
+
+
+def test_only_megatron_sees_cuda_types(facts):
+    assert facts["types"] == {
+        "megatron": "torch.cuda.FloatTensor",
+        "megatron bf16": "torch.cuda.BFloat16Tensor",
+        "others": "torch.FloatTensor",
+    }
+
+
+def test_streams_are_always_done(facts):
+    assert facts["streams"] == {"done": True, "ordered": True, "capturing": False}
+
+
+def test_random_states_are_restored(facts):
+    assert facts["random"] == {
+        "restored": True,
+        "another stream": True,
+        "same as the CPU's": True,
+    }
+
+
+def test_megatron_finds_a_device_and_the_data_loader_none(facts):
+    seen = facts["queries"]
+    assert seen["available"]
+    assert not seen["accelerator"]
+    assert seen["allocated"] == 0
+    assert seen["memory"]
+    assert seen["capability"] >= [8, 0]  # bf16 is refused below
+
+
+def test_needed_is_not_fooled_by_itself(facts):
+    """After activation ``torch.cuda.is_available()`` says yes."""
+    assert facts["queries"]["still needed"]
+
+
+def test_activating_twice_wraps_once(facts):
+    assert facts["wrapped once"]
+    assert facts["dynamo"] == "1"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_collectives_of_forked_ranks(facts, rank):
+    seen = facts["forked"][rank]
+    assert seen["parent's threads"] == 1
+    assert seen["backend"] == "gloo"
+    assert seen["all_gather"] == [[1.0, 1.0], [2.0] * 6]
+    assert seen["reduce_scatter"] == [3.0] * (1 if rank == 0 else 3)
+    assert seen["all_to_all"] == ([1.0, 2.0] if rank == 0 else [1.0, 1.0, 2.0, 2.0])
+    assert seen["bf16"] == [3.0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_reducing_leaves_the_inputs_alone(facts, rank):
+    """Gloo's own reduce writes partial sums into the buffers of the other ranks."""
+    value = float(rank + 1)
+    assert facts["forked"][rank]["inputs kept"] == [[value], [value] * 3]
+
+
+def test_too_late_is_an_error_that_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.core", sys)
+    with pytest.raises(TTraceError, match=r"call megatron_ttrace.enable\(\) before importing"):
+        cpu.activate()
+
+
+@pytest.mark.parametrize(
+    ("device", "has_cuda", "expected"),
+    [
+        ("auto", False, True),
+        ("auto", True, False),
+        ("cpu", True, True),
+        ("cuda", False, False),
+    ],
+)
+def test_needed(monkeypatch, device, has_cuda, expected):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
+    assert cpu.needed(device) is expected
