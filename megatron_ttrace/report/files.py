@@ -148,7 +148,7 @@ def read_summary(path: Path) -> Summary:
     return summary
 
 
-def load_report(directory: Path) -> tuple[Summary, list[Verdict]]:
+def load_report(directory: Path | str) -> tuple[Summary, list[Verdict]]:
     """Both files of a finished check.
 
     Raises:

@@ -43,7 +43,11 @@ UNMEASURED_MARGIN = 1e9
 """Stands for a failure without a number (a missing layer, NaN), so that runs still sort by it."""
 
 PROBE_SECONDS = 5.0
+INIT_SECONDS = 30.0
 TOTAL_SECONDS = 120.0
+_FORMER_HOST = "api.wandb.ai"
+"""Keys that were stored for it still count for the public service under its newer name."""
+
 _WARNING = "ttrace: WARNING: W&B logging failed, the report itself is complete"
 
 
@@ -114,15 +118,24 @@ def _own_run(
     directory: Path,
     project: str,
 ) -> str:
+    def open_run(mode: str | None) -> Any:
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or project,
+            job_type="ttrace",
+            dir=str(directory),
+            mode=mode,
+            config={"layout": summary.config, "versions": summary.versions},
+            settings=_settings(wandb),
+        )
+
     mode, why = _mode(wandb)
-    run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT") or project,
-        job_type="ttrace",
-        dir=str(directory),
-        mode=mode,
-        config={"layout": summary.config, "versions": summary.versions},
-        settings=_settings(wandb),
-    )
+    try:
+        run = open_run(mode)
+    except Exception as error:
+        if mode != "online":
+            raise
+        run = open_run("offline")
+        why = f" (WARNING: online logging failed: {clean(error, 200)})"
     try:
         _log(wandb, run, summary, verdicts, html_path)
         where = _where(run)
@@ -140,7 +153,7 @@ def _settings(wandb: Any) -> Any:
         "disable_code": True,
         "disable_job_creation": True,
         "x_disable_stats": True,
-        "init_timeout": 30.0,
+        "init_timeout": INIT_SECONDS,
         "finish_timeout": 60.0,
         "login_timeout": 10.0,
     }
@@ -152,23 +165,27 @@ def _mode(wandb: Any) -> tuple[str | None, str]:
     """The mode of an own run, and why where it is not what the user may expect."""
     if os.environ.get("WANDB_MODE"):
         return None, ""
-    base_url = str(wandb.Settings().base_url)
-    if not _has_key(base_url):
+    settings = wandb.setup().settings
+    base_url = os.environ.get("WANDB_BASE_URL") or str(settings.base_url)
+    hosts = [urllib.parse.urlsplit(base_url).netloc]
+    if base_url == wandb.Settings().base_url:
+        hosts.append(_FORMER_HOST)
+    if not (getattr(settings, "api_key", None) or _has_key(hosts)):
         return "offline", " (no API key: 'wandb login' to log online)"
     if not _answers(base_url):
         return "offline", f" ({clean(base_url)} did not answer within {PROBE_SECONDS:.0f} s)"
     return "online", ""
 
 
-def _has_key(base_url: str) -> bool:
+def _has_key(hosts: Sequence[str]) -> bool:
     """Whether wandb would find an API key without asking; its own check may prompt or warn."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urllib.parse.urlsplit(base_url).netloc
     candidates = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
     for candidate in filter(None, candidates):
         try:
-            if netrc.netrc(os.path.expanduser(candidate)).authenticators(host):
+            found = netrc.netrc(os.path.expanduser(candidate))
+            if any(found.authenticators(host) for host in hosts):
                 return True
         except (OSError, netrc.NetrcParseError):
             continue

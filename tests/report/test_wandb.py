@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import socket
 import subprocess
@@ -177,7 +178,7 @@ def test_a_silent_server_does_not_hang(
         line = sink.log(*healthy, tmp_path / "none", directory=tmp_path)
         assert time.monotonic() - started < 15
     assert "offline run" in line
-    assert "did not answer" in line
+    assert f"{address} did not answer" in line
 
 
 def test_waiting_is_bounded(
@@ -205,8 +206,8 @@ def test_a_key_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path.write_text("machine wandb.example login user password x\n")
     path.chmod(0o600)
     monkeypatch.setenv("NETRC", str(path))
-    assert sink._has_key("https://wandb.example")
-    assert not sink._has_key("https://other.example")
+    assert sink._has_key(["other.example", "wandb.example"])
+    assert not sink._has_key(["other.example"])
 
 
 def test_wandb_is_imported_lazily() -> None:
@@ -217,3 +218,34 @@ def test_wandb_is_imported_lazily() -> None:
         "assert sink.log"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Refuses(http.server.BaseHTTPRequestHandler):
+    """A server that is there, and does not want us."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.send_error(401)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_refuses_leaves_an_offline_run(
+    healthy: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expired key must not stop a job, nor hold it up."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setattr(sink, "INIT_SECONDS", 2.0)
+        line = sink.log(*healthy, tmp_path / "none", directory=tmp_path)
+        server.shutdown()
+    assert "WARNING: online logging failed" in line
+    assert str(run_folder(tmp_path)) in line
+    assert "ttrace_verdicts" in tables(run_folder(tmp_path))
+    assert "\n" not in line
