@@ -60,7 +60,8 @@ def publish(
     def attempt(sink: str, work: Callable[[], str | None]) -> None:
         try:
             line = work()
-        except Exception as error:  # noqa: BLE001 - sinks fail open
+        # rich answers a closed pipe with SystemExit, which would end the training job.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - sinks fail open
             line = f"ttrace: WARNING: {sink} failed and was left out: {clean(repr(error), 300)}"
         if line:
             lines.append(line)
@@ -96,6 +97,6 @@ def publish(
         attempt("W&B", log_wandb)
     attempt("the terminal report", lambda: terminal.render(summary, verdicts, console, directory))
     # The log itself may be gone (a closed pipe); there is nobody left to tell then.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):
         for line in lines:
             terminal.say(console, line)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.records import Result
+from megatron_ttrace.records import Result, Summary, Verdict
 from megatron_ttrace.report import files, html, junit, table, terminal
 
 _EXIT_CODES = {
@@ -66,17 +68,20 @@ def run(args: argparse.Namespace) -> int:
         html.write(args.html, summary, verdicts)
     if args.junit is not None:
         junit.write(args.junit, summary, verdicts)
-    if args.json:
-        json.dump(_machine(args.directory), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
-    else:
-        terminal.render(summary, verdicts, Console(), args.directory)
+    try:
+        if args.json:
+            print(json.dumps(_machine(summary, verdicts), indent=2, allow_nan=False), flush=True)
+        else:
+            terminal.render(summary, verdicts, Console(), args.directory)
+    except (BrokenPipeError, SystemExit):
+        # The reader (head, less) has seen enough; the answer is the exit code all the same.
+        # rich turns a closed pipe into SystemExit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_code(summary.verdict)
 
 
-def _machine(directory: Path) -> dict[str, Any]:
+def _machine(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """``summary.json`` with one row per layer and direction, worst first."""
-    summary, verdicts = files.load_report(directory)
     rows = [
         {
             "layer": row.layer,

@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -181,5 +183,41 @@ def test_a_closed_log_does_not_raise(diverged: Check, tmp_path: Path) -> None:
     file = io.StringIO()
     console = Console(file=file)
     file.close()
+    publish(*diverged, tmp_path, console=console, wandb=False)
+    assert files.load_report(tmp_path) == diverged
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_reader_may_leave_early(flags: list[str], diverged: Check, tmp_path: Path) -> None:
+    """``ttrace report DIR | head -1``: no traceback, and still the check's exit code."""
+    published(diverged, tmp_path)
+    code = (
+        "import argparse, sys; from megatron_ttrace.report import cli\n"
+        "p = argparse.ArgumentParser(); cli.add_parser(p.add_subparsers())\n"
+        "a = p.parse_args(['report', *sys.argv[1:]]); sys.stdin.read(1); sys.exit(a.run(a))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(b"x")
+    assert process.returncode == 1
+    assert errors == b""
+
+
+def test_a_closed_pipe_does_not_end_the_job(diverged: Check, tmp_path: Path) -> None:
+    """rich raises SystemExit there; a training job must not see it."""
+
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    console = Console(file=Closed())
+    console.on_broken_pipe = lambda: sys.exit(1)  # type: ignore[method-assign]
     publish(*diverged, tmp_path, console=console, wandb=False)
     assert files.load_report(tmp_path) == diverged
