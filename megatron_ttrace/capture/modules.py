@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on every module: inputs, outputs, and their gradients.
 
-Gradients are taken with hooks on the *tensors*, not with ``register_full_backward_hook``: that one
+Gradients are taken with hooks on the *graph*, not with ``register_full_backward_hook``: that one
 passes a module's outputs through a view, and Megatron's cross entropy then modifies a view in
-place and autograd raises. A tensor hook adds no node to the graph, so the run stays bitwise the
+place and autograd raises. Such a hook adds no node, so the run stays bitwise the
 same. ``grad_input`` is therefore the gradient of the tensor that enters a module, summed over all
 its consumers (a residual branch included), ``grad_output`` that of the tensor that leaves it.
 
 A tensor that is seen again under another name (one module's output is the next one's input) is
 handed on once; version counters tell whether it was modified in place in between.
+
+Of the integer and boolean inputs only the model's own are taken: the attention mask of an inner
+module is optional in some layouts, and what is computed with it is judged.
 
 Under activation recomputation a module runs twice: in the forward pass (without a graph), and again
 inside the backward pass, where the graph comes from. Values are taken from the first, gradients
@@ -47,10 +50,14 @@ class Sink(Protocol):
 
 @dataclasses.dataclass
 class _Seen:
-    """A tensor of the forward pass and the names under which it was seen."""
+    """A tensor of the forward pass and the names under which it was seen.
+
+    ``node`` is the graph node that made it, on which its gradient hook sits.
+    """
 
     version: int
     places: list[Place]
+    node: Any
 
 
 class _ChunkState:
@@ -65,6 +72,7 @@ class _ChunkState:
         self.backward = -1
         self.seen = WeakTensorKeyDictionary()
         self.seen_again = WeakTensorKeyDictionary()
+        self.emitted: set[Place] = set()
 
 
 class ModuleTap:
@@ -90,7 +98,6 @@ class ModuleTap:
         self._microbatches = microbatches
         self._on_error = on_error
         self._handles: list[Any] = []
-        self._emitted: set[Place] = set()
         self._failed = False
 
     def __enter__(self) -> ModuleTap:
@@ -105,9 +112,7 @@ class ModuleTap:
             handle.remove()
         self._handles.clear()
 
-    def _attach(
-        self, state: _ChunkState, name: str, module: torch.nn.Module, names: Names
-    ) -> None:
+    def _attach(self, state: _ChunkState, name: str, module: torch.nn.Module, names: Names) -> None:
         is_root = name == ROOT
         spans = name in names.spans
         if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
@@ -166,7 +171,7 @@ class ModuleTap:
 
         for _, tensor in tensors_in(output):
             if tensor.requires_grad:
-                self._handles.append(tensor.register_hook(backward_begins))
+                self._handles.append(on_gradient(tensor, backward_begins))
 
     def _begins(
         self,
@@ -178,6 +183,8 @@ class ModuleTap:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         replaced: dict[int, torch.Tensor] = {}
         for index, tensor in tensors_in((args, kwargs)):
+            if name != ROOT and not tensor.is_floating_point():
+                continue
             instead = self._see(state, Kind.INPUT, name, index, tensor)
             if instead is not None:
                 replaced[index] = instead
@@ -205,51 +212,73 @@ class ModuleTap:
         local = state.backward if recomputing else state.forward
         place: Place = (self._microbatches[local], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
-        if not recomputing and place in self._emitted:
+        if not recomputing and place in state.emitted:
             # A module that runs twice in one microbatch: later runs get names of their own.
-            place = self._numbered(place)
+            place = _numbered(state, place)
+        instead = None
         if kind is Kind.INPUT:
             instead = self._sink.replace(place, tensor)
             if instead is not None:
                 instead.requires_grad_(tensor.requires_grad)
                 tensor = instead
-        else:
-            instead = None
         known: _Seen | None = seen.get(tensor)
-        if known is not None and known.version == tensor._version:
-            known.places.append(place)
-            if not recomputing:
-                self._emitted.add(place)
+        if known is not None and known.version != tensor._version:
+            known = None
+        if not recomputing:
+            state.emitted.add(place)
+            if known is not None:
                 self._sink.repeat(known.places[0], place, tensor)
-        else:
-            known = _Seen(tensor._version, [place])
-            seen[tensor] = known
-            if not recomputing:
-                self._emitted.add(place)
+            else:
                 self._sink.tensor((place,), tensor)
-            if tensor.requires_grad:
-                self._handles.append(
-                    tensor.register_hook(functools.partial(self._guard, self._gradient, known))
-                )
+        if known is not None and known.node is tensor.grad_fn:
+            known.places.append(place)
+            return instead
+        # New, or its node is: a checkpointed block's output gets the node that counts only after
+        # the hooks inside the block have seen it.
+        known = _Seen(tensor._version, [place], tensor.grad_fn)
+        seen[tensor] = known
+        if tensor.requires_grad:
+            self._handles.append(
+                on_gradient(tensor, functools.partial(self._guard, self._gradient, state, known))
+            )
         return instead
 
-    def _numbered(self, place: Place) -> Place:
-        microbatch, kind, name, index = place
-        call = 1
-        while (microbatch, kind, f"{name}#{call}", index) in self._emitted:
-            call += 1
-        return microbatch, kind, f"{name}#{call}", index
-
-    def _gradient(self, seen: _Seen, grad: torch.Tensor) -> None:
+    def _gradient(self, state: _ChunkState, seen: _Seen, grad: torch.Tensor) -> None:
         places = []
         for microbatch, kind, name, index in seen.places:
             gradient = Kind.GRAD_INPUT if kind is Kind.INPUT else Kind.GRAD_OUTPUT
             place = (microbatch, gradient, name, index)
-            if place not in self._emitted:
-                self._emitted.add(place)
+            if place not in state.emitted:
+                state.emitted.add(place)
                 places.append(place)
         if places:
             self._sink.tensor(places, grad)
+
+
+def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+    """Call ``hook`` with the gradient of ``tensor``, once it is complete; returns a handle.
+
+    The hook goes on the graph node. ``Tensor.register_hook`` remembers the node of the first call
+    for good, and a tensor that leaves a checkpointed block changes its node.
+    """
+    if tensor.grad_fn is None:
+        return tensor.register_hook(hook)
+    output = tensor.output_nr
+
+    def before_node(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        gradient = gradients[output]
+        if gradient is not None:
+            hook(gradient)
+
+    return tensor.grad_fn.register_prehook(before_node)
+
+
+def _numbered(state: _ChunkState, place: Place) -> Place:
+    microbatch, kind, name, index = place
+    call = 1
+    while (microbatch, kind, f"{name}#{call}", index) in state.emitted:
+        call += 1
+    return microbatch, kind, f"{name}#{call}", index
 
 
 def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:

@@ -22,12 +22,20 @@ from megatron_ttrace.capture.names import unwrap
 class Owned:
     """The part of one model parameter that this rank's optimizer steps.
 
-    ``range`` is the flat element range of the local parameter, ``None`` for all of it.
+    ``main`` is the tensor that is stepped, ``inner`` the torch optimizer that steps it, in its
+    ``group``. ``range`` is the flat element range of the local parameter, ``None`` for all of it.
     """
 
     main: torch.Tensor
-    state: dict[str, Any]
-    range: tuple[int, int] | None
+    inner: torch.optim.Optimizer
+    group: dict[str, Any]
+    range: tuple[int, int] | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of this tensor; empty before its first step."""
+        # Not inner.state[main]: that would create an entry.
+        return self.inner.state.get(self.main, {})
 
 
 def leaves_of(optimizer: Any) -> Iterator[Any]:
@@ -47,25 +55,28 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
         inner = getattr(leaf, "optimizer", None)
         if inner is None or getattr(leaf, "is_stub_optimizer", False):
             continue
+        groups = {id(p): group for group in inner.param_groups for p in group["params"]}
         if hasattr(leaf, "model_param_group_index_map"):
-            for parameter, (group, order) in leaf.model_param_group_index_map.items():
+            for parameter, (number, order) in leaf.model_param_group_index_map.items():
                 part = leaf._get_model_param_range_map(parameter)["param"]
-                main = inner.param_groups[group]["params"][order]
-                owned[parameter] = Owned(main, inner.state.get(main, {}), (part.start, part.end))
-        elif hasattr(leaf, "fp32_from_float16_groups"):
-            for models, mains in zip(
-                leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True
-            ):
-                for parameter, main in zip(models, mains, strict=True):
-                    owned[parameter] = Owned(main, inner.state.get(main, {}), None)
-            for group in leaf.fp32_from_fp32_groups:
-                for parameter in group:
-                    owned[parameter] = Owned(parameter, inner.state.get(parameter, {}), None)
-        else:
-            for group in inner.param_groups:
-                for parameter in group["params"]:
-                    owned[parameter] = Owned(parameter, inner.state.get(parameter, {}), None)
+                group = inner.param_groups[number]
+                main = group["params"][order]
+                owned[parameter] = Owned(main, inner, group, (part.start, part.end))
+            continue
+        pairs = [(p, p) for group in inner.param_groups for p in group["params"]]
+        if hasattr(leaf, "fp32_from_float16_groups"):
+            pairs = [
+                *_pairs(leaf.float16_groups, leaf.fp32_from_float16_groups),
+                *_pairs(leaf.fp32_from_fp32_groups, leaf.fp32_from_fp32_groups),
+            ]
+        for parameter, main in pairs:
+            owned[parameter] = Owned(main, inner, groups[id(main)])
     return owned
+
+
+def _pairs(models: Any, mains: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    for model_group, main_group in zip(models, mains, strict=True):
+        yield from zip(model_group, main_group, strict=True)
 
 
 class Snapshot:
@@ -79,7 +90,11 @@ class Snapshot:
         self._tensors = [
             (tensor, tensor.detach().clone()) for tensor in _mutable(chunks, optimizer)
         ]
-        self._inner = [leaf.optimizer for leaf in leaves_of(optimizer)]
+        self._inner = [
+            leaf.optimizer
+            for leaf in leaves_of(optimizer)
+            if getattr(leaf, "optimizer", None) is not None
+        ]
         self._states = [
             {
                 parameter: {
@@ -137,6 +152,7 @@ def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Te
     mains = [
         parameter
         for leaf in leaves_of(optimizer)
+        if getattr(leaf, "optimizer", None) is not None
         for group in leaf.optimizer.param_groups
         for parameter in group["params"]
     ]

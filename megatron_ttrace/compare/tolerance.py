@@ -91,7 +91,19 @@ class Tolerances:
         if is_exact(key) or eps == 0.0:
             return Tolerance(0.0, rms, 0.0)
         estimated = self._pooled.get((key.iteration, key.kind, key.name, key.index), 0.0)
-        return Tolerance(SAFETY * max(estimated, eps / 2), rms, estimated)
+        return Tolerance(SAFETY * max(estimated, self._floor(key, norm, eps)), rms, estimated)
+
+    def _floor(self, key: TraceKey, norm: float, eps: float) -> float:
+        """One rounding of every element, relative to the tensor's norm.
+
+        A parameter's change is the difference of two rounded parameters: its rounding error is
+        theirs, however small the change.
+        """
+        size = norm
+        if key.kind is Kind.PARAM_DELTA:
+            before = self._moved.get(dataclasses.replace(key, kind=Kind.PARAM, index=0))
+            size = max(size, before.norm if before else 0.0)
+        return eps / 2 * (size / norm if norm else 1.0)
 
 
 def is_exact(key: TraceKey) -> bool:

@@ -121,9 +121,7 @@ class CandidateSession(Session):
 
     def _find_reference(self) -> None:
         began = time.monotonic()
-        directory = Path(
-            self._agree(lambda: str(launch.ensure(self.args, self.settings))) or "."
-        )
+        directory = Path(self._agree(lambda: str(launch.ensure(self.args, self.settings))) or ".")
         self._reference = TraceReader(directory)
         self._tolerances = tolerance.read(
             directory,

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.names import canonical_names, unwrap
-from megatron_ttrace.capture.optimizer import Snapshot
+from megatron_ttrace.capture.optimizer import Snapshot, owned_by
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.flags import Settings
 from megatron_ttrace.integration import quiet
 from megatron_ttrace.integration.mesh import current_mesh
+from megatron_ttrace.start.moments import prime
 from megatron_ttrace.start.parameters import fill
 
 
@@ -74,7 +75,7 @@ class Session:
         return found
 
     def equal_start(self) -> None:
-        """Overwrite all parameters, and the optimizer's copies of them, with the start values."""
+        """Overwrite all parameters, the optimizer's copies of them, and its moments."""
         from megatron.core.utils import get_model_config
 
         config = get_model_config(self.model.chunks[0])
@@ -88,10 +89,15 @@ class Session:
                 init=self.settings.init,
             )
         self.model.optimizer.reload_model_params()
+        if self.settings.init == "reveal":
+            owned = owned_by(self.model.optimizer)
+            prime(
+                [(place, owned[p]) for p, place in self.model.places() if p in owned],
+                self.model.mesh,
+                seed=self.args.seed,
+            )
 
-    def rehearse(
-        self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int]
-    ) -> None:
+    def rehearse(self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int]) -> None:
         """One traced training step."""
         StepTap(self.model, sink, microbatches, self._tracing_failed, self._settle).run(run)
 

@@ -180,9 +180,7 @@ def _born(
     born = [
         v
         for v in verdicts
-        if v.kind in outputs
-        and v.verdict.is_failure
-        and (v.microbatch, v.name) not in sick_inputs
+        if v.kind in outputs and v.verdict.is_failure and (v.microbatch, v.name) not in sick_inputs
     ]
     names = {v.name for v in born}
     return [

@@ -27,9 +27,7 @@ class BlockShard:
         if total % self.blocks:
             raise ValueError(f"a dim of {total} is not {self.blocks} equal blocks")
         block = total // self.blocks
-        parts = [
-            take(dim_map, index * block, (index + 1) * block) for index in range(self.blocks)
-        ]
+        parts = [take(dim_map, index * block, (index + 1) * block) for index in range(self.blocks)]
         return join([Shard(self.dim).divide(part, rank, size) for part in parts])
 
     def __str__(self) -> str:

@@ -85,9 +85,7 @@ def join(parts: Sequence[DimMap]) -> DimMap:
     """Lay maps one after the other in local order."""
     joined, offset = [], 0
     for part in parts:
-        joined += [
-            dataclasses.replace(segment, local=segment.local + offset) for segment in part
-        ]
+        joined += [dataclasses.replace(segment, local=segment.local + offset) for segment in part]
         offset += length(part)
     return merge(tuple(joined))
 
@@ -120,7 +118,9 @@ def product(dim_maps: Sequence[DimMap]) -> tuple[Box, ...]:
     )
 
 
-def rows(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def rows(
+    start: int, stop: int, shape: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut the row-major range ``start .. stop`` of ``shape`` into (offset, extent) blocks.
 
     Each block is contiguous in row-major order: full in every dim after the one it ranges over.

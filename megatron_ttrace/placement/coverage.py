@@ -53,11 +53,15 @@ def coverage(logical_shape: Sequence[int], boxes: Iterable[Box]) -> Coverage:
             if start < 0 or start + size > limit:
                 raise ValueError(f"{box} leaves a tensor of shape {tuple(logical_shape)}")
     borders = [
-        np.unique([0, size, *(b.logical[d] for b in held), *(b.logical[d] + b.extent[d] for b in held)])
+        np.unique(
+            [0, size, *(b.logical[d] for b in held), *(b.logical[d] + b.extent[d] for b in held)]
+        )
         for d, size in enumerate(logical_shape)
     ]
     counts = np.zeros([len(border) for border in borders], dtype=np.int64)
-    starts = [np.searchsorted(borders[d], [b.logical[d] for b in held]) for d in range(len(borders))]
+    starts = [
+        np.searchsorted(borders[d], [b.logical[d] for b in held]) for d in range(len(borders))
+    ]
     stops = [
         np.searchsorted(borders[d], [b.logical[d] + b.extent[d] for b in held])
         for d in range(len(borders))

@@ -65,9 +65,7 @@ def plan(logical_shape: Sequence[int], placement: Placement, mesh: Mesh) -> tupl
     return flat.boxes(dim_maps) if flat is not None else product(dim_maps)
 
 
-def local_shape(
-    logical_shape: Sequence[int], placement: Placement, mesh: Mesh
-) -> tuple[int, ...]:
+def local_shape(logical_shape: Sequence[int], placement: Placement, mesh: Mesh) -> tuple[int, ...]:
     """The shape that the local tensor must have. Raises ``ValueError`` as :func:`plan` does."""
     dim_maps, flat = _dim_maps(logical_shape, placement, mesh)
     if flat is not None:

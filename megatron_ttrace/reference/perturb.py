@@ -47,7 +47,8 @@ def perturbed(chunks: Sequence[Names], seed: int) -> Iterator[None]:
     for names in chunks:
         with torch.no_grad():
             for parameter in names.parameters.values():
-                parameter.data.copy_(jitter(parameter.data, generator))
+                if parameter.dtype == torch.float32:
+                    parameter.data.copy_(jitter(parameter.data, generator))
         for name, module in names.modules.items():
             if name in _EMBEDDINGS or name == ROOT:
                 handles.append(module.register_forward_hook(outputs))

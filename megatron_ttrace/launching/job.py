@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One check on this machine, from a command line to an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.launching import forkserver, ranks
+from megatron_ttrace.records import Summary
+from megatron_ttrace.reference.launch import tail
+
+_OURS = re.compile(r"^ttrace: (.*)$")
+_ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit): ?(.*)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to check.
+
+    Attributes:
+        script: a Megatron training script that calls ``megatron_ttrace.enable()``.
+        arguments: its arguments, without ours.
+        nproc: number of ranks.
+        directory: the ``--ttrace-dir``.
+        flags: further ``--ttrace-*`` flags.
+        environment: added to each rank's environment.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    nproc: int
+    directory: Path
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def prepare(device: str = "auto") -> bool:
+    """Import Megatron here when ranks can be forked; returns whether they can."""
+    from megatron_ttrace import cpu
+
+    if not cpu.needed(device):
+        return False
+    forkserver.preload()
+    return True
+
+
+def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> Summary:
+    """Run a check to its end.
+
+    Args:
+        job: what to check.
+        fork: what :func:`prepare` returned.
+        say: told what happens, line by line.
+
+    Raises:
+        TTraceError: when there is no answer, with the reason.
+    """
+    from megatron_ttrace.report import files
+
+    if not job.script.is_file():
+        raise TTraceError(f"{job.script}: no such script")
+    try:
+        job.directory.mkdir(parents=True, exist_ok=True)
+        for stale in (files.SUMMARY, files.VERDICTS):
+            with contextlib.suppress(FileNotFoundError):
+                (job.directory / stale).unlink()
+        shutil.rmtree(job.directory / "candidate", ignore_errors=True)
+    except OSError as error:
+        raise TTraceError(
+            f"--ttrace-dir {job.directory} is not writable ({error.strerror}): choose another"
+        ) from error
+    logs = job.directory / "logs"
+    command = (
+        *(ranks.python(), str(job.script), *job.arguments),
+        *("--ttrace", "--ttrace-exit", "--ttrace-dir", str(job.directory), *job.flags),
+    )
+    echo = _Echo(ranks.log_of(logs, 0), say)
+    began = time.monotonic()
+    codes = ranks.run_ranks(
+        job.nproc, command, logs, fork=fork, environment=job.environment, progress=echo
+    )
+    echo()
+    if set(codes) <= {0, 1} and len(set(codes)) == 1:
+        with contextlib.suppress(TTraceError):
+            summary = files.read_summary(job.directory / files.SUMMARY)
+            return dataclasses.replace(
+                summary, timings={**summary.timings, "wall": time.monotonic() - began}
+            )
+    raise TTraceError(_why(codes, logs))
+
+
+class _Echo:
+    """Repeats our own lines of a growing log as they appear."""
+
+    def __init__(self, log: Path, say: Callable[[str], None]) -> None:
+        self._log = log
+        self._say = say
+        self._offset = 0
+        self._next = 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 0.2
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(self._offset)
+            while line := log.readline():
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                match = _OURS.match(line.decode(errors="replace").rstrip())
+                if match:
+                    self._say(match[1])
+
+
+def _why(codes: Sequence[int | None], logs: Path) -> str:
+    """One reason out of many logs: our own words first, else what a rank died of."""
+    told = [_told(ranks.log_of(logs, rank)) for rank in range(len(codes))]
+    for rank, reason in enumerate(told):
+        if codes[rank] == ExitCode.COULD_NOT_CHECK and reason:
+            return reason
+    for rank, code in enumerate(codes):
+        if code not in (0, None):
+            log = ranks.log_of(logs, rank)
+            how = f"was killed by signal {-code}" if code is not None and code < 0 else "failed"
+            died = _died_of(log)
+            return (
+                f"rank {rank} {how}: {died} (log: {log})"
+                if died
+                else (
+                    f"rank {rank} {how} with exit code {code}; its last lines, from {log}:\n{tail(log)}"
+                )
+            )
+    return f"the job ended without an answer; its last lines:\n{tail(ranks.log_of(logs, 0))}"
+
+
+def _told(log: Path) -> str:
+    """What we said last on a rank, with the lines that belong to it."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if _OURS.match(line)]
+    if not starts:
+        return ""
+    block = [lines[starts[-1]].removeprefix("ttrace: ")]
+    for line in lines[starts[-1] + 1 :]:
+        if not line.startswith("  "):
+            break
+        block.append(line)
+    return "\n".join(block)
+
+
+def _died_of(log: Path) -> str:
+    """The last exception of a log: Megatron's own words about what it refuses."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    for line in reversed(text.splitlines()):
+        match = _ERROR.match(line.removeprefix("[rank0]: "))
+        if match:
+            return line[:500]
+    return ""
