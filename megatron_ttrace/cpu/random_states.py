@@ -5,6 +5,9 @@ Megatron keeps one random state per purpose (data parallel, tensor parallel, exp
 swaps them in and out of the *CUDA* generator, because that is the one dropout and weight
 initialisation draw from. On the CPU both draw from ``torch.default_generator``; so that generator
 stands in for the CUDA one, and which ranks draw equal numbers stays exactly as on a GPU.
+
+The price of one generator: what on a GPU draws from the CPU's must not move it. Two such places are
+known, both undone: the data loader's seed (``dataloader.py``) and the warm-up (``warmup.py``).
 """
 
 import logging

@@ -108,7 +108,11 @@ def random_states() -> dict[str, Any]:
     again = torch.rand(3)
     torch.manual_seed(8)
     seeded = torch.rand(3)
+    torch.manual_seed(8)
+    list(torch.utils.data.DataLoader(torch.arange(3)))  # type: ignore[arg-type]
+    after_reading = torch.rand(3)
     return {
+        "kept by a data loader": torch.equal(after_reading, seeded),
         "restored": torch.equal(first, again),
         "another stream": not torch.equal(first, other),
         "same as the CPU's": torch.equal(other, seeded),

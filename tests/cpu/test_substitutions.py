@@ -67,7 +67,9 @@ def test_streams_are_always_done(facts):
 
 
 def test_random_states_are_restored(facts):
+    """A data loader's seed, drawn on one rank only, would part the dropout masks of the others."""
     assert facts["random"] == {
+        "kept by a data loader": True,
         "restored": True,
         "another stream": True,
         "same as the CPU's": True,
