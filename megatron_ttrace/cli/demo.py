@@ -1,3 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-def add_parser(subparsers):
-    pass
+"""``ttrace demo``: a healthy run and a sick one, on this machine, in about a minute."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.records import Kind, Result, Summary
+
+_EPILOG = """\
+example:
+  ttrace demo
+
+Four ranks, TP 2 with sequence parallelism x PP 2, distributed optimizer, real text (the source of
+this Python's standard library). First as it is, then with known bug 01 in it.
+
+exit code: 0 when the healthy run is found equivalent and the bug is found, 1 otherwise
+"""
+_RANKS = 4
+_CORPUS_BYTES = 4_000_000
+_ARGUMENTS = """
+--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 128
+--max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 8 --train-iters 10
+--lr 1e-3 --lr-warmup-iters 2 --eval-iters 0 --split 99,1,0 --hidden-dropout 0 --attention-dropout 0
+--transformer-impl local --tensor-model-parallel-size 2 --sequence-parallel
+--pipeline-model-parallel-size 2 --use-distributed-optimizer
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``demo`` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "demo",
+        help="see a healthy and a sick run checked",
+        description="Check a healthy 4-rank job and the same job with a known bug.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=Path("demo-out"), metavar="DIR", help="where to work"
+    )
+    parser.add_argument(
+        "--script", type=Path, default=None, metavar="SCRIPT", help=argparse.SUPPRESS
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run both checks and say whether they came out as they must."""
+    from rich.console import Console
+
+    from megatron_ttrace.data import text
+    from megatron_ttrace.launching import job as jobs
+    from megatron_ttrace.report import files, terminal
+    from megatron_ttrace.resources import launch_dir
+    from megatron_ttrace.versions import megatron_core_version
+
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
+
+    say("importing Megatron")
+    fork = jobs.prepare()
+    say("making a data set of this Python's standard library")
+    prefix = text.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
+    words = f"{_ARGUMENTS} {text.training_flags(prefix, megatron_core_version())}".split()
+    script = args.script or launch_dir() / "pretrain_gpt.py"
+    console = Console()
+    outcomes: list[bool] = []
+    for title, flags, expected in (
+        ("healthy: TP 2 + SP x PP 2, distributed optimizer", (), _is_healthy),
+        ("sick: the same with known bug 01 (--ttrace-bug 01)", ("--ttrace-bug", "01"), _is_found),
+    ):
+        console.rule(title)
+        directory = args.directory / title.split(":")[0]
+        job = jobs.Job(
+            script=script,
+            arguments=tuple(words),
+            nproc=_RANKS,
+            directory=directory,
+            flags=flags,
+            environment={"TTRACE_CACHE": str((args.directory / "references").resolve())},
+        )
+        summary = jobs.run(job, fork=fork, say=say)
+        terminal.render(summary, files.load_report(directory)[1], console, directory)
+        outcomes.append(expected(summary))
+    console.rule("demo")
+    healthy, found = outcomes
+    console.print(f"healthy run found equivalent: {'yes' if healthy else 'NO'}")
+    console.print(f"bug 01 found at embedding.word_embeddings: {'yes' if found else 'NO'}")
+    console.print(f"HTML report: {args.directory / 'sick' / files.HTML}")
+    say("done")
+    return int(ExitCode.EQUIVALENT if all(outcomes) else ExitCode.DIVERGED)
+
+
+def _is_healthy(summary: Summary) -> bool:
+    return summary.verdict is Result.EQUIVALENT
+
+
+def _is_found(summary: Summary) -> bool:
+    return summary.verdict is Result.DIVERGED and any(
+        culprit.name == "embedding.word_embeddings" and culprit.kind is Kind.OUTPUT
+        for culprit in summary.culprits
+    )

@@ -33,6 +33,9 @@ BLIND = 0.10
 
 FILE = "tolerances.jsonl"
 
+_SUMMED_INTO = {(Kind.MAIN_GRAD, ""): (Kind.GRAD_NORM,), (Kind.OUTPUT, "model"): (Kind.LOSS,)}
+"""Which tensors' elements the scalars of a step are summed from."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
@@ -78,7 +81,12 @@ class Tolerances:
         self._moved = moved
         self._dtypes = dtypes
         self._pooled: dict[tuple[int, Kind, str, int], float] = {}
+        self._summands: dict[tuple[int, Kind], int] = {}
         for key, value in moved.items():
+            for total in _SUMMED_INTO.get((key.kind, key.name), _SUMMED_INTO.get((key.kind, ""), ())):
+                self._summands[key.iteration, total] = (
+                    self._summands.get((key.iteration, total), 0) + value.n
+                )
             group = (key.iteration, key.kind, key.name, key.index)
             self._pooled[group] = max(self._pooled.get(group, 0.0), *value.moved)
 
@@ -97,8 +105,14 @@ class Tolerances:
         """One rounding of every element, relative to the tensor's norm.
 
         A parameter's change is the difference of two rounded parameters: its rounding error is
-        theirs, however small the change.
+        theirs, however small the change. The loss and the gradient norm are sums of very many
+        terms of one sign; replays add them up in one order and make the same error again, so the
+        bound for pairwise summation counts, eps/2 * log2(n) (Higham, Accuracy and Stability of
+        Numerical Algorithms, section 4.2).
         """
+        summands = self._summands.get((key.iteration, key.kind), 0)
+        if summands > 1:
+            return eps / 2 * math.log2(summands)
         size = norm
         if key.kind is Kind.PARAM_DELTA:
             before = self._moved.get(dataclasses.replace(key, kind=Kind.PARAM, index=0))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from megatron_ttrace.integration import channel, quiet
 from megatron_ttrace.integration.session import Session
 from megatron_ttrace.localise.culprits import localise
 from megatron_ttrace.records import Kind, Result, Summary, TraceKey, Verdict
-from megatron_ttrace.reference import launch
+from megatron_ttrace.reference import fingerprint, launch
+from megatron_ttrace.start import handoff
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 
@@ -44,7 +46,35 @@ class CandidateSession(Session):
         if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
             raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
         self._agree(self._prepare_directory)
-        self._find_reference()
+        if not _loads(args):
+            # Before the model is built: on a GPU the reference needs the memory.
+            self._find_reference(None)
+
+    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+        """A run that starts from a checkpoint hands its state to the reference first."""
+        super().begin(chunks, optimizer, scheduler)
+        if self._reference is None:
+            self._find_reference(self._hand_over(scheduler))
+
+    def _hand_over(self, scheduler: Any) -> dict[str, Any]:
+        directory = self.settings.directory / "start"
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        dist.barrier()
+        digests = channel.gather_json(handoff.write(self.model, directory), self.device)
+        self.start, self.start_step = directory, handoff.steps_of(self.model)
+        started = {
+            "directory": str(directory.resolve()),
+            "step": self.start_step,
+            "iteration": self.args.iteration,
+            "consumed_train_samples": self.args.consumed_train_samples,
+            "schedule": scheduler.num_steps,
+            "content": fingerprint.digest({"ranks": digests}),
+        }
+        if dist.get_rank() == 0:
+            seal(directory, {"role": "start", **started})
+        dist.barrier()
+        return started
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
         """Rehearse the block of traced iterations that starts with this step, if one does."""
@@ -119,9 +149,11 @@ class CandidateSession(Session):
                 f"--ttrace-dir {directory} is not writable ({error.strerror}): choose another"
             ) from error
 
-    def _find_reference(self) -> None:
+    def _find_reference(self, started: dict[str, Any] | None) -> None:
         began = time.monotonic()
-        directory = Path(self._agree(lambda: str(launch.ensure(self.args, self.settings))) or ".")
+        directory = Path(
+            self._agree(lambda: str(launch.ensure(self.args, self.settings, started=started)))
+        )
         self._reference = TraceReader(directory)
         self._tolerances = tolerance.read(
             directory,
@@ -259,6 +291,14 @@ class CandidateSession(Session):
         directory = self.settings.directory / "candidate"
         if any(directory.glob("*.index.jsonl")):
             seal(directory, {"role": "candidate", "world_size": dist.get_world_size()})
+
+
+def _loads(args: Any) -> bool:
+    """Whether this run starts from a checkpoint."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    paths = (args.load, getattr(args, "pretrained_checkpoint", None))
+    return any(path is not None and checkpoint_exists(path) for path in paths)
 
 
 def exit_code(result: Result) -> ExitCode:

@@ -20,6 +20,7 @@ from megatron_ttrace import cpu, flags
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 _enabled = False
+_said: set[str] = set()
 
 
 def enable() -> None:
@@ -96,10 +97,13 @@ def _prepare(args: argparse.Namespace) -> argparse.Namespace:
 
         reference_arguments.apply(args, settings)
     if cpu.needed(args.ttrace_device):
-        changes = cpu.adapt_arguments(args)
-        if is_first:
-            print(cpu.banner(changes), flush=True)
-    if settings is None and args.ttrace_bug is not None:
+        # Megatron parses more than once (ft_integration.setup): say it once.
+        line = cpu.banner(cpu.adapt_arguments(args))
+        if is_first and line not in _said:
+            _said.add(line)
+            print(line, flush=True)
+    if settings is None and args.ttrace_bug is not None and "bug" not in _said:
+        _said.add("bug")
         # A known bug can also be trained with, unwatched: that is how it looks to a user today.
         from megatron_ttrace.bugs import patching
 

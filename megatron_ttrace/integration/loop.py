@@ -64,8 +64,8 @@ class _Watch:
         result = original(*args, **kwargs)
         if session is not None:
             model, optimizer, scheduler = result
-            self._attempt(lambda: session.begin(model, optimizer, scheduler))
             self._session = session
+            self._attempt(lambda: session.begin(model, optimizer, scheduler))
         return result
 
     def around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

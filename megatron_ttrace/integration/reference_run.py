@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.optimizer import Snapshot
 from megatron_ttrace.compare import tolerance
@@ -32,6 +34,19 @@ class ReferenceSession(Session):
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
         self._order = json.loads(Path(settings.overrides).read_text(encoding="utf-8"))
         self._directory = Path(self._order["directory"])
+
+    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+        """Take over the candidate's place in the data and the schedule, if it has one."""
+        super().begin(chunks, optimizer, scheduler)
+        started = self._order.get("started")
+        if started is None:
+            return
+        self.start = Path(started["directory"])
+        self.start_step = started["step"]
+        self.args.iteration = started["iteration"]
+        self.args.consumed_train_samples = started["consumed_train_samples"]
+        scheduler.num_steps = started["schedule"]
+        scheduler.step(increment=0)
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
         """Do everything at the first step: the batches of untraced ones are fetched and left."""

@@ -7,6 +7,7 @@ import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.flags import Settings
 from megatron_ttrace.integration import quiet
 from megatron_ttrace.integration.mesh import current_mesh
+from megatron_ttrace.start import handoff
 from megatron_ttrace.start.moments import prime
 from megatron_ttrace.start.parameters import fill
 
@@ -31,6 +33,8 @@ class Session:
         self.settings = settings
         self.finished = False
         self.errors: list[str] = []
+        self.start: Path | None = None
+        self.start_step: float | None = None
         self._model: TracedModel | None = None
         self._scheduler: Any = None
 
@@ -76,6 +80,9 @@ class Session:
 
     def equal_start(self) -> None:
         """Overwrite all parameters, the optimizer's copies of them, and its moments."""
+        if self.start is not None:
+            handoff.restore(self.model, self.start, self.start_step)
+            return
         from megatron.core.utils import get_model_config
 
         config = get_model_config(self.model.chunks[0])

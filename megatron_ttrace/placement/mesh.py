@@ -36,8 +36,16 @@ class Mesh:
         return self.coordinates[AXES.index(axis)]
 
     def describe(self) -> dict[str, int]:
-        """Axis sizes larger than one, with the world size, for reports."""
-        found = {axis: size for axis, size in zip(AXES, self.sizes, strict=True) if size > 1}
+        """Axis sizes larger than one, with the world size, for reports.
+
+        Expert axes are left out where experts are laid out like everything else.
+        """
+        hidden = ("etp", "edp") if self.size("ep") == 1 and self.size("etp") == self.size("tp") else ()
+        found = {
+            axis: size
+            for axis, size in zip(AXES, self.sizes, strict=True)
+            if size > 1 and axis not in hidden
+        }
         if self.vpp > 1:
             found["vpp"] = self.vpp
         return {"world_size": self.world_size, **found}

@@ -101,7 +101,7 @@ def digest(identity_: dict[str, Any]) -> str:
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """What tells two identities apart, in words, most telling first."""
     found = []
-    for part in ("arguments", "ttrace", "data", "versions", "code"):
+    for part in ("arguments", "ttrace", "data", "start", "versions", "code"):
         here, there = ours.get(part) or {}, theirs.get(part) or {}
         for name in sorted({*here, *there}):
             if here.get(name) != there.get(name):

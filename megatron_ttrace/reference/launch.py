@@ -29,27 +29,30 @@ Runner = Callable[[Sequence[str], dict[str, str], Path], int]
 """Runs a command line with an environment and a log file; returns the exit code."""
 
 
-def ensure(args: argparse.Namespace, settings: Settings, *, start: Path | None = None) -> Path:
+def ensure(
+    args: argparse.Namespace, settings: Settings, *, started: dict[str, Any] | None = None
+) -> Path:
     """The directory of a reference trace that fits this candidate. Called on rank 0 only.
 
     Args:
         args: the candidate's validated arguments.
         settings: of the check.
-        start: directory with the candidate's start state, when it began from a checkpoint.
+        started: where the candidate's start state lies and where in the data and the schedule it
+            stands, when it began from a checkpoint.
 
     Raises:
         TTraceError: when a given reference does not fit, or making one failed.
     """
     wanted = fingerprint.identity(args, settings)
-    if start is not None:
-        wanted["start"] = _started_from(start)
+    if started is not None:
+        wanted["start"] = {name: value for name, value in started.items() if name != "directory"}
     if settings.reference is not None:
         meta = read_meta(settings.reference)
         different = fingerprint.differences(wanted, meta.get("identity", {}))
-        if different or wanted.get("start") != meta.get("identity", {}).get("start"):
+        if different:
             raise TTraceError(
                 f"--ttrace-reference {settings.reference} is of another configuration: "
-                + "; ".join(different[:3] or ["it started from another checkpoint"])
+                + "; ".join(different[:3])
                 + ". Leave the flag out to make a fitting one"
             )
         return settings.reference
@@ -60,7 +63,7 @@ def ensure(args: argparse.Namespace, settings: Settings, *, start: Path | None =
     if _fits(home, name):
         print(f"ttrace: using the reference made earlier ({name})", flush=True)
     else:
-        _make(home, name, wanted, args, settings, start)
+        _make(home, name, wanted, args, settings, started)
     if home != directory:
         _link(directory, home)
     return directory
@@ -79,7 +82,7 @@ def _make(
     wanted: dict[str, Any],
     args: argparse.Namespace,
     settings: Settings,
-    start: Path | None,
+    started: dict[str, Any] | None,
 ) -> None:
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True, exist_ok=True)
@@ -92,7 +95,7 @@ def _make(
                 "fingerprint": name,
                 "identity": wanted,
                 "directory": str(home),
-                "start": str(start) if start else None,
+                "started": started,
             },
             default=str,
         ),
@@ -178,8 +181,3 @@ def _link(directory: Path, home: Path) -> None:
     elif directory.exists():
         shutil.rmtree(directory)
     directory.symlink_to(home.resolve(), target_is_directory=True)
-
-
-def _started_from(start: Path) -> str:
-    meta = read_meta(start)
-    return str(meta["content"])
