@@ -12,6 +12,8 @@ import math
 from enum import StrEnum
 from typing import Any, Self
 
+from megatron_ttrace.errors import ExitCode
+
 
 class Kind(StrEnum):
     """What a traced tensor is. Order is the order in which a training step produces them."""
@@ -200,6 +202,11 @@ class Result(StrEnum):
     EQUIVALENT = "equivalent"
     DIVERGED = "diverged"
     COULD_NOT_CHECK = "could not check"
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The contract's exit code for this answer."""
+        return ExitCode[self.name]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,3 +1,197 @@
 # SPDX-License-Identifier: Apache-2.0
-def add_parser(subparsers):
-    pass
+"""``ttrace bugs``: the known bugs, and whether each of them is found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ttrace.bugs import catalogue
+from megatron_ttrace.bugs.catalogue import Bug
+from megatron_ttrace.errors import ExitCode, TTraceError
+
+if TYPE_CHECKING:
+    from megatron_ttrace.bugs.suite import Row
+
+_EPILOG = """\
+examples:
+  ttrace bugs list
+  ttrace bugs run 01 11
+  ttrace bugs run --all --model llama --bf16
+
+Every bug is re-created in Megatron's own code, in memory, in a small job on the CPU. The job is
+checked without the bug (it must be equivalent) and with it (it must diverge at the expected
+place). The checker is not told that there is a bug.
+
+exit code: 0 all as expected, 1 an expectation failed, 2 a case could not be run
+"""
+_MODELS = ("gpt", "llama")
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``bugs`` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "bugs",
+        help="list known bugs, or see that the checker finds them",
+        description="Known silent bugs of distributed training, re-created.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|run")
+    listing = actions.add_parser(
+        "list",
+        help="list the known bugs",
+        description="List the known bugs.",
+        epilog="example:\n  ttrace bugs list --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    running = actions.add_parser(
+        "run",
+        help="run known bugs and say which are found",
+        description="Run known bugs and say which are found.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for action in (listing, running):
+        action.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    running.add_argument("id", nargs="*", metavar="ID", help="which bugs, e.g. 01 04a")
+    running.add_argument("--all", action="store_true", help="all of them")
+    running.add_argument("--model", choices=_MODELS, default="gpt", help="small model to use")
+    running.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
+    running.add_argument("--seed", type=int, default=None, metavar="N", help="Megatron's --seed")
+    running.add_argument(
+        "--directory", type=Path, default=Path("ttrace-out/bugs"), metavar="DIR", help="where to work"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """List or run."""
+    bugs = catalogue.load_catalogue()
+    if args.action == "list":
+        return _list(bugs, args.json)
+    if args.all == bool(args.id):
+        raise TTraceError("ttrace bugs run: name the bugs (ttrace bugs list) or give --all")
+    chosen = bugs if args.all else [catalogue.find(bugs, wanted) for wanted in args.id]
+    return _run(chosen, args)
+
+
+def _list(bugs: Sequence[Bug], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps([_described(bug) for bug in bugs], indent=1))
+        return int(ExitCode.EQUIVALENT)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("id", "name", "axis", "what goes wrong", "upstream", "culprit")
+    for bug in bugs:
+        culprit = f"{bug.expected.module} {bug.expected.kind}"
+        table.add_row(
+            bug.id, bug.name, bug.axis, bug.title, ", ".join(bug.upstream), culprit
+        )
+    Console().print(table)
+    return int(ExitCode.EQUIVALENT)
+
+
+def _described(bug: Bug) -> dict[str, Any]:
+    return {
+        "id": bug.id,
+        "name": bug.name,
+        "title": bug.title,
+        "upstream": list(bug.upstream),
+        "confidence": bug.confidence,
+        "axis": bug.axis,
+        "layouts": [
+            {"nproc": layout.nproc, "arguments": list(layout.arguments)} for layout in bug.layouts
+        ],
+        "expected": {
+            "module": bug.expected.module,
+            "kind": bug.expected.kind.value,
+            "direction": bug.expected.direction.value,
+        },
+    }
+
+
+def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
+    from megatron_ttrace.bugs import suite
+
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
+
+    variant = suite.Variant(args.model, args.bf16, args.seed)
+    rows = list(suite.run(bugs, variant, args.directory, say))
+    if not rows:
+        raise TTraceError(f"none of these bugs has a layout for --model {args.model}")
+    if args.json:
+        print(json.dumps([row.to_json() for row in rows], indent=1))
+    else:
+        _show(rows, time.monotonic() - began)
+    return int(suite.exit_code(rows))
+
+
+def _show(rows: Sequence[Row], seconds: float) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("bug", "ranks", "layout", "healthy", "detected", "localised", "explained")
+    table.add_column("margin", justify="right")
+    table.add_column("seconds", justify="right")
+    for row in rows:
+        found = row.findings
+        table.add_row(
+            f"{row.bug.id} {row.bug.name}",
+            str(row.layout.nproc),
+            escape(_short(row.layout.arguments)),
+            _word(row.is_healthy if row.healthy else None),
+            _word(found.detected if found else None),
+            _word(found.localised if found else None),
+            _word(found.explained if found else None),
+            "" if not found or found.margin is None else f"{found.margin:.3g}",
+            f"{row.seconds:.1f}",
+        )
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if row.problem:
+            console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {escape(row.problem)}")
+    good = sum(row.met for row in rows)
+    console.print(f"{good} of {len(rows)} cases as expected, in {seconds:.0f} s")
+
+
+def _word(value: bool | None) -> str:
+    return "–" if value is None else "[green]yes[/green]" if value else "[red]NO[/red]"
+
+
+_ABBREVIATIONS = {
+    "--tensor-model-parallel-size": "TP",
+    "--pipeline-model-parallel-size": "PP",
+    "--context-parallel-size": "CP",
+    "--expert-model-parallel-size": "EP",
+    "--sequence-parallel": "SP",
+    "--use-distributed-optimizer": "ZeRO",
+    "--fp8-format": "FP8",
+    "--num-experts": "experts",
+}
+
+
+def _short(arguments: Sequence[str]) -> str:
+    """A layout in the field's abbreviations; what has none is left out."""
+    words: list[str] = []
+    taken = False
+    for word in arguments:
+        if word.startswith("--"):
+            taken = word in _ABBREVIATIONS
+            if taken:
+                words.append(_ABBREVIATIONS[word])
+        elif taken:
+            words.append(word)
+    return " ".join(words) or "DP"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace import flags
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.errors import TTraceError
 
 _EPILOG = """\
 example:
@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
         flags=tuple(_words(ours)),
     )
     summary = jobs.run(job, fork=fork, say=say)
-    from megatron_ttrace.report import cli as report_cli
     from megatron_ttrace.report import files, terminal
 
     if args.json:
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
         _, verdicts = files.load_report(job.directory)
         terminal.render(summary, verdicts, Console(), job.directory)
-    return report_cli.exit_code(summary.verdict)
+    return int(summary.verdict.exit_code)
 
 
 def _split(args: argparse.Namespace, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -115,6 +114,3 @@ def _progress() -> Any:
         print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
 
     return say
-
-
-__all__ = ["ExitCode", "add_parser", "run"]

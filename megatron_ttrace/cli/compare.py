@@ -1,3 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-def add_parser(subparsers):
-    pass
+"""``ttrace compare``: judge saved traces, without running anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.errors import TTraceError
+
+_EPILOG = """\
+example:
+  ttrace check --nproc-per-node 2 --ttrace-save-candidate -- launch/pretrain_gpt.py ...
+  ttrace compare ttrace-out/reference ttrace-out/candidate
+
+The report is written beside the candidate, or to --output. A reference made on one machine can be
+compared with candidates saved on others.
+
+exit code: 0 equivalent, 1 diverged, 2 could not check
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``compare`` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "compare",
+        help="compare two saved traces",
+        description="Compare a candidate's saved trace with a reference's.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
+    parser.add_argument("candidate", type=Path, metavar="CANDIDATE_DIR")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="where to write the report (default: beside)"
+    )
+    parser.add_argument("--wandb", action="store_true", help="log the report to W&B, too")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure rank by rank with the code that measures in a running job."""
+    import io
+
+    from rich.console import Console
+
+    from megatron_ttrace.compare import tolerance
+    from megatron_ttrace.compare.conclusion import conclude
+    from megatron_ttrace.compare.offline import measure_saved
+    from megatron_ttrace.report import publish
+    from megatron_ttrace.trace.store import TraceReader
+
+    began = time.monotonic()
+    reference, candidate = TraceReader(args.reference), TraceReader(args.candidate)
+    for trace, role in ((reference, "reference"), (candidate, "candidate")):
+        if trace.meta.get("role") != role:
+            raise TTraceError(f"{trace.directory} is no {role} trace: give REFERENCE CANDIDATE")
+    if not candidate.meta.get("complete"):
+        raise TTraceError(
+            f"{args.candidate} holds failed tensors only: trace with --ttrace-save-candidate"
+        )
+    summary, verdicts = conclude(
+        reference,
+        tolerance.of_reference(reference),
+        measure_saved(reference, candidate),
+        candidate=args.candidate,
+        config=candidate.meta["config"],
+        timings={"measure": time.monotonic() - began},
+    )
+    output = args.output or args.candidate.parent
+    output.mkdir(parents=True, exist_ok=True)
+    console = Console(file=io.StringIO()) if args.json else None
+    publish(summary, verdicts, output, wandb=args.wandb, console=console)
+    if args.json:
+        print(json.dumps(summary.to_json(), indent=1))
+    return int(summary.verdict.exit_code)

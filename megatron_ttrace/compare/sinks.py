@@ -200,11 +200,10 @@ class CompareSink:
         except ValueError as error:
             self._add(Measured(key, "", (), entry.shape, None, "shape", str(error)))
             return
-        factor = self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
-        sums = measure(data, self._reference.tensor(entry), boxes, factor)
+        sums = measure(data, self._reference.tensor(entry), boxes, self._factor(key))
         found = Measured(key, describe(placement), boxes, entry.shape, sums)
         self._add(found)
-        self._keep(found, data, factor)
+        self._keep(found, data)
 
     def _repeat(self, first: TraceKey, key: TraceKey, data: torch.Tensor) -> None:
         known = self._by_key.get(first)
@@ -220,22 +219,22 @@ class CompareSink:
             return
         self._add(dataclasses.replace(known, key=key))
         if first in self._kept and self._writer is not None:
-            entry = self._entry(self._by_key[key], data, 1.0)
+            entry = self._entry(self._by_key[key], data)
             self._writer.add(dataclasses.replace(entry, same_as=self._kept[first]), None)
 
     def _add(self, found: Measured) -> None:
         self.measured.append(found)
         self._by_key[found.key] = found
 
-    def _keep(self, found: Measured, data: torch.Tensor, factor: float) -> None:
+    def _keep(self, found: Measured, data: torch.Tensor) -> None:
         if self._writer is None:
             return
         if self._keep_all or (
             self._tolerances is not None and fails(found.sums, self._tolerances, found.key)
         ):
-            self._kept[found.key] = self._writer.add(self._entry(found, data, factor), data)
+            self._kept[found.key] = self._writer.add(self._entry(found, data), data)
 
-    def _entry(self, found: Measured, data: torch.Tensor, factor: float) -> Entry:
+    def _entry(self, found: Measured, data: torch.Tensor) -> Entry:
         return Entry(
             key=found.key,
             shape=tuple(data.shape),
@@ -243,8 +242,11 @@ class CompareSink:
             logical_shape=found.logical_shape,
             placement=found.placement,
             boxes=found.boxes,
-            factor=factor,
+            factor=self._factor(found.key),
         )
+
+    def _factor(self, key: TraceKey) -> float:
+        return self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
 
     def _is_gated(self, key: TraceKey) -> bool:
         return (

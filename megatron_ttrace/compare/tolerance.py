@@ -25,7 +25,7 @@ import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import atomic_write
+from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
 BLIND = 0.10
@@ -165,3 +165,9 @@ def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]]) -> Tolerances:
     except (ValueError, KeyError, TypeError) as error:
         raise TTraceError(f"{path} is damaged ({error}): make the reference again") from error
     return Tolerances(moved, dict(dtypes))
+
+
+def of_reference(reference: TraceReader) -> Tolerances:
+    """The tolerances that lie beside a reference trace. Raises as :func:`read` does."""
+    entries = (entry for entries in reference.ranks.values() for entry in entries)
+    return read(reference.directory, ((entry.key, entry.dtype) for entry in entries))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 import time
@@ -13,18 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace import versions
 from megatron_ttrace.capture.batches import Batch, Served
 from megatron_ttrace.compare import tolerance
-from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.conclusion import conclude
 from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.integration import channel, quiet
 from megatron_ttrace.integration.session import Session
-from megatron_ttrace.localise.culprits import localise
-from megatron_ttrace.records import Kind, Result, Summary, TraceKey, Verdict
+from megatron_ttrace.records import Kind, Summary, Verdict
 from megatron_ttrace.reference import fingerprint, launch
 from megatron_ttrace.start import handoff
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
@@ -155,14 +154,7 @@ class CandidateSession(Session):
             self._agree(lambda: str(launch.ensure(self.args, self.settings, started=started)))
         )
         self._reference = TraceReader(directory)
-        self._tolerances = tolerance.read(
-            directory,
-            (
-                (entry.key, entry.dtype)
-                for entries in self._reference.ranks.values()
-                for entry in entries
-            ),
-        )
+        self._tolerances = tolerance.of_reference(self._reference)
         self._timings["reference"] = time.monotonic() - began
         self._writer = TraceWriter(self.settings.directory / "candidate", dist.get_rank())
 
@@ -197,7 +189,9 @@ class CandidateSession(Session):
         assert self._writer is not None
         if self.settings.save_candidate or len(self._writer):
             self._writer.close()
-        heard = channel.gather_json([self.errors, encode(self._measured)], self.device)
+        heard = channel.gather_json(
+            [self.errors, dataclasses.asdict(self.model.mesh), encode(self._measured)], self.device
+        )
         self._timings["gather"] = time.monotonic() - began
         code = ExitCode.EQUIVALENT
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -211,9 +205,7 @@ class CandidateSession(Session):
 
     def _report(self, heard: list[Any]) -> ExitCode:
         try:
-            errors = [error for errors, _ in heard for error in errors]
-            verdicts = self._judge([decode(message) for _, message in heard])
-            summary = self._summary(verdicts, errors)
+            summary, verdicts = self._answer(heard)
             self._publish(summary, verdicts)
         except TTraceError as error:
             print(f"ttrace: {error}", file=sys.stderr, flush=True)
@@ -224,55 +216,49 @@ class CandidateSession(Session):
             traceback.print_exception(error)
             print(f"ttrace: reporting failed ({error}); the run is UNCHECKED", file=sys.stderr)
             return ExitCode.COULD_NOT_CHECK
-        return exit_code(summary.verdict)
+        return summary.verdict.exit_code
 
-    def _judge(self, measured: list[list[Measured]]) -> list[Verdict]:
+    def _answer(self, heard: list[Any]) -> tuple[Summary, list[Verdict]]:
         assert self._reference is not None and self._tolerances is not None
-        began = time.monotonic()
-        dtype = torch.bfloat16 if self.args.bf16 else self.args.params_dtype
-        verdicts = judge(
-            ((key, self._reference.entry(key).shape) for key in self._reference.keys()),
-            dict(enumerate(measured)),
+        errors = [error for errors, _, _ in heard for error in errors]
+        directory = self.settings.directory / "candidate"
+        config = self._config()
+        if any(directory.glob("*.index.jsonl")):
+            seal(
+                directory,
+                {
+                    "role": "candidate",
+                    "complete": self.settings.save_candidate,
+                    "meshes": [mesh for _, mesh, _ in heard],
+                    "config": config,
+                },
+            )
+        return conclude(
+            self._reference,
             self._tolerances,
-            tolerance.epsilon(dtype),
-        )
-        self._timings["judge"] = time.monotonic() - began
-        return verdicts
-
-    def _summary(self, verdicts: list[Verdict], errors: list[str]) -> Summary:
-        assert self._reference is not None
-        culprits = tuple(localise(verdicts))
-        counts: dict[str, int] = {}
-        for verdict in verdicts:
-            counts[verdict.verdict.value] = counts.get(verdict.verdict.value, 0) + 1
-        result = Result.DIVERGED if culprits else Result.EQUIVALENT
-        notices = [*self._notices]
-        if errors:
-            result = Result.COULD_NOT_CHECK
-            notices.append(f"tracing failed on {len(errors)} rank(s): {errors[0]}")
-        args = self.args
-        return Summary(
-            verdict=result,
-            counts=counts,
-            culprits=culprits,
-            config={
-                **self.model.mesh.describe(),
-                "sequence_parallel": bool(args.sequence_parallel),
-                "distributed_optimizer": bool(args.use_distributed_optimizer),
-                "dtype": "bf16" if args.bf16 else str(args.params_dtype).removeprefix("torch."),
-                "layers": args.num_layers,
-                "hidden": args.hidden_size,
-                "seq_length": args.seq_length,
-                "iterations": list(self.settings.iterations),
-                "isolate": self.settings.isolate,
-                "init": self.settings.init,
-                "reference": str(self._reference.directory),
-            },
-            versions=versions.installed(),
+            {rank: decode(message) for rank, (_, _, message) in enumerate(heard)},
+            candidate=directory,
+            config=config,
             timings=self._timings,
-            execution_order=tuple(dict.fromkeys(key.name for key in self._reference.keys())),
-            notices=tuple(notices),
+            notices=self._notices,
+            errors=errors,
         )
+
+    def _config(self) -> dict[str, Any]:
+        args = self.args
+        return {
+            **self.model.mesh.describe(),
+            "sequence_parallel": bool(args.sequence_parallel),
+            "distributed_optimizer": bool(args.use_distributed_optimizer),
+            "dtype": "bf16" if args.bf16 else str(args.params_dtype).removeprefix("torch."),
+            "layers": args.num_layers,
+            "hidden": args.hidden_size,
+            "seq_length": args.seq_length,
+            "iterations": list(self.settings.iterations),
+            "isolate": self.settings.isolate,
+            "init": self.settings.init,
+            "reference": str(self.settings.directory / "reference"),
+        }
 
     def _publish(self, summary: Summary, verdicts: list[Verdict]) -> None:
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
@@ -288,9 +274,6 @@ class CandidateSession(Session):
             tensorboard=get_tensorboard_writer(),
             wandb=self.settings.wandb,
         )
-        directory = self.settings.directory / "candidate"
-        if any(directory.glob("*.index.jsonl")):
-            seal(directory, {"role": "candidate", "world_size": dist.get_world_size()})
 
 
 def _loads(args: Any) -> bool:
@@ -299,12 +282,3 @@ def _loads(args: Any) -> bool:
 
     paths = (args.load, getattr(args, "pretrained_checkpoint", None))
     return any(path is not None and checkpoint_exists(path) for path in paths)
-
-
-def exit_code(result: Result) -> ExitCode:
-    """The contract's exit code for an answer."""
-    return {
-        Result.EQUIVALENT: ExitCode.EQUIVALENT,
-        Result.DIVERGED: ExitCode.DIVERGED,
-        Result.COULD_NOT_CHECK: ExitCode.COULD_NOT_CHECK,
-    }[result]

@@ -73,7 +73,9 @@ class ReferenceSession(Session):
                 "fingerprint": self._order["fingerprint"],
                 "identity": self._order["identity"],
                 "microbatches": count,
-                "safety": tolerance.SAFETY,
+                "epsilon": tolerance.epsilon(
+                    torch.bfloat16 if self.args.bf16 else self.args.params_dtype
+                ),
             },
         )
         return int(ExitCode.EQUIVALENT)

@@ -17,12 +17,6 @@ from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.records import Result, Summary, Verdict
 from megatron_ttrace.report import files, html, junit, table, terminal
 
-_EXIT_CODES = {
-    Result.EQUIVALENT: ExitCode.EQUIVALENT,
-    Result.DIVERGED: ExitCode.DIVERGED,
-    Result.COULD_NOT_CHECK: ExitCode.COULD_NOT_CHECK,
-}
-
 _EPILOG = """\
 example:
   ttrace report ttrace-out
@@ -31,11 +25,6 @@ example:
 
 exit code: 0 equivalent, 1 diverged, 2 could not check (or the files cannot be read)
 """
-
-
-def exit_code(result: Result) -> int:
-    """The contract's exit code of an answer."""
-    return int(_EXIT_CODES[result])
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -77,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         # The reader (head, less) has seen enough; the answer is the exit code all the same.
         # rich turns a closed pipe into SystemExit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return exit_code(summary.verdict)
+    return int(summary.verdict.exit_code)
 
 
 def _machine(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:

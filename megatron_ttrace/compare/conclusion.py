@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From all ranks' findings to the answer; the same for a running job and for saved traces."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace import versions
+from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.localise.culprits import localise
+from megatron_ttrace.localise.explain import Explainer
+from megatron_ttrace.records import Result, Summary, Verdict
+from megatron_ttrace.trace.store import TraceReader
+
+
+def conclude(
+    reference: TraceReader,
+    tolerances: Tolerances,
+    measured: Mapping[int, Sequence[Measured]],
+    *,
+    candidate: Path,
+    config: dict[str, Any],
+    timings: dict[str, float],
+    notices: Sequence[str] = (),
+    errors: Sequence[str] = (),
+) -> tuple[Summary, list[Verdict]]:
+    """Judge, localise, explain.
+
+    Args:
+        reference: the trusted trace.
+        tolerances: of the reference.
+        measured: what each rank found.
+        candidate: where the candidate's failed (or all) tensors were kept.
+        config: for the report.
+        timings: for the report; what is done here is added.
+        notices: for the report.
+        errors: of the tracing itself; with any, the answer is "could not check".
+    """
+    began = time.monotonic()
+    verdicts = judge(
+        ((key, reference.entry(key).shape) for key in reference.keys()),
+        measured,
+        tolerances,
+        float(reference.meta["epsilon"]),
+    )
+    judged = time.monotonic()
+    explainer = Explainer(reference, candidate, tolerances)
+    culprits = tuple(localise(verdicts, explainer.explain))
+    result = Result.DIVERGED if culprits else Result.EQUIVALENT
+    said = list(notices)
+    if errors:
+        result = Result.COULD_NOT_CHECK
+        said.append(f"tracing failed on {len(errors)} rank(s): {errors[0]}")
+    summary = Summary(
+        verdict=result,
+        counts=dict(Counter(verdict.verdict.value for verdict in verdicts)),
+        culprits=culprits,
+        config=config,
+        versions=versions.installed(),
+        timings={
+            **timings,
+            "judge": judged - began,
+            "localise and explain": time.monotonic() - judged,
+        },
+        execution_order=tuple(dict.fromkeys(key.name for key in reference.keys())),
+        notices=tuple(said),
+    )
+    return summary, verdicts
