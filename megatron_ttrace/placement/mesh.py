@@ -40,7 +40,9 @@ class Mesh:
 
         Expert axes are left out where experts are laid out like everything else.
         """
-        hidden = ("etp", "edp") if self.size("ep") == 1 and self.size("etp") == self.size("tp") else ()
+        hidden = (
+            ("etp", "edp") if self.size("ep") == 1 and self.size("etp") == self.size("tp") else ()
+        )
         found = {
             axis: size
             for axis, size in zip(AXES, self.sizes, strict=True)
@@ -97,11 +99,18 @@ def mesh_of(
 
 
 def _coordinates(rank: int, order: str, sizes: dict[str, int]) -> dict[str, int]:
-    """Mixed-radix digits of ``rank``, least significant axis first as ``order`` lists them."""
-    digits = {}
-    for axis in order.split("-"):
+    """Mixed-radix digits of ``rank``, least significant axis first as ``order`` lists them.
+
+    An axis that ``order`` leaves out must be of size one, as in Megatron.
+    """
+    axes = order.lower().split("-")
+    digits = dict.fromkeys(sizes, 0)
+    for axis in axes:
         digits[axis] = rank % sizes[axis]
         rank //= sizes[axis]
+    for axis, size in sizes.items():
+        if axis not in axes and size > 1:
+            raise ValueError(f"the order {order} leaves out {axis}, which has {size} ranks")
     return digits
 
 

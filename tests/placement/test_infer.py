@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations' placements, read off shapes: tables for every layout."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
+from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.plan import describe, local_shape, plan
+from tests.placement.by_hand import Assembled, chunk, gated_chunk, meshes, numbered, zigzag
+
+S, B, H = 16, 2, 12
+"""Sequence, batch, hidden."""
+
+
+def infer(local, logical, gated=False, seq_length=S, axis="tp", **sizes):
+    """The placement in words, for rank 0 of a world that just holds the layout."""
+    world = int(np.prod(list(sizes.values()), dtype=int))
+    return describe(
+        infer_activation(
+            local,
+            logical,
+            mesh_of(0, world, **sizes),
+            seq_length=seq_length,
+            gated=gated,
+            tensor_axis=axis,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("local", "logical", "sizes", "expected"),
+    [
+        # one device, or tensors that no axis divides
+        ((S, B, H), (S, B, H), {}, "Replicate"),
+        ((S, B, H), (S, B, H), {"tp": 2}, "Replicate"),
+        ((S, B, H), (S, B, H), {"tp": 2, "cp": 2}, "Replicate"),
+        ((), (), {"tp": 2, "cp": 2}, "Replicate"),
+        ((0, H), (0, H), {"tp": 2}, "Replicate"),
+        # tensor parallel: hidden, heads, vocabulary
+        ((S, B, H // 2), (S, B, H), {"tp": 2}, "tp:Shard(2)"),
+        ((B, 2, S, S), (B, 4, S, S), {"tp": 2}, "tp:Shard(1)"),
+        # sequence parallel
+        ((S // 4, B, H), (S, B, H), {"tp": 4}, "tp:Shard(0)"),
+        ((S * B // 2, H), (S * B, H), {"tp": 2}, "tp:Shard(0)"),
+        # context parallel
+        ((S // 2, B, H), (S, B, H), {"cp": 2}, "cp:ZigZag(0)"),
+        ((B, S // 2), (B, S), {"cp": 2}, "cp:ZigZag(1)"),
+        # context and tensor parallel, of different sizes and of one size
+        ((S // 2, B, H // 4), (S, B, H), {"cp": 2, "tp": 4}, "cp:ZigZag(0) tp:Shard(2)"),
+        ((S // 2, B, H // 2), (S, B, H), {"cp": 2, "tp": 2}, "cp:ZigZag(0) tp:Shard(2)"),
+        ((S // 2, B, H), (S, B, H), {"cp": 2, "tp": 2}, "cp:ZigZag(0)"),
+        # context and sequence parallel: the same dim twice
+        ((S // 4, B, H), (S, B, H), {"cp": 2, "tp": 2}, "cp:ZigZag(0) tp:Shard(0)"),
+        ((S // 8, B, H), (S, B, H), {"cp": 2, "tp": 4}, "cp:ZigZag(0) tp:Shard(0)"),
+        ((S // 8, B, H), (S, B, H), {"cp": 4, "tp": 2}, "cp:ZigZag(0) tp:Shard(0)"),
+        # hidden as long as the sequence
+        ((S // 2, B, S // 2), (S, B, S), {"cp": 2, "tp": 2}, "cp:ZigZag(0) tp:Shard(2)"),
+        ((S, B, S // 2), (S, B, S), {"tp": 2}, "tp:Shard(2)"),
+    ],
+)
+def test_table(local, logical, sizes, expected):
+    """Shapes of real layouts, and the one reading that each has."""
+    assert infer(local, logical, **sizes) == expected
+
+
+@pytest.mark.parametrize(
+    ("local", "logical", "sizes", "expected"),
+    [
+        ((S, B, H), (S, B, 2 * H), {"tp": 2}, "tp:BlockShard(2, 2)"),
+        ((S // 2, B, H), (S, B, 2 * H), {"tp": 2, "cp": 2}, "cp:ZigZag(0) tp:BlockShard(2, 2)"),
+        ((S // 2, B, H), (S, B, H), {"tp": 2}, "tp:Shard(0)"),
+        ((S, B, H), (S, B, H), {"tp": 2}, "Replicate"),
+    ],
+)
+def test_gated_table(local, logical, sizes, expected):
+    """Only the last dim stacks gate and up; a sequence dim never does."""
+    assert infer(local, logical, gated=True, **sizes) == expected
+
+
+def test_experts_are_divided_by_their_own_axis():
+    """Inside experts the tensor axis is etp, whatever tp is."""
+    mesh = mesh_of(0, 8, tp=4, etp=2)
+    found = infer_activation((S, 6), (S, 12), mesh, seq_length=S, tensor_axis="etp")
+    assert describe(found) == "etp:Shard(1)"
+    with pytest.raises(NoPlacementError, match="by cp=1 and tp=4"):
+        infer_activation((S, 6), (S, 12), mesh, seq_length=S)
+
+
+@pytest.mark.parametrize(
+    ("local", "logical", "sizes", "says"),
+    [
+        ((S, H), (S, B, H), {"tp": 2}, "has not as many dims"),
+        ((S, B, 5), (S, B, H), {"tp": 2}, "is no even part"),
+        ((S, B, 2 * H), (S, B, H), {"tp": 2}, "is no even part"),
+        ((0, B, H), (S, B, H), {"tp": 2}, "is no even part"),
+        ((S, B, H), (0, B, H), {"tp": 2}, "is no even part"),
+        ((S, B, H // 4), (S, B, H), {"tp": 2}, "fits no division"),
+        ((S, B, H // 2), (S, B, H), {}, "fits no division"),
+        ((S // 2, B, H // 2), (S, B, H), {"tp": 2}, "fits no division"),
+        ((S, 1, H), (S, B, H), {"cp": 2}, "fits no division"),
+        ((S // 4, B, H), (S, B, H), {"cp": 2}, "fits no division"),
+        ((S, B, H // 2), (S, B, H), {"cp": 2}, "fits no division"),
+        ((S // 8, B, H), (S, B, H), {"cp": 2, "tp": 2}, "fits no division"),
+        ((S // 4, B, H // 2), (S, B, H), {"cp": 2, "tp": 2}, "fits no division"),
+    ],
+)
+def test_what_fits_no_reading_is_an_error(local, logical, sizes, says):
+    """A verdict with a sentence, never a guess."""
+    with pytest.raises(NoPlacementError, match=says):
+        infer(local, logical, **sizes)
+
+
+@given(st.data())
+def test_the_inferred_placement_merges_to_the_logical_tensor(data):
+    """Cut by hand in every way that Megatron cuts activations; the inferred boxes undo it."""
+    cp = data.draw(st.sampled_from([1, 2, 3]), "cp")
+    tp = data.draw(st.sampled_from([1, 2, 3, 4]), "tp")
+    inner = data.draw(st.sampled_from(["hidden", "gated", "sequence", "none"]), "inner")
+    seq = 2 * cp * tp * data.draw(st.integers(1, 2))
+    hidden = 2 * tp * data.draw(st.integers(1, 3))
+    batch = data.draw(st.integers(1, 2))
+    logical = numbered(seq, batch, hidden)
+    merged = Assembled(logical.shape)
+    for mesh in meshes(tp=tp, cp=cp):
+        local = zigzag(logical, 0, mesh.at("cp"), cp)
+        if inner == "gated":
+            local = gated_chunk(local, 2, mesh.at("tp"), tp)
+        elif inner != "none":
+            local = chunk(local, 2 if inner == "hidden" else 0, mesh.at("tp"), tp)
+        placement = infer_activation(
+            local.shape, logical.shape, mesh, seq_length=seq, gated=inner == "gated"
+        )
+        assert local_shape(logical.shape, placement, mesh) == local.shape
+        merged.write(local, plan(logical.shape, placement, mesh))
+    np.testing.assert_array_equal(merged.values, logical)
+    assert (merged.holders == (tp if inner == "none" else 1)).all()

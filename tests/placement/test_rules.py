@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table for every rule: what each rank keeps of one dim."""
+
+import pytest
+
+from megatron_ttrace.placement.block_shard import BlockShard
+from megatron_ttrace.placement.boxes import Box, Segment, whole
+from megatron_ttrace.placement.flat_shard import FlatShard
+from megatron_ttrace.placement.partial import Partial
+from megatron_ttrace.placement.replicate import Replicate
+from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.placement.zigzag import ZigZag
+
+
+def kept(rule, total, rank, size):
+    """Logical indices in local order."""
+    found = {}
+    for segment in rule.divide(whole(total), rank, size):
+        for step in range(segment.length):
+            found[segment.local + step] = segment.logical + step
+    assert sorted(found) == list(range(len(found)))
+    return [found[local] for local in sorted(found)]
+
+
+TABLE = [
+    # rule, length of the dim, ranks, what every rank keeps
+    (Shard(0), 6, 1, [[0, 1, 2, 3, 4, 5]]),
+    (Shard(0), 6, 2, [[0, 1, 2], [3, 4, 5]]),
+    (Shard(3), 6, 3, [[0, 1], [2, 3], [4, 5]]),
+    (BlockShard(0), 8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    (BlockShard(0), 8, 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (BlockShard(0), 8, 4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    (BlockShard(0, 3), 6, 2, [[0, 2, 4], [1, 3, 5]]),
+    (ZigZag(0), 8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    (ZigZag(0), 8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+    (ZigZag(0), 8, 4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
+    (Replicate(), 3, 2, [[0, 1, 2], [0, 1, 2]]),
+    (Partial(), 3, 2, [[0, 1, 2], [0, 1, 2]]),
+    (Partial("avg"), 2, 3, [[0, 1], [0, 1], [0, 1]]),
+]
+
+
+@pytest.mark.parametrize(("rule", "total", "size", "expected"), TABLE, ids=str)
+def test_what_every_rank_keeps(rule, total, size, expected):
+    """The rule's own table, local index by local index."""
+    assert [kept(rule, total, rank, size) for rank in range(size)] == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "total", "size", "says"),
+    [
+        (Shard(0), 7, 2, "a dim of 7 does not divide by 2"),
+        (BlockShard(0), 7, 2, "a dim of 7 is not 2 equal blocks"),
+        (BlockShard(0), 6, 2, "a dim of 3 does not divide by 2"),
+        (ZigZag(0), 6, 2, "a sequence of 6 does not divide into 4 chunks"),
+    ],
+)
+def test_what_does_not_divide_is_refused(rule, total, size, says):
+    """No rank gets a rounded share: the error says which number does not divide."""
+    with pytest.raises(ValueError, match=says):
+        rule.divide(whole(total), 0, size)
+
+
+def test_neighbouring_chunks_become_one_segment():
+    """The middle rank of a zig-zag holds two chunks that touch: one box, not two."""
+    assert ZigZag(0).divide(whole(8), 1, 2) == (Segment(0, 2, 4),)
+    assert len(ZigZag(0).divide(whole(8), 0, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (0, 12, [Box((0, 0), (3, 4), (0,))]),
+        (0, 0, []),
+        (5, 5, []),
+        (4, 8, [Box((1, 0), (1, 4), (0,))]),
+        (5, 7, [Box((1, 1), (1, 2), (0,))]),
+        (2, 12, [Box((0, 2), (1, 2), (0,)), Box((1, 0), (2, 4), (2,))]),
+        (
+            3,
+            9,
+            [Box((0, 3), (1, 1), (0,)), Box((1, 0), (1, 4), (1,)), Box((2, 0), (1, 1), (5,))],
+        ),
+    ],
+)
+def test_flat_shard_of_a_3_by_4_tensor(start, end, expected):
+    """A ZeRO range is cut into a head, whole rows and a tail."""
+    assert list(FlatShard(start, end).boxes([whole(3), whole(4)])) == expected
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 3), (0, 13), (5, 4)])
+def test_a_flat_range_outside_the_tensor_is_refused(start, end):
+    """A range that does not fit would silently compare the wrong elements."""
+    with pytest.raises(ValueError, match="leaves a tensor of 12"):
+        FlatShard(start, end).boxes([whole(3), whole(4)])
+
+
+def test_flat_shard_of_scalars_and_vectors():
+    """One element of a 0-dim tensor, and a part of a vector."""
+    assert FlatShard(0, 1).boxes([]) == (Box((), (), (0,)),)
+    assert FlatShard(0, 0).boxes([]) == ()
+    assert FlatShard(2, 5).boxes([whole(8)]) == (Box((2,), (3,), (0,)),)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (Shard(1), "Shard(1)"),
+        (BlockShard(0), "BlockShard(0, 2)"),
+        (ZigZag(0), "ZigZag(0)"),
+        (FlatShard(3, 9), "FlatShard(3, 9)"),
+        (Replicate(), "Replicate"),
+        (Partial("avg"), "Partial(avg)"),
+    ],
+)
+def test_the_words_of_reports(rule, text):
+    """Upstream Megatron's vocabulary, as it is printed in reports."""
+    assert str(rule) == text
