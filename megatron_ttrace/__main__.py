@@ -15,6 +15,7 @@ COMMANDS = (
     "megatron_ttrace.cli.check",
     "megatron_ttrace.cli.compare",
     "megatron_ttrace.report.cli",
+    "megatron_ttrace.cli.matrix",
     "megatron_ttrace.cli.bugs",
     "megatron_ttrace.cli.doctor",
     "megatron_ttrace.megatron_lm.cli",

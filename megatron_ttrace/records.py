@@ -67,6 +67,11 @@ _DIRECTION = {
 }
 
 
+def direction_of(kind: Kind, index: int) -> Direction:
+    """The direction of a tensor: its kind's, but for parameters after the step (index 1)."""
+    return Direction.UPDATE if kind is Kind.PARAM and index else kind.direction
+
+
 class Outcome(StrEnum):
     """What was found out about one tensor. Nothing is dropped: every key ends in one of these."""
 
@@ -138,6 +143,11 @@ class Verdict:
     def key(self) -> TraceKey:
         """The tensor this verdict is about."""
         return TraceKey(self.iteration, self.microbatch, self.kind, self.name, self.index)
+
+    @property
+    def direction(self) -> Direction:
+        """Where in the step the tensor stands; a parameter is read before the step and after it."""
+        return direction_of(self.kind, self.index)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object in the contract's field order; infinities and NaN become strings."""

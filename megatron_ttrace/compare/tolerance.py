@@ -2,9 +2,9 @@
 """From "how far did perturbed replays move this tensor" to "how far may rounding move it".
 
 The reference is replayed with every parameter, the embedding's output and the loss perturbed by
-about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section 4; docs/tolerance.md
-derives the rule). ``moved`` is the relative distance of a replay from the reference,
-``||replay - reference|| / ||reference||``. Then
+about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section 4;
+docs/tolerance.md derives the rule). ``moved`` is the relative distance of a replay from the
+reference, ``||replay - reference|| / ||reference||``. Then
 
     tolerance = SAFETY * max(moved over seeds and microbatches, floor)
 
@@ -27,7 +27,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
-SAFETY = 4.0
+SAFETY = 5.0
 BLIND = 0.10
 """A tolerance above this shows no bug of interest: the tensor is ``unchecked: blind``."""
 
@@ -83,12 +83,15 @@ class Tolerances:
         self._pooled: dict[tuple[int, Kind, str, int], float] = {}
         self._summands: dict[tuple[int, Kind], int] = {}
         for key, value in moved.items():
-            for total in _SUMMED_INTO.get((key.kind, key.name), _SUMMED_INTO.get((key.kind, ""), ())):
+            totals = _SUMMED_INTO.get((key.kind, key.name)) or _SUMMED_INTO.get((key.kind, ""), ())
+            for total in totals:
                 self._summands[key.iteration, total] = (
                     self._summands.get((key.iteration, total), 0) + value.n
                 )
             group = (key.iteration, key.kind, key.name, key.index)
-            self._pooled[group] = max(self._pooled.get(group, 0.0), *value.moved)
+            # A replay that is no number any more is a tensor that cannot be judged.
+            moves = (math.inf if math.isnan(move) else move for move in value.moved)
+            self._pooled[group] = max(self._pooled.get(group, 0.0), *moves)
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""

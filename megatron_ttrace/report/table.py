@@ -172,7 +172,7 @@ def layer_rows(verdicts: Iterable[Verdict]) -> list[LayerRow]:
         layer = layers.get(verdict.name)
         if layer is None:
             layer = layers[verdict.name] = layer_of(verdict.name)
-        groups.setdefault((layer, verdict.kind.direction), Group(verdict)).add(verdict)
+        groups.setdefault((layer, verdict.direction), Group(verdict)).add(verdict)
     rows = [LayerRow(layer, direction, group) for (layer, direction), group in groups.items()]
     return sorted(rows, key=_worst_first)
 
@@ -195,7 +195,7 @@ def heat_map(verdicts: Iterable[Verdict]) -> HeatMap:
     for verdict in verdicts:
         place = known.get((verdict.name, verdict.kind))
         if place is None:
-            column = Column(verdict.kind.direction, tail_of(verdict.name), verdict.kind)
+            column = Column(verdict.direction, tail_of(verdict.name), verdict.kind)
             place = known[(verdict.name, verdict.kind)] = (layer_of(verdict.name), column)
             order.setdefault(column, len(order))
         cells.setdefault(place, Group(verdict)).add(verdict)

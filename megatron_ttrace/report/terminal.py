@@ -175,7 +175,7 @@ def _worst(page: _Page, verdicts: Sequence[Verdict]) -> None:
 def _per_direction(passes: Iterable[Verdict]) -> list[str]:
     by_direction: dict[Direction, list[Verdict]] = {}
     for verdict in passes:
-        by_direction.setdefault(verdict.kind.direction, []).append(verdict)
+        by_direction.setdefault(verdict.direction, []).append(verdict)
     words = []
     for direction in Direction:
         worst = table.worst_of(by_direction.get(direction, ()))

@@ -300,7 +300,7 @@ def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, A
         fields[f"ttrace/count/{outcome.value}"] = counts.get(outcome.value, 0)
     overall: list[float] = []
     for direction in Direction:
-        worst = table.worst_of(v for v in verdicts if v.kind.direction is direction)
+        worst = table.worst_of(v for v in verdicts if v.direction is direction)
         margin = _number(table.margin_of(worst)) if worst is not None else None
         if margin is not None:
             fields[f"ttrace/margin/{direction.value}"] = margin

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace matrix``: check healthy configurations; every one must come out equivalent."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.matrix.configurations import Configuration, configurations, select
+from megatron_ttrace.records import Outcome, Result, Verdict
+
+_EPILOG = """\
+example:
+  ttrace matrix --list
+  ttrace matrix 'tp2*' '*/llama/bf16'
+  ttrace matrix --all
+
+exit code: 0 all equivalent, 1 an alarm on a healthy configuration, 2 one could not be checked
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What came out of one configuration."""
+
+    name: str
+    verdict: Result
+    tensors: int
+    unchecked: int
+    worst_margin: float
+    worst: str
+    seconds: float
+    why: str = ""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``matrix`` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "matrix",
+        help="check that healthy configurations raise no alarm",
+        description="Check healthy configurations (layout x model x dtype).",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names to run, e.g. 'tp2*'")
+    parser.add_argument("--all", action="store_true", help="run everything")
+    parser.add_argument("--list", action="store_true", help="list the names and stop")
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="Megatron's --seed: other values, other data"
+    )
+    parser.add_argument("--directory", type=Path, default=Path("ttrace-out-matrix"), metavar="DIR")
+    parser.add_argument(
+        "--ttrace-flags",
+        default="",
+        metavar='"FLAGS"',
+        help="further --ttrace-* flags for every check, e.g. '--ttrace-isolate'",
+    )
+    parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the chosen configurations one after the other."""
+    everything = configurations()
+    if args.list:
+        print("\n".join(one.name for one in everything))
+        return int(ExitCode.EQUIVALENT)
+    if not args.all and not args.patterns:
+        raise TTraceError("give name patterns, or --all; 'ttrace matrix --list' shows the names")
+    chosen = select(everything, args.patterns)
+    if not chosen:
+        raise TTraceError(f"no configuration fits {' '.join(args.patterns)}: see --list")
+    from megatron_ttrace.launching import job as jobs
+
+    fork = jobs.prepare()
+    rows = []
+    for number, one in enumerate(chosen, 1):
+        row = _check(one, args, fork=fork)
+        rows.append(row)
+        if args.json:
+            print(json.dumps(dataclasses.asdict(row)), flush=True)
+        else:
+            print(f"[{number}/{len(chosen)}] {_line(row)}", flush=True)
+    if not args.json:
+        _total(rows)
+    if any(row.verdict is Result.COULD_NOT_CHECK for row in rows):
+        return int(ExitCode.COULD_NOT_CHECK)
+    return int(max(row.verdict.exit_code for row in rows))
+
+
+def _check(one: Configuration, args: argparse.Namespace, *, fork: bool) -> Row:
+    from megatron_ttrace.launching import job as jobs
+    from megatron_ttrace.report import files
+    from megatron_ttrace.resources import launch_dir
+
+    directory = args.directory / one.name.replace("/", "-")
+    job = jobs.Job(
+        script=launch_dir() / "pretrain_gpt.py",
+        arguments=(*one.arguments, "--seed", str(args.seed)),
+        nproc=one.nproc,
+        directory=directory,
+        flags=("--ttrace-no-wandb", *args.ttrace_flags.split()),
+        environment={"TTRACE_CACHE": str((args.directory / "references").resolve())},
+    )
+    began = time.monotonic()
+    try:
+        summary = jobs.run(job, fork=fork)
+        verdicts = files.load_report(directory)[1]
+    except TTraceError as error:
+        seconds = time.monotonic() - began
+        return Row(one.name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, str(error))
+    worst = max(verdicts, key=_margin)
+    return Row(
+        name=one.name,
+        verdict=summary.verdict,
+        tensors=len(verdicts),
+        unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
+        worst_margin=_margin(worst),
+        worst=f"{worst.name} {worst.kind}.{worst.index}",
+        seconds=time.monotonic() - began,
+        why="; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:3]),
+    )
+
+
+def _margin(verdict: Verdict) -> float:
+    """A blind tensor's margin says nothing."""
+    return 0.0 if verdict.verdict is Outcome.UNCHECKED else verdict.margin or 0.0
+
+
+def _line(row: Row) -> str:
+    told = f"worst {row.worst_margin:.3g}x {row.worst}" if row.tensors else row.why
+    if row.tensors and row.why:
+        told = row.why
+    return (
+        f"{row.name:<34} {row.verdict.value:<12} {row.tensors:>5} tensors "
+        f"{row.unchecked:>3} unchecked {row.seconds:5.1f} s  {told}"
+    )
+
+
+def _total(rows: list[Row]) -> None:
+    good = sum(row.verdict is Result.EQUIVALENT for row in rows)
+    tensors = sum(row.tensors for row in rows)
+    unchecked = sum(row.unchecked for row in rows)
+    worst = max(rows, key=lambda row: row.worst_margin)
+    print(
+        f"{good} of {len(rows)} equivalent; {tensors} tensors, {unchecked} unchecked "
+        f"({unchecked / max(tensors, 1):.2%}); worst healthy margin {worst.worst_margin:.3g} "
+        f"({worst.name}: {worst.worst}); {sum(row.seconds for row in rows):.0f} s",
+        file=sys.stdout,
+    )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Healthy configurations: every one must come out equivalent."""

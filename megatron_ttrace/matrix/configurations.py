@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix as data: layouts x models x dtypes.
+
+Models are small, so that a check costs seconds; their shapes are awkward on purpose (heads, groups
+and layers of different numbers), so that a transposed or miscounted dim does not fit by luck.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+COMMON = (
+    "--hidden-size 64 --num-attention-heads 8 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 --lr-warmup-iters 0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 128 --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+
+MODELS = {
+    "gpt": "--num-layers 2 --transformer-impl local",
+    "llama": (
+        "--num-layers 2 --transformer-impl local --normalization RMSNorm --swiglu "
+        "--group-query-attention --num-query-groups 4 --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights --disable-bias-linear"
+    ),
+}
+"""GPT-2-like (LayerNorm, GELU, learned positions, tied embeddings, biases) and Llama-like."""
+
+DTYPES = {"fp32": "", "bf16": "--bf16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a job is spread.
+
+    Attributes:
+        name: what people call it.
+        nproc: number of ranks.
+        arguments: Megatron's.
+        models: which models can run it.
+    """
+
+    name: str
+    nproc: int
+    arguments: str
+    models: tuple[str, ...] = ("gpt", "llama")
+
+
+TP2 = "--tensor-model-parallel-size 2"
+SP = "--sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+ZERO = "--use-distributed-optimizer"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+
+LAYOUTS = (
+    Layout("single", 1, ""),
+    Layout("tp2", 2, TP2),
+    Layout("tp2-sp", 2, f"{TP2} {SP}", ("gpt",)),
+    Layout("tp4", 4, "--tensor-model-parallel-size 4"),
+    Layout("pp2", 2, PP2),
+    Layout("pp4", 4, "--pipeline-model-parallel-size 4 --num-layers 4"),
+    Layout("pp2-vpp2", 2, f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
+    Layout("dp2", 2, ""),
+    Layout("dp4", 4, ""),
+    Layout("dp2-zero", 2, ZERO),
+    Layout("dp2-zero-overlap", 2, f"{ZERO} {OVERLAP}"),
+    Layout("dp4-zero", 4, ZERO),
+    Layout("dp2-overlap", 2, "--overlap-grad-reduce"),
+    Layout("tp2-pp2", 4, f"{TP2} {PP2}"),
+    Layout("tp2-dp2", 4, TP2),
+    Layout("tp2-sp-dp2", 4, f"{TP2} {SP}", ("gpt",)),
+    Layout("tp2-dp2-zero", 4, f"{TP2} {ZERO}"),
+    Layout("tp2-sp-pp2-zero", 4, f"{TP2} {SP} {PP2} {ZERO}", ("gpt",)),
+    Layout("pp2-dp2-zero", 4, f"{PP2} {ZERO}"),
+    Layout("pp2-dp2-zero-overlap", 4, f"{PP2} {ZERO} {OVERLAP}"),
+    Layout(
+        "recompute-uniform",
+        2,
+        f"{TP2} --num-layers 4 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2",
+    ),
+    Layout(
+        "recompute-block",
+        2,
+        f"{TP2} --num-layers 4 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1",
+    ),
+    Layout("recompute-selective", 2, f"{TP2} --recompute-granularity selective"),
+    Layout("per-token-loss", 2, "--calculate-per-token-loss"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One healthy job."""
+
+    name: str
+    nproc: int
+    arguments: tuple[str, ...]
+
+
+def configurations() -> list[Configuration]:
+    """All of them; names are ``layout/model/dtype``."""
+    return [
+        Configuration(
+            f"{layout.name}/{model}/{dtype}",
+            layout.nproc,
+            tuple(f"{COMMON} {MODELS[model]} {layout.arguments} {DTYPES[dtype]}".split()),
+        )
+        for layout in LAYOUTS
+        for model in layout.models
+        for dtype in DTYPES
+    ]
+
+
+def select(everything: Iterable[Configuration], patterns: Sequence[str]) -> list[Configuration]:
+    """Those whose name fits any of the shell patterns (``*`` also crosses the slashes)."""
+    return [
+        one
+        for one in everything
+        if not patterns or any(fnmatch.fnmatch(one.name, pattern) for pattern in patterns)
+    ]
