@@ -35,7 +35,8 @@ class Owned:
     def state(self) -> dict[str, Any]:
         """The optimizer's state of this tensor; empty before its first step."""
         # Not inner.state[main]: that would create an entry.
-        return self.inner.state.get(self.main, {})
+        found: dict[str, Any] = self.inner.state.get(self.main, {})
+        return found
 
 
 def leaves_of(optimizer: Any) -> Iterator[Any]:

@@ -83,7 +83,10 @@ def _judge(
             placement=placement,
             note="some elements are held by no rank",
         )
-    errors = {rank: rank_error(one.sums, tolerance.rms) for rank, one in holders if one.sums}
+    errors: dict[int, float] = {}
+    for rank, one in holders:
+        if one.sums:
+            errors[rank] = max(rank_error(one.sums, tolerance.rms), errors.get(rank, 0.0))
     worst = max(errors.values())
     value = tolerance.value
     margin = worst / value if value else (0.0 if worst == 0.0 else math.inf)

@@ -2,13 +2,14 @@
 """The few sums a rank contributes about one of its tensors.
 
 Boxes are walked in chunks that fit a core's cache; within a chunk the arithmetic is float32 (exact
-for bf16 and fp16 inputs), across chunks the sums are float64. Only when a float32 chunk overflows
-is it repeated in float64.
+for bf16 and fp16 inputs), across chunks the sums are float64. A chunk whose squares overflow or
+underflow float32 (second moments of small gradients do) is repeated in float64.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -17,6 +18,10 @@ import torch
 from megatron_ttrace.placement.boxes import Box
 
 _CHUNK = 1 << 16
+_UNDERFLOW = 1e-24
+"""Below this a float32 sum of a chunk's squares may have lost some of them."""
+_WORDS = 1 << 15
+_MASK = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Sums:
         candidate: sum of c^2.
         dot: sum of c * r.
         worst: largest |c - r|.
-        nonfinite: elements that are NaN or infinite in the candidate but finite in the reference.
+        nonfinite: elements that are NaN or infinite on one side and not just so on the other.
         checksum: of the candidate's bits; replicas that agree bit for bit have equal checksums.
     """
 
@@ -52,7 +57,7 @@ class Sums:
             dot=self.dot + other.dot,
             worst=max(self.worst, other.worst),
             nonfinite=self.nonfinite + other.nonfinite,
-            checksum=(self.checksum * 1_000_003 + other.checksum) & 0x7FFFFFFFFFFFFFFF,
+            checksum=(self.checksum * 1_000_003 + other.checksum) & _MASK,
         )
 
 
@@ -98,39 +103,51 @@ def measure(
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Order-dependent enough to tell replicas apart: a weighted sum of the bits."""
-    flat = data.detach().contiguous().reshape(-1)
-    if not flat.numel():
-        return 0
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = flat.view(words[flat.element_size()]) if flat.dtype != torch.bool else flat.byte()
-    return int(bits.sum(dtype=torch.int64).item()) & 0x7FFFFFFFFFFFFFFF
+    """A position-weighted sum of the bits: replicas with swapped rows differ, too."""
+    flat = data.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = flat.numel() // 8 * 8
+    words = flat[:whole].view(torch.int64)
+    total = int.from_bytes(bytes(flat[whole:].tolist()), "little")
+    for start in range(0, words.numel(), _WORDS):
+        part = words[start : start + _WORDS]
+        weights = _weights(part.device)[: part.numel()]
+        # There is no integer dot product on GPUs; on CPUs it is several times faster than a sum.
+        dot = torch.dot(part, weights) if part.device.type == "cpu" else (part * weights).sum()
+        total = (total * 1_000_003 + int(dot.item())) & _MASK
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd 64-bit weights: a single changed word always changes the sum."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_WORDS,), generator=generator)
+    return (drawn | 1).to(device)
 
 
 def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums:
     here = here.detach()
-    marks = checksum(here)
     if not here.numel():
         return Sums()
+    marks = checksum(here)
     if not here.is_floating_point():
         return _measure_discrete(here, there, marks)
     c_flat, r_flat = here.reshape(-1), there.reshape(-1)
     inverse = 1.0 / factor
+    double = torch.float64 in (here.dtype, there.dtype)
     diff = reference = candidate = dot = worst = 0.0
     nonfinite = 0
     for start in range(0, c_flat.numel(), _CHUNK):
         c_chunk = c_flat[start : start + _CHUNK]
         r_chunk = r_flat[start : start + _CHUNK].to(c_chunk.device)
-        sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float32)
-        if not all(map(math.isfinite, sums)):
-            bad = ~torch.isfinite(c_chunk.float()) & torch.isfinite(r_chunk.float())
-            nonfinite += int(bad.sum().item())
+        if double or not _is_sound(sums := _chunk_sums(c_chunk, r_chunk, inverse, torch.float32)):
             sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float64)
-            if not all(map(math.isfinite, sums)):
-                # Equal infinities and NaNs at the same places are agreement, not a difference.
-                both = ~torch.isfinite(c_chunk.float()) & ~torch.isfinite(r_chunk.float())
-                keep = ~(both | bad)
-                sums = _chunk_sums(c_chunk[keep], r_chunk[keep], inverse, torch.float64)
+        if not all(map(math.isfinite, sums)):
+            c_chunk, r_chunk, bad = _finite_only(c_chunk, r_chunk)
+            nonfinite += bad
+            sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float64)
         diff += sums[0]
         reference += sums[1]
         candidate += sums[2]
@@ -146,6 +163,27 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
         nonfinite=nonfinite,
         checksum=marks,
     )
+
+
+def _is_sound(sums: tuple[float, float, float, float, float]) -> bool:
+    """Whether float32 neither overflowed nor underflowed in these sums."""
+    diff, reference, candidate, _, worst = sums
+    return (
+        all(map(math.isfinite, sums))
+        and min(reference, candidate) > _UNDERFLOW
+        and (worst == 0.0 or diff > _UNDERFLOW)
+    )
+
+
+def _finite_only(c: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The elements that are finite on both sides, and the number of disagreements elsewhere.
+
+    Equal infinities and NaNs at the same places are agreement, not a difference.
+    """
+    c, r = c.double(), r.double()
+    finite = torch.isfinite(c) & torch.isfinite(r)
+    agree = finite | (c == r) | (torch.isnan(c) & torch.isnan(r))
+    return c[finite], r[finite], int((~agree).sum().item())
 
 
 def _chunk_sums(

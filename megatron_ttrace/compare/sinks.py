@@ -287,12 +287,13 @@ def rank_error(sums: Sums, rms: float) -> float:
     ``rms(c - r over the part) / max(rms(r over the part), rms(r over the whole tensor))``. For a
     part that is the whole tensor this is ``||c - r|| / ||r||``. For a smaller part, dividing by the
     part's own size finds a wrong shard however many ranks there are, and a part that happens to be
-    nearly zero is not judged against itself.
+    nearly zero is not judged against itself. Sums that are no numbers are an infinite error.
     """
     if sums.n == 0 or sums.diff == 0.0:
         return 0.0
     scale = max(math.sqrt(sums.reference / sums.n), rms)
-    return math.sqrt(sums.diff / sums.n) / scale if scale else math.inf
+    error = math.sqrt(sums.diff / sums.n) / scale if scale else math.inf
+    return math.inf if math.isnan(error) else error
 
 
 def fails(sums: Sums | None, tolerances: Tolerances, key: TraceKey) -> bool:

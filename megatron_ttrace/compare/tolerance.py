@@ -33,7 +33,10 @@ BLIND = 0.10
 
 FILE = "tolerances.jsonl"
 
-_SUMMED_INTO = {(Kind.MAIN_GRAD, ""): (Kind.GRAD_NORM,), (Kind.OUTPUT, "model"): (Kind.LOSS,)}
+_SUMMED_INTO: dict[tuple[Kind, str], tuple[Kind, ...]] = {
+    (Kind.MAIN_GRAD, ""): (Kind.GRAD_NORM,),
+    (Kind.OUTPUT, "model"): (Kind.LOSS,),
+}
 """Which tensors' elements the scalars of a step are summed from."""
 
 

@@ -66,11 +66,14 @@ def _text(value: float | int) -> float | int | str:
 
 
 def _sums(values: list[Any]) -> Sums:
-    names = [field.name for field in dataclasses.fields(Sums)]
-    whole = {"n", "nonfinite", "checksum"}
+    n, diff, reference, candidate, dot, worst, nonfinite, checksum = values
     return Sums(
-        **{
-            name: int(value) if name in whole else float(value)
-            for name, value in zip(names, values, strict=True)
-        }
+        n=n,
+        diff=float(diff),
+        reference=float(reference),
+        candidate=float(candidate),
+        dot=float(dot),
+        worst=float(worst),
+        nonfinite=nonfinite,
+        checksum=checksum,
     )
