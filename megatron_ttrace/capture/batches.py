@@ -8,7 +8,7 @@ the data loader sees the same calls in the same order, only earlier.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,26 +40,21 @@ class Served:
             return []
         return [tensors_of(item) for item in self._fetched[0]]
 
-    def __enter__(self) -> Served:
-        self.serve()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for wrapper, source in zip(self._wrappers, self._sources, strict=True):
-            wrapper.iterable = source
-
-    def serve(self) -> None:
-        """(Re)start serving from the first microbatch."""
+    def serve(self, change: Callable[[Any], Any] | None = None) -> None:
+        """(Re)start serving from the first microbatch, each passed through ``change``."""
         for wrapper, source, items in zip(
             self._wrappers, self._sources, self._fetched, strict=True
         ):
-            wrapper.iterable = _serve(items, source)
+            wrapper.iterable = _serve(items, source, change)
 
 
-def _serve(items: list[Any], source: Iterator[Any]) -> Iterator[Any]:
+def _serve(
+    items: list[Any], source: Iterator[Any], change: Callable[[Any], Any] | None
+) -> Iterator[Any]:
     # Megatron's get_batch may replace values in the dict it is given: hand out copies.
     for item in items:
-        yield dict(item) if isinstance(item, Mapping) else item
+        served = change(item) if change is not None else item
+        yield dict(served) if isinstance(served, Mapping) else served
     yield from source
 
 

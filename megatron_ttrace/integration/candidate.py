@@ -85,9 +85,9 @@ class CandidateSession(Session):
         began = time.monotonic()
         count = get_num_microbatches()
         served = Served(iterator, count * len(block))
-        served.serve()
         with self.rehearsal(restore=not self.settings.exit_after):
             self.equal_start()
+            self.serve(served)
             for position, iteration in enumerate(block):
                 batches = served.batches[position * count : (position + 1) * count]
                 self._check(iteration, run, batches, count)

@@ -90,8 +90,9 @@ class ReferenceSession(Session):
         moved: dict[TraceKey, tuple[Measured, list[float]]],
     ) -> None:
         numbers = range(count)
-        with self.rehearsal(restore=True), served:
+        with self.rehearsal(restore=True):
             self.equal_start()
+            self.serve(served)
             start = Snapshot(self.model.chunks, self.model.optimizer)
             for position, iteration in enumerate(block):
                 sink = WriteSink(writer, iteration)
@@ -105,7 +106,7 @@ class ReferenceSession(Session):
             layout = Layout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
             for seed in range(1, self.settings.seeds + 1):
                 start.restore()
-                served.serve()
+                self.serve(served)
                 with perturbed(self.model.names, seed):
                     for iteration in block:
                         replay = CompareSink(reader, iteration, layout)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.names import canonical_names, unwrap
 from megatron_ttrace.capture.optimizer import Snapshot, owned_by
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
@@ -21,6 +22,7 @@ from megatron_ttrace.integration.mesh import current_mesh
 from megatron_ttrace.start import handoff
 from megatron_ttrace.start.moments import prime
 from megatron_ttrace.start.parameters import fill
+from megatron_ttrace.start.tokens import spread_batch
 
 
 class Session:
@@ -103,6 +105,14 @@ class Session:
                 self.model.mesh,
                 seed=self.args.seed,
             )
+
+    def serve(self, served: Served) -> None:
+        """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary."""
+        vocabulary = getattr(self.args, "padded_vocab_size", None)
+        if self.settings.init == "reveal" and vocabulary:
+            served.serve(lambda item: spread_batch(item, vocabulary))
+        else:
+            served.serve()
 
     def rehearse(self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int]) -> None:
         """One traced training step."""
