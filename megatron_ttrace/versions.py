@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 
@@ -52,8 +53,6 @@ def installed() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    try:
+    with contextlib.suppress(ImportError):
         found["megatron-core"] = megatron_core_version()
-    except ImportError:
-        pass
     return found

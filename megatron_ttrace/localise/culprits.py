@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from megatron_ttrace.capture.names import ROOT
 from megatron_ttrace.records import Culprit, Direction, Kind, Outcome, Verdict
 
 UNKNOWN = "unknown"
@@ -186,8 +187,13 @@ def _born(
     return [
         (v, v.name, reason if (v.microbatch, v.name) in with_inputs else first)
         for v in born
-        if not any(other.startswith(f"{v.name}.") for other in names)
+        if not any(other != v.name and _inside(other, v.name) for other in names)
     ]
+
+
+def _inside(module: str, container: str) -> bool:
+    """Whether a module lies in another; everything lies in the model."""
+    return container == ROOT or module.startswith(f"{container}.")
 
 
 def _unexplained(
