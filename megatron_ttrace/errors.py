@@ -5,7 +5,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every command and of ``--ttrace-exit`` (contract, see docs/flags-and-files.md)."""
+    """Exit codes of every command and of ``--ttrace-exit`` (docs/flags-and-files.md)."""
 
     EQUIVALENT = 0
     DIVERGED = 1

@@ -16,6 +16,9 @@ module is optional in some layouts, and what is computed with it is judged.
 Under activation recomputation a module runs twice: in the forward pass (without a graph), and again
 inside the backward pass, where the graph comes from. Values are taken from the first, gradients
 from whichever carries them.
+
+A sink that isolates has another tensor put in a captured one's place once it was handed over
+(megatron_ttrace/localise/isolate.py); a recomputed one's as well.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_ttrace.capture.names import ROOT, Names
+from megatron_ttrace.localise.isolate import substitute
 from megatron_ttrace.records import Kind
 
 Place = tuple[int, Kind, str, int]
@@ -36,7 +40,7 @@ Place = tuple[int, Kind, str, int]
 
 
 class Sink(Protocol):
-    """Where captured tensors go. Called in the middle of training: must be quick, must not raise."""
+    """Where captured tensors go. Called in the middle of training: it must be quick."""
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
         """One tensor, under all the names it is known by now (at least one)."""
@@ -45,7 +49,7 @@ class Sink(Protocol):
         """``place`` is the very tensor that was handed over before as ``first``."""
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """A tensor to put in ``data``'s place (isolation), or ``None``."""
+        """New values to put in the place of ``data``, which was handed over; ``None`` for none."""
 
 
 @dataclasses.dataclass
@@ -201,13 +205,18 @@ class ModuleTap:
         args: Any,
         kwargs: Any,
         output: Any,
-    ) -> None:
+    ) -> Any:
+        replaced: dict[int, torch.Tensor] = {}
         for index, tensor in tensors_in(output):
-            self._see(state, Kind.OUTPUT, name, index, tensor)
+            instead = self._see(state, Kind.OUTPUT, name, index, tensor)
+            if instead is not None:
+                replaced[index] = instead
+        return with_tensors(output, replaced) if replaced else None
 
     def _see(
         self, state: _ChunkState, kind: Kind, name: str, index: int, tensor: torch.Tensor
     ) -> torch.Tensor | None:
+        """Hand over a tensor; returns what must take its place, if anything."""
         recomputing = torch._C._current_graph_task_id() != -1
         local = state.backward if recomputing else state.forward
         place: Place = (self._microbatches[local], kind, name, index)
@@ -215,12 +224,6 @@ class ModuleTap:
         if not recomputing and place in state.emitted:
             # A module that runs twice in one microbatch: later runs get names of their own.
             place = _numbered(state, place)
-        instead = None
-        if kind is Kind.INPUT:
-            instead = self._sink.replace(place, tensor)
-            if instead is not None:
-                instead.requires_grad_(tensor.requires_grad)
-                tensor = instead
         known: _Seen | None = seen.get(tensor)
         if known is not None and known.version != tensor._version:
             known = None
@@ -232,31 +235,38 @@ class ModuleTap:
                 self._sink.tensor((place,), tensor)
         if known is not None and known.node is tensor.grad_fn:
             known.places.append(place)
-            return instead
-        # New, or its node is: a checkpointed block's output gets the node that counts only after
-        # the hooks inside the block have seen it.
-        known = _Seen(tensor._version, [place], tensor.grad_fn)
-        seen[tensor] = known
-        if tensor.requires_grad:
-            self._handles.append(
-                on_gradient(tensor, functools.partial(self._guard, self._gradient, state, known))
-            )
+        else:
+            # New, or its node is: a checkpointed block's output gets the node that counts only
+            # after the hooks inside the block have seen it.
+            known = _Seen(tensor._version, [place], tensor.grad_fn)
+            seen[tensor] = known
+            if tensor.requires_grad:
+                hook = functools.partial(self._guard, self._gradient, state, known)
+                self._handles.append(on_gradient(tensor, hook))
+        values = self._sink.replace(place, tensor)
+        if values is None:
+            return None
+        instead = substitute(tensor, values)
+        # The same tensor to everyone who sees it from here on: its gradient ends in the old one's.
+        seen[instead] = _Seen(instead._version, known.places, instead.grad_fn)
         return instead
 
-    def _gradient(self, state: _ChunkState, seen: _Seen, grad: torch.Tensor) -> None:
-        places = []
-        for microbatch, kind, name, index in seen.places:
-            gradient = Kind.GRAD_INPUT if kind is Kind.INPUT else Kind.GRAD_OUTPUT
-            place = (microbatch, gradient, name, index)
-            if place not in state.emitted:
-                state.emitted.add(place)
-                places.append(place)
+    def _gradient(self, state: _ChunkState, seen: _Seen, grad: torch.Tensor) -> torch.Tensor | None:
+        known = [
+            (microbatch, Kind.GRAD_INPUT if kind is Kind.INPUT else Kind.GRAD_OUTPUT, name, index)
+            for microbatch, kind, name, index in seen.places
+        ]
+        places = [place for place in known if place not in state.emitted]
+        state.emitted.update(places)
         if places:
             self._sink.tensor(places, grad)
+        return self._sink.replace(known[0], grad)
 
 
-def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
     """Call ``hook`` with the gradient of ``tensor``, once it is complete; returns a handle.
+
+    What the hook returns, if anything, goes on as the gradient.
 
     The hook goes on the graph node. ``Tensor.register_hook`` remembers the node of the first call
     for good, and a tensor that leaves a checkpointed block changes its node.
@@ -265,10 +275,14 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> An
         return tensor.register_hook(hook)
     output = tensor.output_nr
 
-    def before_node(gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def before_node(
+        gradients: tuple[torch.Tensor | None, ...],
+    ) -> tuple[torch.Tensor | None, ...] | None:
         gradient = gradients[output]
-        if gradient is not None:
-            hook(gradient)
+        instead = None if gradient is None else hook(gradient)
+        if instead is None:
+            return None
+        return (*gradients[:output], instead, *gradients[output + 1 :])
 
     return tensor.grad_fn.register_prehook(before_node)
 
@@ -310,7 +324,8 @@ def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
     def rebuild(item: Any) -> Any:
         nonlocal position
         if isinstance(item, tuple | list):
-            return type(item)(rebuild(part) for part in item)
+            parts = [rebuild(part) for part in item]
+            return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
         if isinstance(item, Mapping):
             return {name: rebuild(part) for name, part in item.items()}
         position += 1

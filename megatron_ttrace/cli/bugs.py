@@ -65,7 +65,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     running.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     running.add_argument("--seed", type=int, default=None, metavar="N", help="Megatron's --seed")
     running.add_argument(
-        "--directory", type=Path, default=Path("ttrace-out/bugs"), metavar="DIR", help="where to work"
+        "--directory",
+        type=Path,
+        default=Path("ttrace-out/bugs"),
+        metavar="DIR",
+        help="where to work",
     )
     parser.set_defaults(run=run)
     return parser
@@ -92,9 +96,7 @@ def _list(bugs: Sequence[Bug], as_json: bool) -> int:
     table = Table("id", "name", "axis", "what goes wrong", "upstream", "culprit")
     for bug in bugs:
         culprit = f"{bug.expected.module} {bug.expected.kind}"
-        table.add_row(
-            bug.id, bug.name, bug.axis, bug.title, ", ".join(bug.upstream), culprit
-        )
+        table.add_row(bug.id, bug.name, bug.axis, bug.title, ", ".join(bug.upstream), culprit)
     Console().print(table)
     return int(ExitCode.EQUIVALENT)
 

@@ -1,3 +1,159 @@
 # SPDX-License-Identifier: Apache-2.0
-def add_parser(subparsers):
-    pass
+"""``ttrace doctor``: what is installed, what is missing, what will run where."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace import versions
+from megatron_ttrace.errors import ExitCode, TTraceError
+
+_EPILOG = """\
+example:
+  ttrace doctor
+  ttrace doctor --json
+
+exit code: 0 checks can run here, 2 something that every check needs is missing
+"""
+_GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, whether it will do, and what follows."""
+
+    subject: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``doctor`` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor",
+        help="say what is installed and what will run where",
+        description="Look at this machine's installation.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look at everything; a look that fails is a finding, too."""
+    findings = [look() for look in (*_NEEDED, *_OPTIONAL)]
+    if args.json:
+        print(json.dumps([dataclasses.asdict(one) for one in findings], indent=1))
+    else:
+        _show(findings)
+    broken = any(one.state == "missing" for one in findings[: len(_NEEDED)])
+    return int(ExitCode.COULD_NOT_CHECK if broken else ExitCode.EQUIVALENT)
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("what", "state", "found"):
+        table.add_column(title)
+    colours = {"ok": "green", "missing": "red", "optional": "yellow"}
+    for one in findings:
+        told = f"{one.found}; {one.advice}" if one.advice else one.found
+        table.add_row(one.subject, Text(one.state, style=colours[one.state]), Text(told))
+    Console().print(table)
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 12)
+    advice = "" if good else "Python 3.12 or newer is needed"
+    return Finding("Python", "ok" if good else "missing", platform.python_version(), advice)
+
+
+def _torch() -> Finding:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        return Finding("torch", "missing", str(error), "pip install torch")
+    distributed = importlib.import_module("torch.distributed")
+    backends = [
+        name
+        for name, there in (
+            ("gloo", distributed.is_gloo_available()),
+            ("NCCL", distributed.is_nccl_available()),
+        )
+        if there
+    ]
+    return Finding("torch", "ok", f"{torch.__version__}, {' and '.join(backends)}")
+
+
+def _megatron() -> Finding:
+    try:
+        versions.check_supported()
+    except TTraceError as error:
+        return Finding("megatron-core", "missing", str(error))
+    return Finding("megatron-core", "ok", versions.megatron_core_version())
+
+
+def _device() -> Finding:
+    torch = importlib.import_module("torch")
+    count = torch.cuda.device_count()
+    if not count:
+        return Finding("device", "ok", "no GPU", "Megatron will run on the CPU over gloo")
+    name = torch.cuda.get_device_name(0)
+    return Finding("device", "ok", f"{count} x {name}", "Megatron will run there, untouched")
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free
+    advice = "" if free > _GIB else "a reference trace of a small model takes 0.1 to 1 GB"
+    return Finding(
+        "disk", "ok" if free > _GIB else "optional", f"{free / _GIB:.0f} GiB free", advice
+    )
+
+
+def _transformer_engine() -> Finding:
+    # Installed is not importable: the wheel exists without its PyTorch part.
+    try:
+        module = importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # noqa: BLE001 - a broken installation raises anything
+        why = f"not usable ({type(error).__name__})"
+        advice = "without a GPU it is emulated; with one, pip install 'megatron-ttrace[gpu]'"
+        return Finding("TransformerEngine", "optional", why, advice)
+    version = importlib.metadata.version("transformer-engine")
+    return Finding("TransformerEngine", "ok", f"{version} ({module.__name__})")
+
+
+def _apex() -> Finding:
+    advice = "build NVIDIA's from source; the package named apex on the index is another project"
+    try:
+        importlib.import_module("apex.normalization.fused_layer_norm")
+    except Exception as error:  # noqa: BLE001 - a broken installation raises anything
+        return Finding("Apex", "optional", f"not usable ({type(error).__name__})", advice)
+    return Finding("Apex", "ok", "importable")
+
+
+def _wandb() -> Finding:
+    try:
+        version = importlib.metadata.version("wandb")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("wandb", "optional", "not installed", "pip install wandb to log verdicts")
+    return Finding("wandb", "ok", version, "offline runs are written where no key is configured")
+
+
+_NEEDED: tuple[Callable[[], Finding], ...] = (_python, _torch, _megatron)
+_OPTIONAL: tuple[Callable[[], Finding], ...] = (_device, _disk, _transformer_engine, _apex, _wandb)

@@ -44,7 +44,7 @@ def conclude(
     """
     began = time.monotonic()
     verdicts = judge(
-        ((key, reference.entry(key).shape) for key in reference.keys()),
+        ((key, reference.entry(key).shape) for key in reference),
         measured,
         tolerances,
         float(reference.meta["epsilon"]),
@@ -68,7 +68,7 @@ def conclude(
             "judge": judged - began,
             "localise and explain": time.monotonic() - judged,
         },
-        execution_order=tuple(dict.fromkeys(key.name for key in reference.keys())),
+        execution_order=tuple(dict.fromkeys(key.name for key in reference)),
         notices=tuple(said),
     )
     return summary, verdicts

@@ -28,7 +28,5 @@ def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry) -> Me
     if there.shape != entry.logical_shape:
         note = f"the whole tensor is {entry.logical_shape}, in the reference {there.shape}"
         return Measured(key, entry.placement, (), there.shape, None, "shape", note)
-    sums = measure(
-        candidate.tensor(entry), reference.tensor(there), entry.boxes, entry.factor
-    )
+    sums = measure(candidate.tensor(entry), reference.tensor(there), entry.boxes, entry.factor)
     return Measured(key, entry.placement, entry.boxes, there.shape, sums)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ttrace.capture.modules import Place
-from megatron_ttrace.compare.measure import Sums, logical_view, measure
+from megatron_ttrace.compare.measure import Sums, box_views, measure
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
@@ -123,7 +123,7 @@ class CompareSink:
             tolerances: to tell which tensors are worth keeping.
             writer: where tensors are kept: the failed ones, so that they can be explained.
             keep_all: keep the others too.
-            isolate: hand the reference's slices back as module inputs.
+            isolate: hand the reference's slices back, to take the places of what was compared.
         """
         self.measured: list[Measured] = []
         self._reference = reference
@@ -149,22 +149,25 @@ class CompareSink:
         self._repeat(TraceKey(self._iteration, *first), TraceKey(self._iteration, *place), data)
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """This rank's slice of the reference's input, when isolating."""
+        """This rank's slice of the reference, when isolating and where ``data`` is not that."""
         key = TraceKey(self._iteration, *place)
-        if not self._isolate or not data.is_floating_point() or key not in self._reference:
+        replaceable = data.is_floating_point() or data.dtype == torch.bool
+        if not self._isolate or not replaceable or key not in self._reference:
             return None
-        logical = self._reference.tensor(self._reference.entry(key))
+        entry = self._reference.entry(key)
         try:
-            _, boxes = self._plan_activation(key, tuple(data.shape), tuple(logical.shape))
-        except NoPlacementError:
+            _, boxes = self._plan_activation(key, tuple(data.shape), entry.shape)
+        except ValueError:
+            return None
+        if sum(box.numel for box in boxes) != data.numel():
             return None
         instead = torch.empty_like(data)
-        for box in boxes:
-            target = instead
-            for dim, (start, size) in enumerate(zip(box.local, box.extent, strict=True)):
-                target = target.narrow(dim, start, size)
-            target.copy_(logical_view(logical, box))
-        return instead
+        for here, there in box_views(instead, self._reference.tensor(entry), boxes):
+            here.copy_(there)
+        factor = self._factor(key)
+        if factor != 1.0:
+            instead.mul_(factor)
+        return None if torch.equal(instead, data) else instead
 
     def placed(
         self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
@@ -208,7 +211,8 @@ class CompareSink:
     def _repeat(self, first: TraceKey, key: TraceKey, data: torch.Tensor) -> None:
         known = self._by_key.get(first)
         same = (
-            known is not None
+            not self._isolate  # else it has the reference's values by now
+            and known is not None
             and known.sums is not None
             and key in self._reference
             and self._reference.primary(first) == self._reference.primary(key)

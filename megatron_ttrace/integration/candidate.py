@@ -219,7 +219,8 @@ class CandidateSession(Session):
         return summary.verdict.exit_code
 
     def _answer(self, heard: list[Any]) -> tuple[Summary, list[Verdict]]:
-        assert self._reference is not None and self._tolerances is not None
+        assert self._reference is not None
+        assert self._tolerances is not None
         errors = [error for errors, _, _ in heard for error in errors]
         directory = self.settings.directory / "candidate"
         config = self._config()

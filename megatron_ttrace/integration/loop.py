@@ -2,8 +2,8 @@
 """The two places of Megatron's training loop that a traced run goes through.
 
 ``pretrain`` calls the module globals ``setup_model_and_optimizer`` and (through ``train``)
-``train_step`` of megatron/training/training.py, in all supported releases. Both are wrapped; nothing
-else of Megatron is touched.
+``train_step`` of megatron/training/training.py, in all supported releases. Both are wrapped;
+nothing else of Megatron is touched.
 
 A traced step is a *rehearsal*: start values in, Megatron's own ``train_step`` on the iteration's
 real batches, verdicts out; then everything a step changes is put back and the real training step

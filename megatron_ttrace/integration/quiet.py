@@ -44,7 +44,7 @@ def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def one_attempt() -> Iterator[None]:
-    """Switch Megatron's rerun state machine off: a rehearsal is not an iteration it should count."""
+    """Switch Megatron's rerun state machine off: it should not count a rehearsal."""
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     machine = get_rerun_state_machine()

@@ -30,7 +30,7 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import megatron.core.models.gpt  # noqa: F401
+    import megatron.core.models.gpt
     import megatron.training.training  # noqa: F401
 
     import megatron_ttrace.integration.candidate

@@ -131,13 +131,10 @@ def _why(codes: Sequence[int | None], logs: Path) -> str:
             log = ranks.log_of(logs, rank)
             how = f"was killed by signal {-code}" if code is not None and code < 0 else "failed"
             died = _died_of(log)
-            return (
-                f"rank {rank} {how}: {died} (log: {log})"
-                if died
-                else (
-                    f"rank {rank} {how} with exit code {code}; its last lines, from {log}:\n{tail(log)}"
-                )
-            )
+            if died:
+                return f"rank {rank} {how}: {died} (log: {log})"
+            last = f"its last lines, from {log}:\n{tail(log)}"
+            return f"rank {rank} {how} with exit code {code}; {last}"
     return f"the job ended without an answer; its last lines:\n{tail(ranks.log_of(logs, 0))}"
 
 

@@ -87,7 +87,7 @@ class _Job:
             self._ranks[forkserver.fork(command, environment, log)] = rank
             return
         with log.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(  # noqa: S603 - the user's own command line
+            process = subprocess.Popen(
                 command,
                 env=environment,
                 stdout=output,

@@ -13,8 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.records import Result, Summary, Verdict
+from megatron_ttrace.records import Summary, Verdict
 from megatron_ttrace.report import files, html, junit, table, terminal
 
 _EPILOG = """\

@@ -2,9 +2,10 @@
 """Start values for Adam's moments.
 
 Adam's first step from empty moments is nearly the sign of the gradient: an element whose gradient
-is all rounding flips by twice the learning rate, so the update of a healthy bf16 run differs by 20 %
-and shows nothing. From moments that look like the middle of a training run the update is a smooth
-function of the gradient, as accurate as it is, and a moment that is read from the wrong place shows.
+is all rounding flips by twice the learning rate, so the update of a healthy bf16 run differs by
+20 % and shows nothing. From moments that look like the middle of a training run the update is a
+smooth function of the gradient, as accurate as it is, and a moment that is read from the wrong
+place shows.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from megatron_ttrace.placement.plan import Placement, Step, plan
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.start.generator import normal
 
-
 GAIN = 0.5
 """Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth (a
 third of its gradients are blind), at 0.5 none is: docs/tolerance.md has the table."""

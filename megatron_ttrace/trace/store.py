@@ -179,7 +179,7 @@ class TraceReader:
     def __contains__(self, key: TraceKey) -> bool:
         return key in self._where
 
-    def keys(self) -> Iterator[TraceKey]:
+    def __iter__(self) -> Iterator[TraceKey]:
         """All keys, in execution order (of the first rank that has them)."""
         return iter(self._where)
 
