@@ -23,8 +23,10 @@ def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry) -> Me
     key = entry.key
     if key not in reference:
         note = "not in the reference"
-        return Measured(key, entry.placement, (), entry.shape, None, "extra", note)
+        return Measured(key, "", (), entry.shape, None, "extra", note)
     there = reference.entry(key)
+    if entry.misfit:
+        return Measured(key, "", (), there.shape, None, "shape", entry.misfit)
     if there.shape != entry.logical_shape:
         note = f"the whole tensor is {entry.logical_shape}, in the reference {there.shape}"
         return Measured(key, entry.placement, (), there.shape, None, "shape", note)

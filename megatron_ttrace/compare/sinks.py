@@ -190,9 +190,8 @@ class CompareSink:
         planned: Callable[[tuple[int, ...]], tuple[Placement, tuple[Box, ...]]] | None = None,
     ) -> None:
         if key not in self._reference:
-            self._add(
-                Measured(key, "", (), tuple(data.shape), None, "extra", "not in the reference")
-            )
+            note = "not in the reference"
+            self._misfit(Measured(key, "", (), tuple(data.shape), None, "extra", note), data)
             return
         entry = self._reference.entry(key)
         try:
@@ -201,7 +200,7 @@ class CompareSink:
             else:
                 placement, boxes = self._plan_activation(key, tuple(data.shape), entry.shape)
         except ValueError as error:
-            self._add(Measured(key, "", (), entry.shape, None, "shape", str(error)))
+            self._misfit(Measured(key, "", (), entry.shape, None, "shape", str(error)), data)
             return
         sums = measure(data, self._reference.tensor(entry), boxes, self._factor(key))
         found = Measured(key, describe(placement), boxes, entry.shape, sums)
@@ -229,6 +228,12 @@ class CompareSink:
     def _add(self, found: Measured) -> None:
         self.measured.append(found)
         self._by_key[found.key] = found
+
+    def _misfit(self, found: Measured, data: torch.Tensor) -> None:
+        self._add(found)
+        if self._keep_all and self._writer is not None:
+            entry = dataclasses.replace(self._entry(found, data), misfit=found.note)
+            self._writer.add(entry, data)
 
     def _keep(self, found: Measured, data: torch.Tensor) -> None:
         if self._writer is None:

@@ -40,7 +40,8 @@ class Entry:
     """One index line: a tensor of a trace.
 
     ``shape`` is the stored shape, ``logical_shape`` the whole tensor's (the same in a reference).
-    ``factor`` is what this run's values must be divided by to be the reference's.
+    ``factor`` is what this run's values must be divided by to be the reference's. ``misfit`` says
+    why the tensor has no place in the reference, if it has none.
     """
 
     key: TraceKey
@@ -53,6 +54,7 @@ class Entry:
     placement: str = "Replicate"
     boxes: tuple[Box, ...] = ()
     factor: float = 1.0
+    misfit: str = ""
 
 
 def atomic_write(path: Path, text: str) -> None:
@@ -134,19 +136,20 @@ def read_meta(directory: Path) -> dict[str, Any]:
     path = directory / "meta.json"
     try:
         meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        files: dict[str, int] = meta["files"]
+        written = meta.get("format")
+        files = list(meta["files"].items()) if written == FORMAT else []
     except FileNotFoundError:
         raise TTraceError(
             f"{directory} holds no complete trace (no meta.json): run the traced job again"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TTraceError(f"{path} cannot be read ({error}): run the traced job again") from error
-    if meta.get("format") != FORMAT:
+    if written != FORMAT:
         raise TTraceError(
-            f"{directory} was written in trace format {meta.get('format')}, this version reads "
+            f"{directory} was written in trace format {written}, this version reads "
             f"{FORMAT}: run the traced job again"
         )
-    for name, size in files.items():
+    for name, size in files:
         found = directory / name
         if not found.is_file():
             raise TTraceError(f"{found} is missing: run the traced job again")
@@ -232,7 +235,9 @@ def _encode(entry: Entry) -> str:
         line["same_as"] = entry.same_as
     else:
         line |= {"file": entry.file, "tensor": entry.tensor}
-    if entry.boxes:
+    if entry.misfit:
+        line["misfit"] = entry.misfit
+    if entry.boxes or entry.logical_shape:
         line |= {
             "logical_shape": entry.logical_shape,
             "placement": entry.placement,
@@ -243,15 +248,18 @@ def _encode(entry: Entry) -> str:
 
 
 def _read_index(path: Path) -> list[Entry]:
-    entries = []
-    with path.open(encoding="utf-8") as lines:
-        for number, text in enumerate(lines, 1):
-            try:
-                entries.append(_decode(json.loads(text)))
-            except (ValueError, KeyError, TypeError) as error:
-                raise TTraceError(
-                    f"{path}:{number} is damaged ({error}): run the traced job again"
-                ) from error
+    entries: list[Entry] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for text in lines:
+                entry = _decode(json.loads(text))
+                if entry.same_as >= len(entries):
+                    raise ValueError(f"repeats line {entry.same_as}, which does not precede it")
+                entries.append(entry)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TTraceError(
+            f"{path}:{len(entries) + 1} is damaged ({error}): run the traced job again"
+        ) from error
     return entries
 
 
@@ -272,4 +280,5 @@ def _decode(line: dict[str, Any]) -> Entry:
             for logical, extent, local in line.get("boxes", ())
         ),
         factor=line.get("factor", 1.0),
+        misfit=line.get("misfit", ""),
     )

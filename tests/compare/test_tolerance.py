@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From movements of replays to tolerances: pooling, floors, exact kinds, blindness, the file."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.tolerance import (
+    BLIND,
+    SAFETY,
+    Moved,
+    Tolerances,
+    epsilon,
+    is_exact,
+    read,
+    write,
+)
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
+
+KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
+FP32, BF16 = 2.0**-23, 2.0**-7
+
+
+def of(key, moved, dtype="bfloat16", **others):
+    """The tolerance of ``key`` among tensors that moved so."""
+    return Tolerances(moved, dict.fromkeys(moved, dtype), **others).of(key)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float32", 2.0**-23),
+        ("torch.float32", 2.0**-23),
+        (torch.bfloat16, 2.0**-7),
+        ("float16", 2.0**-10),
+        ("float64", 2.0**-52),
+        ("float8_e4m3fn", 2.0**-7),
+        ("float8_e5m2", 2.0**-7),
+        ("int64", 0.0),
+        ("bool", 0.0),
+    ],
+)
+def test_epsilon(dtype, expected):
+    """As torch has it; FP8 counts as bf16, discrete dtypes have none."""
+    assert epsilon(dtype) == expected
+
+
+def test_the_largest_movement_counts():
+    """Over seeds, times the safety factor."""
+    found = of(KEY, {KEY: Moved(16, 8.0, (0.01, 0.02, 0.005))})
+    assert found.value == pytest.approx(SAFETY * 0.02)
+    assert found.estimated == 0.02
+    assert found.rms == 2.0
+
+
+def test_microbatches_are_pooled():
+    """The same module on other data is another sample of the same statistic."""
+    other = dataclasses.replace(KEY, microbatch=3)
+    moved = {KEY: Moved(16, 8.0, (0.01,)), other: Moved(16, 4.0, (0.03,))}
+    assert of(KEY, moved).value == of(other, moved).value == pytest.approx(SAFETY * 0.03)
+    assert of(other, moved).rms == 1.0
+
+
+@pytest.mark.parametrize(
+    "change", [{"iteration": 2}, {"kind": Kind.INPUT}, {"name": "other"}, {"index": 1}]
+)
+def test_nothing_else_is_pooled(change):
+    """Another iteration, kind, module or index is another statistic."""
+    other = dataclasses.replace(KEY, **change)
+    moved = {KEY: Moved(16, 8.0, (0.01,)), other: Moved(16, 4.0, (0.5,))}
+    assert of(KEY, moved).value == pytest.approx(SAFETY * 0.01)
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [("float32", FP32), ("bfloat16", BF16)])
+def test_the_floor_is_one_rounding(dtype, eps):
+    """A tensor that no replay moved may still be rounded once."""
+    assert of(KEY, {KEY: Moved(16, 8.0, (0.0,))}, dtype).value == SAFETY * eps / 2
+
+
+def test_the_floor_of_a_small_change_is_the_parameters():
+    """A difference of two rounded parameters has their rounding error."""
+    delta = TraceKey(1, STEP_LEVEL, Kind.PARAM_DELTA, "w")
+    param = TraceKey(1, STEP_LEVEL, Kind.PARAM, "w", 0)
+    moved = {delta: Moved(4, 0.001, (0.0,)), param: Moved(4, 10.0, (0.0,))}
+    assert of(delta, moved, "float32").value == pytest.approx(SAFETY * FP32 / 2 * 1e4)
+    alone = {delta: moved[delta]}
+    assert of(delta, alone, "float32").value == SAFETY * FP32 / 2
+
+
+def test_the_floor_of_sums_grows_with_the_logarithm_of_the_summands():
+    """The gradient norm sums all main gradients, the loss the model's output."""
+    norm = TraceKey(1, STEP_LEVEL, Kind.GRAD_NORM, "grad_norm")
+    loss = TraceKey(1, STEP_LEVEL, Kind.LOSS, "lm loss")
+    moved = {
+        TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "a"): Moved(1 << 19, 1.0, (0.0,)),
+        TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "b"): Moved(1 << 19, 1.0, (0.0,)),
+        TraceKey(1, 0, Kind.OUTPUT, "model"): Moved(256, 1.0, (0.0,)),
+        TraceKey(1, 0, Kind.OUTPUT, "other"): Moved(1 << 30, 1.0, (0.0,)),
+        norm: Moved(1, 1.0, (0.0,)),
+        loss: Moved(1, 1.0, (0.0,)),
+    }
+    assert of(norm, moved, "float32").value == pytest.approx(SAFETY * FP32 / 2 * 20)
+    assert of(loss, moved, "float32").value == pytest.approx(SAFETY * FP32 / 2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "exact"),
+    [
+        (Kind.TOKENS, 0, True),
+        (Kind.PARAM, 0, True),
+        (Kind.PARAM, 1, False),
+        (Kind.OUTPUT, 0, False),
+        (Kind.MAIN_GRAD, 0, False),
+    ],
+)
+def test_what_is_given_is_exact(kind, index, exact):
+    """Tokens and start parameters, even if replays moved them (they perturb parameters)."""
+    key = TraceKey(1, STEP_LEVEL, kind, "w", index)
+    assert is_exact(key) == exact
+    assert (of(key, {key: Moved(4, 2.0, (0.5,))}).value == 0.0) == exact
+
+
+def test_discrete_tensors_are_exact():
+    """There is no rounding in integers."""
+    assert of(KEY, {KEY: Moved(4, 2.0, (0.5,))}, "int64").value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("moved", "blind"),
+    [(0.0, False), (BLIND / SAFETY, False), (0.03, True), (math.inf, True), (math.nan, True)],
+)
+def test_blindness(moved, blind):
+    """A tolerance beyond the bound shows nothing; a replay of NaN least of all."""
+    assert of(KEY, {KEY: Moved(4, 2.0, (0.0, moved))}, "float32").blind == blind
+    assert of(KEY, {KEY: Moved(4, 2.0, (moved, 0.0))}, "float32").blind == blind
+
+
+def test_a_zero_reference_has_no_rms():
+    """All zeros: any error is infinite."""
+    found = of(KEY, {KEY: Moved(4, 0.0, (0.0,))}, "float32")
+    assert (found.rms, found.value) == (0.0, SAFETY * FP32 / 2)
+
+
+def test_the_file_keeps_every_number(tmp_path):
+    """Infinities and the last bit survive."""
+    other = dataclasses.replace(KEY, microbatch=1, index=2)
+    moved = {
+        KEY: Moved(16, 0.1 + 0.2, (1 / 3, math.inf)),
+        other: Moved(0, 0.0, (0.0, 5e-324)),
+    }
+    write(tmp_path, moved)
+    again = read(tmp_path, dict.fromkeys(moved, "float32").items())
+    assert again._moved == moved
+    assert again.of(KEY).blind
+
+
+@pytest.mark.parametrize(
+    "damage", ["{", '{"key": [1, 0, "nonsense", "a", 0], "n": 1, "norm": "1", "moved": []}', "[]"]
+)
+def test_a_damaged_file_is_named(tmp_path, damage):
+    """One clear line, with what to do."""
+    (tmp_path / tolerance.FILE).write_text(damage + "\n")
+    with pytest.raises(TTraceError, match=r"tolerances.jsonl is damaged .*: make the reference"):
+        read(tmp_path, [])
+
+
+def test_bytes_that_are_no_text_are_damage(tmp_path):
+    """A file of noise is not a Python error."""
+    (tmp_path / tolerance.FILE).write_bytes(b"\xff\xfe\x00noise\n")
+    with pytest.raises(TTraceError, match="is damaged"):
+        read(tmp_path, [])
+
+
+def test_a_trace_without_tolerances_is_no_reference(tmp_path):
+    """A candidate's trace given as the reference."""
+    with pytest.raises(TTraceError, match="is no reference trace"):
+        read(tmp_path, [])

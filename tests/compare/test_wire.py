@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings survive the journey to rank 0, whatever numbers are in them."""
+
+import json
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.compare.wire import decode, encode
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.records import Kind, TraceKey
+
+numbers = st.floats(allow_nan=True, allow_infinity=True)
+dims = st.integers(0, 2**40)
+sums = st.builds(
+    Sums,
+    n=dims,
+    diff=numbers,
+    reference=numbers,
+    candidate=numbers,
+    dot=numbers,
+    worst=numbers,
+    nonfinite=dims,
+    checksum=st.integers(0, 2**64 - 1),
+)
+boxes = st.lists(dims, max_size=3).map(
+    lambda sizes: Box(tuple(sizes), tuple(n + 1 for n in sizes), tuple(sizes) or (7,))
+)
+findings = st.builds(
+    Measured,
+    key=st.builds(
+        TraceKey,
+        iteration=st.integers(1, 9),
+        microbatch=st.integers(-1, 9),
+        kind=st.sampled_from(Kind),
+        name=st.text(max_size=9),
+        index=st.integers(0, 3),
+    ),
+    placement=st.sampled_from(["", "Replicate", "tp:Shard(0)"]),
+    boxes=st.lists(boxes, max_size=2).map(tuple),
+    logical_shape=st.lists(dims, max_size=3).map(tuple),
+    sums=st.none() | sums,
+    problem=st.sampled_from(["", "extra", "shape"]),
+    note=st.text(max_size=9),
+)
+
+
+def same(a, b):
+    """Equality in which NaN is itself."""
+    return repr(a) == repr(b)
+
+
+@given(st.lists(findings, max_size=6))
+def test_round_trip(measured):
+    """Through strict JSON, as it travels."""
+    sent = json.dumps(encode(measured), allow_nan=False)
+    assert same(decode(json.loads(sent)), measured)
+
+
+def test_layouts_travel_once():
+    """A thousand tensors of one layout cost a number each, not their boxes."""
+    box = Box((0, 0), (4, 4), (0, 0))
+    one = Measured(TraceKey(1, 0, Kind.OUTPUT, "a"), "Replicate", (box,), (4, 4), Sums(n=16))
+    message = encode([one] * 1000)
+    assert len(message["layouts"]) == 1
+    assert decode(json.loads(json.dumps(message))) == [one] * 1000
+
+
+def test_infinities_are_floats_again():
+    """``inf`` travels as a word."""
+    one = Measured(TraceKey(1, 0, Kind.LOSS, "a"), "", (), (), Sums(diff=math.inf, worst=-math.inf))
+    [found] = decode(json.loads(json.dumps(encode([one]), allow_nan=False)))
+    assert (found.sums.diff, found.sums.worst) == (math.inf, -math.inf)

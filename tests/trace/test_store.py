@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces survive the disk, and damaged ones are refused with one clear line."""
+
+import ast
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace import trace
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace import store
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal
+
+
+def key(name="a", **others):
+    """A key."""
+    return TraceKey(
+        **{"iteration": 1, "microbatch": 0, "kind": Kind.OUTPUT, "name": name, **others}
+    )
+
+
+def entry(data, name="a", **others):
+    """An index line for ``data``."""
+    dtype = str(data.dtype).removeprefix("torch.")
+    return Entry(key(name), tuple(data.shape), dtype, **others)
+
+
+def written(directory, tensors, rank=0, meta=None):
+    """A sealed trace of the given tensors."""
+    writer = TraceWriter(directory, rank)
+    for name, data in tensors.items():
+        writer.add(entry(data, name), data)
+    writer.close()
+    seal(directory, {"role": "reference"} if meta is None else meta)
+    return directory
+
+
+def bits(data):
+    """The tensor's bytes."""
+    return bytes(data.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+TENSORS = {
+    "float32": torch.randn(3, 4),
+    "float64": torch.randn(3, 4, dtype=torch.float64),
+    "bfloat16": torch.randn(3, 4).bfloat16(),
+    "float16": torch.randn(3, 4).half(),
+    "e4m3": torch.randn(3, 4).to(torch.float8_e4m3fn),
+    "e5m2": torch.randn(3, 4).to(torch.float8_e5m2),
+    "int64": torch.tensor([2**62, -1]),
+    "int32": torch.tensor([[1], [2]], dtype=torch.int32),
+    "uint8": torch.tensor([0, 255], dtype=torch.uint8),
+    "bool": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(1.5),
+    "scalar bf16": torch.tensor(1.5, dtype=torch.bfloat16),
+    "one": torch.ones(1, 1, 1),
+    "empty": torch.zeros(0, 3),
+    "transposed": torch.randn(4, 3).t(),
+    "expanded": torch.randn(1, 3).expand(5, 3),
+    "slice": torch.randn(9, 9)[2:5, ::2],
+    "strange": torch.tensor([math.nan, math.inf, -math.inf, -0.0, 1e-45]),
+    "with graph": torch.randn(2, requires_grad=True) * 2,
+    "parameter": torch.nn.Parameter(torch.randn(2)),
+}
+
+
+def test_every_dtype_and_shape_survives_bit_for_bit(tmp_path):
+    """All of them in one trace, in order."""
+    reader = TraceReader(written(tmp_path, TENSORS))
+    assert [k.name for k in reader] == list(TENSORS)
+    for name, data in TENSORS.items():
+        found = reader.entry(key(name))
+        stored = reader.tensor(found)
+        assert (stored.shape, stored.dtype) == (data.shape, data.dtype), name
+        assert bits(stored) == bits(data), name
+        assert found.shape == tuple(data.shape)
+        assert found.dtype == str(stored.dtype).removeprefix("torch.")
+
+
+def test_data_is_copied_when_it_is_added(tmp_path):
+    """Training overwrites its buffers at once."""
+    data = torch.ones(4)
+    writer = TraceWriter(tmp_path, 0)
+    writer.add(entry(data), data)
+    data.zero_()
+    writer.close()
+    assert (
+        TraceReader(tmp_path, sealed=False)
+        .tensor(TraceReader(tmp_path, sealed=False).entry(key()))
+        .tolist()
+        == [1.0] * 4
+    )
+
+
+def test_chunks_bound_the_memory(tmp_path, monkeypatch):
+    """Data leaves memory as soon as a chunk is full; every tensor is found again."""
+    monkeypatch.setattr(store, "_CHUNK_BYTES", 100)
+    writer = TraceWriter(tmp_path, 3)
+    for number in range(7):
+        writer.add(entry(torch.zeros(20), str(number)), torch.full((20,), float(number)))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    assert len(writer) == 7
+    writer.close()
+    seal(tmp_path, {})
+    assert len(list(tmp_path.glob("rank-00003.*.safetensors"))) == 4
+    reader = TraceReader(tmp_path)
+    for number in range(7):
+        assert reader.tensor(reader.entry(key(str(number)))).unique().tolist() == [float(number)]
+
+
+def test_second_names_share_the_data(tmp_path):
+    """``same_as`` points at an earlier line; one copy lies on the disk."""
+    data = torch.randn(1000)
+    writer = TraceWriter(tmp_path, 0)
+    first = writer.add(entry(data, "a"), data)
+    writer.add(entry(data, "b", same_as=first), None)
+    writer.close()
+    seal(tmp_path, {})
+    reader = TraceReader(tmp_path)
+    assert torch.equal(reader.tensor(reader.entry(key("b"))), data)
+    assert reader.primary(key("b")) == reader.primary(key("a")) == key("a")
+    [file] = tmp_path.glob("*.safetensors")
+    assert file.stat().st_size < 2 * data.nbytes
+
+
+def test_ranks_have_their_own_files(tmp_path):
+    """Two ranks write one trace; each one's entries are known by its number."""
+    for rank in (0, 11):
+        writer = TraceWriter(tmp_path, rank)
+        data = torch.full((2,), float(rank))
+        writer.add(entry(data, f"of {rank}"), data)
+        writer.close()
+    seal(tmp_path, {"role": "candidate"})
+    reader = TraceReader(tmp_path)
+    assert {rank: [e.key.name for e in found] for rank, found in reader.ranks.items()} == {
+        0: ["of 0"],
+        11: ["of 11"],
+    }
+    assert reader.meta["role"] == "candidate"
+    assert key("of 11") in reader
+    assert key("of 1") not in reader
+    with pytest.raises(KeyError):
+        reader.entry(key("of 1"))
+
+
+ints = st.integers(0, 2**40)
+
+
+@given(
+    st.builds(
+        Entry,
+        key=st.builds(
+            TraceKey,
+            iteration=ints,
+            microbatch=st.integers(STEP_LEVEL, 9),
+            kind=st.sampled_from(Kind),
+            name=st.text(max_size=20),
+            index=ints,
+        ),
+        shape=st.lists(ints, max_size=3).map(tuple),
+        dtype=st.sampled_from(["float32", "float8_e4m3fn"]),
+        file=st.text(max_size=5),
+        tensor=st.text(max_size=5),
+        logical_shape=st.lists(ints, min_size=1, max_size=3).map(tuple),
+        placement=st.text(max_size=20),
+        boxes=st.lists(
+            st.tuples(ints, ints).map(lambda n: Box((n[0], 1), (n[1], 2), (n[0],))), max_size=2
+        ).map(tuple),
+        factor=st.floats(allow_nan=False),
+        misfit=st.text(max_size=9),
+    )
+)
+def test_index_lines_survive(line):
+    """Every field, any text, through one line of JSON."""
+    text = store._encode(line)
+    assert "\n" not in text
+    assert store._decode(json.loads(text)) == line
+
+
+def test_a_reference_line_is_short():
+    """What a reference does not need is not written."""
+    line = json.loads(store._encode(Entry(key(), (2,), "float32", "f", "0")))
+    assert set(line) == {"key", "shape", "dtype", "file", "tensor"}
+    assert store._decode(line).logical_shape == (2,)
+
+
+def read_all(directory):
+    """Open a trace and read every tensor."""
+    reader = TraceReader(directory)
+    for found in reader:
+        reader.tensor(reader.entry(found))
+
+
+def refused(directory, says):
+    """The trace is refused with one line that says ``says`` and what to do."""
+    with pytest.raises(TTraceError, match=says) as error:
+        read_all(directory)
+    assert "\n" not in str(error.value)
+    assert "run the traced job again" in str(error.value)
+
+
+def data_file(directory):
+    """The safetensors of a trace of one chunk."""
+    [found] = directory.glob("*.safetensors")
+    return found
+
+
+def reseal(directory):
+    """Declare whatever is there complete."""
+    seal(directory, {})
+
+
+def test_a_truncated_file(tmp_path):
+    """Half a copy."""
+    file = data_file(written(tmp_path, {"a": torch.randn(50)}))
+    file.write_bytes(file.read_bytes()[:-7])
+    refused(tmp_path, r"safetensors is truncated \(\d+ of \d+ bytes\)")
+
+
+def test_a_missing_file(tmp_path):
+    """A copy without its data."""
+    data_file(written(tmp_path, {"a": torch.randn(5)})).unlink()
+    refused(tmp_path, r"safetensors is missing")
+
+
+def test_a_missing_index(tmp_path):
+    """A copy without its index is no empty trace."""
+    written(tmp_path, {"a": torch.randn(5)})
+    (tmp_path / "rank-00000.index.jsonl").unlink()
+    refused(tmp_path, r"index.jsonl is missing")
+
+
+def test_a_run_that_never_ended(tmp_path):
+    """No ``meta.json``: the writer died."""
+    writer = TraceWriter(tmp_path, 0)
+    writer.add(entry(torch.ones(2)), torch.ones(2))
+    writer.close()
+    refused(tmp_path, "holds no complete trace")
+
+
+def test_no_directory_at_all(tmp_path):
+    """A path that is not there."""
+    refused(tmp_path / "nowhere", "holds no complete trace")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "meta.json cannot be read"),
+        ("[]", "meta.json cannot be read"),
+        ('"text"', "meta.json cannot be read"),
+        ('{"format": 1}', "meta.json cannot be read"),
+        ('{"format": 1, "files": ["a"]}', "meta.json cannot be read"),
+        ('{"format": 2}', "was written in trace format 2, this version reads 1"),
+        ('{"format": 99, "files": {}}', "was written in trace format 99"),
+        ("{}", "was written in trace format None"),
+    ],
+)
+def test_a_foreign_or_damaged_meta(tmp_path, text, says):
+    """Another version's trace is named as such; noise as noise."""
+    written(tmp_path, {"a": torch.randn(5)})
+    (tmp_path / "meta.json").write_text(text)
+    refused(tmp_path, says)
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    """Noise in the JSON files is damage, not a Python error."""
+    written(tmp_path, {"a": torch.randn(5)})
+    (tmp_path / "rank-00000.index.jsonl").write_bytes(b"\xff\xfe\n")
+    reseal(tmp_path)
+    refused(tmp_path, "index.jsonl:1 is damaged")
+    (tmp_path / "meta.json").write_bytes(b"\xff\xfe\n")
+    refused(tmp_path, "meta.json cannot be read")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "7",
+        "{}",
+        '{"key": [1, 0, "output", "a"], "shape": [], "dtype": "float32"}',
+        '{"key": [1, 0, "nonsense", "a", 0], "shape": [], "dtype": "float32"}',
+        '{"key": [1, 0, "output", "a", 0], "shape": 3, "dtype": "float32"}',
+        '{"key": [1, 0, "output", "a", 0], "shape": [], "dtype": "float32", "boxes": [[[0], [1]]]}',
+        '{"key": [1, 0, "output", "a", 0], "shape": [], "dtype": "float32", "same_as": 5}',
+        '{"key": [1, 0, "output", "a", 0], "shape": [], "dtype": "float32", "same_as": "b"}',
+    ],
+)
+def test_a_damaged_index_line(tmp_path, line):
+    """The file and the line are named."""
+    index = written(tmp_path, {"a": torch.randn(5)}) / "rank-00000.index.jsonl"
+    index.write_text(index.read_text() + line + "\n")
+    reseal(tmp_path)
+    refused(tmp_path, r"rank-00000.index.jsonl:2 is damaged")
+
+
+def test_damaged_data_of_the_right_size(tmp_path):
+    """A header of noise, and a file that lacks the tensor."""
+    file = data_file(written(tmp_path, {"a": torch.randn(50)}))
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    refused(tmp_path, r"safetensors is damaged")
+    other = written(tmp_path / "other", {})
+    index = other / "rank-00000.index.jsonl"
+    index.write_text(store._encode(entry(torch.ones(1), file="none.safetensors", tensor="0")))
+    reseal(other)
+    refused(other, r"none.safetensors is damaged")
+
+
+def test_meta_keeps_what_it_is_given(tmp_path):
+    """Role, fingerprint and whatever else, beside the sizes of all files."""
+    written(tmp_path, {"a": torch.randn(5)}, meta={"role": "reference", "microbatches": 4})
+    (tmp_path / "unrelated.txt").write_text("left alone")
+    meta = read_meta(tmp_path)
+    assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 1)
+    assert sorted(meta["files"]) == ["rank-00000.0000.safetensors", "rank-00000.index.jsonl"]
+
+
+def test_sealing_leaves_no_temporary_files(tmp_path):
+    """Small files are written whole or not at all."""
+    written(tmp_path, {"a": torch.randn(5)})
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_no_pickle_anywhere(tmp_path):
+    """Neither in the code that reads and writes, nor in the bytes."""
+    for module in Path(trace.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            names = {
+                *((getattr(node, "names", None) and [a.name for a in node.names]) or []),
+                getattr(node, "module", None),
+            }
+            assert not names & {"pickle", "dill", "marshal", "shelve"}
+            called = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            assert not (called and node.value.id == "torch" and node.attr in {"load", "save"})
+    written(tmp_path, TENSORS)
+    for path in tmp_path.iterdir():
+        assert path.suffix in (".safetensors", ".json", ".jsonl")
+        content = path.read_bytes()
+        assert not content.startswith((b"PK", b"\x80"))
+        if path.suffix == ".safetensors":
+            header = int.from_bytes(content[:8], "little")
+            assert json.loads(content[8 : 8 + header])
