@@ -32,14 +32,16 @@ class Layout:
     """A job in which the bug shows: ranks, and arguments on top of the suite's small model.
 
     ``flags`` are ``--ttrace-*`` flags that the check needs besides. ``healthy`` are arguments for
-    the healthy run only, where a Megatron without the bug refuses the layout as it is. ``models``
-    limits the layout to some of the suite's models, where another one cannot run it.
+    the healthy run only, where a Megatron without the bug refuses the layout as it is. ``data`` is
+    ``mock``, or ``uneven``: sequences differ much in what a loss mask leaves. ``models`` limits the
+    layout to some of the suite's models, where another one cannot run it.
     """
 
     nproc: int
     arguments: tuple[str, ...]
     healthy: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    data: str = "mock"
     models: tuple[str, ...] = ("gpt", "llama")
 
 
@@ -150,6 +152,8 @@ def _bug(data: dict[str, Any], path: Path) -> Bug:
 
 
 def _layout(data: dict[str, Any]) -> Layout:
+    if data.get("data", "mock") not in ("mock", "uneven"):
+        raise ValueError(f"data is {data['data']!r}, neither 'mock' nor 'uneven'")
     return Layout(
         nproc=data.pop("nproc"),
         arguments=tuple(shlex.split(data.pop("arguments"))),

@@ -11,15 +11,17 @@ from typing import Any
 
 from megatron_ttrace.bugs.catalogue import Bug, Layout
 from megatron_ttrace.bugs.expect import Findings, examine
+from megatron_ttrace.bugs.uneven import uneven_corpus
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.launching import job as jobs
 from megatron_ttrace.records import Result, Summary
 from megatron_ttrace.resources import launch_dir
 
-_COMMON = """
+_WORDS = 60
+_COMMON = f"""
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 2 --lr 1e-3
---lr-warmup-iters 0 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 60
+--lr-warmup-iters 0 --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size {_WORDS}
 --make-vocab-size-divisible-by 16
 --attention-dropout 0 --hidden-dropout 0
 """
@@ -160,7 +162,7 @@ class _Runner:
 
     def _run_healthy(self, layout: Layout, name: str) -> Summary:
         arguments = (*layout.arguments, *layout.healthy)
-        question = (layout.nproc, arguments, layout.flags)
+        question = (layout.nproc, arguments, layout.flags, layout.data)
         if question not in self._healthy:
             self._healthy[question] = self._run(layout, arguments, f"{name}-healthy", ())
         return self._healthy[question]
@@ -170,10 +172,16 @@ class _Runner:
     ) -> Summary:
         job = jobs.Job(
             script=launch_dir() / "pretrain_gpt.py",
-            arguments=(*self._variant.arguments, *arguments),
+            arguments=(*self._variant.arguments, *self._data(layout), *arguments),
             nproc=layout.nproc,
             directory=self._directory / name,
             flags=("--ttrace-device", "cpu", "--ttrace-no-wandb", *layout.flags, *flags),
             environment={"TTRACE_CACHE": str((self._directory / "references").resolve())},
         )
         return jobs.run(job, fork=self._fork)
+
+    def _data(self, layout: Layout) -> tuple[str, ...]:
+        if layout.data == "mock":
+            return ("--mock-data",)
+        prefix = uneven_corpus((self._directory / "data" / layout.data).resolve(), _WORDS)
+        return ("--data-path", str(prefix), "--split", "100,0,0")
