@@ -16,6 +16,7 @@ the first stage that has any is the answer.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_ttrace.capture.names import ROOT
@@ -66,7 +67,7 @@ def _one_per_module(
     chosen: dict[str, tuple[Verdict, str]] = {}
     for verdict, module, reason in found:
         known = chosen.get(module)
-        if known is None or (verdict.margin or 0.0) > (known[0].margin or 0.0):
+        if known is None or _severity(verdict) > _severity(known[0]):
             chosen[module] = verdict, reason
     return [
         Culprit(
@@ -87,6 +88,11 @@ def _one_per_module(
         )
         for module, (verdict, reason) in chosen.items()
     ]
+
+
+def _severity(verdict: Verdict) -> float:
+    """What could not be measured (NaN, a wrong shape) is worse than any margin."""
+    return math.inf if verdict.margin is None else verdict.margin
 
 
 def _start(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
@@ -112,15 +118,17 @@ def owner(parameter: str) -> str:
 
 
 def _forward(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
-    return _born(
+    born = _born(
         verdicts,
         inputs=Kind.INPUT,
         outputs=(Kind.OUTPUT, Kind.ROUTING),
         reason="all its inputs pass, its output does not",
         first="it has no inputs of its own to blame",
-    ) or _unexplained(
-        verdicts, (Kind.INPUT,), "this input fails although all outputs before it pass"
     )
+    # The model's inputs are the tokens: it says only what is left when nobody else can be blamed.
+    parts = [found for found in born if found[1] != ROOT]
+    between = "this input fails although all outputs before it pass"
+    return parts or _unexplained(verdicts, (Kind.INPUT,), between) or born
 
 
 def _loss(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
@@ -192,8 +200,12 @@ def _born(
 
 
 def _inside(module: str, container: str) -> bool:
-    """Whether a module lies in another; everything lies in the model."""
-    return container == ROOT or module.startswith(f"{container}.")
+    """Whether a module lies in another; everything lies in the model.
+
+    A module that runs again in a microbatch gets a number then (``name#1``), not a place.
+    """
+    inner, outer = module.partition("#")[0], container.partition("#")[0]
+    return outer == ROOT or inner.startswith(f"{outer}.")
 
 
 def _unexplained(
