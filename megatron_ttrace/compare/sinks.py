@@ -172,7 +172,11 @@ class CompareSink:
     def placed(
         self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
     ) -> None:
-        """Compare a tensor of the step (a parameter's kin), whose placement is known."""
+        """Compare a tensor of the step (a parameter's kin), whose placement is known.
+
+        When isolating, the step goes on with the reference's main gradients: written in place, for
+        that is where the optimizer looks for them.
+        """
         key = TraceKey(self._iteration, *place)
         shape = tuple(logical_shape)
 
@@ -182,6 +186,11 @@ class CompareSink:
             return self._plan(("placed", whole, placement), lambda: placement, whole)
 
         self._compare(key, data, planned)
+        found = self._by_key[key]
+        if self._isolate and key.kind is Kind.MAIN_GRAD and found.sums is not None:
+            there = self._reference.tensor(self._reference.entry(key))
+            for own, its in box_views(data.detach(), there, found.boxes):
+                own.copy_(its)
 
     def _compare(
         self,
