@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the training script and print the bits of every logged loss and gradient norm.
+
+``bare`` runs Megatron on the CPU backend alone, with nothing else of this package in the process.
+"""
+
+import os
+import runpy
+import sys
+
+import megatron_ttrace
+
+mode, script, *arguments = sys.argv[1:]
+sys.argv = [script, *arguments]
+
+if mode == "bare":
+    from megatron_ttrace import cpu
+
+    cpu.activate()
+    import megatron.training.arguments as megatron_arguments
+
+    parse = megatron_arguments.parse_args
+
+    def parse_args(*args, **kwargs):
+        """Megatron's own, with what a CPU cannot do switched off."""
+        parsed = parse(*args, **kwargs)
+        cpu.adapt_arguments(parsed)
+        return parsed
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "parse_args", None) is parse:
+            module.parse_args = parse_args
+    megatron_ttrace.enable = lambda: None
+else:
+    megatron_ttrace.enable()
+
+import megatron.training.training as training  # noqa: E402
+
+log = training.training_log
+originals = training.setup_model_and_optimizer, training.train_step
+
+
+def training_log(losses, *args, **kwargs):
+    """Print the numbers as hexadecimal floats."""
+    names = ["total", "rate", "iteration", "scale", "memory", "skipped", "norm"]
+    given = dict(zip(names, args, strict=False))
+    values = [float(value).hex() for value in losses.values()]
+    untouched = originals == (training.setup_model_and_optimizer, training.train_step)
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        print("BITS", given["iteration"], *values, float(given["norm"]).hex(), flush=True)
+        print("LOOP", "untouched" if untouched else "watched", flush=True)
+    return log(losses, *args, **kwargs)
+
+
+training.training_log = training_log
+runpy.run_path(script, run_name="__main__")

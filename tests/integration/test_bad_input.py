@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input gets one clear line that says what to do, exit code 2, and no traceback."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SCRIPT, TINY, ttrace
+
+ALARM = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def refused(done, *fragments: str) -> str:
+    """The one line of a refusal."""
+    told = done.stderr.strip().splitlines()
+    lines = [line for line in told if line.startswith("ttrace: ")]
+    assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert lines, done.stderr[-2000:]
+    text = done.stderr[done.stderr.index(lines[-1]) :]
+    for fragment in fragments:
+        assert fragment in text, text
+    return lines[-1]
+
+
+def check(cwd: Path, *ours: object, nproc: int = 1, job: list[str] | None = None, **more: str):
+    """``ttrace check`` of a tiny job."""
+    return ttrace(
+        *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", nproc, *ours, "--", SCRIPT),
+        *(job if job is not None else TINY),
+        cwd=cwd,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a complete reference and a complete candidate of the tiny job."""
+    home = tmp_path_factory.mktemp("traced")
+    done = check(home, "--ttrace-save-candidate")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return home / "ttrace-out"
+
+
+def test_a_world_size_that_does_not_fit(tmp_path: Path) -> None:
+    """Megatron's own words, without its traceback."""
+    done = check(tmp_path, nproc=2, job=[*TINY, "--tensor-model-parallel-size", "4"])
+    refused(done, "AssertionError", "world size (2)", "not divisible by")
+
+
+def test_a_layout_megatron_refuses(tmp_path: Path) -> None:
+    """Heads that do not divide by the tensor-parallel size are refused in Megatron's words."""
+    job = [*TINY, "--tensor-model-parallel-size", "2", "--num-attention-heads", "3"]
+    refused(check(tmp_path, nproc=2, job=job), "rank")
+
+
+def test_an_unknown_argument(tmp_path: Path) -> None:
+    """The parser's complaint is passed on."""
+    done = check(tmp_path, job=[*TINY, "--no-such-flag"])
+    refused(done, "unrecognized arguments: --no-such-flag")
+
+
+def test_an_unknown_bug(tmp_path: Path) -> None:
+    """The known ids are named."""
+    refused(check(tmp_path, "--ttrace-bug", "99"), "99", "01")
+
+
+def test_bad_iterations(tmp_path: Path) -> None:
+    """What an iteration list looks like is said."""
+    refused(check(tmp_path, "--ttrace-iterations", "0"), "ranges from 1")
+
+
+def test_no_script(tmp_path: Path) -> None:
+    """A check needs something to run."""
+    refused(ttrace("check", cwd=tmp_path), "no script given")
+    refused(ttrace("check", "--", "absent.py", cwd=tmp_path), "absent.py: no such script")
+
+
+def test_a_reference_that_is_not_there(tmp_path: Path) -> None:
+    """A wrong path is found before anything is started."""
+    refused(check(tmp_path, "--ttrace-reference", "nowhere"), "no such directory")
+
+
+def test_a_reference_of_another_configuration(traced: Path, tmp_path: Path) -> None:
+    """The difference is named."""
+    job = [*TINY, "--hidden-size", "64"]
+    done = check(tmp_path, "--ttrace-reference", traced / "reference", job=job)
+    refused(done, "another configuration", "hidden_size is 64 here and 32 there")
+
+
+def test_damaged_traces(traced: Path, tmp_path: Path) -> None:
+    """Missing, truncated and foreign files are each named, by all commands that read them."""
+    for damage, fragment in (
+        (lambda home: (home / "meta.json").unlink(), "no complete trace"),
+        (lambda home: next(home.glob("*.safetensors")).unlink(), "is missing"),
+        (lambda home: os.truncate(next(home.glob("*.safetensors")), 1000), "is truncated"),
+        (lambda home: (home / "meta.json").write_text("{"), "cannot be read"),
+    ):
+        broken = tmp_path / "reference"
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree((traced / "reference").resolve(), broken)
+        damage(broken)
+        refused(ttrace("compare", broken, traced / "candidate", cwd=tmp_path), fragment)
+
+
+def test_compare_wants_a_reference_and_a_candidate(traced: Path, tmp_path: Path) -> None:
+    """Swapped directories are noticed; the right order passes."""
+    swapped = ttrace("compare", traced / "candidate", traced / "reference", cwd=tmp_path)
+    refused(swapped, "is no reference trace")
+    right = ttrace(
+        *("compare", traced / "reference", traced / "candidate", "--output", tmp_path / "out"),
+        cwd=tmp_path,
+    )
+    assert right.returncode == 0, right.stderr[-2000:]
+    assert json.loads((tmp_path / "out/summary.json").read_text())["verdict"] == "equivalent"
+
+
+def test_an_unwritable_directory(tmp_path: Path) -> None:
+    """A --ttrace-dir that cannot be made is refused before anything is started."""
+    (tmp_path / "file").write_text("")
+    refused(check(tmp_path, "--ttrace-dir", tmp_path / "file" / "out"), "is not writable")
+
+
+def test_a_reference_run_that_crashes(tmp_path: Path) -> None:
+    """Its last lines are shown, and where its log lies."""
+    done = check(tmp_path, "--ttrace-reference-args", "--num-attention-heads 5")
+    refused(done, "the reference run failed", "reference.log")
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    """A killed rank ends the job; its signal and its log are named."""
+    script = tmp_path / "dying.py"
+    script.write_text(
+        "import os, runpy, signal\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    done = ttrace(
+        *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", 2, "--", script, *TINY),
+        cwd=tmp_path,
+    )
+    refused(done, "rank 1 was killed by signal 9", "rank-00001.log")
+    assert signal.SIGKILL == 9
+
+
+def test_an_unsupported_megatron(tmp_path: Path) -> None:
+    """A release whose internals were never tried is refused by name."""
+    fake = tmp_path / "sitecustomize.py"
+    fake.write_text(
+        "import megatron_ttrace.versions as v\nv.megatron_core_version = lambda: '0.16.1'\n"
+    )
+    done = check(tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])]))
+    refused(done, "megatron-core 0.16.1 is not supported", "0.19.0")
+
+
+def test_without_exit_a_failed_check_lets_training_go_on(tmp_path: Path) -> None:
+    """Tracing fails open, loudly: the reference crashes, the run trains to its end."""
+    from tests.integration.jobs import torchrun
+
+    done = torchrun(
+        1,
+        *(SCRIPT, *TINY, "--ttrace", "--ttrace-no-wandb"),
+        *("--ttrace-reference-args", "--num-attention-heads 5"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "training goes on, UNCHECKED" in done.stderr
+    assert "iteration        3/" in done.stdout

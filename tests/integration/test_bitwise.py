@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watching a run changes no bit of it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SCRIPT, TINY, our_lines, torchrun
+
+BITS = Path(__file__).with_name("bits.py")
+ZERO = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+def bits_of(mode: str, *words: object, cwd: Path) -> list[str]:
+    """The numbers that a two-rank run logs."""
+    done = torchrun(2, BITS, mode, SCRIPT, *TINY, *words, cwd=cwd)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = [line[line.index("BITS") :] for line in done.stdout.splitlines() if "BITS" in line]
+    assert len(found) >= 3
+    return sorted(set(found))
+
+
+def test_without_the_flag_nothing_is_hooked(tmp_path: Path) -> None:
+    """A run without --ttrace is bitwise a run without this package's integration."""
+    bare = bits_of("bare", *ZERO, cwd=tmp_path)
+    absent = bits_of("enabled", *ZERO, cwd=tmp_path)
+    assert bare == absent
+
+
+def test_the_loop_is_untouched_without_the_flag(tmp_path: Path) -> None:
+    """Megatron's own functions are in place without --ttrace, and wrapped with it."""
+    words = [BITS, "enabled", SCRIPT, *TINY, "--train-iters", "1"]
+    plain = torchrun(1, *words, cwd=tmp_path)
+    watched = torchrun(1, *words, "--ttrace", "--ttrace-no-wandb", cwd=tmp_path)
+    assert "LOOP untouched" in plain.stdout
+    assert "LOOP watched" in watched.stdout
+    assert not [line for line in our_lines(plain.stdout) if "no accelerator" not in line]
+
+
+@pytest.mark.parametrize("dtype", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_a_traced_run_trains_the_same(tmp_path: Path, dtype: list[str]) -> None:
+    """With --ttrace, losses and gradient norms are bitwise those of the untraced run."""
+    plain = bits_of("enabled", *ZERO, *dtype, cwd=tmp_path)
+    traced = bits_of(
+        *("enabled", *ZERO, *dtype, "--ttrace", "--ttrace-no-wandb", "--ttrace-iterations", "1-2"),
+        cwd=tmp_path,
+    )
+    assert traced == plain
+    assert '"verdict": "equivalent"' in (tmp_path / "ttrace-out/summary.json").read_text()
+
+
+def test_a_traced_run_from_a_checkpoint_trains_the_same(tmp_path: Path) -> None:
+    """The same with --load: the loaded state is the common start, and training goes on from it."""
+    layout = [*ZERO, "--bf16", "--lr-decay-iters", "10"]
+    saved = bits_of(
+        "enabled", *layout, "--save", tmp_path / "ck", "--save-interval", 3, cwd=tmp_path
+    )
+    assert len(saved) == 3
+    again = [
+        *layout,
+        "--load",
+        tmp_path / "ck",
+        "--train-iters",
+        6,
+        "--override-opt_param-scheduler",
+    ]
+    plain = bits_of("enabled", *again, cwd=tmp_path)
+    traced = bits_of("enabled", *again, "--ttrace", "--ttrace-no-wandb", cwd=tmp_path)
+    assert traced == plain
+    assert not set(saved) & set(plain)
+    summary = (tmp_path / "ttrace-out/summary.json").read_text()
+    assert re.search(r'"verdict": "equivalent"', summary)

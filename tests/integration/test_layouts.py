@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Healthy layouts raise no alarm, and hardly anything stays unjudged."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import ttrace
+
+PROMISED = (
+    *("tp2/*", "tp2-sp/*", "pp2/*", "pp2-vpp2/*", "dp2/*", "dp2-zero/*", "dp2-zero-overlap/*"),
+    *("tp2-pp2/*", "tp2-sp-dp2/*", "pp2-dp2-zero/*", "recompute-*"),
+)
+
+
+def rows_of(*words: object, cwd: Path) -> list[dict]:
+    """The rows of a matrix run."""
+    done = ttrace("matrix", "--json", *words, cwd=cwd)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert rows, done.stderr[-3000:]
+    return rows
+
+
+def alarms(rows: list[dict]) -> list[str]:
+    """Rows that are not what a healthy configuration must be."""
+    return [
+        f"{row['name']}: {row['verdict']}, worst margin {row['worst_margin']:.3g} {row['worst']}, "
+        f"{row['unchecked']} of {row['tensors']} unchecked; {row['why']}"
+        for row in rows
+        if row["verdict"] != "equivalent"
+        or row["worst_margin"] > 0.5
+        or row["unchecked"] > 0.01 * row["tensors"]
+    ]
+
+
+def test_the_promised_layouts(tmp_path: Path) -> None:
+    """Every layout the README promises, both models, fp32 and bf16."""
+    rows = rows_of(*PROMISED, cwd=tmp_path)
+    assert len(rows) >= 48
+    assert not alarms(rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [1234, 7])
+def test_the_whole_matrix(tmp_path: Path, seed: int) -> None:
+    """Everything, on two seeds."""
+    assert not alarms(rows_of("--all", "--seed", seed, cwd=tmp_path))
+
+
+def test_isolated_layouts(tmp_path: Path) -> None:
+    """With every module fed from the reference a healthy run stays healthy."""
+    rows = rows_of("tp2/gpt/*", "--ttrace-flags=--ttrace-isolate", cwd=tmp_path)
+    assert not alarms(rows)
