@@ -85,6 +85,7 @@ class Tolerances:
         self._dtypes = dtypes
         self._pooled: dict[tuple[int, Kind, str, int], float] = {}
         self._summands: dict[tuple[int, Kind], int] = {}
+        self._iterations = {key.iteration for key in moved}
         for key, value in moved.items():
             totals = _SUMMED_INTO.get((key.kind, key.name)) or _SUMMED_INTO.get((key.kind, ""), ())
             for total in totals:
@@ -102,10 +103,14 @@ class Tolerances:
         n, norm = (moved.n, moved.norm) if moved else (0, 0.0)
         rms = norm / math.sqrt(n) if n else 0.0
         eps = epsilon(self._dtypes[key])
-        if is_exact(key) or eps == 0.0:
+        if eps == 0.0 or (is_exact(key) and self._is_given(key)):
             return Tolerance(0.0, rms, 0.0)
         estimated = self._pooled.get((key.iteration, key.kind, key.name, key.index), 0.0)
         return Tolerance(SAFETY * max(estimated, self._floor(key, norm, eps)), rms, estimated)
+
+    def _is_given(self, key: TraceKey) -> bool:
+        """Whether nothing was computed yet: start parameters of a later step are an update's."""
+        return key.kind is not Kind.PARAM or key.iteration - 1 not in self._iterations
 
     def _floor(self, key: TraceKey, norm: float, eps: float) -> float:
         """One rounding of every element, relative to the tensor's norm.
