@@ -18,9 +18,9 @@ def test_an_offline_run_holds_table_and_alert(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr[-3000:]
     run = next((tmp_path / "ttrace-out").glob("**/offline-run-*"))
-    tables = list(run.glob("files/media/table/*.table.json"))
+    tables = list(run.glob("files/media/table/ttrace_verdicts*.table.json"))
     rows = json.loads(tables[0].read_text())["data"]
-    assert any("embedding.word_embeddings" in str(row) for row in rows)
+    assert any("embedding" in str(row) and "diverged" in str(row) for row in rows)
     records = wandb_file.records(next(run.glob("*.wandb")))
     alerts = [r.alert for r in records if r.WhichOneof("record_type") == "alert"]
     assert len(alerts) == 1
