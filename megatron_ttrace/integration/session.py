@@ -20,7 +20,7 @@ from megatron_ttrace.flags import Settings
 from megatron_ttrace.integration import quiet
 from megatron_ttrace.integration.mesh import current_mesh
 from megatron_ttrace.start import handoff
-from megatron_ttrace.start.moments import prime
+from megatron_ttrace.start.moments import awaken, prime
 from megatron_ttrace.start.parameters import fill
 from megatron_ttrace.start.tokens import spread_batch
 
@@ -100,6 +100,7 @@ class Session:
         self.model.optimizer.reload_model_params()
         if self.settings.init == "reveal":
             owned = owned_by(self.model.optimizer)
+            awaken(owned.values(), self.args.lr)
             prime(
                 [(place, owned[p]) for p, place in self.model.places() if p in owned],
                 self.model.mesh,

@@ -27,6 +27,17 @@ STEP = 100
 """Steps that seem to have been made; the bias corrections then differ from one, and from zero."""
 
 
+def awaken(owned: Iterable[Owned], rate: float) -> None:
+    """Give optimizers that warm up from a learning rate of zero the full one.
+
+    A first step with a rate of zero changes nothing, whatever is wrong with it. Megatron keeps the
+    rate it warms up to in the group's ``max_lr``; ``rate`` is for groups without one.
+    """
+    for part in owned:
+        if part.group.get("lr") == 0:
+            part.group["lr"] = part.group.get("max_lr") or rate
+
+
 def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: int) -> None:
     """Give every Adam-like optimizer the moments of a training run in its middle.
 
