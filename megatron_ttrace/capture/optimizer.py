@@ -98,16 +98,16 @@ class Snapshot:
         ]
         self._states = [
             {
-                parameter: {
-                    name: value.detach().clone() if torch.is_tensor(value) else value
-                    for name, value in state.items()
-                }
+                parameter: {name: _copied(value) for name, value in state.items()}
                 for parameter, state in inner.state.items()
             }
             for inner in self._inner
         ]
         self._settings = [
-            [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
+            [
+                {name: _copied(value) for name, value in group.items() if name != "params"}
+                for group in inner.param_groups
+            ]
             for inner in self._inner
         ]
         self._rng = torch.get_rng_state()
@@ -126,9 +126,7 @@ class Snapshot:
                 for parameter, state in states.items():
                     _restore_state(inner.state[parameter], state)
                 for group, values in zip(inner.param_groups, settings, strict=True):
-                    for name in [n for n in group if n != "params" and n not in values]:
-                        del group[name]
-                    group.update(values)
+                    _restore_state(group, {"params": group["params"], **values})
         torch.set_rng_state(self._rng)
         if self._cuda_rng is not None:
             torch.cuda.set_rng_state(self._cuda_rng)
@@ -141,7 +139,11 @@ def _restore_state(current: dict[str, Any], saved: dict[str, Any]) -> None:
         if torch.is_tensor(value) and torch.is_tensor(current.get(name)):
             current[name].copy_(value)
         else:
-            current[name] = value.clone() if torch.is_tensor(value) else value
+            current[name] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if torch.is_tensor(value) else value
 
 
 def _has_gpu() -> bool:

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetched batches are served again; the loader sees the same calls in the same order."""
+
+import torch
+
+from megatron_ttrace.capture.batches import Served, tensors_of
+
+
+class Wrapper:
+    """Megatron's ``RerunDataIterator``."""
+
+    def __init__(self, iterable):
+        self.iterable = iterable
+
+    def __next__(self):
+        return next(self.iterable)
+
+
+def loader(asked, count=9):
+    """Counts what is fetched of it."""
+    for number in range(count):
+        asked.append(number)
+        yield {"tokens": torch.full((2,), number), "note": "text"}
+
+
+def test_batches_are_fetched_and_served_again():
+    """Before the step, during it, and what follows afterwards."""
+    asked = []
+    iterator = Wrapper(loader(asked))
+    served = Served(iterator, 3)
+    assert asked == [0, 1, 2]
+    assert [int(b["tokens"][0]) for b in served.batches] == [0, 1, 2]
+    assert set(served.batches[0]) == {"tokens"}
+    served.serve()
+    assert [int(next(iterator)["tokens"][0]) for _ in range(3)] == [0, 1, 2]
+    served.serve()
+    assert [int(next(iterator)["tokens"][0]) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert asked == [0, 1, 2, 3, 4]
+
+
+def test_fetching_without_serving_skips():
+    """Batches of steps that are not traced are fetched and left."""
+    iterator = Wrapper(loader([]))
+    Served(iterator, 2)
+    assert int(next(iterator)["tokens"][0]) == 2
+
+
+def test_what_is_handed_out_is_a_copy():
+    """Megatron may replace values in the dict that it is given."""
+    iterator = Wrapper(loader([]))
+    served = Served(iterator, 1)
+    served.serve()
+    next(iterator)["tokens"] = None
+    served.serve()
+    assert next(iterator)["tokens"].tolist() == [0, 0]
+
+
+def test_batches_may_be_changed_on_the_way():
+    """The change concerns the served ones only, each time anew."""
+    iterator = Wrapper(loader([]))
+    served = Served(iterator, 2)
+    served.serve(lambda item: {**item, "tokens": item["tokens"] + 100})
+    assert [int(next(iterator)["tokens"][0]) for _ in range(3)] == [100, 101, 2]
+    served.serve()
+    assert int(next(iterator)["tokens"][0]) == 0
+    assert int(served.batches[0]["tokens"][0]) == 0
+
+
+def test_one_iterator_per_chunk():
+    """Virtual pipeline: each chunk's own iterator is fetched and served."""
+    asked = [], []
+    iterators = [Wrapper(loader(a)) for a in asked]
+    served = Served(iterators, 2)
+    served.serve()
+    assert asked == ([0, 1], [0, 1])
+    assert [int(next(i)["tokens"][0]) for i in iterators for _ in range(2)] == [0, 1, 0, 1]
+    assert len(served.batches) == 2
+
+
+def test_a_rank_without_data():
+    """The middle of a pipeline has no iterator, or a list of none."""
+    for nothing in (None, [None, None]):
+        served = Served(nothing, 3)
+        served.serve()
+        assert served.batches == []
+
+
+def test_items_of_any_form():
+    """Dicts, tuples and single tensors; what is no tensor is left out."""
+    one = torch.ones(1)
+    assert tensors_of({"a": one, "b": 3}) == {"a": one}
+    assert tensors_of((one, None, one)) == {"0": one, "2": one}
+    assert tensors_of([3]) == {}
+    assert tensors_of(one) == {"0": one}
+    assert tensors_of(None) == {}

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values, gradients and names are right, and the tapped run is bitwise the untapped one."""
+
+import collections
+import itertools
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from megatron_ttrace.capture.modules import tensors_in, with_tensors
+from megatron_ttrace.records import Kind
+from tests.capture.recorder import Block, Model, Recorder, batch, tapped
+
+GRADIENTS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+
+
+def run(model, sink=None, seed=0, errors=None):
+    """One microbatch, forward and backward; returns the loss."""
+    ids, labels = batch(seed)
+    if sink is None:
+        loss = model(ids, labels=labels)
+        loss.backward()
+        return loss
+    with tapped([model], sink, errors=errors):
+        loss = model(ids, labels=labels)
+        loss.backward()
+    return loss
+
+
+def by_hand(model, seed=0):
+    """The activations of :class:`Model` and their gradients, without any hook."""
+    ids, labels = batch(seed)
+    x = model.embedding(ids)
+    kept = {(Kind.OUTPUT, "embedding"): x}
+    for number, layer in enumerate(model.layers):
+        name = f"layers.{number}"
+        kept[Kind.INPUT, name] = kept[Kind.INPUT, f"{name}.first"] = x
+        h = layer.first(x)
+        kept[Kind.OUTPUT, f"{name}.first"] = kept[Kind.INPUT, f"{name}.act"] = h
+        a = layer.act(h)
+        kept[Kind.OUTPUT, f"{name}.act"] = kept[Kind.INPUT, f"{name}.second"] = a
+        s = layer.second(a)
+        kept[Kind.OUTPUT, f"{name}.second"] = s
+        x = x + s
+        kept[Kind.OUTPUT, name] = x
+    kept[Kind.INPUT, "output_layer"] = x
+    logits = model.output_layer(x)
+    kept[Kind.OUTPUT, "output_layer"] = logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    kept[Kind.OUTPUT, "model"] = loss
+    gradients = torch.autograd.grad(loss, list(kept.values()))
+    for (kind, name), gradient in zip(list(kept), gradients, strict=True):
+        other = Kind.GRAD_INPUT if kind is Kind.INPUT else Kind.GRAD_OUTPUT
+        kept[other, name] = gradient
+    return kept
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_values_and_gradients(recompute):
+    """Every input, output and gradient, bit for bit, once; with recomputation as without."""
+    sink = Recorder()
+    run(Model(recompute=recompute), sink)
+    expected = by_hand(Model())
+    found = {
+        (kind, name): value
+        for (_, kind, name, _), value in sink.values.items()
+        if value.is_floating_point()
+    }
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value.detach()), key
+    assert {place[0] for place in sink.values} == {0}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_capture_changes_no_bit(recompute):
+    """Loss and every parameter's gradient, with and without a tap."""
+    plain, traced = Model(recompute=recompute), Model(recompute=recompute)
+    losses = run(plain), run(traced, Recorder())
+    assert torch.equal(*losses)
+    for (name, a), b in zip(plain.named_parameters(), traced.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_nothing_is_left_behind():
+    """After the traced step the model has no hooks and a second step is not recorded."""
+    model, sink = Model(), Recorder()
+    run(model, sink)
+    count = len(sink.values)
+    run(model)
+    assert len(sink.values) == count
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_an_output_that_is_the_next_input_is_handed_over_once():
+    """It comes again as a repetition of its first name, its gradient under all names at once."""
+    sink = Recorder()
+    run(Model(), sink)
+    assert sink.repeats[0, Kind.INPUT, "layers.0.first", 0] == (0, Kind.OUTPUT, "embedding", 0)
+    assert sink.repeats[0, Kind.INPUT, "layers.0.act", 0] == (0, Kind.OUTPUT, "layers.0.first", 0)
+    assert (
+        (0, Kind.GRAD_OUTPUT, "layers.0.first", 0),
+        (0, Kind.GRAD_INPUT, "layers.0.act", 0),
+    ) in sink.events
+
+
+def test_only_the_models_own_integers_are_inputs():
+    """Tokens and labels of the model; not the embedding's indices."""
+    sink = Recorder()
+    run(Model(), sink)
+    integers = [place for place, value in sink.values.items() if not value.is_floating_point()]
+    assert integers == [(0, Kind.INPUT, "model", 0), (0, Kind.INPUT, "model", 1)]
+
+
+class Function(nn.Module):
+    """A module that computes what it is told."""
+
+    def __init__(self, compute, **children):
+        super().__init__()
+        self.compute = compute
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, *args, **kwargs):
+        return self.compute(self, *args, **kwargs)
+
+
+def leaf(*shape):
+    """An activation that wants a gradient, and is no leaf of the graph."""
+    return torch.randn(*shape, requires_grad=True) * 1.0
+
+
+def test_in_place_modification_is_noticed():
+    """What left a module is not what enters the next, though it is the same tensor object."""
+
+    def compute(self, x):
+        y = self.a(x)
+        y.mul_(2.0)
+        return self.b(y).sum()
+
+    model, sink = Function(compute, a=nn.Linear(3, 3), b=nn.Linear(3, 3)), Recorder()
+    with tapped([model], sink):
+        model(leaf(2, 3)).backward()
+    out, into = sink.values[0, Kind.OUTPUT, "a", 0], sink.values[0, Kind.INPUT, "b", 0]
+    assert torch.equal(into, 2 * out)
+    assert (0, Kind.INPUT, "b", 0) not in sink.repeats
+    before, after = (
+        sink.values[0, Kind.GRAD_OUTPUT, "a", 0],
+        sink.values[0, Kind.GRAD_INPUT, "b", 0],
+    )
+    assert torch.equal(before, 2 * after)
+
+
+def test_megatrons_loss_modifies_its_input_in_place():
+    """With full backward hooks autograd would refuse; here the values before it are kept."""
+
+    def compute(self, x):
+        logits = self.head(x)
+        logits -= logits.detach().amax(-1, keepdim=True)
+        return logits.exp().sum()
+
+    model, sink = Function(compute, head=nn.Linear(3, 3)), Recorder()
+    x = leaf(2, 3)
+    with tapped([model], sink):
+        model(x).backward()
+    assert torch.equal(sink.values[0, Kind.OUTPUT, "head", 0], model.head(x).detach())
+
+
+def test_a_module_that_runs_twice_gets_two_names():
+    """Values and gradients of both calls, apart."""
+
+    def compute(self, x):
+        return self.a(self.a(x)).sum()
+
+    model, sink = Function(compute, a=nn.Linear(3, 3)), Recorder()
+    x = leaf(2, 3)
+    with tapped([model], sink):
+        model(x).backward()
+    assert sink.names(Kind.OUTPUT) == ["a", "a#1", "model"]
+    assert torch.equal(sink.values[0, Kind.OUTPUT, "a#1", 0], model.a(model.a(x)).detach())
+    assert torch.equal(sink.values[0, Kind.GRAD_OUTPUT, "a#1", 0], torch.ones(2, 3))
+    assert torch.allclose(
+        sink.values[0, Kind.GRAD_OUTPUT, "a", 0], torch.ones(2, 3) @ model.a.weight.detach()
+    )
+    assert sorted(sink.names(Kind.GRAD_INPUT)) == ["a", "a#1", "model"]
+
+
+def test_gradients_of_a_shared_input_are_summed_over_its_consumers():
+    """One tensor enters two modules: its gradient is complete, under both names."""
+
+    def compute(self, x):
+        return (self.a(x) + self.b(x)).sum()
+
+    model, sink = Function(compute, a=nn.Linear(3, 3), b=nn.Linear(3, 3)), Recorder()
+    with tapped([model], sink):
+        model(leaf(2, 3)).backward()
+    expected = torch.ones(2, 3) @ (model.a.weight + model.b.weight).detach()
+    for name in ("a", "b"):
+        assert torch.allclose(sink.values[0, Kind.GRAD_INPUT, name, 0], expected)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([0, 1, 2])))
+def test_microbatches_in_flight(order):
+    """A pipeline runs forwards ahead of backwards; each tensor knows its microbatch."""
+    model, sink = Model(), Recorder()
+    backward = sorted(order)
+    with tapped([model], sink, microbatches=[10 + n for n in order]):
+        losses = [model(batch(n)[0], labels=batch(n)[1]) for n in range(3)]
+        for loss in losses:
+            loss.backward()
+    assert backward == [0, 1, 2]
+    for position, number in enumerate(order):
+        expected = by_hand(model, seed=position)
+        for (kind, name), value in expected.items():
+            assert torch.equal(sink.values[10 + number, kind, name, 0], value.detach())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_forward_one_backward(recompute):
+    """1F1B with recomputation: the block runs again in the middle of another microbatch."""
+    model, sink = Model(recompute=recompute), Recorder()
+    with tapped([model], sink, microbatches=[0, 1, 2]):
+        first = model(batch(0)[0], labels=batch(0)[1])
+        second = model(batch(1)[0], labels=batch(1)[1])
+        first.backward()
+        third = model(batch(2)[0], labels=batch(2)[1])
+        second.backward()
+        third.backward()
+    for number in range(3):
+        for (kind, name), value in by_hand(Model(), seed=number).items():
+            assert torch.equal(sink.values[number, kind, name, 0], value.detach()), (number, name)
+
+
+def test_chunks_count_their_microbatches_apart():
+    """Virtual pipeline: two chunks on one rank, each at its own microbatch."""
+    torch.manual_seed(1)
+    first = Function(lambda self, x: self.layers[0](x), layers=nn.ModuleList([Block(3, 1)]))
+    second = Function(
+        lambda self: self.layers[0](self.received).sum(), layers=nn.ModuleList([Block(3, 3)])
+    )
+    first.post_process = False
+    sink = Recorder()
+    with tapped([first, second], sink, microbatches=[5, 6]):
+        middles = [first(leaf(2, 3)), first(leaf(2, 3))]
+        for middle in middles:
+            second.received = middle  # as ``set_input_tensor`` does
+            second().backward()
+    for number in (5, 6):
+        for layer in ("layers.0", "layers.2"):
+            for kind in (Kind.INPUT, Kind.OUTPUT, *GRADIENTS):
+                assert (number, kind, layer, 0) in sink.values
+    outputs = [place for place in sink.values if place[1:3] == (Kind.OUTPUT, "model")]
+    assert outputs == [(5, Kind.OUTPUT, "model", 0), (6, Kind.OUTPUT, "model", 0)]
+
+
+def test_spans_and_identities_are_not_captured():
+    """A block of layers depends on the stage; Megatron's ``IdentityOp`` stands for nothing."""
+
+    class IdentityOp(nn.Identity):
+        pass
+
+    decoder = Function(
+        lambda self, x: self.layers[0](self.skip(x)),
+        layers=nn.ModuleList([Block(3, 1)]),
+        skip=IdentityOp(),
+    )
+    model = Function(lambda self, x: self.decoder(x).sum(), decoder=decoder)
+    sink = Recorder()
+    with tapped([model], sink):
+        model(leaf(2, 3)).backward()
+    names = {place[2] for place in sink.values}
+    assert not names & {"decoder", "decoder.layers", "decoder.skip"}
+    assert "decoder.layers.0" in names
+
+
+def test_evaluation_without_gradients():
+    """No graph, no gradients, no error."""
+    model, sink = Model(), Recorder()
+    with tapped([model], sink), torch.no_grad():
+        model(batch()[0], labels=batch()[1])
+    assert sink.names(Kind.OUTPUT)
+    assert not any(place[1] in GRADIENTS for place in sink.values)
+
+
+@pytest.mark.parametrize("fail_on", ["tensor", Kind.GRAD_OUTPUT, Kind.GRAD_INPUT])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_broken_sink_does_not_break_training(fail_on, recompute):
+    """The step ends with the same bits; the error is told once, and the tap is silent."""
+    plain, traced = Model(recompute=recompute), Model(recompute=recompute)
+    sink, errors = Recorder(), []
+    sink.fail_on = fail_on
+    losses = run(plain), run(traced, sink, errors=errors)
+    assert [str(error) for error in errors] == ["the sink broke"]
+    assert torch.equal(*losses)
+    for a, b in zip(plain.parameters(), traced.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_an_error_of_the_model_stays_the_models():
+    """Tracing neither hides it nor reports it as its own."""
+
+    def compute(self, x):
+        raise ValueError("the model broke")
+
+    errors = []
+    model = Function(compute)
+    with (
+        pytest.raises(ValueError, match="the model broke"),
+        tapped([model], Recorder(), (0,), errors),
+    ):
+        model(leaf(1))
+    assert errors == []
+    assert not model._forward_pre_hooks
+
+
+def test_replaced_values_go_on_and_gradients_flow_back():
+    """Isolation: the next module computes with other values, the graph stays whole."""
+    model, sink = Model(), Recorder()
+    place = (0, Kind.OUTPUT, "layers.0.first", 0)
+    values = torch.randn(2, 5, 6)
+    sink.instead[place] = values
+    run(model, sink)
+    assert not torch.equal(sink.values[place], values)  # compared as it was computed
+    assert torch.equal(sink.values[0, Kind.OUTPUT, "layers.0.act", 0], nn.GELU()(values))
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_replaced_gradients_go_on():
+    """Backward isolation: what a module passes on comes from the gradient that was put in."""
+    model, sink = Model(), Recorder()
+    sink.instead[0, Kind.GRAD_OUTPUT, "layers.1.second", 0] = torch.ones(2, 5, 6)
+    run(model, sink)
+    expected = torch.ones(2, 5, 6) @ model.layers[1].second.weight.detach()
+    assert torch.allclose(sink.values[0, Kind.GRAD_INPUT, "layers.1.second", 0], expected)
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def test_positions_count_every_slot():
+    """An argument that is ``None`` here and a tensor there does not shift the others."""
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert [i for i, _ in tensors_in((a, None, b))] == [0, 2]
+    assert [i for i, _ in tensors_in((a, {"x": None, "y": [b, (c,)]}, 7))] == [0, 2, 3]
+    assert list(tensors_in(None)) == []
+    assert list(tensors_in(nn.Parameter(a))) == []
+    assert [i for i, _ in tensors_in(Pair(a, b))] == [0, 1]
+
+
+def test_exchanging_tensors_keeps_the_structure():
+    """Tuples, lists, dicts, named tuples; the rest is the same object."""
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    value = (a, [None, b], {"x": Pair(b, 7)})
+    found = with_tensors(value, {2: c})
+    assert found[0] is a
+    assert found[1] == [None, c]
+    assert found[2]["x"] == Pair(b, 7)
+    assert isinstance(found[2]["x"], Pair)
