@@ -195,10 +195,10 @@ def _layers(page: _Page, verdicts: Sequence[Verdict]) -> None:
     rows = [row for row in table.layer_rows(verdicts) if row.group.failures]
     if not rows:
         return
-    width = page.width - 44
+    width = page.width - 45
     page.line(("", ""))
     header = f"{'worst tensor of each layer':<{width}} {'direction':<9}"
-    page.line((f"{header} {'error':>15} {'margin':>8} {'failed':>8}", "bold"))
+    page.line((f"{header} {'error':>16} {'margin':>8} {'failed':>8}", "bold"))
     for row in rows[:MAX_ROWS]:
         worst = row.group.worst
         name = shorten(f"{clean(worst.name, width)} {_kind(worst)}", width)
@@ -209,7 +209,7 @@ def _layers(page: _Page, verdicts: Sequence[Verdict]) -> None:
         )
         failed = f"{row.group.failures}/{row.group.total}"
         page.line(
-            (f"{_pad(name, width)} {row.direction.value:<9} {error:>15} ", ""),
+            (f"{_pad(name, width)} {row.direction.value:<9} {error:>16} ", ""),
             (f"{wording.margin_text(worst.margin):>8}", "red"),
             (f" {failed:>8}", ""),
         )
