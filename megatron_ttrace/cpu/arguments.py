@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ttrace.cpu import apex, helpers_cpp, warmup
+from megatron_ttrace.cpu import apex, helpers_cpp, te, warmup
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.errors import TTraceError
 
@@ -231,4 +231,5 @@ def adapt_arguments(args: argparse.Namespace) -> list[str]:
 def banner(changes: list[str]) -> str:
     """Return one line that says the CPU backend is on and what it switched off."""
     off = f"; switched off: {', '.join(changes)}" if changes else "; nothing had to be switched off"
-    return f"ttrace: no accelerator in use, running Megatron on the CPU over gloo{off}"
+    engine = ", TransformerEngine emulated" if te.emulated() else ""
+    return f"ttrace: no accelerator in use, running Megatron on the CPU over gloo{engine}{off}"

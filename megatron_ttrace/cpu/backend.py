@@ -54,8 +54,11 @@ def activate() -> None:
         memory,
         random_states,
         streams,
+        te,
     )
 
+    # First, while torch.cuda still tells the truth to a real TransformerEngine.
+    te.install()
     dataloader.install()
     devices.install()
     streams.install()

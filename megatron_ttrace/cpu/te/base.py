@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all of TransformerEngine's modules share: parameters, FP8 state, checkpoint entries."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from megatron_ttrace.cpu.te import fp8_modules
+from megatron_ttrace.cpu.te.parallel import TensorParallel, group_size
+from megatron_ttrace.cpu.te.products import Precision
+
+InitMethod = Callable[[torch.Tensor], Any]
+
+
+def default_init(tensor: torch.Tensor) -> torch.Tensor:
+    """Draw weights as TransformerEngine does when it is given no initialiser."""
+    return torch.nn.init.normal_(tensor, mean=0.0, std=0.023)
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """Base class; Megatron asks for it by this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_initialized = False
+        self.fp8 = False
+        self.fp8_calibration = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
+        self.tp_group: Any = None
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.parallel_mode: str | None = None
+        self.rng_tracker_name: str | None = None
+        self.get_rng_state_tracker: Callable[[], Any] | None = None
+        self._initialisers: dict[str, tuple[InitMethod, bool]] = {}
+        self._fp8 = fp8_modules.ModuleState(self)
+
+    # Parameters
+
+    def add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: Any,
+        init: InitMethod,
+        tracked: bool = False,
+    ) -> torch.nn.Parameter:
+        """Make and initialise a parameter; ``tracked`` ones draw from the named random state.
+
+        On the meta device only the shape is made; ``reset_parameters`` fills it later.
+        """
+        parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.register_parameter(name, parameter)
+        self._initialisers[name] = (init, tracked)
+        if not parameter.is_meta:
+            self._initialise(name)
+        return parameter
+
+    def _initialise(self, name: str) -> None:
+        init, tracked = self._initialisers[name]
+        context: Any = nullcontext()
+        if tracked and self.get_rng_state_tracker is not None:
+            tracker = self.get_rng_state_tracker()
+            names = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
+            context = tracker.fork(*names)
+        with torch.no_grad(), context:
+            init(getattr(self, name))
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Give every parameter that lies on the meta device memory and an initial value."""
+        if defer_init:
+            return
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            if parameter.is_meta and name in self._initialisers:
+                real = torch.nn.Parameter(torch.empty_like(parameter, device="cpu"))
+                real.__dict__.update(parameter.__dict__)
+                self.register_parameter(name, real)
+                self._initialise(name)
+
+    def mark_partitioned(self, parameter: torch.nn.Parameter, partitioned: bool, dim: int) -> None:
+        """Tell Megatron along which dim a parameter is cut over the tensor-parallel ranks."""
+        attributes: Any = parameter
+        attributes.tensor_model_parallel = partitioned
+        attributes.partition_dim = dim
+        attributes.partition_stride = 1
+
+    # Parallelism
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the group after construction, when process groups did not exist yet."""
+        self.tp_group = tp_group
+
+    def layout(self) -> TensorParallel:
+        """How this layer is cut; a size with no group yet does not communicate."""
+        size = group_size(self.tp_group)
+        return TensorParallel(self.tp_group, size, self.parallel_mode, self.sequence_parallel)
+
+    # FP8
+
+    def precision(self, num_gemms: int = 1) -> Precision:
+        """Return what rounds this forward pass's tensors, by the FP8 context it runs in."""
+        return self._fp8.precision(num_gemms)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Make scales and amax histories, if the current FP8 context needs them."""
+        self._fp8.prepare(num_gemms)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """FP8 scales and amax histories as bytes; none without FP8."""
+        return self._fp8.to_bytes()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take FP8 scales and amax histories back."""
+        self._fp8.from_bytes(state)

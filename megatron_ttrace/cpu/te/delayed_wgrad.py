@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight gradients computed after the backward pass (``delay_wgrad_compute``).
+
+Pipeline schedules use it to send the input's gradient on before the weight's is known. The numbers
+are the same; only the time differs.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+
+class Queue:
+    """Computations that one layer's backward passes put off, first in, first out."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], torch.Tensor]] = deque()
+
+    def put(self, compute: Callable[[], torch.Tensor]) -> None:
+        """Keep a computation for later."""
+        self._waiting.append(compute)
+
+    def run_one(self, *weights: torch.nn.Parameter) -> None:
+        """Compute the oldest one and add it to the weights' gradients.
+
+        The hooks by which Megatron's data-parallel buffers collect gradients run on autograd's
+        accumulation, which a gradient that comes later never reaches; so they are called here.
+        """
+        for weight in weights:
+            grad = self._waiting.popleft()()
+            main_grad = getattr(weight, "main_grad", None)
+            if main_grad is not None:
+                main_grad.add_(grad)
+                continue
+            weight.grad = grad if weight.grad is None else weight.grad + grad
+
+
+def now_or_later(queue: Queue | None, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Compute, or put the computation off and give autograd no gradient."""
+    if queue is None:
+        return compute()
+    queue.put(compute)
+    return None
+
+
+def refuse_fused_accumulation(wanted: bool) -> None:
+    """Adding to ``main_grad`` inside the matrix product needs a kernel."""
+    if wanted:
+        raise NotImplementedError(
+            "gradient accumulation fusion needs TransformerEngine's kernels: "
+            "use --no-gradient-accumulation-fusion"
+        )

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TransformerEngine's ``GroupedLinear``: one linear layer per expert, on consecutive tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ttrace.cpu.te import delayed_wgrad
+from megatron_ttrace.cpu.te.base import InitMethod, TransformerEngineBaseModule, default_init
+from megatron_ttrace.cpu.te.products import (
+    Operand,
+    Precision,
+    bias_gradient,
+    flat,
+    forward_product,
+    input_gradient,
+    weight_gradient,
+)
+
+
+@dataclass(frozen=True)
+class GroupedSettings:
+    """What the autograd function of one call needs besides tensors."""
+
+    precision: Precision
+    #: Number of tokens of each expert.
+    splits: list[int]
+    save_original_input: bool = False
+    delayed: delayed_wgrad.Queue | None = None
+    with_bias: bool = False
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """``x_i @ weight_iᵀ + bias_i`` for each expert's tokens ``x_i``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, settings: GroupedSettings, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        """``[tokens, k]`` to ``[tokens, n]``; weights, then biases, are in ``parameters``."""
+        count = len(settings.splits)
+        weights, biases = parameters[:count], parameters[count:]
+        precision = settings.precision
+        outputs, inputs, rounded_weights = [], [], []
+        for index, rows in enumerate(x.split(settings.splits)):
+            operand = precision.input(rows, index)
+            weight = precision.weight(weights[index], index)
+            output = forward_product(operand, weight, x.dtype)
+            outputs.append(output + biases[index] if settings.with_bias else output)
+            inputs.append(operand.columnwise)
+            if precision.quantized:
+                rounded_weights.append(weight.columnwise)
+        ctx.keep_rounded = not (settings.save_original_input or precision.wgrad_in_high_precision)
+        kept = inputs if ctx.keep_rounded else [x]
+        ctx.save_for_backward(*kept, *weights, *rounded_weights)
+        ctx.settings, ctx.kept = settings, len(kept)
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the input, of the weights and of the biases."""
+        settings: GroupedSettings = ctx.settings
+        precision, count = settings.precision, len(settings.splits)
+        saved = ctx.saved_tensors
+        kept, weights = saved[: ctx.kept], saved[ctx.kept : ctx.kept + count]
+        columnwise = saved[ctx.kept + count :] or weights
+        inputs = kept if ctx.keep_rounded else kept[0].split(settings.splits)
+        grads = grad_output.split(settings.splits)
+        operands = [precision.grad_output(grad, index) for index, grad in enumerate(grads)]
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            grad_input = torch.cat(
+                [
+                    input_gradient(operand, Operand(weight, column), grad_output.dtype)
+                    for operand, weight, column in zip(operands, weights, columnwise, strict=True)
+                ]
+            )
+
+        grad_parameters: list[torch.Tensor | None] = []
+        for index, rows in enumerate(inputs):
+
+            def compute(index: int = index, rows: torch.Tensor = rows) -> torch.Tensor:
+                if ctx.keep_rounded:
+                    total = Operand(rows, rows)
+                elif precision.wgrad_in_high_precision:
+                    total = Operand(rows, rows)
+                    operands[index] = Operand(grads[index], grads[index])
+                else:
+                    total = precision.input(rows, index)
+                return weight_gradient(operands[index], total, weights[index].dtype)
+
+            if ctx.needs_input_grad[2 + index]:
+                grad_parameters.append(delayed_wgrad.now_or_later(settings.delayed, compute))
+            else:
+                grad_parameters.append(None)
+        if settings.with_bias:
+            grad_parameters += [bias_gradient(grad, weights[0].dtype) for grad in grads]
+        return grad_input, None, *grad_parameters
+
+
+class GroupedLinear(TransformerEngineBaseModule):
+    """Linear layers ``weight0``, ``weight1``, … of equal shape.
+
+    Megatron's token dispatcher does the communication of experts, so this layer does none.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "cpu",
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        delayed_wgrad.refuse_fused_accumulation(fuse_wgrad_accumulation)
+        dtype = params_dtype or torch.get_default_dtype()
+        self.num_gemms = num_gemms
+        self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
+        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = rng_tracker_name
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.save_original_input = save_original_input
+        self.wgrad_queue = delayed_wgrad.Queue() if delay_wgrad_compute else None
+        dim = 1 if parallel_mode == "row" else 0
+        for index in range(num_gemms):
+            shape = (self.out_features, self.in_features)
+            init = init_method or default_init
+            weight = self.add_parameter(f"weight{index}", shape, dtype, device, init, tracked=True)
+            self.mark_partitioned(weight, parallel_mode is not None, dim)
+            if bias:
+                zero = torch.nn.init.zeros_
+                part = self.add_parameter(f"bias{index}", shape[:1], dtype, device, zero)
+                self.mark_partitioned(part, parallel_mode == "column", 0)
+            else:
+                setattr(self, f"bias{index}", torch.Tensor())
+
+    def forward(
+        self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
+    ) -> Any:
+        """``[tokens, k]`` to ``[tokens, n]``; ``m_splits`` are the numbers of tokens per expert."""
+        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        if len(splits) != self.num_gemms:
+            raise ValueError(f"{len(splits)} splits for {self.num_gemms} experts")
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
+        settings = GroupedSettings(
+            precision=self.precision(self.num_gemms),
+            splits=[int(size) for size in splits],
+            save_original_input=self.save_original_input,
+            delayed=self.wgrad_queue,
+            with_bias=self.apply_bias,
+        )
+        parameters = weights + biases if self.apply_bias else weights
+        output = GroupedLinearFunction.apply(flat(inp), settings, *parameters)
+        output = output.view(*inp.shape[:-1], output.shape[-1])
+        return (output, biases) if self.return_bias else output
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the backward pass put off."""
+        if self.wgrad_queue is not None:
+            weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+            self.wgrad_queue.run_one(*weights)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offering the modules under TransformerEngine's names."""
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+#: What Megatron takes this for: the version that has all of the interface implemented here.
+VERSION = "2.10.0"
+
+_PACKAGE = "megatron_ttrace.cpu.te"
+
+#: Module, and what it offers: ``home: names``, where home is a module of this package.
+_OFFERED: dict[str, dict[str, str]] = {
+    "transformer_engine": {},
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": {
+        "recipes": "Format Recipe DelayedScaling Float8CurrentScaling Float8BlockScaling "
+        "MXFP8BlockScaling NVFP4BlockScaling CustomRecipe",
+    },
+    "transformer_engine.pytorch": {
+        "linear": "Linear",
+        "layernorm_linear": "LayerNormLinear",
+        "grouped_linear": "GroupedLinear",
+        "norms": "LayerNorm RMSNorm",
+        "attention": "DotProductAttention",
+        "fp8_state": "autocast fp8_autocast fp8_model_init quantized_model_init",
+        "recompute": "checkpoint",
+        "random_tracker": "CudaRNGStatesTracker",
+    },
+    "transformer_engine.pytorch.attention": {"attention": "DotProductAttention"},
+    "transformer_engine.pytorch.distributed": {
+        "random_tracker": "CudaRNGStatesTracker",
+        "recompute": "activation_recompute_forward checkpoint in_fp8_activation_recompute_phase "
+        "is_fp8_activation_recompute_enabled",
+        "parallel": "gather_along_first_dim reduce_scatter_along_first_dim",
+    },
+    "transformer_engine.pytorch.fp8": {
+        "fp8_state": "FP8GlobalStateManager fp8_autocast fp8_model_init",
+    },
+    "transformer_engine.pytorch.module": {
+        "linear": "Linear",
+        "layernorm_linear": "LayerNormLinear",
+        "grouped_linear": "GroupedLinear",
+    },
+    "transformer_engine.pytorch.module.base": {
+        "base": "TransformerEngineBaseModule",
+        "overlap": "UserBufferQuantizationMode destroy_ub initialize_ub",
+    },
+    "transformer_engine.pytorch.optimizers": {
+        "optimizers": "FusedAdam FusedSGD",
+        "multi_tensor": "multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
+        "multi_tensor_scale_tensor",
+    },
+    "transformer_engine.pytorch.router": {
+        "router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
+        "fused_topk_with_score_function",
+    },
+    "transformer_engine.pytorch.tensor": {"tensors": "QuantizedTensor"},
+    "transformer_engine.pytorch.tensor.float8_tensor": {"tensors": "Float8Tensor"},
+    "transformer_engine.pytorch.tensor.mxfp8_tensor": {"tensors": "MXFP8Tensor"},
+    "transformer_engine.pytorch.tensor.float8_blockwise_tensor": {
+        "tensors": "Float8BlockwiseQTensor"
+    },
+    "transformer_engine.pytorch.float8_tensor": {"tensors": "Float8Tensor"},
+}
+
+_emulated = False
+
+
+def real_present() -> bool:
+    """Say whether the real TransformerEngine's PyTorch part imports.
+
+    The package can be installed and still not import, so its name says nothing.
+    """
+    if _emulated:
+        return False
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception:  # noqa: BLE001 - a half-installed one fails in any way it likes
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+        return False
+    return True
+
+
+def emulated() -> bool:
+    """Say whether this package stands in for TransformerEngine."""
+    return _emulated
+
+
+def _offer(name: str, contents: dict[str, Any]) -> None:
+    module = ModuleType(name, "Standing in for NVIDIA TransformerEngine on a CPU.")
+    module.__dict__.update(contents)
+    module.__path__ = []
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+
+
+def install() -> None:
+    """Offer everything, unless the real TransformerEngine is there."""
+    global _emulated
+    if _emulated or real_present():
+        return
+    for name, homes in _OFFERED.items():
+        contents: dict[str, Any] = {}
+        for home, words in homes.items():
+            module = importlib.import_module(f"{_PACKAGE}.{home}")
+            contents |= {word: getattr(module, word) for word in words.split()}
+        _offer(name, contents)
+    engine: Any = sys.modules["transformer_engine"]
+    engine.__version__ = VERSION
+    _emulated = True

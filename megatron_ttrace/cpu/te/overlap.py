@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communication buffers of tensor-parallel overlap ("user buffers").
+
+On a GPU the gathered input of a column-parallel layer is written piece by piece into a buffer that
+all layers of one kind ("qkv", "fc1", …) share, while the matrix product already reads the pieces
+that have come. Nothing overlaps here, but the buffer is the same: shared, and overwritten by the
+next layer. So whatever a layer keeps for its backward pass must not lie in it.
+"""
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+from megatron_ttrace.cpu.te.parallel import Group, gather_along_first_dim, group_size
+
+_buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+
+class UserBufferQuantizationMode(Enum):
+    """Whether buffers hold FP8 or unrounded tensors; rounding is emulated, so it makes none."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+def initialize_ub(*args: Any, **kwargs: Any) -> None:
+    """Start with no buffers: each is made, in the size it needs, on first use."""
+    _buffers.clear()
+
+
+def destroy_ub() -> None:
+    """Drop all buffers."""
+    _buffers.clear()
+
+
+def communication_buffer(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return the start of the shared buffer ``name`` as a tensor of ``shape``."""
+    needed = shape.numel()
+    buffer = _buffers.get((name, dtype))
+    if buffer is None or buffer.numel() < needed:
+        buffer = _buffers[(name, dtype)] = torch.empty(needed, dtype=dtype)
+    return buffer[:needed].view(shape)
+
+
+def gather_into_buffer(tensor: torch.Tensor, group: Group, name: str) -> torch.Tensor:
+    """Gather ``[s, ...]`` along the first dim into the shared buffer ``name``."""
+    shape = torch.Size((tensor.shape[0] * group_size(group), *tensor.shape[1:]))
+    return gather_along_first_dim(
+        tensor, group, out=communication_buffer(name, shape, tensor.dtype)
+    )

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 recipes: which format, and which part of a tensor shares a scale.
+
+The classes carry the interface's field names. They name ``transformer_engine.common.recipe`` as
+their module, because that is where a checkpoint that holds one expects to find it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+MODULE = "transformer_engine.common.recipe"
+
+
+class _Pair(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+_E5M2_MAX = torch.finfo(torch.float8_e5m2).max
+
+
+class Format(Enum):
+    """FP8 formats of the forward and of the backward pass, by their largest values."""
+
+    E4M3 = _Pair(_E4M3_MAX, _E4M3_MAX)
+    E5M2 = _Pair(_E5M2_MAX, _E5M2_MAX)
+    HYBRID = _Pair(_E4M3_MAX, _E5M2_MAX)
+
+
+class Recipe:
+    """Base class; asks by name which recipe this is."""
+
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether scales come from earlier iterations."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether a tensor has one scale, from its own largest value."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether a tensor has one scale."""
+        return issubclass(cls, DelayedScaling | Float8CurrentScaling)
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether blocks of 128 have scales."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether blocks of 32 have scales that are powers of two."""
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether this is the four-bit recipe, which is not implemented."""
+        return issubclass(cls, NVFP4BlockScaling)
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether this is a recipe of the user's, which is not implemented."""
+        return issubclass(cls, CustomRecipe)
+
+
+@dataclass
+class DelayedScaling(Recipe):
+    """One scale a tensor, from the largest values of earlier iterations."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
+    scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    # Megatron passes what it passes to modules.
+    params_dtype: Any = None
+    device: Any = None
+
+
+@dataclass
+class Float8CurrentScaling(Recipe):
+    """One scale a tensor, from its own largest value."""
+
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+@dataclass
+class Float8BlockScaling(Recipe):
+    """One power of two for 128 neighbours of an activation, or for 128 x 128 of a weight."""
+
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+@dataclass
+class MXFP8BlockScaling(Recipe):
+    """One power of two for 32 neighbours."""
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+class NVFP4BlockScaling(Recipe):
+    """Only the name: four-bit training is not implemented on a CPU."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("NVFP4 is not implemented on a CPU")
+
+
+class CustomRecipe(Recipe):
+    """Only the name: a recipe of the user's makes quantizers of TransformerEngine's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("custom FP8 recipes are not implemented on a CPU")
+
+
+for _class in (
+    Format,
+    Recipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    CustomRecipe,
+):
+    _class.__module__ = MODULE
