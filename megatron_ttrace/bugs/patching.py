@@ -170,8 +170,8 @@ def _live(module: ModuleType, path: Path, name: str, line: int) -> FunctionType:
         if code.co_qualname == name and code.co_firstlineno == line:
             return function
     raise TTraceError(
-        f"{path}: {name} of the running process is not the one in the file{_of_release(module.__name__)}"
-        ": another package replaced it"
+        f"{path}: {name} in this process is not the one in the file{_of_release(module.__name__)}: "
+        "something replaced it"
     )
 
 

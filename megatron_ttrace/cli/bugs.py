@@ -16,6 +16,8 @@ from megatron_ttrace.bugs.catalogue import Bug
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megatron_ttrace.bugs.suite import Row
 
 _EPILOG = """\
@@ -90,14 +92,14 @@ def _list(bugs: Sequence[Bug], as_json: bool) -> int:
     if as_json:
         print(json.dumps([_described(bug) for bug in bugs], indent=1))
         return int(ExitCode.EQUIVALENT)
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("id", "name", "axis", "what goes wrong", "upstream", "culprit")
+    table.columns[1].no_wrap = True
     for bug in bugs:
         culprit = f"{bug.expected.module} {bug.expected.kind}"
         table.add_row(bug.id, bug.name, bug.axis, bug.title, ", ".join(bug.upstream), culprit)
-    Console().print(table)
+    _console().print(table)
     return int(ExitCode.EQUIVALENT)
 
 
@@ -140,11 +142,11 @@ def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
 
 
 def _show(rows: Sequence[Row], seconds: float) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("bug", "ranks", "layout", "healthy", "detected", "localised", "explained")
+    table.columns[0].no_wrap = True
     table.add_column("margin", justify="right")
     table.add_column("seconds", justify="right")
     for row in rows:
@@ -160,13 +162,21 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
             "" if not found or found.margin is None else f"{found.margin:.3g}",
             f"{row.seconds:.1f}",
         )
-    console = Console()
+    console = _console()
     console.print(table)
     for row in rows:
         if row.problem:
             console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {escape(row.problem)}")
     good = sum(row.met for row in rows)
     console.print(f"{good} of {len(rows)} cases as expected, in {seconds:.0f} s")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    # A pipe or a log has no width to keep to.
+    return console if console.is_terminal else Console(width=max(console.width, 140))
 
 
 def _word(value: bool | None) -> str:
