@@ -50,7 +50,7 @@ def conclude(
         float(reference.meta["epsilon"]),
     )
     judged = time.monotonic()
-    explainer = Explainer(reference, candidate, tolerances)
+    explainer = Explainer(reference, candidate, tolerances, measured=measured)
     culprits = tuple(localise(verdicts, explainer.explain))
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = list(notices)

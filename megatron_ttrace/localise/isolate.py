@@ -2,13 +2,13 @@
 """Isolation: a tensor's values are exchanged for the reference's, its place in the graph is kept.
 
 Every captured tensor is first compared as the candidate computed it and then goes on with the
-reference's values: forward as it enters or leaves a module, backward as its gradient is complete. So
-each tensor is computed from exact ones, an error does not spread, and a second fault is not hidden
-behind the first.
+reference's values: forward as it enters or leaves a module, backward as its gradient is complete.
+So each tensor is computed from exact ones, an error does not spread, and a second fault is not
+hidden behind the first.
 
-``x + (reference - x).detach()`` would not be exact, and writing into ``x`` would reach whoever shares
-its memory (a cached rotary table, a communication buffer). So a new tensor takes its place, and an
-autograd function hands the gradient on to the old one.
+``x + (reference - x).detach()`` would not be exact, and writing into ``x`` would reach whoever
+shares its memory (a cached rotary table, a communication buffer). So a new tensor takes its place,
+and an autograd function hands the gradient on to the old one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Substitute(torch.autograd.Function):
 
 
 def substitute(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A tensor with ``values`` (fresh memory, of the same shape and dtype) in ``tensor``'s place."""
+    """A tensor with ``values`` (fresh memory, same shape and dtype) in ``tensor``'s place."""
     if tensor.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = _Substitute.apply(tensor, [values])
         return result

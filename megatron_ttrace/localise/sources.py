@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hypotheses about origin: the value of another time, of another module, of another operand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+
+from megatron_ttrace.compare.measure import logical_view
+from megatron_ttrace.localise.evidence import Evidence, Finding, Part, dot
+from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
+
+_SAMPLE = 256
+_FLOPS = 1e9
+
+
+def elsewhere(evidence: Evidence) -> Finding | None:
+    """The tensor is another one of the reference. The repair: use the right one."""
+    if not evidence.parts:
+        return None
+    for words, cause, key in evidence.others():
+        if not evidence.in_time:
+            return None
+        other = evidence.whole(key)
+        if other is None or other.shape != evidence.reference.shape:
+            continue
+        swapped = dataclasses.replace(evidence, reference=other)
+        first = evidence.parts[0]
+        head = [piece.reshape(-1)[:_SAMPLE] for piece in first.pieces[:1]]
+        there = [piece.reshape(-1)[:_SAMPLE] for piece in swapped.expected(first)[:1]]
+        if torch.linalg.vector_norm(head[0] - there[0]) > 0.5 * torch.linalg.vector_norm(there[0]):
+            continue
+        if swapped.mends(lambda part: part.pieces):
+            return Finding(words, cause)
+    return None
+
+
+def summand(evidence: Evidence) -> Finding | None:
+    """A bias or the module's own input is added too often or not at all. The repair: undo that."""
+    if evidence.key.kind is not Kind.OUTPUT:
+        return None
+    for what, addend in _addends(evidence):
+        slices = {
+            part.rank: [logical_view(addend, b).float() for b in part.boxes]
+            for part in evidence.parts
+        }
+        cross = size = 0.0
+        for part in evidence.parts:
+            residual = [p - r for p, r in zip(part.pieces, evidence.expected(part), strict=True)]
+            one, other = dot([(residual, slices[part.rank])])
+            cross, size = cross + one, size + other
+        times = round(cross / size, 2) if size else 0.0
+        if not times:
+            continue
+
+        def without(
+            part: Part, times: float = times, slices: dict[int, list[torch.Tensor]] = slices
+        ) -> list[torch.Tensor]:
+            return [p - times * s for p, s in zip(part.pieces, slices[part.rank], strict=True)]
+
+        if evidence.mends(without):
+            if times == -1:
+                return Finding(f"{what} is missing", "addend")
+            return Finding(f"{what} is added {times + 1:g} times", "addend")
+    return None
+
+
+def _addends(evidence: Evidence) -> Iterator[tuple[str, torch.Tensor]]:
+    key = evidence.key
+    name = key.name.split("#")[0]
+    shape = evidence.reference.shape
+    bias = evidence.whole(TraceKey(key.iteration, STEP_LEVEL, Kind.PARAM, f"{name}.bias", 0))
+    if bias is not None and shape and bias.shape == shape[-1:]:
+        yield "the bias", bias.expand(shape)
+    own = evidence.whole(dataclasses.replace(key, kind=Kind.INPUT, index=0))
+    if own is not None and own.shape == shape:
+        yield "the module's input (residual)", own
+
+
+def operand(evidence: Evidence) -> Finding | None:
+    """A linear layer's weight gradient, made with another layer's input. The repair: its own.
+
+    ``dW = sum over microbatches of grad_output^T input`` is computed from the reference's tensors;
+    the module's own ones must give its own gradient first.
+    """
+    key = evidence.key
+    if key.kind is not Kind.MAIN_GRAD or not key.name.endswith(".weight"):
+        return None
+    module = key.name.removesuffix(".weight")
+    if evidence.reference.ndim != 2 or not _reproduces(evidence, module, evidence.reference):
+        return None
+    for other in _siblings(evidence, module):
+        if not evidence.in_time:
+            return None
+        product = _product(evidence, module, other)
+        if product is None:
+            continue
+        if dataclasses.replace(evidence, reference=product).mends(lambda part: part.pieces):
+            text = (
+                f"computed with the input of {other}: the input saved for backward was overwritten "
+                "before it was used"
+            )
+            return Finding(text, "operand")
+    return None
+
+
+def _reproduces(evidence: Evidence, module: str, reference: torch.Tensor) -> bool:
+    product = _product(evidence, module, module)
+    if product is None:
+        return False
+    off = float(torch.linalg.vector_norm(product - reference))
+    return off <= 0.1 * float(torch.linalg.vector_norm(reference))
+
+
+def _siblings(evidence: Evidence, module: str) -> Iterator[str]:
+    """The same module of other layers, the nearest first."""
+    words = module.split(".")
+    for position, word in enumerate(words):
+        if word.isdigit():
+            own = int(word)
+            for distance in range(1, 9):
+                for layer in (own + distance, own - distance):
+                    if layer >= 0:
+                        yield ".".join([*words[:position], str(layer), *words[position + 1 :]])
+            return
+
+
+def _product(evidence: Evidence, module: str, fed: str) -> torch.Tensor | None:
+    total: torch.Tensor | None = None
+    for microbatch in range(1 << 16):
+        place = (evidence.key.iteration, microbatch)
+        gradient = evidence.whole(TraceKey(*place, Kind.GRAD_OUTPUT, module, 0))
+        fed_with = evidence.whole(TraceKey(*place, Kind.INPUT, fed, 0))
+        if gradient is None or fed_with is None:
+            break
+        left, right = gradient.float().flatten(0, -2), fed_with.float().flatten(0, -2)
+        if len(left) != len(right) or math.prod((*left.shape, right.shape[1])) > _FLOPS:
+            return None
+        product = left.T @ right
+        total = product if total is None else total + product
+    if total is None or total.shape != evidence.reference.shape:
+        return None
+    return total
