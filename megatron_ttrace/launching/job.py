@@ -17,6 +17,7 @@ from megatron_ttrace.records import Summary
 from megatron_ttrace.reference.launch import tail
 
 _OURS = re.compile(r"^ttrace: (.*)$")
+_RANK = re.compile(r"^\[rank\d+\]: ")
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit): ?(.*)$")
 
 
@@ -86,7 +87,7 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
     codes = ranks.run_ranks(
         job.nproc, command, logs, fork=fork, environment=job.environment, progress=echo
     )
-    echo()
+    echo.flush()
     if set(codes) <= {0, 1} and len(set(codes)) == 1:
         with contextlib.suppress(TTraceError):
             summary = files.read_summary(job.directory / files.SUMMARY)
@@ -109,6 +110,10 @@ class _Echo:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 0.2
+        self.flush()
+
+    def flush(self) -> None:
+        """Repeat what there is by now."""
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             log.seek(self._offset)
             while line := log.readline():
@@ -126,16 +131,22 @@ def _why(codes: Sequence[int | None], logs: Path) -> str:
     for rank, reason in enumerate(told):
         if codes[rank] == ExitCode.COULD_NOT_CHECK and reason:
             return reason
-    for rank, code in enumerate(codes):
-        if code not in (0, None):
-            log = ranks.log_of(logs, rank)
-            how = f"was killed by signal {-code}" if code is not None and code < 0 else "failed"
-            died = _died_of(log)
-            if died:
-                return f"rank {rank} {how}: {died} (log: {log})"
-            last = f"its last lines, from {log}:\n{tail(log)}"
-            return f"rank {rank} {how} with exit code {code}; {last}"
+    failed = [(rank, code) for rank, code in enumerate(codes) if code not in (0, None)]
+    if failed:
+        # The others die of a lost connection to it: whoever wrote last words first is the cause.
+        rank, code = min(failed, key=lambda one: _last_written(ranks.log_of(logs, one[0])))
+        log = ranks.log_of(logs, rank)
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else "failed"
+        died = _died_of(log)
+        if died:
+            return f"rank {rank} {how}: {died} (log: {log})"
+        last = f"its last lines, from {log}:\n{tail(log)}"
+        return f"rank {rank} {how} with exit code {code}; {last}"
     return f"the job ended without an answer; its last lines:\n{tail(ranks.log_of(logs, 0))}"
+
+
+def _last_written(log: Path) -> int:
+    return log.stat().st_mtime_ns if log.is_file() else 0
 
 
 def _told(log: Path) -> str:
@@ -157,7 +168,7 @@ def _died_of(log: Path) -> str:
     """The last exception of a log: Megatron's own words about what it refuses."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     for line in reversed(text.splitlines()):
-        match = _ERROR.match(line.removeprefix("[rank0]: "))
-        if match:
-            return line[:500]
+        said = _RANK.sub("", line)
+        if _ERROR.match(said):
+            return said[:500]
     return ""

@@ -75,6 +75,8 @@ class _Job:
         self._ranks: dict[int, int] = {}
         self._reference: int | None = None
         self._codes: dict[int, int | None] = {}
+        # One that is forgotten is reaped by the next that is started, and its exit code lost.
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -94,6 +96,7 @@ class _Job:
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
+        self._processes[process.pid] = process
         self._ranks[process.pid] = rank
 
     def watch(self, progress: Callable[[], None]) -> list[int | None]:
@@ -123,6 +126,8 @@ class _Job:
             if not found:
                 continue
             code = os.waitstatus_to_exitcode(status)
+            if pid in self._processes:
+                self._processes[pid].returncode = code
             if pid == self._reference:
                 self._reference = None
                 if self._requests:
@@ -147,6 +152,8 @@ class _Job:
         for pid in left:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+            if pid in self._processes:
+                self._processes[pid].returncode = -signal.SIGKILL
         if self._requests:
             self._requests.close()
 
