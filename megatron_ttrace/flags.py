@@ -45,7 +45,7 @@ class Settings:
     bug: str | None = None
     device: str = "auto"
     init: str = "reveal"
-    seeds: int = 2
+    seeds: int = 4
     wandb: bool = True
     role: str = "candidate"
     overrides: Path | None = None
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--ttrace-seeds",
-        default=2,
+        default=4,
         type=int,
         metavar="N",
         help="Perturbed replays of the reference that tolerances are estimated from.",

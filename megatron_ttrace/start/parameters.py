@@ -27,8 +27,13 @@ from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.start.generator import normal
 
 GAIN = 0.5
-"""Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth (a
-third of its gradients are blind), at 0.5 none is: docs/tolerance.md has the table."""
+"""Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth, and a
+third of its gradients are blind; at 0.5 none is. docs/measurements.md has the table."""
+
+EMBEDDING_GAIN = 2.0
+BIAS = 0.05
+"""Tokens must differ by more than what they have in common, the biases: gradients of queries and
+keys are differences between tokens, and what is common cancels and leaves its rounding behind."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,11 +88,12 @@ def scale_of(name: str, shape: Sequence[int], config: Any, init: str) -> tuple[f
         zero_centred = getattr(config, "layernorm_zero_centered_gamma", False)
         return (1.0 if is_norm_weight and not zero_centred else 0.0), 0.0
     if is_weight:
-        return 0.0, GAIN / math.sqrt(shape[-1]) / depth
+        gain = EMBEDDING_GAIN if ".embedding." in f".{name}" else GAIN
+        return 0.0, gain / math.sqrt(shape[-1]) / depth
     if leaf.endswith("weight"):
         zero_centred = getattr(config, "layernorm_zero_centered_gamma", False)
         return (0.0 if zero_centred else 1.0), 0.2
-    return 0.0, 0.1
+    return 0.0, BIAS
 
 
 def fill(
