@@ -54,6 +54,7 @@ class Expected:
         kind: of that culprit's tensor.
         direction: in which it went wrong.
         verdicts: any of these.
+        index: number of that tensor, when only this one may be named.
         only: pattern that the names of all culprits must match; empty: that of ``module``.
         explanation: regular expression that must be found in its explanation, or ``None``.
     """
@@ -62,6 +63,7 @@ class Expected:
     kind: Kind
     direction: Direction
     verdicts: tuple[Outcome, ...]
+    index: int | None = None
     only: str = ""
     explanation: str | None = None
 

@@ -60,6 +60,7 @@ def _matches(culprit: Culprit, expected: Expected) -> bool:
         fnmatchcase(culprit.name, expected.module)
         and culprit.kind is expected.kind
         and culprit.direction is expected.direction
+        and expected.index in (None, culprit.index)
         and culprit.verdict in expected.verdicts
     )
 

@@ -22,7 +22,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from megatron_ttrace.bugs import catalogue
-from megatron_ttrace.bugs.catalogue import SourcePatch
+from megatron_ttrace.bugs.catalogue import Bug, SourcePatch
 from megatron_ttrace.errors import TTraceError
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -38,8 +38,20 @@ def introduce(bug_id: str) -> None:
     bug = catalogue.find(catalogue.load_catalogue(), bug_id)
     if bug.id in _introduced:
         return
+    _needs_emulation(bug)
     apply(bug.patches)
     _introduced.add(bug.id)
+
+
+def _needs_emulation(bug: Bug) -> None:
+    """Bugs that TransformerEngine had live in its stand-in, which must be what is running."""
+    from megatron_ttrace.cpu import te
+
+    if all(patch.module.startswith(te.__name__) for patch in bug.patches) and not te.emulated():
+        raise TTraceError(
+            f"--ttrace-bug {bug.id}: was in TransformerEngine and is re-created in this project's "
+            "stand-in for it, which runs where the real one does not import: try ttrace bugs run"
+        )
 
 
 def apply(patches: Sequence[SourcePatch]) -> list[tuple[FunctionType, CodeType]]:

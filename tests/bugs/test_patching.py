@@ -310,3 +310,10 @@ expected = {{module = "*", kind = "output", direction = "forward", verdicts = ["
     patching.introduce("77")
     patching.introduce("77")
     assert importlib.import_module(name).f(1) == 2
+
+
+def test_stand_in_is_not_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the real TransformerEngine the stand-in's bug would change nothing, silently."""
+    monkeypatch.setattr("megatron_ttrace.cpu.te.emulated", lambda: False)
+    with pytest.raises(TTraceError, match="stand-in"):
+        patching.introduce("14")
