@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A perturbed replay is one epsilon away from the reference."""
+
+import pytest
+import torch
+
+from megatron_ttrace.capture.names import canonical_names
+from megatron_ttrace.compare.tolerance import epsilon
+from megatron_ttrace.reference.perturb import jitter, perturbed
+from tests.capture.recorder import Model, batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_jitter_moves_every_element_by_about_an_epsilon(dtype):
+    """Up or down at random, in the tensor's own dtype."""
+    ones = torch.ones(1000, dtype=dtype)
+    moved = jitter(ones, torch.Generator().manual_seed(1))
+    assert moved.dtype == dtype
+    change = (moved.double() - 1) / epsilon(dtype)
+    if dtype is torch.float64:
+        assert change.abs().max() == 0  # computed in float32: nothing that Megatron trains in
+        return
+    assert set(change.tolist()) <= {-1.0, 1.0}
+    assert 0.4 < float((change > 0).double().mean()) < 0.6
+
+
+def run(model, seed):
+    """The loss of a perturbed step, and the gradients of the parameters."""
+    ids, labels = batch()
+    with perturbed([canonical_names(model)], seed):
+        loss = model(ids, labels=labels)
+        loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def test_a_seed_is_one_perturbation():
+    """The same seed again is the same replay, another one is another."""
+    first, again, other = (run(Model(), seed) for seed in (1, 1, 2))
+    assert torch.equal(first[0], again[0])
+    assert all(map(torch.equal, first[1], again[1]))
+    assert not all(map(torch.equal, first[1], other[1]))
+
+
+def test_the_replay_stays_close():
+    """Gradients move by rounding, not by more, and every one of them moves."""
+    plain = Model()
+    ids, labels = batch()
+    plain(ids, labels=labels).backward()
+    _, gradients = run(Model(), 1)
+    for expected, found in zip(plain.parameters(), gradients, strict=True):
+        distance = float((found - expected.grad).norm() / expected.grad.norm())
+        assert 0 < distance < 1e-4
+
+
+def test_no_hook_is_left():
+    """Whatever happens inside."""
+    model = Model()
+    with pytest.raises(ValueError, match="inside"), perturbed([canonical_names(model)], 1):
+        raise ValueError("inside")
+    assert all(not module._forward_hooks for module in model.modules())
