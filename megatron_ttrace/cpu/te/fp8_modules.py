@@ -1,32 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 state of one module."""
+"""The FP8 state of one module: what lasts between its calls, and goes into checkpoints."""
 
+import io
+import pickle
+from collections import deque
 from typing import Any
 
 import torch
 
+from megatron_ttrace.cpu.te import fp8_state
+from megatron_ttrace.cpu.te.fp8_precision import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScalingPrecision,
+    ScalingState,
+)
 from megatron_ttrace.cpu.te.fp8_state import FP8GlobalStateManager
 from megatron_ttrace.cpu.te.products import HighPrecision, Precision
+from megatron_ttrace.cpu.te.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+
+#: Tensors per product: input, weight, output; and their gradients: of output and of input.
+_FORWARD_SLOTS, _BACKWARD_SLOTS = 3, 2
 
 
 class ModuleState:
-    """Scales and amax histories of one module's tensors."""
+    """Scales and histories of one module, if its recipe needs any."""
 
     def __init__(self, module: Any) -> None:
-        self.module = module
+        self._module = module
+        self._stashed: deque[tuple[torch.Tensor, bool]] = deque()
+
+    @property
+    def _scaling(self) -> tuple[ScalingState, ScalingState] | None:
+        meta = self._module.fp8_meta
+        if "scaling_fwd" not in meta:
+            return None
+        return meta["scaling_fwd"], meta["scaling_bwd"]
 
     def prepare(self, num_gemms: int = 1) -> None:
-        """Make the state that the current context's recipe needs."""
+        """Note the context's recipe, and make the state that it needs."""
+        module = self._module
+        module.fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        if not module.fp8:
+            return
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        module.fp8_meta["recipe"] = recipe
+        module.fp8_meta["num_gemms"] = num_gemms
+        module.fp8_meta["fp8_checkpoint"] = True
+        module.fp8_initialized = True
+        if isinstance(recipe, DelayedScaling):
+            self._allocate(num_gemms, recipe.amax_history_len)
+
+    def _allocate(self, num_gemms: int, history_length: int) -> None:
+        existing = self._scaling
+        if existing is not None and existing[0].amax_history.shape[0] == history_length:
+            return
+        meta = self._module.fp8_meta
+        meta["scaling_fwd"] = ScalingState(_FORWARD_SLOTS * num_gemms, history_length)
+        meta["scaling_bwd"] = ScalingState(_BACKWARD_SLOTS * num_gemms, history_length)
 
     def precision(self, num_gemms: int = 1) -> Precision:
-        """Return the rounding for one forward pass."""
-        if FP8GlobalStateManager.is_fp8_enabled():
-            raise NotImplementedError("FP8 on the CPU")
-        return HighPrecision()
+        """Return the rounding for one forward pass and its backward pass."""
+        self.prepare(num_gemms)
+        if not self._module.fp8:
+            return HighPrecision()
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        if isinstance(recipe, DelayedScaling):
+            return self._delayed(recipe, num_gemms)
+        if isinstance(recipe, Float8CurrentScaling):
+            return CurrentScaling(recipe)
+        if isinstance(recipe, Float8BlockScaling):
+            return BlockScaling(recipe, 128, square_weights=True)
+        if isinstance(recipe, MXFP8BlockScaling):
+            return BlockScaling(recipe, 32, square_weights=False)
+        raise NotImplementedError(f"FP8 recipe {type(recipe).__name__}")
+
+    def _delayed(self, recipe: Recipe, num_gemms: int) -> Precision:
+        scaling = self._scaling
+        assert scaling is not None
+        forward, backward = scaling
+        manager, recompute = FP8GlobalStateManager, fp8_state.recompute
+        again = recompute.enabled and recompute.second
+        if again and self._stashed:
+            scale, last = self._stashed.popleft()
+        else:
+            scale, last = forward.scale.clone(), manager.is_first_fp8_module()
+            manager.register(forward, backward)
+            if recompute.enabled:
+                self._stashed.append((scale, last))
+        # The first layer forward is the last one backward.
+        finish = manager.update_backward if last else None
+        return DelayedScalingPrecision(
+            recipe, forward, backward, num_gemms, scale, not again, finish
+        )
+
+    # Checkpoints
 
     def to_bytes(self) -> torch.Tensor:
-        """Serialise the state; empty without FP8."""
-        return torch.empty(0, dtype=torch.uint8)
+        """Serialise as TransformerEngine does: pickled, as bytes; empty without FP8."""
+        meta = self._module.fp8_meta
+        if not meta["fp8_checkpoint"]:
+            return torch.empty(0, dtype=torch.uint8)
+        state: dict[str, Any] = {
+            "recipe": meta["recipe"],
+            "extra_fp8_variables": {"num_gemms": meta["num_gemms"]},
+        }
+        scaling = self._scaling
+        if scaling is not None:
+            state["scale_fwd"], state["amax_history_fwd"] = _contents(scaling[0])
+            state["scale_bwd"], state["amax_history_bwd"] = _contents(scaling[1])
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def from_bytes(self, state: Any) -> None:
-        """Take the state back."""
+        """Take the state back; only Megatron's list of harmless classes may be in it."""
+        if state is None:
+            return
+        if isinstance(state, torch.Tensor):
+            if state.numel() == 0:
+                return
+            from megatron.core.safe_globals import SafeUnpickler
+
+            state = SafeUnpickler(io.BytesIO(state.detach().cpu().numpy().tobytes())).load()
+        elif isinstance(state, io.BytesIO):
+            state.seek(0)
+            state = torch.load(state, map_location="cpu", weights_only=True)
+        if state is None:
+            return
+        meta = self._module.fp8_meta
+        meta["recipe"] = state.get("recipe")
+        meta["num_gemms"] = state.get("extra_fp8_variables", {}).get("num_gemms", 1)
+        meta["fp8_checkpoint"] = True
+        if "scale_fwd" not in state:
+            return
+        self._allocate(meta["num_gemms"], state["amax_history_fwd"].shape[0])
+        scaling = self._scaling
+        assert scaling is not None
+        for target, direction in zip(scaling, ("fwd", "bwd"), strict=True):
+            target.scale = state[f"scale_{direction}"].clone()
+            target.amax_history = state[f"amax_history_{direction}"].clone()
+
+
+def _contents(state: ScalingState) -> tuple[torch.Tensor, torch.Tensor]:
+    return state.scale.detach().clone(), state.amax_history.detach().clone()

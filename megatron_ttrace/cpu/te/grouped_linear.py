@@ -88,7 +88,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                     total = Operand(rows, rows)
                     operands[index] = Operand(grads[index], grads[index])
                 else:
-                    total = precision.input(rows, index)
+                    total = precision.input(rows, index, again=True)
                 return weight_gradient(operands[index], total, weights[index].dtype)
 
             if ctx.needs_input_grad[2 + index]:
@@ -97,6 +97,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                 grad_parameters.append(None)
         if settings.with_bias:
             grad_parameters += [bias_gradient(grad, weights[0].dtype) for grad in grads]
+        precision.after_backward()
         return grad_input, None, *grad_parameters
 
 

@@ -99,6 +99,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         grad_input, grad_norm_weight, grad_norm_bias = norm_backward(
             grad_norm_output, x, norm_weight, mean, inverse, ctx.kind
         )
+        settings.precision.after_backward()
         return (
             grad_input,
             grad_norm_weight,

@@ -126,6 +126,7 @@ class LinearFunction(torch.autograd.Function):
                 )
 
             grad_weight = delayed_wgrad.now_or_later(settings.delayed, compute)
+        settings.precision.after_backward()
         return grad_input, grad_weight, grad_bias, None
 
 
@@ -148,7 +149,7 @@ def linear_weight_gradient(
             total = Operand(whole, whole)
             grad_operand = unrounded_grad_output(grad_output, settings)
         else:
-            total = settings.precision.input(whole)
+            total = settings.precision.input(whole, again=True)
     return weight_gradient(grad_operand, total, dtype)
 
 

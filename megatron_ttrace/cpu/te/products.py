@@ -28,14 +28,17 @@ class Precision(Protocol):
     #: Whether the weight gradient is computed from unrounded tensors.
     wgrad_in_high_precision: bool
 
-    def input(self, tensor: torch.Tensor, index: int = 0) -> Operand:
-        """Round the input, or the ``index``-th group of its rows."""
+    def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
+        """Round the input, or the ``index``-th group of its rows; ``again`` in backward."""
 
     def weight(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Round the weight, or the ``index``-th one."""
 
     def grad_output(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Round the gradient of the output, or the ``index``-th group of its rows."""
+
+    def after_backward(self) -> None:
+        """Do what has to be done at the end of the layer's backward pass."""
 
 
 class HighPrecision:
@@ -44,7 +47,7 @@ class HighPrecision:
     quantized = False
     wgrad_in_high_precision = True
 
-    def input(self, tensor: torch.Tensor, index: int = 0) -> Operand:
+    def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
         """Return the tensor."""
         return Operand(tensor, tensor)
 
@@ -55,6 +58,9 @@ class HighPrecision:
     def grad_output(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Return the tensor."""
         return Operand(tensor, tensor)
+
+    def after_backward(self) -> None:
+        """Nothing to do."""
 
 
 def _result(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounding to FP8 and back, with a scale for a tensor or for each block of it.
+
+A tensor is multiplied by its scale, cut off at the format's largest value (FP8 saturates; a plain
+cast would give NaN or infinity), rounded to the eight-bit type, and divided by the scale again. The
+products of such values are exact in float32, in which tensor cores sum them too: so a product of
+the rounded tensors in float32 is what FP8 hardware computes, but for the order of the sum.
+"""
+
+import torch
+
+from megatron_ttrace.cpu.te.norms import compute_dtype
+
+_LARGEST_SCALE = torch.finfo(torch.float32).max
+
+
+def amax(tensor: torch.Tensor) -> torch.Tensor:
+    """Largest absolute value, a float32 scalar; zero for an empty tensor."""
+    if tensor.numel() == 0:
+        return torch.zeros(())
+    return tensor.detach().abs().amax().float()
+
+
+def scale_from_amax(
+    largest: torch.Tensor,
+    fp8_max: float,
+    old: torch.Tensor | None = None,
+    margin: int = 0,
+    power_of_two: bool = False,
+) -> torch.Tensor:
+    """Scale that maps ``largest`` to the format's largest value, elementwise.
+
+    Where ``largest`` is zero or not finite it says nothing: the old scale (or 1) stays. A power of
+    two rounds no mantissa; it is rounded down, so that nothing saturates.
+    """
+    unchanged = torch.ones_like(largest) if old is None else old
+    scale = fp8_max / largest / (2.0**margin)
+    if power_of_two:
+        scale = torch.exp2(torch.floor(torch.log2(scale)))
+    scale = torch.where(torch.isinf(scale), torch.full_like(scale, _LARGEST_SCALE), scale)
+    return torch.where((largest > 0) & torch.isfinite(largest), scale, unchanged)
+
+
+def cast(tensor: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+    """``tensor * scale`` in eight bits, saturating; NaN stays NaN."""
+    limit = torch.finfo(fp8).max
+    return (tensor.detach().float() * scale).clamp(-limit, limit).to(fp8)
+
+
+def rounded(tensor: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+    """Return ``tensor`` after rounding to FP8, in the type that products of FP8 are summed in.
+
+    ``scale`` broadcasts against ``tensor``.
+    """
+    return cast(tensor, scale, fp8).to(compute_dtype(tensor.dtype)) / scale
+
+
+def current_scaling(tensor: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+    """Round with one scale, from the tensor's own largest value."""
+    scale = scale_from_amax(amax(tensor), torch.finfo(fp8).max)
+    return rounded(tensor, scale, fp8)
+
+
+def block_scaling(tensor: torch.Tensor, block: tuple[int, int], fp8: torch.dtype) -> torch.Tensor:
+    """Round ``[rows, columns]`` with one power of two for each block of ``block``.
+
+    The last blocks of a dim may be smaller.
+    """
+    rows, columns = tensor.shape
+    if tensor.numel() == 0:
+        return tensor.to(compute_dtype(tensor.dtype))
+    height, width = min(block[0], rows), min(block[1], columns)
+    padding = (0, -columns % width, 0, -rows % height)
+    padded = torch.nn.functional.pad(tensor.detach().float(), padding)
+    blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    scale = scale_from_amax(largest, torch.finfo(fp8).max, power_of_two=True)
+    result = rounded(blocks, scale, fp8).reshape(padded.shape)
+    return result[:rows, :columns].to(compute_dtype(tensor.dtype))
