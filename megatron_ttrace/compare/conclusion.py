@@ -51,7 +51,8 @@ def conclude(
     )
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured)
-    culprits = tuple(localise(verdicts, explainer.explain))
+    isolated = bool(config.get("isolate"))
+    culprits = tuple(localise(verdicts, explainer.explain, isolated=isolated))
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = list(notices)
     if errors:

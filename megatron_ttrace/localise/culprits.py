@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_ttrace.capture.names import ROOT
-from megatron_ttrace.records import Culprit, Direction, Kind, Outcome, Verdict
+from megatron_ttrace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
 
 UNKNOWN = "unknown"
 Explain = Callable[[Verdict], str]
@@ -34,35 +34,60 @@ class _Stage:
     culprits: Callable[[Sequence[Verdict]], list[tuple[Verdict, str, str]]]
 
 
-def localise(verdicts: Sequence[Verdict], explain: Explain | None = None) -> list[Culprit]:
+def localise(
+    verdicts: Sequence[Verdict], explain: Explain | None = None, *, isolated: bool = False
+) -> list[Culprit]:
     """Find the culprits of a run.
 
     Args:
         verdicts: of all tensors, in the reference's execution order.
         explain: turns a failed verdict into a tested hypothesis about the cause.
+        isolated: whether every tensor was computed from the reference's. Then no failure is the
+            consequence of another one, and each stands for itself.
 
     Returns:
-        Culprits of the earliest failing stage of the earliest failing iteration, in execution
-        order; one per module, standing for its worst tensor. Empty when nothing failed.
+        Culprits of the earliest failing stage (of all stages, when isolated) of the earliest
+        failing iteration, in execution order; one per module, standing for its worst tensor. Empty
+        when nothing failed.
     """
     failed = [verdict for verdict in verdicts if verdict.verdict.is_failure]
     if not failed:
         return []
     first = min(verdict.iteration for verdict in failed)
     now = [verdict for verdict in verdicts if verdict.iteration == first]
+    if isolated:
+        return [
+            culprit
+            for direction in Direction
+            for culprit in _one_per_module(_each(now, direction), direction, explain, now)
+        ]
     for stage in _STAGES:
         found = stage.culprits(now)
         if found:
-            return _one_per_module(found, stage.direction, explain)
+            return _one_per_module(found, stage.direction, explain, now)
     return _one_per_module(
         [(failed[0], failed[0].name, "first failure in execution order; no module explains it")],
         failed[0].kind.direction,
         explain,
+        now,
     )
 
 
+def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[tuple[Verdict, str, str]]:
+    """Every failure of a direction, where none is the consequence of another."""
+    reason = "computed from the reference's own tensors, it differs"
+    return [
+        (verdict, owner(verdict.name) if verdict.microbatch < 0 else verdict.name, reason)
+        for verdict in verdicts
+        if verdict.verdict.is_failure and verdict.direction is direction
+    ]
+
+
 def _one_per_module(
-    found: Iterable[tuple[Verdict, str, str]], direction: Direction, explain: Explain | None
+    found: Iterable[tuple[Verdict, str, str]],
+    direction: Direction,
+    explain: Explain | None,
+    verdicts: Sequence[Verdict],
 ) -> list[Culprit]:
     chosen: dict[str, tuple[Verdict, str]] = {}
     for verdict, module, reason in found:
@@ -74,7 +99,7 @@ def _one_per_module(
             name=module,
             kind=verdict.kind,
             direction=direction,
-            reason=reason,
+            reason=reason + _chain(verdict, verdicts),
             explanation=explain(verdict) if explain else UNKNOWN,
             iteration=verdict.iteration,
             microbatch=verdict.microbatch,
@@ -88,6 +113,25 @@ def _one_per_module(
         )
         for module, (verdict, reason) in chosen.items()
     ]
+
+
+def _chain(verdict: Verdict, verdicts: Sequence[Verdict]) -> str:
+    """The evidence around a culprit: what passed just before it, how many of its kind fail."""
+    if verdict.verdict in _ABSENT or verdict.direction is Direction.START:
+        return ""
+    if verdict.microbatch == STEP_LEVEL:
+        alike = [v for v in verdicts if v.kind is verdict.kind and v.index == verdict.index]
+        failing = sum(v.verdict.is_failure for v in alike)
+        return f"; {failing} of {len(alike)} of its kind fail" if len(alike) > 1 else ""
+    before = None
+    for other in verdicts:
+        if other.key == verdict.key:
+            break
+        if other.microbatch == verdict.microbatch and other.kind is not Kind.TOKENS:
+            before = other if other.verdict is Outcome.PASS else None
+    if before is None:
+        return ""
+    return f"; just before it {before.name} {before.kind}.{before.index} passes"
 
 
 def _severity(verdict: Verdict) -> float:
@@ -106,8 +150,15 @@ def _start(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
 
 
 def _absent(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
-    """Parameters say most plainly that a module is absent; activations only where none is."""
-    absent = [verdict for verdict in verdicts if verdict.verdict in _ABSENT]
+    """Parameters say most plainly that a module is absent; activations only where none is.
+
+    A gradient that is absent was not computed: that belongs to its own stage.
+    """
+    absent = [
+        verdict
+        for verdict in verdicts
+        if verdict.verdict in _ABSENT and verdict.direction in (Direction.START, Direction.FORWARD)
+    ]
     parameters = [v for v in absent if v.kind is Kind.PARAM and v.index == 0]
     return [(v, owner(v.name) if v in parameters else v.name, v.note) for v in parameters or absent]
 
@@ -138,6 +189,10 @@ def _loss(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
 
 
 def _backward(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+    absent = [v for v in verdicts if v.verdict in _ABSENT and v.direction is Direction.BACKWARD]
+    if absent:
+        note = "forward passes, and this is the first gradient that nobody computed"
+        return [(absent[0], absent[0].name, note)]
     return _born(
         verdicts,
         inputs=Kind.GRAD_OUTPUT,

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -81,7 +81,7 @@ class Evidence:
         parts: the shards that are beyond the tolerance.
         tolerance: of the tensor.
         meshes: of all ranks.
-        holders: ranks known to hold the tensor, failing or not.
+        held: boxes of the ranks known to hold the tensor, failing or not.
         microbatches: of a data-parallel rank.
         seq_length: to call a dim by its name; 0 when unknown.
         placement: of the tensor, in words ("tp:Shard(0)").
@@ -96,7 +96,7 @@ class Evidence:
     parts: list[Part]
     tolerance: Tolerance
     meshes: Sequence[Mesh] = ()
-    holders: frozenset[int] = frozenset()
+    held: Mapping[int, tuple[Box, ...]] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
     seq_length: int = 0
     placement: str = ""
@@ -134,6 +134,11 @@ class Evidence:
         """The axes that number this tensor's ranks, of those with more than one rank."""
         family = EXPERT if ".experts." in f".{self.key.name}" else DENSE
         return tuple(axis for axis in family if self.meshes and self.meshes[0].size(axis) > 1)
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """Ranks known to hold the tensor."""
+        return frozenset(self.held)
 
     @property
     def in_time(self) -> bool:
@@ -203,6 +208,8 @@ def where(failing: Sequence[int], meshes: Sequence[Mesh], holders: frozenset[int
     if world <= 1 or not chosen:
         return ""
     everyone = sorted(holders) if holders else list(range(world))
+    if chosen == everyone and len(chosen) == 1:
+        return f"on rank {chosen[0]}, the only one that holds it"
     if chosen == everyone:
         return f"on all {len(chosen)} ranks" + (" that hold it" if len(chosen) < world else "")
     numbers = ", ".join(map(str, chosen[:8])) + (", ..." if len(chosen) > 8 else "")

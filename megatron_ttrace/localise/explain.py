@@ -10,13 +10,14 @@ none does, the answer is "unknown".
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.compare.sinks import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.localise import absent, position, region, replicas, scaling, sources
@@ -31,6 +32,7 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     scaling.zero,
     scaling.factor,
     replicas.partial,
+    replicas.scattered,
     scaling.factor_per_rank,
     sources.summand,
     sources.elsewhere,
@@ -38,6 +40,7 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     position.rows,
     scaling.rounded,
     sources.operand,
+    sources.weighted,
     region.token_ids,
     region.some_rows,
     replicas.some_copies,
@@ -130,9 +133,12 @@ class Explainer:
             parts=[],
             tolerance=self._tolerances.of(key),
             meshes=meshes,
-            holders=frozenset(
-                rank for rank, found in self._measured.items() if any(m.key == key for m in found)
-            ),
+            held={
+                rank: one.boxes
+                for rank, found in self._measured.items()
+                for one in found
+                if one.key == key and one.boxes
+            },
             microbatches=self._microbatches(meshes),
             seq_length=int(self._candidate.meta.get("config", {}).get("seq_length", 0)),
             ends=self._ends,
@@ -189,7 +195,7 @@ class Explainer:
         """Tensors that may stand in this one's place: other times first, then other modules."""
         if math.prod(shape) > ELEMENTS:
             return
-        near = []
+        near: dict[TraceKey, list[TraceKey]] = {}
         for other in self._reference:
             if (other.kind, other.name, other.index) == (key.kind, key.name, key.index):
                 if other.iteration == key.iteration and other.microbatch != key.microbatch:
@@ -200,11 +206,13 @@ class Explainer:
                 other.kind in _SAME_SORT.get(key.kind, (key.kind,))
                 and (other.iteration, other.microbatch) == (key.iteration, key.microbatch)
                 and self._reference.entry(other).shape == shape
-                and self._reference.primary(other) == other
-                and self._reference.primary(key) != other
+                and self._reference.primary(other) != self._reference.primary(key)
             ):
-                near.append(other)
-        for other in near[:_SEARCH]:
+                near.setdefault(self._reference.primary(other), []).append(other)
+        own = _sort_of(key)
+        # One tensor has many names: the one that is most like the culprit's says most.
+        named = [min(names, key=lambda name: _unlike(name, own)) for names in near.values()]
+        for other in sorted(named, key=lambda name: _unlike(name, own))[:_SEARCH]:
             what = f"the reference's {other.kind} of {other.name}"
             yield f"is {what} instead of its own", "module", other
 
@@ -222,34 +230,23 @@ class Explainer:
         if key.kind is not Kind.MAIN_GRAD or finding.cause != "factor":
             return ""
         ratios: dict[TraceKey, list[float]] = {}
-        passing = 0
-        for found in self._measured.values():
-            for one in found:
-                sums = one.sums
-                if one.key.kind is not Kind.MAIN_GRAD or one.key.iteration != key.iteration:
-                    continue
-                if sums is None or not sums.reference:
-                    continue
-                tolerance = self._tolerances.of(one.key)
-                if tolerance.blind or sums.diff <= tolerance.value**2 * sums.reference:
-                    passing += one.key == key or not tolerance.blind
-                    continue
-                ratios.setdefault(one.key, []).append(sums.dot / sums.reference)
+        for one in (one for found in self._measured.values() for one in found):
+            sums = one.sums
+            if one.key.kind is not Kind.MAIN_GRAD or one.key.iteration != key.iteration:
+                continue
+            if sums is None or not fails(sums, self._tolerances, one.key) or not sums.reference:
+                continue
+            ratios.setdefault(one.key, []).append(sums.dot / sums.reference)
         own = ratios.get(key, [])
         if len(ratios) < 2 or not own:
             return ""
-        alike = [
-            name for name, all_ in ratios.items() if all(abs(r / own[0] - 1) < 1e-2 for r in all_)
-        ]
-        if len(alike) == len(ratios):
-            return (
-                f", as {'are' if not passing else 'of'} all {len(alike)} main gradients that fail"
-            )
-        return (
-            f", as are {len(alike)} of the {len(ratios)} main gradients that fail"
-            if len(alike) > 1
-            else ""
-        )
+        near = max(1e-2, 2 * self._tolerances.of(key).value)
+        alike = [all(abs(ratio / own[0] - 1) < near for ratio in each) for each in ratios.values()]
+        if all(alike):
+            return f", as are all {len(ratios)} main gradients that fail"
+        if sum(alike) > 1:
+            return f", as are {sum(alike)} of the {len(ratios)} main gradients that fail"
+        return ""
 
 
 def test(evidence: Evidence) -> Finding | None:
@@ -262,6 +259,17 @@ def test(evidence: Evidence) -> Finding | None:
         if finding is not None:
             return finding
     return None
+
+
+def _sort_of(key: TraceKey) -> tuple[Kind, str, int]:
+    """What a tensor has in common with its like in other layers."""
+    return key.kind, re.sub(r"\d+", "*", key.name), key.index
+
+
+def _unlike(key: TraceKey, own: tuple[Kind, str, int]) -> int:
+    """How little a tensor has in common with another, by its :func:`_sort_of`."""
+    sort = _sort_of(key)
+    return 0 if sort == own else 1 if sort[0] is own[0] else 2
 
 
 def _is_start(key: TraceKey) -> bool:

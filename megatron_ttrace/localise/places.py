@@ -18,7 +18,7 @@ _ACTIVATION = (Kind.INPUT, Kind.OUTPUT)
 _BACKWARD = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 _UPDATE = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.PARAM)
 
-_NORM = r"(layernorm|norm)\."
+_NORM = r"layer_norm_|(layernorm|norm)\."
 _EMBEDDING = r"^embedding\.|^output_layer"
 _COLUMN = r"linear_(qkv|fc1|q|kv)\b|^output_layer"
 _ROW = r"linear_(proj|fc2)\b"
@@ -61,6 +61,7 @@ PLACES = (
         _GRADIENT,
     ),
     Place(f"{_FINALIZE}:_allreduce_word_embedding_grads", ("tied",)),
+    Place(f"{_FINALIZE}:finalize_model_grads", ("weights",)),
     Place(f"{_FINALIZE}:_allreduce_word_embedding_grads", (), _GRADIENT, _EMBEDDING, ("pp",)),
     Place(f"{_FINALIZE}:_allreduce_router_grads", ("partial",), _GRADIENT, r"router\.", ("pp",)),
     Place(

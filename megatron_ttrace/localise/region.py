@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_ttrace.capture.names import ROOT
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.localise.evidence import Evidence, Finding, ranges
 from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
@@ -18,7 +19,8 @@ def token_ids(evidence: Evidence) -> Finding | None:
     key = evidence.key
     if key.kind is not Kind.OUTPUT or evidence.reference.ndim != 3:
         return None
-    tokens = evidence.whole(TraceKey(key.iteration, key.microbatch, Kind.TOKENS, "tokens", 0))
+    # What the model was given, which may be the batch's ids renamed.
+    tokens = evidence.whole(TraceKey(key.iteration, key.microbatch, Kind.INPUT, ROOT, 0))
     table = evidence.whole(TraceKey(key.iteration, STEP_LEVEL, Kind.PARAM, f"{key.name}.weight", 0))
     if tokens is None or table is None or table.ndim != 2:
         return None

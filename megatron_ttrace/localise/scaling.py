@@ -17,6 +17,11 @@ _ZERO = {
     Kind.EXP_AVG: "the first moment is zero: the optimizer took no step with this parameter",
     Kind.EXP_AVG_SQ: "the second moment is zero: the optimizer took no step with this parameter",
 }
+SOFTMAX = "the softmax scale"
+_WORDS = {
+    SOFTMAX: "the softmax scale (root of the head dim)",
+    "microbatches": "the number of microbatches",
+}
 _COARSE = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -97,21 +102,26 @@ def _round(values: torch.Tensor, dtype: torch.dtype, scaled: bool) -> torch.Tens
     return (values * scale).to(dtype).float() / scale
 
 
-def sizes(evidence: Evidence) -> dict[str, int]:
+def sizes(evidence: Evidence) -> dict[str, float]:
     """Numbers of the layout that a forgotten or doubled division is likely to be off by."""
-    found = {axis: evidence.meshes[0].size(axis) for axis in evidence.axes}
-    if evidence.microbatches > 1:
+    found: dict[str, float] = {axis: evidence.meshes[0].size(axis) for axis in evidence.axes}
+    # What divides the loss by the number of microbatches shows where the backward pass begins.
+    kinds = (Kind.GRAD_OUTPUT, Kind.LOSS, Kind.GRAD_NORM)
+    if evidence.microbatches > 1 and evidence.key.kind in kinds:
         found["microbatches"] = evidence.microbatches
+    if "core_attention" in evidence.key.name and evidence.reference.ndim == 4:
+        found[SOFTMAX] = math.sqrt(evidence.reference.shape[-1])
     return found
 
 
-def describe_factor(value: float, tolerance: float, layout: Mapping[str, int]) -> tuple[str, str]:
+def describe_factor(value: float, tolerance: float, layout: Mapping[str, float]) -> tuple[str, str]:
     """A sentence about a constant factor, and the axes whose size it is."""
     near = max(2 * tolerance, 1e-4)
     if abs(value + 1) <= near:
         return "the sign is flipped", ""
     size = abs(value) if abs(value) >= 1 else 1 / abs(value)
-    much = f"{size:.4g} times too {'large' if abs(value) > 1 else 'small'}"
+    number = f"{size:.3f}" if size < 1000 else f"{size:.4g}"
+    much = f"{number} times too {'large' if abs(value) > 1 else 'small'}"
     if value < 0:
         much += " with its sign flipped"
     matches: list[tuple[str, ...]] = []
@@ -123,9 +133,9 @@ def describe_factor(value: float, tolerance: float, layout: Mapping[str, int]) -
     if not matches:
         return f"{much}, a constant factor that is no size of this layout", ""
     names = ["·".join(axes) for axes in matches]
-    said = " or ".join(
-        f"the size of {n}" if n != "microbatches" else f"the number of {n}" for n in names
-    )
+    said = " or ".join(_WORDS.get(name, f"the size of {name}") for name in names)
+    if names == [SOFTMAX]:
+        return f"{much} = {said}, applied {'never' if abs(value) > 1 else 'twice'}", SOFTMAX
     what = (
         "a missing division or a doubled reduction"
         if abs(value) > 1

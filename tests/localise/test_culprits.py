@@ -168,7 +168,7 @@ def test_forward_names_the_leaf_and_no_consequence(leaf):
         Kind.OUTPUT,
         Direction.FORWARD,
     )
-    assert culprit.reason == "all its inputs pass, its output does not"
+    assert culprit.reason.startswith("all its inputs pass, its output does not")
     assert culprit.explanation == UNKNOWN
     assert (culprit.margin, culprit.ranks, culprit.microbatch) == (5.0, (0,), 0)
 
@@ -193,7 +193,7 @@ def test_forward_blames_what_lies_between_modules():
     culprits = localise(run(spoiled))
     assert [c.name for c in culprits] == [second]
     assert culprits[0].kind is Kind.INPUT
-    assert culprits[0].reason == "this input fails although all outputs before it pass"
+    assert culprits[0].reason.startswith("this input fails although all outputs before it pass")
 
 
 def test_the_model_is_named_when_nobody_else_can_be():
@@ -205,7 +205,7 @@ def test_a_module_without_inputs():
     """Rotary embeddings take no tensor; that they have no inputs is said."""
     verdicts = [verdict("rotary_pos_emb", outcome=Outcome.DIVERGED, margin=9.0)]
     [culprit] = localise(verdicts)
-    assert culprit.reason == "it has no inputs of its own to blame"
+    assert culprit.reason.startswith("it has no inputs of its own to blame")
 
 
 def test_a_second_call_is_no_other_place():
@@ -256,7 +256,7 @@ def test_start_comes_first(kind, name, index):
     ]
     [culprit] = localise(verdicts)
     assert (culprit.name, culprit.direction) == (name, Direction.START)
-    assert culprit.reason == "differs before anything was computed"
+    assert culprit.reason.startswith("differs before anything was computed")
 
 
 def test_a_parameter_after_the_step_is_no_start_value():
@@ -297,7 +297,7 @@ def test_the_loss_alone():
     """All modules pass, the number that is logged does not."""
     [culprit] = localise(run(is_(Kind.LOSS, "lm loss"), is_(Kind.MAIN_GRAD, "decoder")))
     assert (culprit.name, culprit.kind) == ("lm loss", Kind.LOSS)
-    assert culprit.reason == "every module's output passes, the reported loss does not"
+    assert culprit.reason.startswith("every module's output passes, the reported loss does not")
 
 
 def backward_after(first):
@@ -373,7 +373,7 @@ def test_the_norm_of_the_gradients_alone():
     )
     [culprit] = localise(verdicts)
     assert (culprit.name, culprit.direction) == ("grad_norm", Direction.GRADIENT)
-    assert culprit.reason == "every main gradient passes, their norm does not"
+    assert culprit.reason.startswith("every main gradient passes, their norm does not")
 
 
 @pytest.mark.parametrize("kind", [Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.BUFFER])
