@@ -13,8 +13,14 @@ from megatron_ttrace.launching.ranks import log_of, run_ranks
 
 
 @pytest.fixture(autouse=True)
-def short_grace(monkeypatch):
-    """Nobody waits five seconds here."""
+def long_grace(monkeypatch):
+    """A machine that is slow for a moment ends nobody."""
+    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 30.0)
+
+
+@pytest.fixture
+def short_grace(long_grace, monkeypatch):
+    """Nobody waits five seconds for a rank that hangs for good."""
     monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.2)
 
 
@@ -65,41 +71,42 @@ def test_all_ranks_meet_at_one_port(tmp_path):
     assert int(log(tmp_path, 0).split()[1]) > 1023
 
 
-def test_a_rank_that_dies_ends_the_others(tmp_path):
+def test_a_rank_that_dies_ends_the_others(tmp_path, short_grace):
     """The survivors wait for it for ever; they are ended and have no code."""
     began = time.monotonic()
     code = "sys.exit(7) if rank == 1 else time.sleep(60)"
     assert run(tmp_path, code, nproc=3) == [None, 7, None]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 55
 
 
-def test_survivors_may_end_by_themselves(tmp_path, monkeypatch):
+def test_survivors_may_end_by_themselves(tmp_path):
     """Within the grace time they leave with a code of their own."""
-    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 10.0)
     code = "sys.exit(7) if rank == 1 else (time.sleep(0.3), sys.exit(5))"
     assert run(tmp_path, code) == [5, 7]
 
 
-def test_a_rank_killed_by_a_signal(tmp_path):
+def test_a_rank_killed_by_a_signal(tmp_path, short_grace):
     """The code is the negative signal, as Python has it."""
     code = "os.kill(os.getpid(), signal.SIGSEGV) if rank == 0 else time.sleep(60)"
     assert run(tmp_path, code) == [-signal.SIGSEGV, None]
 
 
-def test_a_rank_that_hangs_when_the_others_are_done_is_ended(tmp_path):
+def test_a_rank_that_hangs_when_the_others_are_done_is_ended(tmp_path, short_grace):
     """An orderly end is a common one."""
     began = time.monotonic()
     assert run(tmp_path, "time.sleep(60) if rank == 1 else None") == [0, None]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 55
 
 
-def test_nothing_survives_the_job(tmp_path):
+def test_nothing_survives_the_job(tmp_path, short_grace):
     """A hanging rank's own children are ended with it."""
     code = (
         "import subprocess\n"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
         "print(child.pid, flush=True)\n"
-        "time.sleep(1) if rank else time.sleep(60)\n"
+        "time.sleep(60) if rank == 0 else None\n"
+        "logs = os.path.join(os.path.dirname(sys.argv[0]), 'logs')\n"
+        "while not os.path.getsize(os.path.join(logs, 'rank-00000.log')): time.sleep(0.02)\n"
         "sys.exit(3)"
     )
     assert run(tmp_path, code) == [None, 3]

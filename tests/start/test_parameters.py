@@ -13,7 +13,14 @@ from megatron_ttrace.capture.optimizer import Owned
 from megatron_ttrace.placement.mesh import SINGLE, mesh_of
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.start import moments
-from megatron_ttrace.start.parameters import GAIN, fill, place_parameter, scale_of
+from megatron_ttrace.start.parameters import (
+    BIAS,
+    EMBEDDING_GAIN,
+    GAIN,
+    fill,
+    place_parameter,
+    scale_of,
+)
 from tests.placement.by_hand import chunk, gated_chunk
 
 
@@ -129,7 +136,8 @@ def test_flat_ranges_equal_the_flattened_slice(data):
         ("a.linear_qkv.weight", (8, 100), "reveal", (0.0, GAIN / 10)),
         ("a.linear_proj.weight", (8, 100), "reveal", (0.0, GAIN / 10 / 4)),
         ("a.linear_fc2.weight", (8, 100), "reveal", (0.0, GAIN / 10 / 4)),
-        ("a.linear_qkv.bias", (8,), "reveal", (0.0, 0.1)),
+        ("a.linear_qkv.bias", (8,), "reveal", (0.0, BIAS)),
+        ("embedding.word_embeddings.weight", (8, 100), "reveal", (0.0, EMBEDDING_GAIN / 10)),
         ("a.norm.weight", (8,), "reveal", (1.0, 0.2)),
         ("a.linear_qkv.weight", (8, 100), "megatron", (0.0, 0.02)),
         ("a.linear_fc2.weight", (8, 100), "megatron", (0.0, 0.02 / 4)),
@@ -149,12 +157,19 @@ def test_zero_centred_norms(init):
     assert scale_of("a.norm.weight", (8,), config, init)[0] == 0.0
 
 
+def test_revealing_sizes_are_neither_nothing_nor_everything():
+    """Tuned elsewhere (docs/tolerance.md), within these bounds."""
+    assert 0.01 <= BIAS <= 0.5
+    assert 0.1 <= GAIN <= 1.0
+    assert 0.1 <= EMBEDDING_GAIN <= 10.0
+
+
 def test_reveal_leaves_nothing_at_zero_or_one():
     """A zero bias hides bugs."""
     for name in ("a.bias", "norm.weight"):
         found = filled(name, parameter(500))
         assert not ((found == 0) | (found == 1)).any()
-        assert float(found.std()) > 0.05
+        assert float(found.std()) > 0.9 * min(BIAS, 0.2)
 
 
 def test_megatrons_own_start():
