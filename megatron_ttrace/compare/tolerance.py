@@ -6,7 +6,7 @@ about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section
 docs/tolerance.md derives the rule). ``moved`` is the relative distance of a replay from the
 reference, ``||replay - reference|| / ||reference||``. Then
 
-    tolerance = SAFETY * max(moved over seeds and microbatches, floor)
+    tolerance = SAFETY * max(moved over seeds and microbatches * few_samples, floor)
 
 The maximum over microbatches pools samples of one statistic: the same module on other data. The
 floor is half an epsilon of the stored tensor's dtype: one rounding of every element. Kinds that no
@@ -27,11 +27,17 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
-SAFETY = 5.0
+SAFETY = 4.0
 BLIND = 0.10
 """A tolerance above this shows no bug of interest: the tensor is ``unchecked: blind``."""
 
 FILE = "tolerances.jsonl"
+
+_STUDENT = (
+    *((1, 636.62), (2, 31.60), (3, 12.92), (4, 8.61), (5, 6.87), (6, 5.96), (7, 5.41), (8, 5.04)),
+    *((10, 4.59), (12, 4.32), (16, 4.01), (24, 3.75), (40, 3.55), (80, 3.42), (200, 3.29)),
+)
+"""Quantiles of Student's t, two-sided 99.9 %, by degrees of freedom; the last is the normal's."""
 
 _SUMMED_INTO: dict[tuple[Kind, str], tuple[Kind, ...]] = {
     (Kind.MAIN_GRAD, ""): (Kind.GRAD_NORM,),
@@ -84,6 +90,7 @@ class Tolerances:
         self._moved = moved
         self._dtypes = dtypes
         self._pooled: dict[tuple[int, Kind, str, int], float] = {}
+        self._samples: dict[tuple[int, Kind, str, int], int] = {}
         self._summands: dict[tuple[int, Kind], int] = {}
         self._iterations = {key.iteration for key in moved}
         for key, value in moved.items():
@@ -96,6 +103,7 @@ class Tolerances:
             # A replay that is no number any more is a tensor that cannot be judged.
             moves = (math.inf if math.isnan(move) else move for move in value.moved)
             self._pooled[group] = max(self._pooled.get(group, 0.0), *moves)
+            self._samples[group] = self._samples.get(group, 0) + value.n * len(value.moved)
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
@@ -105,7 +113,8 @@ class Tolerances:
         eps = epsilon(self._dtypes[key])
         if eps == 0.0 or (is_exact(key) and self._is_given(key)):
             return Tolerance(0.0, rms, 0.0)
-        estimated = self._pooled.get((key.iteration, key.kind, key.name, key.index), 0.0)
+        group = (key.iteration, key.kind, key.name, key.index)
+        estimated = self._pooled.get(group, 0.0) * few_samples(self._samples.get(group, 0))
         return Tolerance(SAFETY * max(estimated, self._floor(key, norm, eps)), rms, estimated)
 
     def _is_given(self, key: TraceKey) -> bool:
@@ -129,6 +138,16 @@ class Tolerances:
             before = self._moved.get(dataclasses.replace(key, kind=Kind.PARAM, index=0))
             size = max(size, before.norm if before else 0.0)
         return eps / 2 * (size / norm if norm else 1.0)
+
+
+def few_samples(samples: int) -> float:
+    """How much wider a tolerance from few samples must be to hold as often as one from many.
+
+    The ratio of Student's t to the normal distribution at 99.9 %, two-sided: four replays of a
+    scalar are four numbers, and all of them may happen to be small. A tensor has many elements.
+    """
+    below = [t for degrees, t in _STUDENT if degrees <= max(samples, 1)]
+    return below[-1] / _STUDENT[-1][1]
 
 
 def is_exact(key: TraceKey) -> bool:

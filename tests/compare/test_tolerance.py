@@ -51,7 +51,7 @@ def test_epsilon(dtype, expected):
 
 def test_the_largest_movement_counts():
     """Over seeds, times the safety factor."""
-    found = of(KEY, {KEY: Moved(16, 8.0, (0.01, 0.02, 0.005))})
+    found = of(KEY, {KEY: Moved(400, 40.0, (0.01, 0.02, 0.005))})
     assert found.value == pytest.approx(SAFETY * 0.02)
     assert found.estimated == 0.02
     assert found.rms == 2.0
@@ -60,7 +60,7 @@ def test_the_largest_movement_counts():
 def test_microbatches_are_pooled():
     """The same module on other data is another sample of the same statistic."""
     other = dataclasses.replace(KEY, microbatch=3)
-    moved = {KEY: Moved(16, 8.0, (0.01,)), other: Moved(16, 4.0, (0.03,))}
+    moved = {KEY: Moved(400, 40.0, (0.01,)), other: Moved(400, 20.0, (0.03,))}
     assert of(KEY, moved).value == of(other, moved).value == pytest.approx(SAFETY * 0.03)
     assert of(other, moved).rms == 1.0
 
@@ -71,14 +71,14 @@ def test_microbatches_are_pooled():
 def test_nothing_else_is_pooled(change):
     """Another iteration, kind, module or index is another statistic."""
     other = dataclasses.replace(KEY, **change)
-    moved = {KEY: Moved(16, 8.0, (0.01,)), other: Moved(16, 4.0, (0.5,))}
+    moved = {KEY: Moved(400, 40.0, (0.01,)), other: Moved(400, 20.0, (0.5,))}
     assert of(KEY, moved).value == pytest.approx(SAFETY * 0.01)
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [("float32", FP32), ("bfloat16", BF16)])
 def test_the_floor_is_one_rounding(dtype, eps):
     """A tensor that no replay moved may still be rounded once."""
-    assert of(KEY, {KEY: Moved(16, 8.0, (0.0,))}, dtype).value == SAFETY * eps / 2
+    assert of(KEY, {KEY: Moved(400, 40.0, (0.0,))}, dtype).value == SAFETY * eps / 2
 
 
 def test_the_floor_of_a_small_change_is_the_parameters():
@@ -135,7 +135,7 @@ def test_discrete_tensors_are_exact():
 )
 def test_blindness(moved, blind):
     """A tolerance beyond the bound shows nothing; a replay of NaN least of all."""
-    assert of(KEY, {KEY: Moved(4, 2.0, (0.0, moved))}, "float32").blind == blind
+    assert of(KEY, {KEY: Moved(400, 20.0, (0.0, moved))}, "float32").blind == blind
     assert of(KEY, {KEY: Moved(4, 2.0, (moved, 0.0))}, "float32").blind == blind
 
 
@@ -179,3 +179,20 @@ def test_a_trace_without_tolerances_is_no_reference(tmp_path):
     """A candidate's trace given as the reference."""
     with pytest.raises(TTraceError, match="is no reference trace"):
         read(tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [(0, 193.5), (1, 193.5), (4, 2.62), (9, 1.53), (200, 1.0), (10**9, 1.0)],
+)
+def test_few_samples_count_less(samples, expected):
+    """Student's t over the normal quantile, and never less for fewer samples."""
+    assert tolerance.few_samples(samples) == pytest.approx(expected, rel=0.01)
+    assert tolerance.few_samples(samples) >= tolerance.few_samples(samples + 1)
+
+
+def test_a_scalar_is_not_judged_by_one_lucky_replay():
+    """The same movement gives a scalar a wider tolerance than a tensor."""
+    scalar = of(KEY, {KEY: Moved(1, 1.0, (0.05,) * 4)})
+    tensor = of(KEY, {KEY: Moved(400, 20.0, (0.05,) * 4)})
+    assert scalar.value > 2 * tensor.value
