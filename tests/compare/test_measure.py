@@ -69,6 +69,15 @@ def test_every_size_of_number(dtype, scale):
     close(found, by_numpy(c, r))
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e30])
+def test_equal_tensors_keep_their_norm(size):
+    """A difference of zero says nothing of the squares: the reference's norm must be right too."""
+    r = random((40, 7), scale=size)
+    found = measure(r, r, whole(r))
+    assert found.diff == 0.0
+    assert found.reference == pytest.approx(by_numpy(r, r).reference, rel=2e-5, abs=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 0.125])
 def test_factor(dtype, factor):

@@ -136,7 +136,7 @@ def test_discrete_tensors_are_exact():
 def test_blindness(moved, blind):
     """A tolerance beyond the bound shows nothing; a replay of NaN least of all."""
     assert of(KEY, {KEY: Moved(400, 20.0, (0.0, moved))}, "float32").blind == blind
-    assert of(KEY, {KEY: Moved(4, 2.0, (moved, 0.0))}, "float32").blind == blind
+    assert of(KEY, {KEY: Moved(400, 20.0, (moved, 0.0))}, "float32").blind == blind
 
 
 def test_a_zero_reference_has_no_rms():
