@@ -112,18 +112,24 @@ def checksum(data: torch.Tensor) -> int:
     total = int.from_bytes(bytes(flat[whole:].tolist()), "little")
     for start in range(0, words.numel(), _WORDS):
         part = words[start : start + _WORDS]
-        weights = _weights(part.device)[: part.numel()]
-        # There is no integer dot product on GPUs; on CPUs it is several times faster than a sum.
-        dot = torch.dot(part, weights) if part.device.type == "cpu" else (part * weights).sum()
-        total = (total * 1_000_003 + int(dot.item())) & _MASK
+        weights = _weights(part.device)[:, : part.numel()]
+        # Products wrap around: high bits alone would weigh too little, so they count again, lower.
+        dots = _dot(part, weights[0]), _dot(part >> 32, weights[1])
+        for dot in dots:
+            total = (total * 1_000_003 + int(dot.item())) & _MASK
     return total
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    # There is no integer dot product on GPUs; on CPUs it is several times faster than a sum.
+    return torch.dot(a, b) if a.device.type == "cpu" else (a * b).sum()
 
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd 64-bit weights: a single changed word always changes the sum."""
+    """Two rows of odd 64-bit weights: a single changed word always changes the sum."""
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_WORDS,), generator=generator)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (2, _WORDS), generator=generator)
     return (drawn | 1).to(device)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import Sums, local_view, logical_view, measure
 from megatron_ttrace.compare.sinks import Measured, rank_error
-from megatron_ttrace.compare.tolerance import SAFETY, Moved, Tolerances
+from megatron_ttrace.compare.tolerance import Tolerance, is_exact
 from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.flat_shard import FlatShard
@@ -30,10 +30,21 @@ TOP, BOTTOM = (Box((0, 0), (2, 2), (0, 0)),), (Box((2, 0), (2, 2), (0, 0)),)
 inf, nan = math.inf, math.nan
 
 
-def tolerances(tolerance=0.01, *, key=KEY, n=8, norm=None, dtype="float32"):
-    """Tolerances of one tensor of unit elements."""
-    moved = Moved(n, math.sqrt(n) if norm is None else norm, (tolerance / SAFETY,))
-    return Tolerances({key: moved}, {key: dtype})
+@dataclasses.dataclass
+class Known:
+    """Tolerances that are given, not estimated."""
+
+    value: float
+    rms: float = 1.0
+
+    def of(self, key):
+        """The same for all that is not given itself."""
+        return Tolerance(0.0 if is_exact(key) else self.value, self.rms, self.value)
+
+
+def tolerances(tolerance=0.01):
+    """Tolerances of unit elements."""
+    return Known(tolerance)
 
 
 def found(error=0.0, boxes=WHOLE, *, key=KEY, checksum=1, nonfinite=0, problem="", note=""):
@@ -46,7 +57,7 @@ def found(error=0.0, boxes=WHOLE, *, key=KEY, checksum=1, nonfinite=0, problem="
 def verdict_of(*ranks, limits=None, key=KEY):
     """The verdict when rank i found ``ranks[i]`` (``None``: nothing)."""
     measured = {rank: [one] if one else [] for rank, one in enumerate(ranks)}
-    [verdict] = judge([(key, SHAPE)], measured, limits or tolerances(key=key), EPS)
+    [verdict] = judge([(key, SHAPE)], measured, limits or tolerances(), EPS)
     return verdict
 
 
@@ -188,10 +199,8 @@ def test_given_tensors_are_equal_or_wrong(key, error, outcome, margin):
 def test_one_verdict_per_tensor_in_execution_order():
     """As many verdicts as the reference has tensors, in its order."""
     keys = [dataclasses.replace(KEY, name=name) for name in ("b", "a", "c")]
-    moved = Moved(8, math.sqrt(8), (0.001,))
-    limits = Tolerances(dict.fromkeys(keys, moved), dict.fromkeys(keys, "float32"))
     measured = {0: [found(key=keys[1]), found(key=keys[0])]}
-    verdicts = judge([(key, SHAPE) for key in keys], measured, limits, EPS)
+    verdicts = judge([(key, SHAPE) for key in keys], measured, tolerances(), EPS)
     assert [(v.name, v.verdict.value) for v in verdicts] == [
         ("b", "pass"),
         ("a", "pass"),
@@ -261,10 +270,7 @@ def candidates(draw):
 
 def judged(logical, ranks, tolerance):
     """Measure every rank, judge."""
-    dtype = str(logical.dtype).removeprefix("torch.")
-    limits = tolerances(
-        tolerance, n=logical.numel(), norm=float(logical.double().norm()), dtype=dtype
-    )
+    limits = Known(tolerance, float(logical.double().norm()) / math.sqrt(logical.numel()))
     measured = {
         rank: [Measured(KEY, where, boxes, tuple(logical.shape), measure(local, logical, boxes))]
         for rank, (where, boxes, local) in enumerate(ranks)
