@@ -92,12 +92,16 @@ class Layout:
         gradient_factor: expected candidate/reference ratio of activation gradients: each
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
             tokens its context-parallel rank sees.
+        sequence_first: modules that hand out [sequence, batch, hidden] here and
+            [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
+            reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
     """
 
     mesh: Mesh
     seq_length: int
     gated: bool
     gradient_factor: float
+    sequence_first: frozenset[str] = frozenset()
 
 
 class CompareSink:
@@ -155,14 +159,15 @@ class CompareSink:
         if not self._isolate or not replaceable or key not in self._reference:
             return None
         entry = self._reference.entry(key)
+        instead = torch.empty_like(data)
+        oriented = self._oriented(key, instead)
         try:
-            _, boxes = self._plan_activation(key, tuple(data.shape), entry.shape)
+            _, boxes = self._plan_activation(key, tuple(oriented.shape), entry.shape)
         except ValueError:
             return None
         if sum(box.numel for box in boxes) != data.numel():
             return None
-        instead = torch.empty_like(data)
-        for here, there in box_views(instead, self._reference.tensor(entry), boxes):
+        for here, there in box_views(oriented, self._reference.tensor(entry), boxes):
             here.copy_(there)
         factor = self._factor(key)
         if factor != 1.0:
@@ -203,6 +208,7 @@ class CompareSink:
             self._misfit(Measured(key, "", (), tuple(data.shape), None, "extra", note), data)
             return
         entry = self._reference.entry(key)
+        data = self._oriented(key, data)
         try:
             if planned is not None:
                 placement, boxes = planned(entry.shape)
@@ -265,6 +271,14 @@ class CompareSink:
 
     def _factor(self, key: TraceKey) -> float:
         return self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
+
+    def _oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
+        """``data`` with its dims in the reference's order."""
+        turned = key.name in self._layout.sequence_first and key.kind in (
+            Kind.OUTPUT,
+            Kind.GRAD_OUTPUT,
+        )
+        return data.transpose(0, 1) if turned else data
 
     def _is_gated(self, key: TraceKey) -> bool:
         return (

@@ -113,6 +113,12 @@ class CandidateSession(Session):
                 args.seq_length,
                 self.model.gated,
                 1.0 if per_token else float(mesh.size("dp") * mesh.size("cp")),
+                frozenset(
+                    name
+                    for names in self.model.names
+                    for name, module in names.modules.items()
+                    if getattr(module, "reduce_scatter_embeddings", False)
+                ),
             ),
             tolerances=self._tolerances,
             writer=self._writer,
