@@ -25,6 +25,9 @@ from megatron_ttrace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcom
 UNKNOWN = "unknown"
 Explain = Callable[[Verdict], str]
 
+_SURFACING = 5.0
+"""Growth of an error within one module that rounding does not explain."""
+
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 
 
@@ -74,12 +77,25 @@ def localise(
 
 
 def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[tuple[Verdict, str, str]]:
-    """Every failure of a direction, where none is the consequence of another."""
+    """Every failure of a direction, where none is the consequence of another.
+
+    That a tensor is absent does spread: the first gradient that nobody computed stands for all.
+    """
     reason = "computed from the reference's own tensors, it differs"
-    return [
+    absent = (
+        _absent(verdicts)
+        or [
+            (verdict, verdict.name, verdict.note)
+            for verdict in verdicts
+            if verdict.verdict in _ABSENT
+        ][:1]
+    )
+    return [found for found in absent if found[0].direction is direction] + [
         (verdict, owner(verdict.name) if verdict.microbatch < 0 else verdict.name, reason)
         for verdict in verdicts
-        if verdict.verdict.is_failure and verdict.direction is direction
+        if verdict.verdict.is_failure
+        and verdict.verdict not in _ABSENT
+        and verdict.direction is direction
     ]
 
 
@@ -213,7 +229,13 @@ def _gradient(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
         for verdict in verdicts
         if verdict.verdict.is_failure and verdict.kind is Kind.MAIN_GRAD
     ]
-    return found or _unexplained(
+    unstepped = any(
+        v.verdict in _ABSENT and v.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) for v in verdicts
+    )
+    if found or unstepped:
+        # The norm is taken over what the optimizer knows: what it does not know is the finding.
+        return found
+    return _unexplained(
         verdicts, (Kind.GRAD_NORM,), "every main gradient passes, their norm does not"
     )
 
@@ -247,11 +269,30 @@ def _born(
         if v.kind in outputs and v.verdict.is_failure and (v.microbatch, v.name) not in sick_inputs
     ]
     names = {v.name for v in born}
+    innermost = [
+        v for v in born if not any(other != v.name and _inside(other, v.name) for other in names)
+    ]
+    entering: dict[tuple[int, str], float] = {}
+    for v in verdicts:
+        if v.kind is inputs:
+            place = (v.microbatch, v.name)
+            entering[place] = max(entering.get(place, 0.0), _severity(v))
     return [
         (v, v.name, reason if (v.microbatch, v.name) in with_inputs else first)
-        for v in born
-        if not any(other != v.name and _inside(other, v.name) for other in names)
+        for number, v in enumerate(innermost)
+        if _is_new(v, innermost[:number], entering.get((v.microbatch, v.name), 0.0))
     ]
+
+
+def _is_new(verdict: Verdict, earlier: Sequence[Verdict], entering: float) -> bool:
+    """Whether an error is born here, and not an earlier one that surfaces again.
+
+    An error may sink below the tolerance on its way (a softmax, a norm) and rise above it later: the
+    module where it surfaces then has inputs that pass, but nearly as far off as its output.
+    """
+    if not any(other.microbatch == verdict.microbatch for other in earlier):
+        return True
+    return _severity(verdict) >= _SURFACING * entering
 
 
 def _inside(module: str, container: str) -> bool:

@@ -20,7 +20,7 @@ import torch
 from megatron_ttrace.compare.sinks import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.localise import absent, position, region, replicas, scaling, sources
+from megatron_ttrace.localise import absent, position, region, replicas, scaling, shares, sources
 from megatron_ttrace.localise.culprits import UNKNOWN
 from megatron_ttrace.localise.evidence import ELEMENTS, Evidence, Finding, Part, parts_of, where
 from megatron_ttrace.localise.places import usual_place
@@ -32,7 +32,6 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     scaling.zero,
     scaling.factor,
     replicas.partial,
-    replicas.scattered,
     scaling.factor_per_rank,
     sources.summand,
     sources.elsewhere,
@@ -40,7 +39,7 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     position.rows,
     scaling.rounded,
     sources.operand,
-    sources.weighted,
+    shares.weighted,
     region.token_ids,
     region.some_rows,
     replicas.some_copies,
@@ -251,14 +250,15 @@ class Explainer:
 
 def test(evidence: Evidence) -> Finding | None:
     """The first hypothesis that mends the tensor; one that cannot be tested does not count."""
-    for hypothesis in HYPOTHESES:
-        try:
-            finding = hypothesis(evidence)
-        except (ValueError, RuntimeError, IndexError):
-            continue
-        if finding is not None:
-            return finding
-    return None
+    found = (_tested(hypothesis, evidence) for hypothesis in HYPOTHESES)
+    return next((finding for finding in found if finding is not None), None)
+
+
+def _tested(hypothesis: Callable[[Evidence], Finding | None], evidence: Evidence) -> Finding | None:
+    try:
+        return hypothesis(evidence)
+    except Exception:  # noqa: BLE001 - the next hypothesis may be testable
+        return None
 
 
 def _sort_of(key: TraceKey) -> tuple[Kind, str, int]:

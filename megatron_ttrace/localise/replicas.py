@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ttrace.capture.names import EMBEDDING_WEIGHT
-from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.localise.evidence import (
     Evidence,
     Finding,
@@ -104,41 +103,6 @@ def _sum(
         for into, piece in zip(total, values, strict=True):
             into += piece
     return [piece.float() for piece in total]
-
-
-def scattered(evidence: Evidence) -> Finding | None:
-    """Stages shard their copies at different offsets (ZeRO) and summed the shards as they lay.
-
-    A rank and its partner on another stage sum whole buffers of which each holds only its own range
-    reduced: right is what both own. The repair: sum first, then scatter.
-    """
-    flat = all(box.is_flat for part in evidence.parts for box in part.boxes)
-    if "pp" not in evidence.axes or not evidence.held or not flat:
-        return None
-    outside = 0
-    for part in evidence.parts:
-        partners = [mesh for mesh in _group(evidence, part.mesh, ("pp",)) if mesh is not part.mesh]
-        others = [evidence.held[mesh.rank] for mesh in partners if mesh.rank != part.rank]
-        if not others:
-            return None
-        mask = torch.zeros(evidence.reference.shape, dtype=torch.bool)
-        for boxes in others:
-            for box in boxes:
-                logical_view(mask, box).fill_(True)
-        own = [logical_view(mask, box) for box in part.boxes]
-        pieces = zip(part.pieces, evidence.expected(part), own, strict=True)
-        repaired = [torch.where(both, piece, there) for piece, there, both in pieces]
-        if not evidence.fits(part, repaired):
-            return None
-        outside += sum(int((~both).sum()) for both in own)
-    if not outside:
-        return None
-    elements = f"{outside} elements that only one of the stages owns on that rank"
-    text = (
-        "the stages' copies are sharded over dp at different offsets and were summed over pp after "
-        f"they were scattered: the {elements} are wrong, the rest right"
-    )
-    return Finding(text, "tied", "pp+dp")
 
 
 def some_copies(evidence: Evidence) -> Finding | None:

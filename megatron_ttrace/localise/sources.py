@@ -107,77 +107,6 @@ def operand(evidence: Evidence) -> Finding | None:
     return None
 
 
-def weighted(evidence: Evidence) -> Finding | None:
-    """Microbatches count unequally in a weight's or bias's gradient. The repair: count each once.
-
-    The reference's activations and gradients give each microbatch's share of the gradient; the
-    candidate is fitted as their weighted sum.
-    """
-    key = evidence.key
-    module, _, leaf = key.name.rpartition(".")
-    if key.kind is not Kind.MAIN_GRAD or leaf not in ("weight", "bias"):
-        return None
-    shares = list(_shares(evidence, module, leaf))
-    if len(shares) < 2:
-        return None
-    total = torch.stack(shares).sum(0)
-    # With a loss per token the gradient is divided by their number only at the step's end.
-    scale, size = dot([([evidence.reference.float()], [total])])
-    if not size:
-        return None
-    shares = [share * (scale / size) for share in shares]
-    total = total * (scale / size)
-    # What the shares leave out (a tied head, rounding) counts as it should.
-    rest = evidence.reference - total
-    if float(rest.norm()) > 0.1 * float(evidence.reference.norm()):
-        return None
-    rows, target = [], []
-    for part in evidence.parts:
-        for box, piece in zip(part.boxes, part.pieces, strict=True):
-            rows.append(torch.stack([logical_view(s, box).reshape(-1) for s in shares]).double())
-            target.append((piece - logical_view(rest, box)).reshape(-1).double())
-    matrix, wanted = torch.cat(rows, 1), torch.cat(target)
-    weights = torch.linalg.lstsq(matrix @ matrix.T, matrix @ wanted).solution.tolist()
-    moved = sum(((w - 1) * s for w, s in zip(weights, shares, strict=True)), torch.zeros(()))
-
-    def counted_once(part: Part) -> list[torch.Tensor]:
-        return [
-            piece - logical_view(moved, box)
-            for box, piece in zip(part.boxes, part.pieces, strict=True)
-        ]
-
-    if not evidence.mends(counted_once):
-        return None
-    return Finding(_weights_in_words(evidence, weights), "weights", "dp")
-
-
-def _weights_in_words(evidence: Evidence, weights: list[float]) -> str:
-    ranks = evidence.meshes[0].size("dp") if evidence.meshes else 1
-    by_rank = [weights[rank::ranks] for rank in range(ranks)]
-    if 1 < ranks <= len(weights) and all(max(own) - min(own) < 1e-2 for own in by_rank):
-        listed = ", ".join(f"dp {rank}: {own[0]:.3f}" for rank, own in enumerate(by_rank[:8]))
-        return (
-            f"data-parallel ranks count unequally ({listed} instead of 1): each takes the mean "
-            "over its own tokens before the sum over dp"
-        )
-    listed = ", ".join(f"{number}: {weight:.3f}" for number, weight in enumerate(weights[:8]))
-    return f"microbatches count unequally ({listed} instead of 1)"
-
-
-def _shares(evidence: Evidence, module: str, leaf: str) -> Iterator[torch.Tensor]:
-    """Each microbatch's share of a linear layer's gradient, from the reference's tensors."""
-    for microbatch in range(1 << 16):
-        if leaf == "weight":
-            share = _product(evidence, module, module, microbatch)
-        else:
-            key = TraceKey(evidence.key.iteration, microbatch, Kind.GRAD_OUTPUT, module, 0)
-            gradient = evidence.whole(key)
-            share = None if gradient is None else gradient.float().flatten(0, -2).sum(0)
-        if share is None or share.shape != evidence.reference.shape:
-            return
-        yield share
-
-
 def _reproduces(evidence: Evidence, module: str, reference: torch.Tensor) -> bool:
     """Whether the formula gives this module's gradient at all (it does not with a tied weight)."""
     product = _total(evidence, module, module)
@@ -204,14 +133,15 @@ def _total(evidence: Evidence, module: str, fed: str) -> torch.Tensor | None:
     """A linear layer's weight gradient, made with the input of ``fed``."""
     total: torch.Tensor | None = None
     for microbatch in range(1 << 16):
-        product = _product(evidence, module, fed, microbatch)
-        if product is None:
+        one = product(evidence, module, fed, microbatch)
+        if one is None:
             break
-        total = product if total is None else total + product
+        total = one if total is None else total + one
     return total if total is not None and total.shape == evidence.reference.shape else None
 
 
-def _product(evidence: Evidence, module: str, fed: str, microbatch: int) -> torch.Tensor | None:
+def product(evidence: Evidence, module: str, fed: str, microbatch: int) -> torch.Tensor | None:
+    """A microbatch's share of a linear layer's weight gradient; ``None`` without its tensors."""
     place = (evidence.key.iteration, microbatch)
     gradient = evidence.whole(TraceKey(*place, Kind.GRAD_OUTPUT, module, 0))
     fed_with = evidence.whole(TraceKey(*place, Kind.INPUT, fed, 0))
