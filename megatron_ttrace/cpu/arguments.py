@@ -113,8 +113,8 @@ def _adapt_layers(adapter: _Adapter) -> None:
             adapter.switch_off(
                 "cross_entropy_fusion_impl", "TransformerEngine cross entropy", "native"
             )
-    adapter.switch_off("moe_permute_fusion", "MoE permute fusion")
-    adapter.switch_off("moe_router_fusion", "MoE router fusion")
+        adapter.switch_off("moe_permute_fusion", "MoE permute fusion")
+        adapter.switch_off("moe_router_fusion", "MoE router fusion")
     _adapt_norms(adapter, wanted_te)
     _adapt_attention(adapter, wanted_te)
     _adapt_experts(adapter)
@@ -142,6 +142,9 @@ def _adapt_experts(adapter: _Adapter) -> None:
 def _adapt_attention(adapter: _Adapter, wanted_te: bool) -> None:
     from megatron.core.transformer.enums import AttnBackend
 
+    if wanted_te and te.emulated():
+        # Its attention is one function, whatever backend is asked for.
+        return
     backend = adapter.get("attention_backend")
     if backend not in (AttnBackend.unfused, AttnBackend.local):
         adapter.switch_off(
@@ -159,7 +162,8 @@ def _adapt_communication(adapter: _Adapter) -> None:
     if gloo(adapter.get("distributed_backend")) != adapter.get("distributed_backend"):
         adapter.switch_off("distributed_backend", "NCCL", "gloo")
     adapter.switch_off("pipeline_model_parallel_comm_backend", "NCCL", None)
-    adapter.switch_off("tp_comm_overlap", "tensor-parallel communication overlap")
+    if not te.emulated():
+        adapter.switch_off("tp_comm_overlap", "tensor-parallel communication overlap")
     adapter.switch_off("nccl_ub", "NCCL user buffers")
     adapter.switch_off("use_sharp", "SHARP")
     adapter.switch_off("nccl_communicator_config_path", "NCCL configuration", None)
@@ -187,7 +191,7 @@ def _adapt_kernels(adapter: _Adapter) -> None:
     rotary = adapter.get("position_embedding_type") in ("rope", "yarn", "mrope") or any(
         adapter.get(name) for name in ("use_rotary_position_embeddings", "multi_latent_attention")
     )
-    if not _have_fused_rope():
+    if not _have_fused_rope() or adapter.get("multi_latent_attention"):
         adapter.switch_off("apply_rope_fusion", "RoPE fusion", when=rotary)
     for name in ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"):
         adapter.switch_off(name, "CUDA graphs")

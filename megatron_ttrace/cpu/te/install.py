@@ -29,8 +29,11 @@ _OFFERED: dict[str, dict[str, str]] = {
         "fp8_state": "autocast fp8_autocast fp8_model_init quantized_model_init",
         "recompute": "checkpoint",
         "random_tracker": "CudaRNGStatesTracker",
+        "permutation": "Fp8Padding Fp8Unpadding",
     },
     "transformer_engine.pytorch.attention": {"attention": "DotProductAttention"},
+    "transformer_engine.pytorch.attention.rope": {"rope": "apply_rotary_pos_emb"},
+    "transformer_engine.pytorch.cross_entropy": {"cross_entropy": "parallel_cross_entropy"},
     "transformer_engine.pytorch.distributed": {
         "random_tracker": "CudaRNGStatesTracker",
         "recompute": "activation_recompute_forward checkpoint in_fp8_activation_recompute_phase "
@@ -54,6 +57,10 @@ _OFFERED: dict[str, dict[str, str]] = {
         "multi_tensor": "multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
         "multi_tensor_scale_tensor",
     },
+    "transformer_engine.pytorch.permutation": {
+        "permutation": "moe_permute moe_permute_with_probs moe_sort_chunks_by_index "
+        "moe_sort_chunks_by_index_with_probs moe_unpermute",
+    },
     "transformer_engine.pytorch.router": {
         "router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
         "fused_topk_with_score_function",
@@ -65,7 +72,10 @@ _OFFERED: dict[str, dict[str, str]] = {
         "tensors": "Float8BlockwiseQTensor"
     },
     "transformer_engine.pytorch.float8_tensor": {"tensors": "Float8Tensor"},
+    "transformer_engine_torch": {"thd": "thd_get_partitioned_indices"},
 }
+
+_ROOTS = ("transformer_engine", "transformer_engine_torch")
 
 _emulated = False
 
@@ -80,7 +90,7 @@ def real_present() -> bool:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception:  # noqa: BLE001 - a half-installed one fails in any way it likes
-        for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        for name in [name for name in sys.modules if name.split(".")[0] in _ROOTS]:
             del sys.modules[name]
         return False
     return True

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross entropy over logits that are cut along the vocabulary (``parallel_cross_entropy``).
+
+TransformerEngine's kernel works on the logits' own type but sums in float32, and overwrites the
+logits with their gradient. Here they are left alone.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.cpu.te.norms import compute_dtype
+from megatron_ttrace.cpu.te.parallel import Group, all_reduce, group_size
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """Loss of each token; each rank holds a part of the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        label_smoothing: float,
+        group: Group,
+        ignore_index: int,
+    ) -> torch.Tensor:
+        """``[..., v / tp]`` and ``[...]`` to the losses ``[...]`` in float32."""
+        scores = logits.to(compute_dtype(logits.dtype))
+        part = scores.shape[-1]
+        vocabulary = part * group_size(group)
+        first = part * (dist.get_rank(group) if group_size(group) > 1 else 0)
+
+        largest = all_reduce(scores.amax(-1), group, dist.ReduceOp.MAX)
+        exponentials = (scores - largest[..., None]).exp()
+        total = all_reduce(exponentials.sum(-1), group)
+        lse = total.log() + largest
+
+        local = (target - first).clamp(0, part - 1)
+        here = (target >= first) & (target < first + part)
+        own = scores.gather(-1, local[..., None])[..., 0]
+        target_score = all_reduce(torch.where(here, own, torch.zeros_like(own)), group)
+        loss = lse - target_score
+        if label_smoothing > 0:
+            mean_score = all_reduce(scores.sum(-1), group) / vocabulary
+            loss = (1 - label_smoothing) * loss + label_smoothing * (lse - mean_score)
+        counted = target != ignore_index
+        loss = torch.where(counted, loss, torch.zeros_like(loss))
+
+        probability = exponentials / total[..., None]
+        wanted = torch.full_like(probability, label_smoothing / vocabulary)
+        wanted.scatter_add_(
+            -1, local[..., None], here[..., None].to(wanted.dtype) * (1 - label_smoothing)
+        )
+        gradient = (probability - wanted) * counted[..., None]
+        ctx.save_for_backward(gradient.to(logits.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradient of the logits."""
+        (gradient,) = ctx.saved_tensors
+        result = gradient.to(grad_loss.dtype) * grad_loss[..., None]
+        return result.to(gradient.dtype), None, None, None, None
+
+
+def parallel_cross_entropy(
+    inp: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: Group = None,
+    ignore_idx: int = -100,
+    is_cg_capturable: bool = False,
+) -> torch.Tensor:
+    """Losses ``[...]`` of logits ``[..., v / tp]``; their mean if ``reduce_loss``."""
+    loss: torch.Tensor = CrossEntropyFunction.apply(
+        inp, target, label_smoothing, dist_process_group, ignore_idx
+    )
+    return loss.sum() / (target != ignore_idx).sum() if reduce_loss else loss
