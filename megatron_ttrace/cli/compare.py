@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.compare.conclusion import conclude
     from megatron_ttrace.compare.offline import measure_saved
+    from megatron_ttrace.placement.mesh import Mesh
     from megatron_ttrace.report import publish
     from megatron_ttrace.trace.store import TraceReader
 
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         tolerance.of_reference(reference),
         measure_saved(reference, candidate),
         candidate=args.candidate,
+        mesh=Mesh(**candidate.meta["meshes"][0]),
         config=candidate.meta["config"],
         timings={"measure": time.monotonic() - began},
     )

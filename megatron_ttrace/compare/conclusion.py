@@ -15,6 +15,8 @@ from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.localise.culprits import localise
 from megatron_ttrace.localise.explain import Explainer
+from megatron_ttrace.placement.dispatch import unjudged
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.records import Result, Summary, Verdict
 from megatron_ttrace.trace.store import TraceReader
 
@@ -25,6 +27,7 @@ def conclude(
     measured: Mapping[int, Sequence[Measured]],
     *,
     candidate: Path,
+    mesh: Mesh,
     config: dict[str, Any],
     timings: dict[str, float],
     notices: Sequence[str] = (),
@@ -37,6 +40,7 @@ def conclude(
         tolerances: of the reference.
         measured: what each rank found.
         candidate: where the candidate's failed (or all) tensors were kept.
+        mesh: of any rank of the candidate; only its sizes count.
         config: for the report.
         timings: for the report; what is done here is added.
         notices: for the report.
@@ -48,6 +52,7 @@ def conclude(
         measured,
         tolerances,
         float(reference.meta["epsilon"]),
+        unjudged(mesh),
     )
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron_ttrace.compare.sinks import Measured, rank_error
 from megatron_ttrace.compare.tolerance import BLIND, Tolerance, Tolerances
@@ -18,6 +18,7 @@ def judge(
     measured: Mapping[int, Sequence[Measured]],
     tolerances: Tolerances,
     eps: float,
+    unjudged: Callable[[TraceKey], str] = lambda key: "",
 ) -> list[Verdict]:
     """One verdict for every tensor of the reference or of any rank.
 
@@ -26,6 +27,7 @@ def judge(
         measured: what each rank found.
         tolerances: of the reference.
         eps: machine epsilon of the compute dtype, for printing errors in its multiples.
+        unjudged: why a tensor cannot be compared in this layout; empty for all that can.
     """
     by_key: dict[TraceKey, list[tuple[int, Measured]]] = {}
     for rank, found in measured.items():
@@ -35,6 +37,10 @@ def judge(
     verdicts = []
     for key, shape in expected:
         holders = by_key.pop(key, [])
+        reason = unjudged(key)
+        if reason:
+            verdicts.append(_verdict(key, shape, Outcome.UNCHECKED, [], note=reason))
+            continue
         verdicts.append(_judge(key, shape, holders, tolerances.of(key), eps, covered))
     for key, holders in by_key.items():
         verdicts.append(

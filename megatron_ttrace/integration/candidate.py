@@ -245,6 +245,7 @@ class CandidateSession(Session):
             self._tolerances,
             {rank: decode(message) for rank, (_, _, message) in enumerate(heard)},
             candidate=directory,
+            mesh=self.model.mesh,
             config=config,
             timings=self._timings,
             notices=self._notices,

@@ -287,8 +287,8 @@ def _born(
 def _is_new(verdict: Verdict, earlier: Sequence[Verdict], entering: float) -> bool:
     """Whether an error is born here, and not an earlier one that surfaces again.
 
-    An error may sink below the tolerance on its way (a softmax, a norm) and rise above it later: the
-    module where it surfaces then has inputs that pass, but nearly as far off as its output.
+    An error may sink below the tolerance on its way (a softmax, a norm) and rise above it later:
+    the module where it surfaces then has inputs that pass, but nearly as far off as its output.
     """
     if not any(other.microbatch == verdict.microbatch for other in earlier):
         return True
