@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The FP8 state of one module: what lasts between its calls, and goes into checkpoints."""
 
-import io
-import pickle
+import json
 from collections import deque
 from typing import Any
 
@@ -103,47 +102,49 @@ class ModuleState:
     # Checkpoints
 
     def to_bytes(self) -> torch.Tensor:
-        """Serialise as TransformerEngine does: pickled, as bytes; empty without FP8."""
+        """Scales and histories as JSON in bytes; empty without FP8.
+
+        TransformerEngine pickles them. No pickle is read or written here, so a checkpoint carries
+        FP8 state from one emulated run to another, not to or from a GPU.
+        """
         meta = self._module.fp8_meta
         if not meta["fp8_checkpoint"]:
             return torch.empty(0, dtype=torch.uint8)
-        state: dict[str, Any] = {
-            "recipe": meta["recipe"],
-            "extra_fp8_variables": {"num_gemms": meta["num_gemms"]},
-        }
-        scaling = self._scaling
-        if scaling is not None:
-            state["scale_fwd"], state["amax_history_fwd"] = _contents(scaling[0])
-            state["scale_bwd"], state["amax_history_bwd"] = _contents(scaling[1])
-        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+        state: dict[str, Any] = {"num_gemms": meta["num_gemms"]}
+        for direction, scaling in zip(_DIRECTIONS, self._scaling or (), strict=False):
+            scale, history = _contents(scaling)
+            state[f"scale_{direction}"] = scale.tolist()
+            state[f"amax_history_{direction}"] = history.tolist()
+        return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
     def from_bytes(self, state: Any) -> None:
-        """Take the state back; only Megatron's list of harmless classes may be in it."""
-        if state is None:
-            return
-        if isinstance(state, torch.Tensor):
-            if state.numel() == 0:
-                return
-            from megatron.core.safe_globals import SafeUnpickler
+        """Take the state back.
 
-            state = SafeUnpickler(io.BytesIO(state.detach().cpu().numpy().tobytes())).load()
-        elif isinstance(state, io.BytesIO):
-            state.seek(0)
-            state = torch.load(state, map_location="cpu", weights_only=True)
-        if state is None:
+        Raises:
+            ValueError: when it is not what :meth:`to_bytes` wrote, a GPU checkpoint's pickle say.
+        """
+        if not isinstance(state, torch.Tensor) or state.numel() == 0:
             return
+        try:
+            found: dict[str, Any] = json.loads(bytes(state.detach().cpu().numpy()))
+        except ValueError as error:
+            raise ValueError(
+                "this checkpoint's FP8 state was not written by the CPU backend: "
+                "load it without FP8, or on a GPU"
+            ) from error
         meta = self._module.fp8_meta
-        meta["recipe"] = state.get("recipe")
-        meta["num_gemms"] = state.get("extra_fp8_variables", {}).get("num_gemms", 1)
+        meta["num_gemms"] = found["num_gemms"]
         meta["fp8_checkpoint"] = True
-        if "scale_fwd" not in state:
+        if "scale_fwd" not in found:
             return
-        self._allocate(meta["num_gemms"], state["amax_history_fwd"].shape[0])
-        scaling = self._scaling
-        assert scaling is not None
-        for target, direction in zip(scaling, ("fwd", "bwd"), strict=True):
-            target.scale = state[f"scale_{direction}"].clone()
-            target.amax_history = state[f"amax_history_{direction}"].clone()
+        self._allocate(meta["num_gemms"], len(found["amax_history_fwd"]))
+        assert self._scaling is not None
+        for target, direction in zip(self._scaling, _DIRECTIONS, strict=True):
+            target.scale = torch.tensor(found[f"scale_{direction}"])
+            target.amax_history = torch.tensor(found[f"amax_history_{direction}"])
+
+
+_DIRECTIONS = ("fwd", "bwd")
 
 
 def _contents(state: ScalingState) -> tuple[torch.Tensor, torch.Tensor]:
