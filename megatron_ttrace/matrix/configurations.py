@@ -26,7 +26,12 @@ MODELS = {
         "--untie-embeddings-and-output-weights --disable-bias-linear"
     ),
 }
-"""GPT-2-like (LayerNorm, GELU, learned positions, tied embeddings, biases) and Llama-like."""
+MODELS |= {
+    f"{name}-te": words.replace("--transformer-impl local", "--transformer-impl transformer_engine")
+    for name, words in MODELS.items()
+}
+"""GPT-2-like (LayerNorm, GELU, learned positions, tied embeddings, biases) and Llama-like, with
+Megatron's local layers and with TransformerEngine's (emulated where there is no GPU)."""
 
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 
@@ -52,6 +57,8 @@ TP2 = "--tensor-model-parallel-size 2"
 SP = "--sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 ZERO = "--use-distributed-optimizer"
+CP2 = "--context-parallel-size 2"
+TE = ("gpt-te", "llama-te")
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
 LAYOUTS = (
@@ -89,6 +96,15 @@ LAYOUTS = (
     ),
     Layout("recompute-selective", 2, f"{TP2} --recompute-granularity selective"),
     Layout("per-token-loss", 2, "--calculate-per-token-loss"),
+    Layout("te-tp2-sp", 2, f"{TP2} {SP}", TE),
+    Layout("te-pp2", 2, PP2, TE),
+    Layout("te-dp2-zero", 2, ZERO, TE),
+    Layout("cp2", 2, CP2, TE),
+    Layout("cp2-all-gather", 2, f"{CP2} --cp-comm-type all_gather", TE),
+    Layout("cp2-a2a", 2, f"{CP2} --cp-comm-type a2a", TE),
+    Layout("tp2-sp-cp2", 4, f"{TP2} {SP} {CP2}", TE),
+    Layout("pp2-cp2", 4, f"{PP2} {CP2}", TE),
+    Layout("mtp-tp2", 2, f"{TP2} --mtp-num-layers 1", ("llama-te",)),
 )
 
 
