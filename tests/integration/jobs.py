@@ -24,7 +24,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
-def ttrace(*words: object, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def ttrace(
+    *words: object, cwd: Path, timeout: float = 280, **more: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "megatron_ttrace", *map(str, words)],
@@ -32,7 +34,7 @@ def ttrace(*words: object, cwd: Path, **more: str) -> subprocess.CompletedProces
         env=environment(**more),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=timeout,
         check=False,
     )
 

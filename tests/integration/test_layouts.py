@@ -16,7 +16,7 @@ PROMISED = (
 
 def rows_of(*words: object, cwd: Path) -> list[dict]:
     """The rows of a matrix run."""
-    done = ttrace("matrix", "--json", *words, cwd=cwd)
+    done = ttrace("matrix", "--json", *words, cwd=cwd, timeout=3500)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert rows, done.stderr[-3000:]
     return rows
@@ -34,6 +34,7 @@ def alarms(rows: list[dict]) -> list[str]:
     ]
 
 
+@pytest.mark.timeout(1200)
 def test_the_promised_layouts(tmp_path: Path) -> None:
     """Every layout the README promises, both models, fp32 and bf16."""
     rows = rows_of(*PROMISED, cwd=tmp_path)
