@@ -145,6 +145,12 @@ class CompareSink:
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
         """Compare an activation or its gradient under each of its names."""
         keys = [TraceKey(self._iteration, *place) for place in places]
+        if self._isolate:
+            makers = _makers(keys)
+            for key, place in zip(keys, places, strict=True):
+                instead = None if key in makers else self.replace(place, data)
+                self._compare(key, data if instead is None else instead)
+            return
         self._compare(keys[0], data)
         for key in keys[1:]:
             self._repeat(keys[0], key, data)
@@ -314,6 +320,18 @@ class CompareSink:
             steps = placement()
             self._planned[memo] = steps, plan(whole, steps, self._layout.mesh)
         return self._planned[memo]
+
+
+def _makers(keys: Sequence[TraceKey]) -> list[TraceKey]:
+    """Of the names of one gradient those of the modules that computed it: the innermost takers.
+
+    The gradient of a tensor is made by the modules that it enters, not by the one that it left, nor
+    by what contains those.
+    """
+    entered = [key for key in keys if key.kind is Kind.GRAD_INPUT]
+    return [
+        key for key in entered if not any(o.name.startswith(f"{key.name}.") for o in entered)
+    ] or list(keys)
 
 
 def rank_error(sums: Sums, rms: float) -> float:

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python driver.py JOBS``: run checks, a JSON list of them, as forks of one process.
+
+Ranks are forks, so Megatron is imported once for all checks. Prints one JSON object a check.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.launching import job as jobs
+
+if __name__ == "__main__":
+    fork = jobs.prepare("cpu")
+    for one in json.loads(Path(sys.argv[1]).read_text()):
+        try:
+            jobs.run(
+                jobs.Job(
+                    script=Path(one["script"]),
+                    arguments=tuple(one["arguments"]),
+                    nproc=one["nproc"],
+                    directory=Path(one["directory"]),
+                    flags=("--ttrace-no-wandb", "--ttrace-device", "cpu", *one["flags"]),
+                    environment={"TTRACE_CACHE": one["cache"]},
+                ),
+                fork=fork,
+            )
+        except TTraceError as error:
+            print(f"{one['directory']}: {error}", file=sys.stderr)
+            sys.exit(2)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--ttrace-isolate``: tensors go on with the reference's values, graphs and runs stay whole."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ttrace.capture.modules import ModuleTap, Place
+from megatron_ttrace.capture.names import canonical_names
+from megatron_ttrace.localise.isolate import substitute
+from megatron_ttrace.records import Kind
+from tests.integration.jobs import ROOT, SCRIPT, TINY
+
+HERE = Path(__file__).parent
+LLAMA = (
+    "--transformer-impl transformer_engine --normalization RMSNorm --swiglu --group-query-attention"
+    " --num-query-groups 2 --position-embedding-type rope --untie-embeddings-and-output-weights"
+    " --disable-bias-linear"
+).split()
+LAYOUTS = {
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "vpp": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "zero": (2, "--use-distributed-optimizer"),
+    "recompute": (
+        1,
+        "--num-layers 4 --recompute-granularity full --recompute-method uniform"
+        " --recompute-num-layers 2",
+    ),
+    "recompute-selective": (2, "--tensor-model-parallel-size 2 --recompute-granularity selective"),
+    "cp2": (2, "--context-parallel-size 2 --transformer-impl transformer_engine"),
+}
+
+
+class Recorder:
+    """An isolating sink: notes what it sees and puts given values in the place of some tensors."""
+
+    def __init__(self, values: dict[tuple[Kind, str], torch.Tensor]) -> None:
+        self.values = values
+        self.seen: dict[tuple[Kind, str], torch.Tensor] = {}
+
+    def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
+        for _, kind, name, _ in places:
+            self.seen[kind, name] = data.detach().clone()
+
+    def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
+        self.tensor([place], data)
+
+    def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
+        values = self.values.get((place[1], place[2]))
+        return None if values is None else values.clone()
+
+
+def tapped(values: dict[tuple[Kind, str], torch.Tensor]) -> tuple[Recorder, torch.nn.Module]:
+    """Two linear layers, run forward and backward under a tap; the input is all ones."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    sink = Recorder(values)
+    errors: list[BaseException] = []
+    with ModuleTap([canonical_names(model)], sink, [0], errors.append):
+        model(torch.ones(2, 3)).sum().backward()
+    assert errors == []
+    return sink, model
+
+
+def test_substitute_keeps_the_graph() -> None:
+    """The values of one tensor, exactly, and the gradient path of the other."""
+    x = torch.randn(4, requires_grad=True)
+    values = torch.randn(4)
+    y = substitute(x * 2, values)
+    assert torch.equal(y, values)
+    (y * y).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, values * 2 * 2)
+
+
+def test_substitute_is_no_view() -> None:
+    """Megatron's cross entropy writes into the logits it is given."""
+    x = torch.randn(4, requires_grad=True)
+    y = substitute(x * 2, torch.ones(4))
+    y.mul_(3)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((4,), 6.0))
+
+
+def test_forward_goes_on_with_the_values() -> None:
+    """An output is seen as it was computed; the next module computes from the replacement."""
+    plain, _ = tapped({})
+    mine = torch.full((2, 3), 5.0)
+    sink, model = tapped({(Kind.OUTPUT, "0"): mine})
+    assert torch.equal(sink.seen[Kind.OUTPUT, "0"], plain.seen[Kind.OUTPUT, "0"])
+    assert torch.equal(sink.seen[Kind.INPUT, "1"], mine)
+    second = model[1]  # type: ignore[index]
+    assert torch.equal(sink.seen[Kind.OUTPUT, "1"], second(mine))
+    assert torch.equal(second.weight.grad, torch.ones(2, 3).T @ mine)
+
+
+def test_backward_goes_on_with_the_values() -> None:
+    """A gradient is seen as it was computed; the module before computes from the replacement."""
+    plain, _ = tapped({})
+    mine = torch.full((2, 3), 5.0)
+    sink, model = tapped({(Kind.GRAD_OUTPUT, "0"): mine})
+    assert torch.equal(sink.seen[Kind.GRAD_OUTPUT, "0"], plain.seen[Kind.GRAD_OUTPUT, "0"])
+    assert torch.equal(model[0].weight.grad, mine.T @ torch.ones(2, 3))  # type: ignore[index]
+
+
+def test_replaced_tensors_are_still_one_tensor() -> None:
+    """The gradient of an output and of the input it becomes are one, replaced or not."""
+    sink, _ = tapped({(Kind.OUTPUT, "0"): torch.ones(2, 3), (Kind.INPUT, "1"): torch.zeros(2, 3)})
+    assert torch.equal(sink.seen[Kind.GRAD_OUTPUT, "0"], sink.seen[Kind.GRAD_INPUT, "1"])
+
+
+def test_without_isolation_nothing_changes() -> None:
+    """A sink that replaces nothing leaves gradients bit for bit what they are without a tap."""
+    _, model = tapped({})
+    expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+def run(folder: Path, *jobs: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Run checks; the summary and the verdicts of each."""
+    orders = [
+        {
+            "script": str(SCRIPT),
+            "flags": ["--ttrace-isolate"],
+            "cache": str(folder / "cache"),
+            "directory": str(folder / str(number)),
+            **job,
+        }
+        for number, job in enumerate(jobs)
+    ]
+    (folder / "jobs.json").write_text(json.dumps(orders))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "driver.py"), str(folder / "jobs.json")],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [
+        (
+            json.loads((Path(order["directory"]) / "summary.json").read_text()),
+            [
+                json.loads(line)
+                for line in (Path(order["directory"]) / "verdicts.jsonl").read_text().splitlines()
+            ],
+        )
+        for order in orders
+    ]
+
+
+def healthy(name: str, *more: str) -> dict[str, Any]:
+    nproc, arguments = LAYOUTS[name]
+    return {"nproc": nproc, "arguments": [*TINY, *more, *arguments.split()]}
+
+
+@pytest.mark.slow
+def test_two_faults(tmp_path: Path) -> None:
+    """Isolated, both spoilt modules are red and nothing else; without, the first hides the rest."""
+    job = {"nproc": 2, "script": str(HERE / "two_faults.py")}
+    job["arguments"] = [*TINY, "--tensor-model-parallel-size", "2"]
+    (isolated, rows), (_, spread) = run(tmp_path, job, {**job, "flags": []})
+    red = [row for row in rows if row["verdict"] not in ("pass", "unchecked")]
+    modules = {
+        "decoder.layers.0.self_attention.linear_qkv",
+        "decoder.layers.1.mlp.linear_fc2",
+    }
+    assert {row["name"].removesuffix(".weight").removesuffix(".bias") for row in red} == modules
+    assert {c["name"] for c in isolated["culprits"]} == modules
+    wrong = {c["name"]: c["explanation"] for c in isolated["culprits"] if c["kind"] == "output"}
+    assert wrong.keys() == modules
+    assert all("1.010 times too large" in words for words in wrong.values())
+    assert len([row for row in spread if row["verdict"] not in ("pass", "unchecked")]) > 5 * len(
+        red
+    )
+
+
+@pytest.mark.slow
+def test_healthy_layouts(tmp_path: Path) -> None:
+    """A healthy job is equivalent, its tensors closer to the reference than their tolerance."""
+    for summary, rows in run(
+        tmp_path, healthy("tp2-sp"), healthy("pp2", "--bf16"), healthy("recompute")
+    ):
+        assert summary["verdict"] == "equivalent"
+        assert summary["culprits"] == []
+        assert summary["config"]["isolate"]
+        assert max(float(row["margin"] or 0) for row in rows) < 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", [[], LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_all_healthy_layouts(tmp_path: Path, model: list[str], precision: list[str]) -> None:
+    """Every layout, of both models, in both precisions."""
+    jobs = [healthy(name, *model, *precision) for name in LAYOUTS]
+    for (summary, _), name in zip(run(tmp_path, *jobs), LAYOUTS, strict=True):
+        assert summary["verdict"] == "equivalent", (name, summary["culprits"])
