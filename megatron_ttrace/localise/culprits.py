@@ -242,6 +242,19 @@ def _gradient(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
 
 def _update(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
     reason = "its main gradient passes, the optimizer's {} of {} does not"
+    unknown = {
+        v.name
+        for v in verdicts
+        if v.verdict in _ABSENT and v.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+    }
+    never = [
+        (v, owner(v.name), f"its main gradient passes, the optimizer keeps no state of {v.name}")
+        for v in verdicts
+        if v.kind is Kind.PARAM_DELTA and v.verdict.is_failure and v.name in unknown
+    ]
+    if never:
+        # Without their gradients the norm is wrong, and with it every clipped update.
+        return never
     kinds = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.PARAM, Kind.BUFFER)
     return [
         (verdict, owner(verdict.name), reason.format(verdict.kind, verdict.name))

@@ -456,3 +456,32 @@ def test_the_explanation_is_asked_for_every_culprit():
 def test_owner(parameter, module):
     """The module that a parameter belongs to."""
     assert owner(parameter) == module
+
+
+def test_parameters_the_optimizer_never_saw():
+    """Their moments are missing; the wrong norm, and all clipped updates, are consequences."""
+    verdicts = [
+        verdict("a.weight", Kind.MAIN_GRAD),
+        verdict("b.weight", Kind.MAIN_GRAD),
+        verdict("grad_norm", Kind.GRAD_NORM, Outcome.DIVERGED),
+        verdict("a.weight", Kind.PARAM_DELTA, Outcome.DIVERGED),
+        verdict("a.weight", Kind.EXP_AVG, Outcome.DIVERGED),
+        verdict("b.weight", Kind.PARAM_DELTA, Outcome.DIVERGED),
+        verdict("b.weight", Kind.EXP_AVG, Outcome.MISSING),
+    ]
+    found = localise(verdicts)
+    assert [(c.name, c.kind, c.direction) for c in found] == [
+        ("b", Kind.PARAM_DELTA, Direction.UPDATE)
+    ]
+
+
+def test_an_error_that_surfaces_again_is_no_culprit():
+    """Inputs that pass, but nearly as far off as the output, make no second birthplace."""
+    verdicts = [
+        verdict("first", Kind.OUTPUT, Outcome.DIVERGED, margin=60.0),
+        verdict("later", Kind.INPUT, margin=0.83),
+        verdict("later", Kind.OUTPUT, Outcome.DIVERGED, margin=1.24),
+        verdict("other", Kind.INPUT, margin=0.1),
+        verdict("other", Kind.OUTPUT, Outcome.DIVERGED, margin=50.0),
+    ]
+    assert [c.name for c in localise(verdicts)] == ["first", "other"]
