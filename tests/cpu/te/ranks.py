@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a function on several ranks, forked from this process, over gloo."""
+
+import os
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def _main(rank, size, folder, function, args):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    function(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(size, function, *args):
+    """Fork ``size`` ranks that call ``function(rank, *args)``; fail if one of them does.
+
+    Forked by hand: torch's own launcher imports it anew in every rank, which takes seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(size):
+            with warnings.catch_warnings():
+                # The threads are PyTorch's, idle; the children make their own.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    _main(rank, size, folder, function, args)
+                    code = 0
+                except BaseException:  # noqa: BLE001 - any failure is reported
+                    (Path(folder) / f"error-{rank}").write_text(traceback.format_exc())
+                finally:
+                    os._exit(code)
+            children.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
+        assert codes == [0] * size, "\n".join(errors) or f"exit codes {codes}"
+
+
+def close(actual, expected, tolerance=1e-10):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers against the mathematics, and on two ranks against one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
+from megatron_ttrace.cpu.te.layernorm_linear import LayerNormLinear
+from megatron_ttrace.cpu.te.linear import Linear
+from tests.cpu.te.ranks import close, run_ranks
+
+DOUBLE = {"params_dtype": torch.float64}
+
+
+def randomise(module):
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+def gradients(output, tensors, grad):
+    return torch.autograd.grad(output, tensors, grad)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(bias):
+    module = randomise(Linear(6, 4, bias=bias, **DOUBLE))
+    x = torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True)
+    ours = module(x)
+    theirs = F.linear(x, module.weight, module.bias if bias else None)
+    grad = torch.randn_like(ours)
+    tensors = [x, *module.parameters()]
+    close(ours, theirs)
+    for one, other in zip(
+        gradients(ours, tensors, grad), gradients(theirs, tensors, grad), strict=True
+    ):
+        close(one, other)
+
+
+def test_bias_is_returned_instead_of_added():
+    module = randomise(Linear(6, 4, return_bias=True, **DOUBLE))
+    x = torch.randn(3, 6, dtype=torch.float64)
+    output, bias = module(x)
+    assert bias is module.bias
+    close(output, F.linear(x, module.weight))
+    assert Linear(6, 4, bias=False).bias.numel() == 0
+
+
+def layer_norm_linear(x, module):
+    gamma = module.layer_norm_weight + (1 if module.zero_centered_gamma else 0)
+    shape = x.shape[-1:]
+    if module.normalization == "LayerNorm":
+        normalized = F.layer_norm(x, shape, gamma, module.layer_norm_bias, module.eps)
+    else:
+        normalized = F.rms_norm(x, shape, gamma, module.eps)
+    return F.linear(normalized, module.weight, module.bias), normalized
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_layer_norm_linear(normalization, zero_centered):
+    module = LayerNormLinear(
+        6,
+        4,
+        normalization=normalization,
+        zero_centered_gamma=zero_centered,
+        return_layernorm_output=True,
+        **DOUBLE,
+    )
+    randomise(module)
+    x = torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True)
+    ours, theirs = module(x), layer_norm_linear(x, module)
+    grads = [torch.randn_like(output) for output in ours]
+    tensors = [x, *module.parameters()]
+    for one, other in zip(
+        (*ours, *gradients(ours, tensors, grads)),
+        (*theirs, *gradients(theirs, tensors, grads)),
+        strict=True,
+    ):
+        close(one, other)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_grouped_linear(bias):
+    """One expert has no tokens."""
+    module = randomise(GroupedLinear(3, 6, 4, bias=bias, **DOUBLE))
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    splits = [2, 0, 3]
+    ours = module(x, splits)
+    theirs = torch.cat(
+        [
+            F.linear(
+                rows,
+                getattr(module, f"weight{index}"),
+                getattr(module, f"bias{index}") if bias else None,
+            )
+            for index, rows in enumerate(x.split(splits))
+        ]
+    )
+    grad = torch.randn_like(ours)
+    tensors = [x, *module.parameters()]
+    close(ours, theirs)
+    for one, other in zip(
+        gradients(ours, tensors, grad), gradients(theirs, tensors, grad), strict=True
+    ):
+        close(one, other)
+
+
+def test_delayed_weight_gradient():
+    now, later = (randomise(Linear(6, 4, delay_wgrad_compute=d, **DOUBLE)) for d in (False, True))
+    x = torch.randn(3, 6, dtype=torch.float64)
+    for module in (now, later):
+        module(x).sum().backward()
+    assert later.weight.grad is None
+    later.backward_dw()
+    close(later.weight.grad, now.weight.grad)
+
+
+def test_what_needs_kernels_is_refused():
+    with pytest.raises(NotImplementedError, match="gradient-accumulation-fusion"):
+        Linear(2, 2, fuse_wgrad_accumulation=True)
+
+
+def cut(tensor, rank, dim):
+    return tensor.chunk(2, dim)[rank].contiguous()
+
+
+def copy_shards(whole, part, rank, mode):
+    """Give a rank's module its part of the whole one's parameters."""
+    dims = {"weight": 0 if mode == "column" else 1}
+    if mode == "column":
+        dims["bias"] = 0
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            value = cut(parameter, rank, dims[name]) if name in dims else parameter
+            getattr(part, name).copy_(value)
+    return dims
+
+
+def check_two_ranks(rank, kind, mode, sequence_parallel, buffer):
+    group = dist.group.WORLD
+    normed = kind is LayerNormLinear
+    whole = randomise(kind(6, 4, **DOUBLE))
+    part = kind(
+        6,
+        4,
+        parallel_mode=mode,
+        tp_group=group,
+        tp_size=2,
+        sequence_parallel=sequence_parallel,
+        ub_overlap_ag=buffer,
+        ub_name="qkv" if buffer else None,
+        **DOUBLE,
+    )
+    dims = copy_shards(whole, part, rank, mode)
+    torch.manual_seed(3)
+    x, grad = torch.randn(4, 2, 6).double(), torch.randn(4, 2, 4).double()
+    x_whole = x.clone().requires_grad_()
+    output = whole(x_whole)
+    output.backward(grad)
+
+    column = mode == "column"
+    x_part, grad_part = x, grad
+    if sequence_parallel and column:
+        x_part = cut(x_part, rank, 0)
+    if sequence_parallel and not column:
+        grad_part = cut(grad_part, rank, 0)
+    x_part = x_part if column else cut(x_part, rank, -1)
+    grad_part = cut(grad_part, rank, -1) if column else grad_part
+    x_part = x_part.clone().requires_grad_()
+    ours = part(x_part)
+    if buffer:
+        # Another layer overwrites the buffer before the backward pass.
+        part(torch.full_like(x_part, 9.0))
+    ours.backward(grad_part)
+
+    expected, expected_grad = output, x_whole.grad
+    if column:
+        expected = cut(expected, rank, -1)
+        expected_grad = cut(expected_grad, rank, 0) if sequence_parallel else expected_grad
+    else:
+        expected = cut(expected, rank, 0) if sequence_parallel else expected
+        expected_grad = cut(expected_grad, rank, -1)
+    close(ours, expected)
+    close(x_part.grad, expected_grad)
+    for name, parameter in part.named_parameters():
+        value = parameter.grad
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(value)
+        wanted = getattr(whole, name).grad
+        close(value, cut(wanted, rank, dims[name]) if name in dims else wanted)
+    assert part.weight.tensor_model_parallel
+    assert part.weight.partition_dim == dims["weight"]
+    if normed:
+        assert part.layer_norm_weight.sequence_parallel is sequence_parallel
+
+
+def check_all(rank):
+    for sequence_parallel in (False, True):
+        check_two_ranks(rank, Linear, "column", sequence_parallel, False)
+        check_two_ranks(rank, Linear, "row", sequence_parallel, False)
+        check_two_ranks(rank, LayerNormLinear, "column", sequence_parallel, False)
+    check_two_ranks(rank, Linear, "column", True, True)
+    check_two_ranks(rank, LayerNormLinear, "column", True, True)
+
+
+def test_two_ranks_compute_what_one_does():
+    run_ranks(2, check_all)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms against PyTorch's own, in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ttrace.cpu.te.norms import LayerNorm, RMSNorm
+
+NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def expected(name, x, module):
+    gamma = module.weight + 1 if module.zero_centered_gamma else module.weight
+    if name == "LayerNorm":
+        return F.layer_norm(x, x.shape[-1:], gamma, module.bias, module.eps)
+    return F.rms_norm(x, x.shape[-1:], gamma, module.eps)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_forward_and_gradients(name, zero_centered):
+    torch.manual_seed(1)
+    module = NORMS[name](
+        normalized_shape=8, eps=1e-3, zero_centered_gamma=zero_centered, params_dtype=torch.float64
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn_like(x)
+    inputs = [x, *module.parameters()]
+    ours, theirs = module(x), expected(name, x, module)
+    torch.testing.assert_close(ours, theirs)
+    for one, other in zip(
+        torch.autograd.grad(ours, inputs, grad),
+        torch.autograd.grad(theirs, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_initial_values_leave_the_normalised_input(name):
+    for zero_centered in (False, True):
+        module = NORMS[name](normalized_shape=(4,), zero_centered_gamma=zero_centered)
+        x = torch.randn(5, 4)
+        output = module(x)
+        torch.testing.assert_close(output.square().mean(-1), torch.ones(5), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parameters_say_whether_their_gradients_are_partial(name, sequence_parallel):
+    module = NORMS[name](normalized_shape=4, sequence_parallel=sequence_parallel)
+    assert {p.sequence_parallel for p in module.parameters()} == {sequence_parallel}
+
+
+def test_sixteen_bits_are_computed_in_float32():
+    """The sum of squares of these overflows half precision."""
+    module = RMSNorm(normalized_shape=4, dtype=torch.float16)
+    x = torch.full((1, 4), 3000.0, dtype=torch.float16)
+    torch.testing.assert_close(module(x), torch.ones(1, 4, dtype=torch.float16))
+
+
+def test_meta_device_waits_for_reset():
+    module = LayerNorm(normalized_shape=4, device="meta", sequence_parallel=True)
+    assert module.weight.is_meta
+    module.reset_parameters()
+    assert module.weight.tolist() == [1.0] * 4
+    assert module.weight.sequence_parallel
