@@ -89,6 +89,7 @@ class Evidence:
         others: reference tensors with this one's shape that it may hold by mistake, the likely ones
             first, each with words for it.
         whole: reads a tensor of the reference.
+        alike: modules whose input has the shape of another module's.
     """
 
     key: TraceKey
@@ -103,6 +104,7 @@ class Evidence:
     ends: float = math.inf
     others: Callable[[], Iterable[tuple[str, str, TraceKey]]] = tuple
     whole: Callable[[TraceKey], torch.Tensor | None] = lambda key: None
+    alike: Callable[[str], Iterable[str]] = lambda module: ()
 
     def expected(self, part: Part) -> list[torch.Tensor]:
         """The reference's slices for a part."""

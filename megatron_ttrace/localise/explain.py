@@ -9,6 +9,7 @@ none does, the answer is "unknown".
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import time
@@ -143,6 +144,7 @@ class Explainer:
             ends=self._ends,
             others=lambda: self._others(key, entry.shape),
             whole=self._whole,
+            alike=lambda module: self._alike(key.iteration, module),
         )
         for part, placement in self._parts(key, meshes):
             if not evidence.fits(part, part.pieces):
@@ -214,6 +216,22 @@ class Explainer:
         for other in sorted(named, key=lambda name: _unlike(name, own))[:_SEARCH]:
             what = f"the reference's {other.kind} of {other.name}"
             yield f"is {what} instead of its own", "module", other
+
+    def _alike(self, iteration: int, module: str) -> Iterator[str]:
+        """Other linear layers that are given a tensor of this shape, in execution order."""
+        own = TraceKey(iteration, 0, Kind.INPUT, module, 0)
+        if own not in self._reference:
+            return
+        shape = self._reference.entry(own).shape
+        for other in self._reference:
+            like = dataclasses.replace(own, name=other.name)
+            weight = TraceKey(iteration, STEP_LEVEL, Kind.PARAM, f"{other.name}.weight", 0)
+            if (
+                other == like != own
+                and weight in self._reference
+                and self._reference.entry(other).shape == shape
+            ):
+                yield other.name
 
     def _missing(self, verdict: Verdict) -> Finding | None:
         expected = [key.name for key in self._reference if _is_start(key)]

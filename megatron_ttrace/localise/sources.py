@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
 
 _SAMPLE = 256
 _FLOPS = 1e9
+_EPSILON = 1e-5
 
 
 def elsewhere(evidence: Evidence) -> Finding | None:
@@ -92,7 +94,7 @@ def operand(evidence: Evidence) -> Finding | None:
     module = key.name.removesuffix(".weight")
     if evidence.reference.ndim != 2 or not _reproduces(evidence, module, evidence.reference):
         return None
-    for other in _siblings(evidence, module):
+    for other in itertools.chain(_siblings(module), evidence.alike(module)):
         if not evidence.in_time:
             return None
         product = _total(evidence, module, other)
@@ -116,7 +118,7 @@ def _reproduces(evidence: Evidence, module: str, reference: torch.Tensor) -> boo
     return off <= 0.1 * float(torch.linalg.vector_norm(reference))
 
 
-def _siblings(evidence: Evidence, module: str) -> Iterator[str]:
+def _siblings(module: str) -> Iterator[str]:
     """The same module of other layers, the nearest first."""
     words = module.split(".")
     for position, word in enumerate(words):
@@ -147,7 +149,25 @@ def product(evidence: Evidence, module: str, fed: str, microbatch: int) -> torch
     fed_with = evidence.whole(TraceKey(*place, Kind.INPUT, fed, 0))
     if gradient is None or fed_with is None:
         return None
-    left, right = gradient.float().flatten(0, -2), fed_with.float().flatten(0, -2)
+    left, right = gradient.float().flatten(0, -2), _normed(evidence, fed, fed_with.float())
     if len(left) != len(right) or math.prod((*left.shape, right.shape[1])) > _FLOPS:
         return None
     return left.T @ right
+
+
+def _normed(evidence: Evidence, module: str, fed: torch.Tensor) -> torch.Tensor:
+    """What a linear layer multiplies: its input, through the norm that is fused with it, if one is.
+
+    Epsilon and centring are Megatron's defaults; that the module's own gradient is reproduced tells
+    whether they fit.
+    """
+    fed = fed.flatten(0, -2)
+    first = (evidence.key.iteration, STEP_LEVEL, Kind.PARAM)
+    weight = evidence.whole(TraceKey(*first, f"{module}.layer_norm_weight", 0))
+    if weight is None or weight.shape != fed.shape[-1:]:
+        return fed
+    bias = evidence.whole(TraceKey(*first, f"{module}.layer_norm_bias", 0))
+    if bias is None:
+        return fed * torch.rsqrt(fed.square().mean(-1, keepdim=True) + _EPSILON) * weight.float()
+    shape = tuple(weight.shape)
+    return torch.nn.functional.layer_norm(fed, shape, weight.float(), bias.float(), _EPSILON)

@@ -151,3 +151,22 @@ def test_overwritten_input() -> None:
     found = sources.operand(evidence)
     assert found is not None
     assert f"the input of {after}" in found.text
+
+
+def test_overwritten_input_of_a_fused_norm() -> None:
+    """A linear layer with a norm inside multiplies the normed input, another one's in this case."""
+    module = WEIGHT.name.removesuffix(".weight")
+    after = module.replace("layers.0", "layers.1")
+    trace, grads = {}, {}
+    for name in (module, after):
+        scale = values(8, seed=len(name)).abs() + 0.5
+        trace[TraceKey(1, -1, Kind.PARAM, f"{name}.layer_norm_weight", 0)] = scale
+        fed = values(5, 2, 8, seed=1 + (name == after))
+        trace[TraceKey(1, 0, Kind.INPUT, name, 0)] = fed
+        grads[name] = fed * torch.rsqrt(fed.square().mean(-1, keepdim=True) + 1e-5) * scale
+    gradient = values(5, 2, 12, seed=9)
+    trace[TraceKey(1, 0, Kind.GRAD_OUTPUT, module, 0)] = gradient
+    right, wrong = (gradient.flatten(0, 1).T @ grads[n].flatten(0, 1) for n in (module, after))
+    found = sources.operand(evidence_of(right, meshes(1), lambda *_: wrong, trace=trace))
+    assert found is not None
+    assert f"the input of {after}" in found.text
