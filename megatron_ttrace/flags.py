@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_ttrace.errors import TTraceError
 
 ROLES = ("candidate", "reference")
+_MOST_ITERATIONS = 1000
 INITS = ("reveal", "megatron")
 
 
@@ -144,9 +145,10 @@ def parse_iterations(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         first = int(match[1]) if match else 0
         last = int(match[2] or match[1]) if match else 0
-        if first < 1 or last < first:
+        if first < 1 or last < first or last - first > _MOST_ITERATIONS:
             raise TTraceError(
-                f"--ttrace-iterations {text!r}: give numbers or ranges from 1, e.g. 1 or 1-2,5"
+                f"--ttrace-iterations {text!r}: give numbers or ranges from 1, e.g. 1 or 1-2,5, "
+                f"of at most {_MOST_ITERATIONS} iterations"
             )
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))

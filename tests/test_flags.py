@@ -160,3 +160,9 @@ def test_help_hides_what_is_internal(capsys):
     assert "--ttrace-overrides" not in text
     group = next(g for g in parser._action_groups if g.title == "ttrace")
     assert all(action.help for action in group._group_actions)
+
+
+def test_ranges_without_end_are_refused():
+    """A slip of the keyboard does not fill the memory."""
+    with pytest.raises(TTraceError, match="at most"):
+        parse_iterations("1-1000000000")

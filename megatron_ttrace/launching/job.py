@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.launching import forkserver, ranks
 from megatron_ttrace.records import Summary
-from megatron_ttrace.reference.launch import tail
+from megatron_ttrace.reference.launch import port_was_taken, tail
 
 _OURS = re.compile(r"^ttrace: (.*)$")
 _RANK = re.compile(r"^\[rank\d+\]: ")
@@ -84,10 +84,13 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
     )
     echo = _Echo(ranks.log_of(logs, 0), say)
     began = time.monotonic()
-    codes = ranks.run_ranks(
-        job.nproc, command, logs, fork=fork, environment=job.environment, progress=echo
-    )
-    echo.flush()
+    for _ in range(2):
+        codes = ranks.run_ranks(
+            job.nproc, command, logs, fork=fork, environment=job.environment, progress=echo
+        )
+        echo.flush()
+        if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):
+            break
     if set(codes) <= {0, 1} and len(set(codes)) == 1:
         with contextlib.suppress(TTraceError):
             summary = files.read_summary(job.directory / files.SUMMARY)

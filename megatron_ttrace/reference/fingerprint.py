@@ -53,7 +53,6 @@ _HARMLESS = {
     "align_param_gather",
     "align_grad_reduce",
     "variable_seq_lengths",
-    "main_params_dtype",
     "padded_vocab_size",
     "iteration",
     "curr_iteration",

@@ -110,6 +110,8 @@ def _make(
     print(f"ttrace: making the reference on one device (log: {log})", flush=True)
     began = time.monotonic()
     code = runner()(command, _environment(), log)
+    if code != 0 and port_was_taken(log):
+        code = runner()(command, _environment(), log)
     if code != 0:
         raise TTraceError(
             f"the reference run failed with exit code {code}; its last lines, from {log}:\n"
@@ -143,6 +145,14 @@ def tail(log: Path, lines: int = _TAIL) -> str:
         return f"  ({log} cannot be read: {error})"
     kept = [line for line in text.splitlines() if line.strip()]
     return "\n".join(f"  {line[:300]}" for line in kept[-lines:])
+
+
+def port_was_taken(log: Path) -> bool:
+    """Whether a run died because another process took its port between choosing and using it."""
+    try:
+        return "EADDRINUSE" in log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
 
 
 def free_port() -> int:
