@@ -118,6 +118,8 @@ class CandidateSession(Session):
                     for names in self.model.names
                     for name, module in names.modules.items()
                     if getattr(module, "reduce_scatter_embeddings", False)
+                    # What contains it has that attribute too, and turns nothing.
+                    and hasattr(module, "vocab_start_index")
                 ),
             ),
             tolerances=self._tolerances,
