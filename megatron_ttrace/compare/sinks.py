@@ -283,7 +283,7 @@ class CompareSink:
 
     def _oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the reference's order."""
-        turned = key.name in self._layout.sequence_first and key.kind in (
+        turned = key.name.partition("#")[0] in self._layout.sequence_first and key.kind in (
             Kind.OUTPUT,
             Kind.GRAD_OUTPUT,
         )

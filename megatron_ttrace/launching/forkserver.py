@@ -8,9 +8,12 @@ a fork. A rank asks for its reference run over a socket that it inherits.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import traceback
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _VARIABLE = "TTRACE_FORKSERVER"
+_PR_SET_PDEATHSIG = 1
 
 
 def preload() -> None:
@@ -47,6 +51,7 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
     code = 1
     try:
         os.setpgid(0, 0)
+        _die_with_parent()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for stream in (1, 2):
             os.dup2(output, stream)
@@ -69,6 +74,15 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel (Linux) to end this process when its parent dies, however it dies.
+
+    Ranks whose parent was killed would wait for each other for hours.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Requests:

@@ -168,7 +168,7 @@ def test_command_without_a_report(tmp_path: Path) -> None:
 
 def test_exit_codes() -> None:
     """The contract."""
-    assert [cli.exit_code(result) for result in Result] == [0, 1, 2]
+    assert [int(result.exit_code) for result in Result] == [0, 1, 2]
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
