@@ -157,6 +157,14 @@ def test_an_unsupported_megatron(tmp_path: Path) -> None:
     refused(done, "megatron-core 0.16.1 is not supported", "0.19.0")
 
 
+def test_dropout_is_off_in_traced_steps_and_that_is_said(tmp_path: Path) -> None:
+    """Ranks cannot draw the reference's masks: the check runs without, and says so."""
+    job = [*TINY, "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    done = check(tmp_path, nproc=2, job=[*job, "--tensor-model-parallel-size", "2"])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "dropout is switched off" in done.stdout
+
+
 def test_without_exit_a_failed_check_lets_training_go_on(tmp_path: Path) -> None:
     """Tracing fails open, loudly: the reference crashes, the run trains to its end."""
     from tests.integration.jobs import torchrun
