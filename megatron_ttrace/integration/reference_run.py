@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -95,6 +96,7 @@ class ReferenceSession(Session):
             self.equal_start()
             self.serve(served)
             start = Snapshot(self.model.chunks, self.model.optimizer)
+            schedule = copy.copy(vars(self._scheduler))
             for position, iteration in enumerate(block):
                 sink = WriteSink(writer, iteration)
                 batches = served.batches[position * count : (position + 1) * count]
@@ -107,6 +109,8 @@ class ReferenceSession(Session):
             layout = Layout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
             for seed in range(1, self.settings.seeds + 1):
                 start.restore()
+                # Else a replay's second step would have the learning rate of a later one.
+                vars(self._scheduler).update(schedule)
                 self.serve(served)
                 with perturbed(self.model.names, seed):
                     for iteration in block:
