@@ -40,6 +40,9 @@ from megatron.training import training as training_loop
 from megatron.training import utils as training_utils
 from megatron.training.arguments import core_transformer_config_from_args
 
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.integration.entry import exits_on_user_error
+
 BATCH_KEYS = (
     "tokens",
     "labels",
@@ -222,7 +225,8 @@ def provide_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     """Build the training, validation and test sets for ``samples`` samples each."""
     args = get_args()
     if args.fim_data:
-        raise NotImplementedError("--fim-data: use Megatron-LM's own pretrain_gpt.py")
+        with exits_on_user_error():
+            raise TTraceError("--fim-data: use Megatron-LM's own pretrain_gpt.py")
     kind: Any = MockGPTDataset if args.mock_data else GPTDataset
     if args.sft:
         from megatron.training.datasets.sft_dataset import SFTDataset

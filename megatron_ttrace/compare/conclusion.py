@@ -17,7 +17,7 @@ from megatron_ttrace.localise.culprits import localise
 from megatron_ttrace.localise.explain import Explainer
 from megatron_ttrace.placement.dispatch import unjudged
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.records import Result, Summary, Verdict
+from megatron_ttrace.records import Direction, Outcome, Result, Summary, Verdict
 from megatron_ttrace.trace.store import TraceReader
 
 
@@ -60,6 +60,9 @@ def conclude(
     culprits = tuple(localise(verdicts, explainer.explain, isolated=isolated))
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = list(notices)
+    if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
+        result = Result.COULD_NOT_CHECK
+        said.append("no computed tensor could be judged: every one of them is unchecked")
     if errors:
         result = Result.COULD_NOT_CHECK
         said.append(f"tracing failed on {len(errors)} rank(s): {errors[0]}")
@@ -78,3 +81,8 @@ def conclude(
         notices=tuple(said),
     )
     return summary, verdicts
+
+
+def _is_evidence(verdict: Verdict) -> bool:
+    """Whether a pass says anything about the computation: tokens and start values are given."""
+    return verdict.verdict is Outcome.PASS and verdict.direction is not Direction.START
