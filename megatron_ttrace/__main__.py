@@ -14,6 +14,7 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 COMMANDS = (
     "megatron_ttrace.cli.check",
     "megatron_ttrace.cli.compare",
+    "megatron_ttrace.cli.plant",
     "megatron_ttrace.report.cli",
     "megatron_ttrace.cli.matrix",
     "megatron_ttrace.cli.bugs",

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace plant``: plant errors into a saved run and say how many of them are found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+
+SIZES = (0.5, 0.9, 1.1, 2.0, 5.0)
+FOUND = 0.99
+"""Share of errors of two tolerances and more that must be found."""
+FLAGGED = 0.01
+"""Share of errors of half a tolerance that may be flagged."""
+
+_EPILOG = """\
+example:
+  ttrace check --nproc-per-node 2 --ttrace-save-candidate -- launch/pretrain_gpt.py ...
+  ttrace plant ttrace-out/reference ttrace-out/candidate
+
+Errors go into random boxes of random tensors of random ranks, one at a time, and are judged as in
+every check. Sizes are in tolerances. The last rows are errors with a size of their own.
+
+exit code: 0 at least 99 % of the errors from 2 tolerances are found, and at most 1 % of those of
+half a tolerance are flagged; 1 not so; 2 there is nothing to plant into
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``plant`` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plant",
+        help="plant errors into a saved run and count how many are found",
+        description="How large must an error be to be found? Plant errors into a saved run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
+    parser.add_argument("candidate", type=Path, metavar="CANDIDATE_DIR")
+    parser.add_argument(
+        "--trials", type=int, default=500, metavar="N", help="errors of each sort (default 500)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the random places")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plant, judge, count."""
+    if args.trials < 1:
+        raise TTraceError(f"--trials {args.trials}: at least 1 is needed")
+    from megatron_ttrace.compare.planting import Field, sweep
+
+    field = Field(args.reference, args.candidate)
+    rows = []
+    for (shape, size), trials in sweep(field, SIZES, args.trials, args.seed).items():
+        row = {
+            "shape": shape,
+            "size": None if math.isnan(size) else size,
+            "trials": len(trials),
+            "found": sum(trial.found for trial in trials) / len(trials),
+            "right_rank": sum(trial.right_rank for trial in trials) / len(trials),
+        }
+        rows.append(row)
+        if args.json:
+            print(json.dumps(row), flush=True)
+    if not args.json:
+        _show(rows, len(field))
+    kept = all(_is_kept(row) for row in rows)
+    return int(ExitCode.EQUIVALENT if kept else ExitCode.DIVERGED)
+
+
+def _is_kept(row: dict[str, Any]) -> bool:
+    size = row["size"]
+    if size is None:
+        return True
+    if size >= 2.0:
+        return bool(row["found"] >= FOUND)
+    return size > 0.5 or bool(row["found"] <= FLAGGED)
+
+
+def _show(rows: list[dict[str, Any]], places: int) -> None:
+    print(f"{places} places (a tensor on a rank); {rows[0]['trials']} errors of each sort")
+    print(f"{'shape':<10} {'tolerances':>10} {'found':>8} {'right rank':>10}")
+    for row in rows:
+        size = "its own" if row["size"] is None else f"{row['size']:g}"
+        print(f"{row['shape']:<10} {size:>10} {row['found']:>8.1%} {row['right_rank']:>10.1%}")

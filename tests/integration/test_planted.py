@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors planted into real runs: from twice the tolerance found, up to half of it not flagged."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SCRIPT, TINY, ttrace
+
+MIXED = (
+    *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    *("--pipeline-model-parallel-size", "2"),
+)
+ZERO = ("--tensor-model-parallel-size", "2", "--use-distributed-optimizer")
+
+
+def rates(directory: Path, nproc: int, arguments: tuple[str, ...], trials: int) -> list[dict]:
+    """Check a job, keep its tensors, plant."""
+    checked = ttrace(
+        *("check", "--nproc-per-node", nproc, "--quiet", "--ttrace-save-candidate"),
+        *("--ttrace-no-wandb", "--", SCRIPT, *TINY, *arguments),
+        cwd=directory,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr[-2000:]
+    out = directory / "ttrace-out"
+    done = ttrace(
+        *("plant", out / "reference", out / "candidate", "--json", "--trials", trials),
+        cwd=directory,
+        timeout=1500,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def hold(rows: list[dict]) -> None:
+    """The bars: 99 % found, 1 % flagged."""
+    assert rows
+    missed = [row for row in rows if (row["size"] or 0.0) >= 2 and row["found"] < 0.99]
+    flagged = [row for row in rows if row["size"] == 0.5 and row["found"] > 0.01]
+    assert not missed
+    assert not flagged
+
+
+@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_planted_errors(tmp_path: Path, dtype: tuple[str, ...]) -> None:
+    """TP 2 with sequence parallelism x PP 2."""
+    hold(rates(tmp_path, 4, (*MIXED, *dtype), 100))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("nproc", "layout"), [(4, MIXED), (4, ZERO)], ids=["tp-pp", "tp-zero"])
+def test_many_planted_errors(
+    tmp_path: Path, nproc: int, layout: tuple[str, ...], dtype: tuple[str, ...]
+) -> None:
+    """Ten thousand of each sort."""
+    hold(rates(tmp_path, nproc, (*layout, *dtype), 10_000))
