@@ -220,11 +220,43 @@ class Result(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Exactness:
+    """Whether what this layout computes in the reference's order is bitwise the reference's.
+
+    ``expected`` tensors must be equal to the last bit, ``lost`` are not; ``first`` of these is
+    named with its ranks and its relative error. No tolerance enters: rounding is no excuse here.
+    """
+
+    expected: int
+    lost: int
+    first: str = ""
+    ranks: tuple[int, ...] = ()
+    rel_err: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        return {f.name: _json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`."""
+        error = data.get("rel_err")
+        return cls(
+            expected=data["expected"],
+            lost=data["lost"],
+            first=data.get("first", ""),
+            ranks=tuple(data.get("ranks", ())),
+            rel_err=None if error is None else float(error),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
     """The content of ``summary.json``.
 
     ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
     the settings of the check, ``execution_order`` the modules in the order the reference ran them.
+    ``exactness`` is ``None`` where nothing is known of it.
     """
 
     verdict: Result
@@ -235,6 +267,7 @@ class Summary:
     timings: dict[str, float]
     execution_order: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    exactness: Exactness | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""
@@ -247,6 +280,7 @@ class Summary:
             "timings": self.timings,
             "execution_order": list(self.execution_order),
             "notices": list(self.notices),
+            "exactness": self.exactness.to_json() if self.exactness else None,
         }
 
     @classmethod
@@ -261,6 +295,7 @@ class Summary:
             timings=data["timings"],
             execution_order=tuple(data.get("execution_order", ())),
             notices=tuple(data.get("notices", ())),
+            exactness=Exactness.from_json(data["exactness"]) if data.get("exactness") else None,
         )
 
 

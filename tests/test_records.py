@@ -13,6 +13,7 @@ from megatron_ttrace.records import (
     STEP_LEVEL,
     Culprit,
     Direction,
+    Exactness,
     Kind,
     Outcome,
     Result,
@@ -68,6 +69,15 @@ summaries = st.builds(
     timings=st.dictionaries(st.text(max_size=5), st.floats(0, 1e9), max_size=3),
     execution_order=st.lists(st.text(max_size=5), max_size=3).map(tuple),
     notices=st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    exactness=st.none()
+    | st.builds(
+        Exactness,
+        expected=st.integers(0, 99),
+        lost=st.integers(0, 99),
+        first=st.text(max_size=20),
+        ranks=ranks,
+        rel_err=numbers,
+    ),
 )
 
 

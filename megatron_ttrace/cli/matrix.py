@@ -19,7 +19,7 @@ _EPILOG = """\
 example:
   ttrace matrix --list
   ttrace matrix 'tp2*' '*/llama/bf16'
-  ttrace matrix --all
+  ttrace matrix --all --seeds 1234,7,42
 
 exit code: 0 all equivalent, 1 an alarm on a healthy configuration, 2 one could not be checked
 """
@@ -27,7 +27,10 @@ exit code: 0 all equivalent, 1 an alarm on a healthy configuration, 2 one could 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What came out of one configuration."""
+    """What came out of one configuration.
+
+    ``exact`` of its tensors must be bitwise equal, ``inexact`` of these are not.
+    """
 
     name: str
     verdict: Result
@@ -37,6 +40,8 @@ class Row:
     worst: str
     seconds: float
     why: str = ""
+    exact: int = 0
+    inexact: int = 0
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -52,7 +57,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="run everything")
     parser.add_argument("--list", action="store_true", help="list the names and stop")
     parser.add_argument(
-        "--seed", type=int, default=1234, help="Megatron's --seed: other values, other data"
+        "--seeds",
+        "--seed",
+        type=_seeds,
+        default=(1234,),
+        metavar="N[,N...]",
+        help="Megatron's --seed (default 1234): other values, other data; several run one by one",
     )
     parser.add_argument("--directory", type=Path, default=Path("ttrace-out-matrix"), metavar="DIR")
     parser.add_argument(
@@ -81,13 +91,14 @@ def run(args: argparse.Namespace) -> int:
 
     fork = jobs.prepare()
     rows = []
-    for number, one in enumerate(chosen, 1):
-        row = _check(one, args, fork=fork)
+    jobs_to_run = [(one, seed) for seed in args.seeds for one in chosen]
+    for number, (one, seed) in enumerate(jobs_to_run, 1):
+        row = _check(one, seed, args, fork=fork)
         rows.append(row)
         if args.json:
             print(json.dumps(dataclasses.asdict(row)), flush=True)
         else:
-            print(f"[{number}/{len(chosen)}] {_line(row)}", flush=True)
+            print(f"[{number}/{len(jobs_to_run)}] {_line(row)}", flush=True)
     if not args.json:
         _total(rows)
     if any(row.verdict is Result.COULD_NOT_CHECK for row in rows):
@@ -95,15 +106,23 @@ def run(args: argparse.Namespace) -> int:
     return int(max(row.verdict.exit_code for row in rows))
 
 
-def _check(one: Configuration, args: argparse.Namespace, *, fork: bool) -> Row:
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers, e.g. 1,2,3") from None
+
+
+def _check(one: Configuration, seed: int, args: argparse.Namespace, *, fork: bool) -> Row:
     from megatron_ttrace.launching import job as jobs
     from megatron_ttrace.report import files
     from megatron_ttrace.resources import launch_dir
 
-    directory = args.directory / one.name.replace("/", "-")
+    name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
+    directory = args.directory / name.replace("/", "-")
     job = jobs.Job(
         script=launch_dir() / "pretrain_gpt.py",
-        arguments=(*one.arguments, "--seed", str(args.seed)),
+        arguments=(*one.arguments, "--seed", str(seed)),
         nproc=one.nproc,
         directory=directory,
         flags=("--ttrace-no-wandb", *args.ttrace_flags.split()),
@@ -115,10 +134,10 @@ def _check(one: Configuration, args: argparse.Namespace, *, fork: bool) -> Row:
         verdicts = files.load_report(directory)[1]
     except TTraceError as error:
         seconds = time.monotonic() - began
-        return Row(one.name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, str(error))
+        return Row(name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, str(error))
     worst = max(verdicts, key=_margin)
     return Row(
-        name=one.name,
+        name=name,
         verdict=summary.verdict,
         tensors=len(verdicts),
         unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
@@ -126,6 +145,8 @@ def _check(one: Configuration, args: argparse.Namespace, *, fork: bool) -> Row:
         worst=f"{worst.name} {worst.kind}.{worst.index}",
         seconds=time.monotonic() - began,
         why="; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:3]),
+        exact=summary.exactness.expected if summary.exactness else 0,
+        inexact=summary.exactness.lost if summary.exactness else 0,
     )
 
 
@@ -136,6 +157,8 @@ def _margin(verdict: Verdict) -> float:
 
 def _line(row: Row) -> str:
     told = f"worst {row.worst_margin:.3g}x {row.worst}" if row.tensors else row.why
+    if row.inexact:
+        told += f", {row.inexact} of {row.exact} not bitwise"
     if row.tensors and row.why:
         told = row.why
     return (
@@ -152,6 +175,8 @@ def _total(rows: list[Row]) -> None:
     print(
         f"{good} of {len(rows)} equivalent; {tensors} tensors, {unchecked} unchecked "
         f"({unchecked / max(tensors, 1):.2%}); worst healthy margin {worst.worst_margin:.3g} "
-        f"({worst.name}: {worst.worst}); {sum(row.seconds for row in rows):.0f} s",
+        f"({worst.name}: {worst.worst}); {sum(row.inexact for row in rows)} of "
+        f"{sum(row.exact for row in rows)} that must be bitwise equal are not; "
+        f"{sum(row.seconds for row in rows):.0f} s",
         file=sys.stdout,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace import versions
+from megatron_ttrace.compare import exactness
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
@@ -54,6 +55,7 @@ def conclude(
         float(reference.meta["epsilon"]),
         unjudged(mesh),
     )
+    verdicts, exact = exactness.examine(verdicts, config)
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured)
     isolated = bool(config.get("isolate"))
@@ -79,6 +81,7 @@ def conclude(
         },
         execution_order=tuple(dict.fromkeys(key.name for key in reference)),
         notices=tuple(said),
+        exactness=exact,
     )
     return summary, verdicts
 

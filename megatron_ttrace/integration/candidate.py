@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_ttrace.capture.batches import Batch, Served
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.conclusion import conclude
+from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import decode, encode
@@ -104,7 +105,6 @@ class CandidateSession(Session):
         assert self._reference is not None
         mesh = self.model.mesh
         args = self.args
-        per_token = args.calculate_per_token_loss
         sink = CompareSink(
             self._reference,
             iteration,
@@ -112,7 +112,7 @@ class CandidateSession(Session):
                 mesh,
                 args.seq_length,
                 self.model.gated,
-                1.0 if per_token else float(mesh.size("dp") * mesh.size("cp")),
+                self._gradient_factor(),
                 frozenset(
                     name
                     for names in self.model.names
@@ -133,6 +133,12 @@ class CandidateSession(Session):
                 sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
         self.rehearse(run, sink, numbers)
         self._measured += sink.measured
+
+    def _gradient_factor(self) -> float:
+        """Each microbatch's loss is divided by the number of microbatches of *its* rank."""
+        if self.args.calculate_per_token_loss:
+            return 1.0
+        return float(self.model.mesh.size("dp") * self.model.mesh.size("cp"))
 
     def _numbers(self, iteration: int, batches: list[Batch], count: int) -> list[int]:
         """The reference's microbatch numbers; ranks without data hear them from those with."""
@@ -268,7 +274,24 @@ class CandidateSession(Session):
             "isolate": self.settings.isolate,
             "init": self.settings.init,
             "reference": str(self.settings.directory / "reference"),
+            "arithmetic": self._arithmetic().to_json(),
         }
+
+    def _arithmetic(self) -> Arithmetic:
+        args, mesh = self.args, self.model.mesh
+        return Arithmetic(
+            splits_sums=tuple(axis for axis in ("tp", "cp", "ep", "etp") if mesh.size(axis) > 1),
+            pp=mesh.size("pp"),
+            dp=mesh.size("dp"),
+            shared_embedding=not args.untie_embeddings_and_output_weights
+            or bool(getattr(args, "mtp_num_layers", None)),
+            clips=bool(args.clip_grad),
+            per_rank_state=bool(getattr(args, "fp8", None)) or bool(args.num_experts),
+            gradient_factor=self._gradient_factor(),
+            deterministic=self.device.type == "cpu"
+            or bool(getattr(args, "deterministic_mode", False)),
+            same_code=not self.settings.reference_args,
+        )
 
     def _publish(self, summary: Summary, verdicts: list[Verdict]) -> None:
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer

@@ -59,6 +59,8 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
         layout_text=wording.layout_text(summary.config),
         counts=_counts(summary, verdicts),
         reasons=[(wording.reason_text(r), n) for r, n in table.unchecked_reasons(verdicts)],
+        exactness=wording.exactness_text(summary.exactness) if summary.exactness else "",
+        inexact=bool(summary.exactness and summary.exactness.lost),
         notices=[clean(notice, NOTE_LIMIT) for notice in summary.notices],
         culprits=_culprits(summary, verdicts),
         more_culprits=max(0, len(summary.culprits) - MAX_CULPRITS),

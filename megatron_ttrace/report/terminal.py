@@ -51,6 +51,9 @@ def render(
     page.field("layout", wording.layout_text(summary.config))
     if summary.verdict is Result.EQUIVALENT:
         _worst(page, verdicts)
+    if summary.exactness and summary.exactness.expected:
+        tone = "yellow" if summary.exactness.lost else ""
+        page.field("exactness", wording.exactness_text(summary.exactness), tone)
     if summary.timings:
         page.field("time", _timings(summary))
     for notice in summary.notices[:MAX_NOTICES]:

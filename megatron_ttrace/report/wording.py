@@ -15,6 +15,7 @@ from megatron_ttrace.records import (
     STEP_LEVEL,
     Culprit,
     Direction,
+    Exactness,
     Kind,
     Outcome,
     Result,
@@ -78,6 +79,19 @@ def factor(value: float | None) -> str:
 def margin_text(margin: float | None) -> str:
     """``52.4×``: the error as a multiple of the tolerance."""
     return "-" if margin is None else f"{factor(margin)}×"
+
+
+def exactness_text(exactness: Exactness) -> str:
+    """What became of the tensors that must be bitwise equal; empty where none must be."""
+    if not exactness.expected:
+        return ""
+    if not exactness.lost:
+        return f"{exactness.expected:,} tensors must be bitwise equal in this layout: all are"
+    return (
+        f"{exactness.lost:,} of {exactness.expected:,} tensors are not bitwise equal though this "
+        f"layout does not reorder their arithmetic: first at {clean(exactness.first, NOTE_LIMIT)}, "
+        f"error {sci(exactness.rel_err)}, {on_ranks(exactness.ranks)}"
+    )
 
 
 def ranks_text(ranks: Iterable[int], limit: int = 12) -> str:

@@ -26,10 +26,12 @@ def alarms(rows: list[dict]) -> list[str]:
     """Rows that are not what a healthy configuration must be."""
     return [
         f"{row['name']}: {row['verdict']}, worst margin {row['worst_margin']:.3g} {row['worst']}, "
-        f"{row['unchecked']} of {row['tensors']} unchecked; {row['why']}"
+        f"{row['unchecked']} of {row['tensors']} unchecked; {row['inexact']} of {row['exact']} not "
+        f"bitwise; {row['why']}"
         for row in rows
         if row["verdict"] != "equivalent"
         or row["worst_margin"] > 0.5
+        or row["inexact"]
         or row["unchecked"] > 0.01 * row["tensors"]
     ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.records import Kind, Outcome, Result, Summary, Verdict
+from megatron_ttrace.records import Exactness, Kind, Outcome, Result, Summary, Verdict
 from megatron_ttrace.report import figures, html, table
 from tests.report import chromium
 from tests.report.synthetic_report import (
@@ -83,6 +83,14 @@ def test_an_empty_check_renders() -> None:
     text = html.render(summary, [])
     assert "could not check" in text
     assert "no reference" in text
+
+
+def test_lost_exactness_is_told(healthy: Check) -> None:
+    """A name from the run is escaped like every other."""
+    lost = Exactness(7, 2, "<b>layer output.0", (1,), 1e-9)
+    text = html.render(dataclasses.replace(healthy[0], exactness=lost), healthy[1])
+    assert "2 of 7 tensors are not bitwise equal" in text
+    assert "<b>layer" not in text
 
 
 @pytest.mark.parametrize(

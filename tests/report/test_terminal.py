@@ -7,9 +7,10 @@ import dataclasses
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from megatron_ttrace.records import Outcome, Result, Summary, Verdict
+from megatron_ttrace.records import Exactness, Outcome, Result, Summary, Verdict
 from megatron_ttrace.report import publish, terminal
 from tests.report.synthetic_report import make_summary, make_verdict
 
@@ -131,3 +132,25 @@ def test_wide_terminals_get_wide_names(diverged: Check) -> None:
     """On a terminal of 120 columns names are not cut at 80."""
     text = text_of(diverged, width=120, force_terminal=True, color_system=None)
     assert "decoder.layers.3.self_attention.core_attention input" in text
+
+
+@pytest.mark.parametrize(
+    ("exactness", "said"),
+    [
+        (Exactness(7, 0), "7 tensors must be bitwise equal in this layout: all are"),
+        (Exactness(7, 2, "decoder.layers.1 output.0", (1,), 1e-9), "2 of 7 tensors are not"),
+        (Exactness(7, 2, "decoder.layers.1 output.0", (1,), 1e-9), "decoder.layers.1 output.0"),
+    ],
+)
+def test_exactness_has_a_line_of_its_own(healthy: Check, exactness: Exactness, said: str) -> None:
+    """Lost or kept; the answer stays what it is."""
+    summary = dataclasses.replace(healthy[0], exactness=exactness)
+    text = " ".join(text_of((summary, healthy[1])).split())
+    assert text.startswith("ttrace equivalent")
+    assert said in text
+
+
+def test_no_word_of_exactness_where_none_is_expected(healthy: Check) -> None:
+    """Tensor parallelism splits every sum."""
+    summary = dataclasses.replace(healthy[0], exactness=Exactness(0, 0))
+    assert "exactness" not in text_of((summary, healthy[1]))

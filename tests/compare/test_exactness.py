@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors of which layouts must be bitwise equal, as a table; and what becomes of a loss."""
+
+import dataclasses
+
+import pytest
+
+from megatron_ttrace.compare.exactness import NOTE, Arithmetic, examine, reordered
+from megatron_ttrace.records import STEP_LEVEL, Exactness, Kind, Outcome, TraceKey
+from tests.report.synthetic_report import make_verdict
+
+FC1 = "decoder.layers.0.mlp.linear_fc1"
+OUT = TraceKey(1, 0, Kind.OUTPUT, FC1)
+GRAD = TraceKey(1, 0, Kind.GRAD_INPUT, FC1)
+LOSS = TraceKey(1, STEP_LEVEL, Kind.LOSS, "lm loss")
+MAIN = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, f"{FC1}.weight")
+TIED = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "embedding.word_embeddings.weight")
+NORM = TraceKey(1, STEP_LEVEL, Kind.GRAD_NORM, "grad_norm")
+DELTA = TraceKey(1, STEP_LEVEL, Kind.PARAM_DELTA, f"{FC1}.weight")
+TIED_DELTA = dataclasses.replace(TIED, kind=Kind.PARAM_DELTA)
+AFTER = TraceKey(1, STEP_LEVEL, Kind.PARAM, f"{FC1}.weight", 1)
+EVERYTHING = (OUT, GRAD, LOSS, MAIN, TIED, NORM, DELTA, TIED_DELTA, AFTER)
+
+
+@pytest.mark.parametrize(
+    ("job", "exact"),
+    [
+        # One rank, recomputation or not: the same work in the same order.
+        ({}, EVERYTHING),
+        ({"shared_embedding": True, "per_rank_state": True}, EVERYTHING),
+        # A pipeline adds up nothing but the gradient norm, with which it clips.
+        ({"pp": 2}, (OUT, GRAD, LOSS, MAIN, TIED)),
+        ({"pp": 2, "clips": False}, (OUT, GRAD, LOSS, MAIN, TIED, DELTA, TIED_DELTA, AFTER)),
+        # Tied embeddings: the first and the last stage sum their copies' gradients.
+        ({"pp": 2, "shared_embedding": True}, (OUT, GRAD, LOSS, MAIN)),
+        (
+            {"pp": 4, "shared_embedding": True, "clips": False},
+            (OUT, GRAD, LOSS, MAIN, DELTA, AFTER),
+        ),
+        # Replicas compute their microbatches whole, then add them up in another order.
+        ({"dp": 2, "gradient_factor": 2.0}, (OUT, GRAD)),
+        ({"dp": 4, "pp": 2, "clips": False, "gradient_factor": 4.0}, (OUT, GRAD)),
+        ({"dp": 3, "gradient_factor": 3.0}, (OUT,)),
+        ({"dp": 3, "gradient_factor": 1.0}, (OUT, GRAD)),
+        # These cut matrix products or sums.
+        ({"splits_sums": ("tp",)}, ()),
+        ({"splits_sums": ("tp", "cp"), "pp": 2}, ()),
+        ({"splits_sums": ("ep",), "dp": 2}, ()),
+        # Not known, or known to differ.
+        ({"pp": 2, "per_rank_state": True}, ()),
+        ({"pp": 2, "deterministic": False}, ()),
+        ({"same_code": False}, ()),
+    ],
+)
+def test_the_rule(job, exact):
+    """What must be equal to the last bit, and a reason for all that need not be."""
+    arithmetic = Arithmetic(**job)
+    assert {key for key in EVERYTHING if not reordered(key, arithmetic)} == set(exact)
+    assert all(reordered(key, arithmetic) for key in EVERYTHING if key not in exact)
+
+
+@pytest.mark.parametrize(
+    ("job", "exact"),
+    [
+        ({}, True),
+        ({"pp": 2}, False),
+        ({"pp": 2, "clips": False}, True),
+        ({"pp": 2, "clips": False, "shared_embedding": True}, False),
+        ({"dp": 2}, False),
+    ],
+)
+def test_a_later_step_starts_from_the_updates_of_the_one_before(job, exact):
+    """Its activations are exact only where those updates are."""
+    assert (reordered(OUT, Arithmetic(**job), later=True) == "") == exact
+
+
+def test_the_configuration_keeps_it():
+    """It travels as JSON in the trace, for comparing offline."""
+    job = Arithmetic(splits_sums=("tp",), pp=2, gradient_factor=2.0)
+    assert Arithmetic.from_json(job.to_json()) == job
+    assert Arithmetic.from_json({**job.to_json(), "splits_sums": ["tp"]}) == job
+
+
+def told(**job):
+    """A configuration."""
+    return {"arithmetic": Arithmetic(**job).to_json()}
+
+
+def test_a_loss_is_named_and_stays_a_pass():
+    """Noted on the verdict, counted, the first one named."""
+    good = make_verdict("a", rel_err=0.0)
+    lost = make_verdict("b", rel_err=1e-9, ranks=(1,))
+    second = make_verdict("c", rel_err=1e-9, note="replicas differ in rounding on ranks 0, 1")
+    noted, found = examine([good, lost, second], told(pp=2))
+    assert [v.verdict for v in noted] == [Outcome.PASS] * 3
+    assert [v.note for v in noted] == ["", NOTE, f"{second.note}; {NOTE}"]
+    assert found == Exactness(3, 2, str(lost.key), (1,), 1e-9)
+
+
+def test_what_need_not_be_equal_is_not_counted():
+    """Reordered tensors, unmeasured ones, start values."""
+    verdicts = [
+        make_verdict("w", Kind.GRAD_NORM, microbatch=STEP_LEVEL, rel_err=1e-9),
+        make_verdict("m", rel_err=None, tolerance=None, verdict=Outcome.MISSING),
+        make_verdict("t", Kind.TOKENS, rel_err=0.5),
+        make_verdict("p", Kind.PARAM, microbatch=STEP_LEVEL, rel_err=0.5),
+    ]
+    noted, found = examine(verdicts, told(pp=2))
+    assert noted == verdicts
+    assert found == Exactness(0, 0)
+
+
+def test_a_failure_keeps_its_own_note():
+    """What diverged is told by its verdict; it counts all the same."""
+    [verdict], found = examine(
+        [make_verdict(rel_err=0.5, verdict=Outcome.DIVERGED)], told(dp=2, gradient_factor=2.0)
+    )
+    assert verdict.note == ""
+    assert found.lost == 1
+
+
+def test_a_trace_that_does_not_say():
+    """Nothing is expected of a candidate whose arithmetic is not told."""
+    verdicts = [make_verdict(rel_err=1e-9)]
+    assert examine(verdicts, {}) == (verdicts, None)
