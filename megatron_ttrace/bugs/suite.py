@@ -41,11 +41,12 @@ masks.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """What all cases of a suite run have in common."""
+    """What all cases of a suite run have in common; ``flags`` are further ``--ttrace-*`` flags."""
 
     model: str = "gpt"
     bf16: bool = False
     seed: int | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -175,7 +176,14 @@ class _Runner:
             arguments=(*self._variant.arguments, *self._data(layout), *arguments),
             nproc=layout.nproc,
             directory=self._directory / name,
-            flags=("--ttrace-device", "cpu", "--ttrace-no-wandb", *layout.flags, *flags),
+            flags=(
+                "--ttrace-device",
+                "cpu",
+                "--ttrace-no-wandb",
+                *self._variant.flags,
+                *layout.flags,
+                *flags,
+            ),
             environment={"TTRACE_CACHE": str((self._directory / "references").resolve())},
         )
         return jobs.run(job, fork=self._fork)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace rivals``: other tools' rules on the same tensors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+
+if TYPE_CHECKING:
+    from megatron_ttrace.rivals.run import Collected
+    from megatron_ttrace.rivals.tally import Line
+
+_EPILOG = """\
+example:
+  ttrace rivals 01 03 --bf16
+  ttrace rivals --all --healthy 'tp2*/fp32' 'pp2*/fp32'
+
+Each known bug's job runs with and without the bug, all tensors saved; every rule then judges the
+same merged tensors. A bug counts as found by a rule that flags any tensor that it does not flag
+without the bug, as located if one of these is the tensor where the bug is born.
+
+exit code: 0, or 2 when a case could not be run
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``rivals`` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "rivals",
+        help="what other tools' rules would say of the known bugs and of healthy runs",
+        description="Misses and false alarms of other tools' rules, on the same tensors.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("id", nargs="*", metavar="ID", help="known bugs, e.g. 01 04a")
+    parser.add_argument("--all", action="store_true", help="all known bugs")
+    parser.add_argument(
+        "--healthy",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="healthy configurations of 'ttrace matrix' to add, e.g. 'tp2*/bf16'",
+    )
+    parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("ttrace-out/rivals"), help="where to work"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run, apply, count."""
+    from megatron_ttrace.bugs import catalogue, suite
+    from megatron_ttrace.matrix.configurations import configurations, select
+    from megatron_ttrace.rivals import run as running
+    from megatron_ttrace.rivals.tally import lines
+
+    known = catalogue.load_catalogue()
+    chosen = known if args.all else [catalogue.find(known, wanted) for wanted in args.id]
+    healthy = select(configurations(), args.healthy) if args.healthy else []
+    if not chosen and not healthy:
+        raise TTraceError("ttrace rivals: name known bugs, or give --all, or --healthy PATTERN")
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
+
+    found = running.Collected()
+    directory = args.directory / ("bf16" if args.bf16 else "fp32")
+    if chosen:
+        running.bugs(chosen, suite.Variant(bf16=args.bf16), directory, say, found)
+    if healthy:
+        running.matrix(healthy, directory / "matrix", say, found)
+    table = lines(found.cases, found.healthy)
+    if args.json:
+        print(json.dumps(_described(found, table), indent=1))
+    else:
+        _show(found, table)
+    return int(ExitCode.COULD_NOT_CHECK if found.problems else ExitCode.EQUIVALENT)
+
+
+def _described(found: Collected, table: list[Line]) -> dict[str, Any]:
+    return {
+        "cases": [case.name for case in found.cases],
+        "healthy": list(found.healthy),
+        "compared": found.compared,
+        "rules": [line.to_json() for line in table],
+        "problems": found.problems,
+    }
+
+
+def _show(found: Collected, table: list[Line]) -> None:
+    print(
+        f"{len(found.cases)} cases of known bugs; {len(found.healthy)} healthy runs, "
+        f"{found.compared:,} tensors"
+    )
+    print()
+    print("| rule | bugs missed | culprit not flagged | healthy runs with an alarm | tensors |")
+    print("|---|---|---|---|---|")
+    for line in table:
+        print(
+            f"| {line.rule} | {_some(line.missed)} | {_some(line.unlocated)} "
+            f"| {len(line.alarmed)} | {line.false_tensors:,} |"
+        )
+    for problem in found.problems:
+        print(f"could not be run: {problem}", file=sys.stderr)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    """``3: 01 03 04a``, each bug once."""
+    ids = dict.fromkeys(name.partition("/")[0] for name in names)
+    return f"{len(names)}: {' '.join(ids)}" if names else "0"
