@@ -95,6 +95,10 @@ STEP_LEVEL = -1
 """Microbatch number of tensors that belong to the whole step (parameters, gradients, moments)."""
 
 
+SCORES, CHOICE = 0, 1
+"""Indices of a router's ``routing`` tensors: scores that experts are chosen by, and the choice."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class TraceKey:
     """Names one logical tensor of a run.

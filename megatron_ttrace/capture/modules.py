@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
 from megatron_ttrace.capture.names import ROOT, Names
 from megatron_ttrace.localise.isolate import substitute
 from megatron_ttrace.records import Kind
@@ -39,7 +40,7 @@ Place = tuple[int, Kind, str, int]
 """(microbatch, kind, canonical name, index) of a traced tensor within an iteration."""
 
 
-class Sink(Protocol):
+class Sink(ExpertSink, Protocol):
     """Where captured tensors go. Called in the middle of training: it must be quick."""
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
@@ -77,6 +78,11 @@ class _ChunkState:
         self.seen = WeakTensorKeyDictionary()
         self.seen_again = WeakTensorKeyDictionary()
         self.emitted: set[Place] = set()
+
+    @property
+    def current(self) -> int:
+        """This rank's number of the microbatch being worked on, recomputation included."""
+        return self.backward if is_recomputing() else self.forward
 
 
 class ModuleTap:
@@ -121,6 +127,7 @@ class ModuleTap:
         spans = name in names.spans
         if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
             return
+        self._follow_tokens(state, name, module)
         if is_root:
             self._handles.append(
                 module.register_forward_pre_hook(
@@ -145,6 +152,19 @@ class ModuleTap:
                     functools.partial(self._guard, self._ends, state, name), with_kwargs=True
                 )
             )
+
+    def _follow_tokens(self, state: _ChunkState, name: str, module: torch.nn.Module) -> None:
+        """Watch a mixture-of-experts layer's dispatcher, and a router's choice."""
+
+        def microbatch() -> int:
+            return self._microbatches[state.current]
+
+        if type(getattr(module, "token_dispatcher", None)).__name__ in CAN_FOLLOW:
+            experts = f"{name}.experts"
+            tap = DispatchTap(module, experts, microbatch, self._sink, self._guard)
+            self._handles.append(tap)
+        if hasattr(module, "router_replay"):
+            self._handles.append(RouterTap(module, name, microbatch, self._sink, self._guard))
 
     def _guard(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Fail open: an error in a hook is reported once and never reaches the training run."""
@@ -217,9 +237,8 @@ class ModuleTap:
         self, state: _ChunkState, kind: Kind, name: str, index: int, tensor: torch.Tensor
     ) -> torch.Tensor | None:
         """Hand over a tensor; returns what must take its place, if anything."""
-        recomputing = torch._C._current_graph_task_id() != -1
-        local = state.backward if recomputing else state.forward
-        place: Place = (self._microbatches[local], kind, name, index)
+        recomputing = is_recomputing()
+        place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
         if not recomputing and place in state.emitted:
             # A module that runs twice in one microbatch: later runs get names of their own.
@@ -261,6 +280,11 @@ class ModuleTap:
         if places:
             self._sink.tensor(places, grad)
         return self._sink.replace(known[0], grad)
+
+
+def is_recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         tolerance.of_reference(reference),
         measure_saved(reference, candidate),
         candidate=args.candidate,
-        mesh=Mesh(**candidate.meta["meshes"][0]),
+        mesh=Mesh.from_dict(candidate.meta["meshes"][0]),
         config=candidate.meta["config"],
         timings={"measure": time.monotonic() - began},
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace import versions
-from megatron_ttrace.compare import exactness
+from megatron_ttrace.compare import exactness, experts
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.localise.culprits import localise
 from megatron_ttrace.localise.explain import Explainer
-from megatron_ttrace.placement.dispatch import unjudged
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.records import Direction, Outcome, Result, Summary, Verdict
+from megatron_ttrace.records import Direction, Outcome, Result, Summary, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader
 
 
@@ -53,7 +53,7 @@ def conclude(
         measured,
         tolerances,
         float(reference.meta["epsilon"]),
-        unjudged(mesh),
+        functools.partial(_unjudged, mesh, str(config.get("dispatcher", ""))),
     )
     verdicts, exact = exactness.examine(verdicts, config)
     judged = time.monotonic()
@@ -84,6 +84,10 @@ def conclude(
         exactness=exact,
     )
     return summary, verdicts
+
+
+def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> str:
+    return experts.REASON if experts.is_beyond(key, mesh, dispatcher) else ""
 
 
 def _is_evidence(verdict: Verdict) -> bool:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.sinks import Measured, rank_error
+from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import BLIND, Tolerance, Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
@@ -63,6 +66,10 @@ def _judge(
     eps: float,
     covered: dict[object, Coverage],
 ) -> Verdict:
+    if not holders and 0 in shape:
+        # An expert that no token of a microbatch chose; nobody need have nothing.
+        note = "empty: no element to compare"
+        return _verdict(key, shape, Outcome.PASS, [], note=note)
     if not holders:
         return _verdict(
             key, shape, Outcome.MISSING, [], note="no rank of the candidate has this tensor"
@@ -90,15 +97,15 @@ def _judge(
             note="some elements are held by no rank",
         )
     errors: dict[int, float] = {}
-    for rank, one in holders:
-        if one.sums:
-            errors[rank] = max(rank_error(one.sums, tolerance.rms), errors.get(rank, 0.0))
+    for rank, sums in _wholes(holders):
+        errors[rank] = max(rank_error(sums, tolerance.rms), errors.get(rank, 0.0))
     worst = max(errors.values())
     value = tolerance.value
     margin = worst / value if value else (0.0 if worst == 0.0 else math.inf)
     failed = [rank for rank, error in errors.items() if error > value]
     conflicts = _conflicting(holders)
-    notes = [] if held.even else [f"held unevenly: {held.least} to {held.most} replicas"]
+    notes = list(dict.fromkeys(one.note for _, one in holders if one.note))
+    notes += [] if held.even else [f"held unevenly: {held.least} to {held.most} replicas"]
     if failed:
         outcome = Outcome.DIVERGED
         if conflicts:
@@ -132,11 +139,29 @@ def _judge(
     )
 
 
+def _wholes(holders: Sequence[tuple[int, Measured]]) -> Iterator[tuple[int, Sums]]:
+    """What each rank holds; for summands the error of their sum, the same for all their ranks."""
+    summands: dict[object, list[tuple[int, Measured]]] = {}
+    for rank, one in holders:
+        if one.sums is None:
+            continue
+        if one.sketch:
+            region = tuple(box.region for box in one.boxes)
+            summands.setdefault(region, []).append((rank, one))
+        else:
+            yield rank, one.sums
+    for group in summands.values():
+        diff = squared_norm([one.sketch for _, one in group])
+        for rank, one in group:
+            if one.sums is not None:
+                yield rank, dataclasses.replace(one.sums, diff=diff)
+
+
 def _conflicting(holders: Sequence[tuple[int, Measured]]) -> list[int]:
     """Ranks that hold the same box but not the same bits."""
     by_region: dict[object, dict[int, list[int]]] = {}
     for rank, one in holders:
-        if one.sums is not None and one.sums.n:
+        if one.sums is not None and one.sums.n and not one.sketch:
             region = tuple(box.region for box in one.boxes)
             by_region.setdefault(region, {}).setdefault(one.sums.checksum, []).append(rank)
     return sorted(

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -47,6 +48,21 @@ class Sums:
     worst: float = 0.0
     nonfinite: int = 0
     checksum: int = 0
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Sums:
+        """The inverse of ``dataclasses.astuple``, also after a round trip through JSON."""
+        n, diff, reference, candidate, dot, worst, nonfinite, checksum = values
+        return cls(
+            n=int(n),
+            diff=float(diff),
+            reference=float(reference),
+            candidate=float(candidate),
+            dot=float(dot),
+            worst=float(worst),
+            nonfinite=int(nonfinite),
+            checksum=int(checksum),
+        )
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
-from megatron_ttrace.compare.measure import measure
+import dataclasses
+
+from megatron_ttrace.compare.measure import Sums, measure
 from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.compare.sketch import sketch_of_share
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.token_index import is_described_as_summand
 from megatron_ttrace.trace.store import Entry, TraceReader
 
 
@@ -12,14 +17,14 @@ def measure_saved(reference: TraceReader, candidate: TraceReader) -> dict[int, l
     """The findings of every rank of a saved candidate."""
     return {
         rank: [
-            _measure(reference, candidate, candidate.resolve(rank, number))
+            _measure(reference, candidate, candidate.resolve(rank, number), rank)
             for number in range(len(entries))
         ]
         for rank, entries in candidate.ranks.items()
     }
 
 
-def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry) -> Measured:
+def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry, rank: int) -> Measured:
     key = entry.key
     if key not in reference:
         note = "not in the reference"
@@ -30,5 +35,13 @@ def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry) -> Me
     if there.shape != entry.logical_shape:
         note = f"the whole tensor is {entry.logical_shape}, in the reference {there.shape}"
         return Measured(key, entry.placement, (), there.shape, None, "shape", note)
-    sums = measure(candidate.tensor(entry), reference.tensor(there), entry.boxes, entry.factor)
-    return Measured(key, entry.placement, entry.boxes, there.shape, sums)
+    if entry.sums:
+        return Measured(key, entry.placement, entry.boxes, there.shape, Sums.of(entry.sums))
+    local, logical = candidate.tensor(entry), reference.tensor(there)
+    sums = measure(local, logical, entry.boxes, entry.factor)
+    found = Measured(key, entry.placement, entry.boxes, there.shape, sums)
+    if not is_described_as_summand(entry.placement):
+        return found
+    ranks = Mesh.from_dict(candidate.meta["meshes"][rank]).size("etp")
+    share = sketch_of_share(local, logical, entry.boxes, entry.factor, ranks)
+    return dataclasses.replace(found, sketch=share)

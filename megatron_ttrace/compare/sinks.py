@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a captured tensor: it is written (reference) or compared in place (candidate).
+"""What becomes of a candidate's captured tensor: it is compared in place.
 
-Both are driven by the same capture; a perturbed replay of the reference is simply a candidate on a
-mesh of one.
+A perturbed replay of the reference is simply a candidate on a mesh of one. The reference itself is
+written (megatron_ttrace/trace/sink.py), driven by the same capture.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ttrace.capture.modules import Place
+from megatron_ttrace.compare.experts import ExpertRows, is_beyond
 from megatron_ttrace.compare.measure import Sums, box_views, measure
+from megatron_ttrace.compare.routing import Groups, choice
+from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.dispatch import is_dispatched
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placement, describe, plan
-from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.placement.token_index import TokenIndex, token_positions
+from megatron_ttrace.records import CHOICE, SCORES, STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 GRADIENT_KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
@@ -32,7 +35,9 @@ class Measured:
     """What one rank found out about one of its tensors.
 
     ``problem`` is empty, ``extra`` (the reference has no such tensor) or ``shape``; ``note`` says
-    more. ``sums`` is ``None`` when nothing could be measured.
+    more. ``sums`` is ``None`` when nothing could be measured. ``sketch``, if any, says that the
+    tensor is a summand: what adds up to the reference are the sketches of all ranks with the same
+    boxes (megatron_ttrace/compare/sketch.py).
     """
 
     key: TraceKey
@@ -42,44 +47,7 @@ class Measured:
     sums: Sums | None
     problem: str = ""
     note: str = ""
-
-
-class WriteSink:
-    """Stores everything: the reference's sink."""
-
-    def __init__(self, writer: TraceWriter, iteration: int) -> None:
-        self._writer = writer
-        self._iteration = iteration
-        self._lines: dict[Place, int] = {}
-
-    def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
-        """Store ``data`` under its first name and point the others at it."""
-        first, *others = places
-        self._lines[first] = self._writer.add(self._entry(first, data), data)
-        for place in others:
-            self.repeat(first, place, data)
-
-    def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
-        """Point another name at data that is stored already."""
-        entry = dataclasses.replace(self._entry(place, data), same_as=self._lines[first])
-        self._lines[place] = self._writer.add(entry, None)
-
-    def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """The reference is never isolated."""
-        return None
-
-    def placed(
-        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
-    ) -> None:
-        """A tensor of the step; the reference holds it whole."""
-        self.tensor((place,), data.detach().reshape(tuple(logical_shape)))
-
-    def _entry(self, place: Place, data: torch.Tensor) -> Entry:
-        return Entry(
-            key=TraceKey(self._iteration, *place),
-            shape=tuple(data.shape),
-            dtype=str(data.dtype).removeprefix("torch."),
-        )
+    sketch: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +61,7 @@ class Layout:
         gradient_factor: expected candidate/reference ratio of activation gradients: each
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
             tokens its context-parallel rank sees.
+        dispatcher: Megatron's ``--moe-token-dispatcher-type``; empty without experts.
         sequence_first: modules that hand out [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
@@ -103,6 +72,7 @@ class Layout:
     gated: bool
     gradient_factor: float
     sequence_first: frozenset[str] = frozenset()
+    dispatcher: str = ""
 
 
 class CompareSink:
@@ -141,6 +111,7 @@ class CompareSink:
         self._by_key: dict[TraceKey, Measured] = {}
         self._kept: dict[TraceKey, int] = {}
         self._planned: dict[object, tuple[Placement, tuple[Box, ...]]] = {}
+        self._experts = ExpertRows(reference, iteration, layout.mesh)
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
         """Compare an activation or its gradient under each of its names."""
@@ -163,7 +134,11 @@ class CompareSink:
         """This rank's slice of the reference, when isolating and where ``data`` is not that."""
         key = TraceKey(self._iteration, *place)
         replaceable = data.is_floating_point() or data.dtype == torch.bool
-        if not self._isolate or not replaceable or key not in self._reference:
+        if not self._isolate or not replaceable:
+            return None
+        if self._experts.holds(key):
+            return self._replace_rows(key, data)
+        if key not in self._reference:
             return None
         entry = self._reference.entry(key)
         instead = torch.empty_like(data)
@@ -204,13 +179,100 @@ class CompareSink:
             for own, its in box_views(data.detach(), there, found.boxes):
                 own.copy_(its)
 
+    def positions(self, local: tuple[int, int]) -> torch.Tensor:
+        """Where this rank's tokens stand in their microbatch."""
+        return torch.from_numpy(token_positions(local, self._layout.mesh, self._layout.seq_length))
+
+    def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
+        """Learn who the rows are that a layer's experts are about to see, and judge that."""
+        is_new = (microbatch, experts) not in self._experts
+        for piece, sums in self._experts.announce(microbatch, experts, index):
+            if is_new:
+                self._add_sums(
+                    Measured(piece.key, piece.placement, piece.boxes, piece.logical_shape, sums)
+                )
+
+    def routed(
+        self,
+        microbatch: int,
+        router: str,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        groups: Groups | None,
+    ) -> torch.Tensor | None:
+        """Judge a router's choice; the reference's takes its place."""
+        key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, CHOICE)
+        if key not in self._reference:
+            return None
+        entry = self._reference.entry(key)
+        placement, boxes = self._plan_activation(key, tuple(chosen.shape), entry.shape)
+        theirs = torch.empty_like(chosen)
+        for here, there in box_views(theirs, self._reference.tensor(entry), boxes):
+            here.copy_(there)
+        if key not in self._by_key:
+            self._compare(dataclasses.replace(key, index=SCORES), scores)
+            sums, others = choice(scores, chosen, theirs, groups)
+            note = f"{others} of {len(chosen)} tokens routed otherwise" if others else ""
+            self._add_sums(Measured(key, describe(placement), boxes, entry.shape, sums, note=note))
+        return theirs
+
+    def _compare_rows(self, key: TraceKey, data: torch.Tensor) -> None:
+        """Compare an experts' tensor with its pieces of several microbatches' tensors."""
+        shape = tuple(data.shape)
+        try:
+            pieces = self._experts.pieces(key, shape, gated=self._is_gated(key))
+        except ValueError as error:
+            there = self._reference.entry(key).shape if key in self._reference else shape
+            self._misfit(Measured(key, "", (), there, None, "shape", str(error)), data)
+            return
+        kept: int | None = None
+        for piece in pieces:
+            if piece.key not in self._reference:
+                note = "not in the reference"
+                self._misfit(Measured(piece.key, "", (), shape, None, "extra", note), data)
+                continue
+            whole = self._reference.tensor(self._reference.entry(piece.key))
+            factor = self._factor(key)
+            sums = measure(data, whole, piece.boxes, factor)
+            share: tuple[float, ...] = ()
+            if piece.is_summand:
+                share = sketch_of_share(
+                    data, whole, piece.boxes, factor, self._layout.mesh.size("etp")
+                )
+            found = Measured(
+                piece.key, piece.placement, piece.boxes, piece.logical_shape, sums, sketch=share
+            )
+            self._add(found)
+            kept = self._keep(found, data, kept)
+
+    def _replace_rows(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
+        """An experts' tensor with the reference's rows; of a summand, with an equal share each."""
+        instead = data.detach().clone()
+        try:
+            pieces = self._experts.pieces(key, tuple(data.shape), gated=self._is_gated(key))
+        except ValueError:
+            return None
+        for piece in pieces:
+            if piece.key not in self._reference:
+                continue
+            whole = self._reference.tensor(self._reference.entry(piece.key))
+            share = self._factor(key) / (self._layout.mesh.size("etp") if piece.is_summand else 1)
+            for here, there in box_views(instead, whole, piece.boxes):
+                here.copy_(there)
+                if share != 1.0:
+                    here.mul_(share)
+        return None if torch.equal(instead, data) else instead
+
     def _compare(
         self,
         key: TraceKey,
         data: torch.Tensor,
         planned: Callable[[tuple[int, ...]], tuple[Placement, tuple[Box, ...]]] | None = None,
     ) -> None:
-        if is_dispatched(key, self._layout.mesh):
+        if self._experts.holds(key):
+            self._compare_rows(key, data)
+            return
+        if is_beyond(key, self._layout.mesh, self._layout.dispatcher):
             return
         if key not in self._reference:
             note = "not in the reference"
@@ -234,7 +296,8 @@ class CompareSink:
     def _repeat(self, first: TraceKey, key: TraceKey, data: torch.Tensor) -> None:
         known = self._by_key.get(first)
         same = (
-            not self._isolate  # else it has the reference's values by now
+            not self._experts.holds(key)
+            and not self._isolate  # else it has the reference's values by now
             and known is not None
             and known.sums is not None
             and key in self._reference
@@ -253,19 +316,37 @@ class CompareSink:
         self.measured.append(found)
         self._by_key[found.key] = found
 
+    def _add_sums(self, found: Measured) -> None:
+        """A finding that no stored tensor would give again."""
+        self._add(found)
+        if self._keep_all and self._writer is not None and found.sums is not None:
+            sums = dataclasses.astuple(found.sums)
+            entry = self._entry(found, torch.empty(0))
+            self._writer.add(dataclasses.replace(entry, sums=sums), None)
+
     def _misfit(self, found: Measured, data: torch.Tensor) -> None:
         self._add(found)
         if self._keep_all and self._writer is not None:
             entry = dataclasses.replace(self._entry(found, data), misfit=found.note)
             self._writer.add(entry, data)
 
-    def _keep(self, found: Measured, data: torch.Tensor) -> None:
+    def _keep(self, found: Measured, data: torch.Tensor, same_as: int | None = None) -> int | None:
+        """Store a failed tensor; ``same_as`` is its line if it was stored for another piece."""
         if self._writer is None:
-            return
-        if self._keep_all or (
-            self._tolerances is not None and fails(found.sums, self._tolerances, found.key)
-        ):
-            self._kept[found.key] = self._writer.add(self._entry(found, data), data)
+            return same_as
+        suspect = (
+            not found.sketch  # a summand alone proves nothing
+            and self._tolerances is not None
+            and fails(found.sums, self._tolerances, found.key)
+        )
+        if not self._keep_all and not suspect:
+            return same_as
+        entry = self._entry(found, data)
+        if same_as is None:
+            self._kept[found.key] = self._writer.add(entry, data)
+            return self._kept[found.key]
+        self._writer.add(dataclasses.replace(entry, same_as=same_as), None)
+        return same_as
 
     def _entry(self, found: Measured, data: torch.Tensor) -> Entry:
         return Entry(

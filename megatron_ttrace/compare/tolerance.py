@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.records import CHOICE, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
@@ -107,6 +107,9 @@ class Tolerances:
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
+        if key.kind is Kind.ROUTING and key.index == CHOICE:
+            # What a choice costs is bounded by its scores' error (compare/routing.py).
+            return self.of(dataclasses.replace(key, index=SCORES))
         moved = self._moved.get(key)
         n, norm = (moved.n, moved.norm) if moved else (0, 0.0)
         rms = norm / math.sqrt(n) if n else 0.0

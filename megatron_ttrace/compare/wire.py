@@ -21,7 +21,7 @@ def encode(measured: list[Measured]) -> dict[str, Any]:
         number = layouts.setdefault(layout, len(layouts))
         sums = None if one.sums is None else [_text(v) for v in dataclasses.astuple(one.sums)]
         key = [one.key.iteration, one.key.microbatch, one.key.kind.value, one.key.name]
-        rows.append([*key, one.key.index, number, sums, one.problem, one.note])
+        rows.append([*key, one.key.index, number, sums, one.problem, one.note, one.sketch])
     return {
         "layouts": [
             [placement, [[b.logical, b.extent, b.local] for b in boxes], shape]
@@ -42,7 +42,9 @@ def decode(message: dict[str, Any]) -> list[Measured]:
         for placement, boxes, shape in message["layouts"]
     ]
     found = []
-    for iteration, microbatch, kind, name, index, number, sums, problem, note in message["rows"]:
+    for iteration, microbatch, kind, name, index, number, sums, problem, note, sketch in message[
+        "rows"
+    ]:
         placement, boxes, shape = layouts[number]
         found.append(
             Measured(
@@ -50,9 +52,10 @@ def decode(message: dict[str, Any]) -> list[Measured]:
                 placement=placement,
                 boxes=boxes,
                 logical_shape=shape,
-                sums=None if sums is None else _sums(sums),
+                sums=None if sums is None else Sums.of(sums),
                 problem=problem,
                 note=note,
+                sketch=tuple(sketch),
             )
         )
     return found
@@ -63,17 +66,3 @@ def _text(value: float | int) -> float | int | str:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)
     return value
-
-
-def _sums(values: list[Any]) -> Sums:
-    n, diff, reference, candidate, dot, worst, nonfinite, checksum = values
-    return Sums(
-        n=n,
-        diff=float(diff),
-        reference=float(reference),
-        candidate=float(candidate),
-        dot=float(dot),
-        worst=float(worst),
-        nonfinite=nonfinite,
-        checksum=checksum,
-    )

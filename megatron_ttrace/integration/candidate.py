@@ -121,6 +121,7 @@ class CandidateSession(Session):
                     # What contains it has that attribute too, and turns nothing.
                     and hasattr(module, "vocab_start_index")
                 ),
+                self._dispatcher(),
             ),
             tolerances=self._tolerances,
             writer=self._writer,
@@ -270,6 +271,7 @@ class CandidateSession(Session):
             "layers": args.num_layers,
             "hidden": args.hidden_size,
             "seq_length": args.seq_length,
+            "dispatcher": self._dispatcher(),
             "iterations": list(self.settings.iterations),
             "isolate": self.settings.isolate,
             "init": self.settings.init,
@@ -292,6 +294,10 @@ class CandidateSession(Session):
             or bool(getattr(args, "deterministic_mode", False)),
             same_code=not self.settings.reference_args,
         )
+
+    def _dispatcher(self) -> str:
+        """How tokens reach their experts; empty without experts."""
+        return str(self.args.moe_token_dispatcher_type) if self.args.num_experts else ""
 
     def _publish(self, summary: Summary, verdicts: list[Verdict]) -> None:
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer

@@ -16,12 +16,13 @@ from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.optimizer import Snapshot
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured, WriteSink
+from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.integration.session import Session
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.records import Kind, TraceKey
 from megatron_ttrace.reference.perturb import perturbed
+from megatron_ttrace.trace.sink import WriteSink
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 

@@ -26,6 +26,7 @@ from megatron_ttrace.localise.culprits import UNKNOWN
 from megatron_ttrace.localise.evidence import ELEMENTS, Evidence, Finding, Part, parts_of, where
 from megatron_ttrace.localise.places import usual_place
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.token_index import is_described_as_summand
 from megatron_ttrace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader
 
@@ -163,6 +164,8 @@ class Explainer:
         limit = max(1, ELEMENTS // max(1, len(kept) // 8))
         for rank, number in kept:
             entry = self._candidate.resolve(rank, number)
+            if is_described_as_summand(entry.placement) or entry.sums:
+                continue
             if entry.boxes or not entry.logical_shape:
                 local = self._candidate.tensor(entry)
                 yield (
@@ -172,16 +175,7 @@ class Explainer:
 
     def _meshes(self) -> list[Mesh]:
         assert self._candidate is not None
-        return [
-            Mesh(
-                rank=mesh["rank"],
-                world_size=mesh["world_size"],
-                sizes=tuple(mesh["sizes"]),
-                coordinates=tuple(mesh["coordinates"]),
-                vpp=mesh["vpp"],
-            )
-            for mesh in self._candidate.meta["meshes"]
-        ]
+        return [Mesh.from_dict(mesh) for mesh in self._candidate.meta["meshes"]]
 
     def _microbatches(self, meshes: Sequence[Mesh]) -> int:
         total = int(self._reference.meta.get("microbatches", 1))

@@ -29,7 +29,6 @@ def infer_activation(
     *,
     seq_length: int,
     gated: bool = False,
-    tensor_axis: str = "tp",
 ) -> Placement:
     """The placement of an activation or its gradient.
 
@@ -39,7 +38,6 @@ def infer_activation(
         mesh: sizes of the axes.
         seq_length: logical sequence length, which tells the sequence dim from others.
         gated: whether the last dim stacks gate and up projection.
-        tensor_axis: ``tp``, or ``etp`` inside experts.
 
     Raises:
         NoPlacementError: with a sentence that says what does not fit.
@@ -52,19 +50,34 @@ def infer_activation(
             raise NoPlacementError(f"{tuple(local)} is no even part of {tuple(logical)}")
         ratios.append(whole // here if here else 1)
     steps = []
-    cp, tp = mesh.size("cp"), mesh.size(tensor_axis)
-    if cp > 1:
-        for dim, ratio in enumerate(ratios):
-            if ratio > 1 and ratio % cp == 0 and logical[dim] == seq_length:
-                steps.append(Step("cp", ZigZag(dim)))
-                ratios[dim] //= cp
-                break
+    cp, tp = mesh.size("cp"), mesh.size("tp")
+    dim = _sequence_dim(ratios, logical, cp, seq_length)
+    if dim is not None:
+        steps.append(Step("cp", ZigZag(dim)))
+        ratios[dim] //= cp
     divided = [dim for dim, ratio in enumerate(ratios) if ratio > 1]
     if len(divided) > 1 or any(ratios[dim] != tp for dim in divided):
         raise NoPlacementError(
-            f"{tuple(local)} fits no division of {tuple(logical)} by cp={cp} and {tensor_axis}={tp}"
+            f"{tuple(local)} fits no division of {tuple(logical)} by cp={cp} and tp={tp}"
         )
     for dim in divided:
         last = dim == len(logical) - 1
-        steps.append(Step(tensor_axis, BlockShard(dim) if gated and last else Shard(dim)))
+        steps.append(Step("tp", BlockShard(dim) if gated and last else Shard(dim)))
     return tuple(steps)
+
+
+def _sequence_dim(
+    ratios: Sequence[int], logical: Sequence[int], cp: int, seq_length: int
+) -> int | None:
+    """The dim that context parallelism divides: the sequence, or all tokens of a microbatch.
+
+    A router sees [tokens, hidden], tokens numbered sequence first: the same chunks, each as many
+    times longer as there are samples.
+    """
+    if cp == 1:
+        return None
+    divided = [dim for dim, ratio in enumerate(ratios) if ratio > 1 and ratio % cp == 0]
+    for dim in divided:
+        if logical[dim] == seq_length:
+            return dim
+    return 0 if 0 in divided and logical[0] % seq_length == 0 else None

@@ -9,6 +9,7 @@ dp = world / (tp cp pp); expert-side ones use etp, ep, edp, pp with edp = world 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Self
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp", "edp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -26,6 +27,17 @@ class Mesh:
     sizes: tuple[int, ...]
     coordinates: tuple[int, ...]
     vpp: int = 1
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """From ``dataclasses.asdict``, also after a round trip through JSON."""
+        return cls(
+            rank=data["rank"],
+            world_size=data["world_size"],
+            sizes=tuple(data["sizes"]),
+            coordinates=tuple(data["coordinates"]),
+            vpp=data["vpp"],
+        )
 
     def size(self, axis: str) -> int:
         """Number of ranks along ``axis``."""

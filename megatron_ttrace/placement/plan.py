@@ -71,3 +71,15 @@ def local_shape(logical_shape: Sequence[int], placement: Placement, mesh: Mesh) 
     if flat is not None:
         return (flat.end - flat.start,)
     return tuple(length(dim_map) for dim_map in dim_maps)
+
+
+def dims_of(logical_shape: Sequence[int], placement: Placement, mesh: Mesh) -> tuple[DimMap, ...]:
+    """The dims of this rank's local tensor, for a placement without a ``FlatShard``.
+
+    Raises:
+        ValueError: as :func:`plan` does, and for a ``FlatShard``.
+    """
+    dim_maps, flat = _dim_maps(logical_shape, placement, mesh)
+    if flat is not None:
+        raise ValueError("a flat range has no dims")
+    return tuple(dim_maps)

@@ -41,7 +41,8 @@ class Entry:
 
     ``shape`` is the stored shape, ``logical_shape`` the whole tensor's (the same in a reference).
     ``factor`` is what this run's values must be divided by to be the reference's. ``misfit`` says
-    why the tensor has no place in the reference, if it has none.
+    why the tensor has no place in the reference, if it has none. ``sums`` is what was found of a
+    tensor that was judged by other means than its elements: no data is kept of it.
     """
 
     key: TraceKey
@@ -55,6 +56,7 @@ class Entry:
     boxes: tuple[Box, ...] = ()
     factor: float = 1.0
     misfit: str = ""
+    sums: tuple[float | int | str, ...] = ()
 
 
 def atomic_write(path: Path, text: str) -> None:
@@ -233,10 +235,12 @@ def _encode(entry: Entry) -> str:
     }
     if entry.same_as >= 0:
         line["same_as"] = entry.same_as
-    else:
+    elif entry.file or entry.tensor:
         line |= {"file": entry.file, "tensor": entry.tensor}
     if entry.misfit:
         line["misfit"] = entry.misfit
+    if entry.sums:
+        line["sums"] = entry.sums
     if entry.boxes or entry.logical_shape:
         line |= {
             "logical_shape": entry.logical_shape,
@@ -281,4 +285,5 @@ def _decode(line: dict[str, Any]) -> Entry:
         ),
         factor=line.get("factor", 1.0),
         misfit=line.get("misfit", ""),
+        sums=tuple(line.get("sums", ())),
     )

@@ -8,13 +8,14 @@ import torch
 
 from megatron_ttrace.compare import sinks
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.sinks import CompareSink, Layout, WriteSink, fails, step_level
+from megatron_ttrace.compare.sinks import CompareSink, Layout, fails, step_level
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.trace.sink import WriteSink
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 S, H = 8, 6

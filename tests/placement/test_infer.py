@@ -15,7 +15,7 @@ S, B, H = 16, 2, 12
 """Sequence, batch, hidden."""
 
 
-def infer(local, logical, gated=False, seq_length=S, axis="tp", **sizes):
+def infer(local, logical, gated=False, seq_length=S, **sizes):
     """The placement in words, for rank 0 of a world that just holds the layout."""
     world = int(np.prod(list(sizes.values()), dtype=int))
     return describe(
@@ -25,7 +25,6 @@ def infer(local, logical, gated=False, seq_length=S, axis="tp", **sizes):
             mesh_of(0, world, **sizes),
             seq_length=seq_length,
             gated=gated,
-            tensor_axis=axis,
         )
     )
 
@@ -56,6 +55,9 @@ def infer(local, logical, gated=False, seq_length=S, axis="tp", **sizes):
         ((S // 4, B, H), (S, B, H), {"cp": 2, "tp": 2}, "cp:ZigZag(0) tp:Shard(0)"),
         ((S // 8, B, H), (S, B, H), {"cp": 2, "tp": 4}, "cp:ZigZag(0) tp:Shard(0)"),
         ((S // 8, B, H), (S, B, H), {"cp": 4, "tp": 2}, "cp:ZigZag(0) tp:Shard(0)"),
+        # all tokens in one dim, as a router sees them
+        ((S * B // 2, H), (S * B, H), {"cp": 2}, "cp:ZigZag(0)"),
+        ((S * B // 4, H), (S * B, H), {"cp": 2, "tp": 2}, "cp:ZigZag(0) tp:Shard(0)"),
         # hidden as long as the sequence
         ((S // 2, B, S // 2), (S, B, S), {"cp": 2, "tp": 2}, "cp:ZigZag(0) tp:Shard(2)"),
         ((S, B, S // 2), (S, B, S), {"tp": 2}, "tp:Shard(2)"),
@@ -78,15 +80,6 @@ def test_table(local, logical, sizes, expected):
 def test_gated_table(local, logical, sizes, expected):
     """Only the last dim stacks gate and up; a sequence dim never does."""
     assert infer(local, logical, gated=True, **sizes) == expected
-
-
-def test_experts_are_divided_by_their_own_axis():
-    """Inside experts the tensor axis is etp, whatever tp is."""
-    mesh = mesh_of(0, 8, tp=4, etp=2)
-    found = infer_activation((S, 6), (S, 12), mesh, seq_length=S, tensor_axis="etp")
-    assert describe(found) == "etp:Shard(1)"
-    with pytest.raises(NoPlacementError, match="by cp=1 and tp=4"):
-        infer_activation((S, 6), (S, 12), mesh, seq_length=S)
 
 
 @pytest.mark.parametrize(

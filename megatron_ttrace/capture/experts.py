@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follow tokens to their experts, and let every run route them as the reference did.
+
+*Dispatch*: the token dispatcher's own three steps (``dispatch_preprocess``, ``token_dispatch``,
+``dispatch_postprocess`` in megatron/core/transformer/moe/token_dispatcher.py) are run once more on
+a shallow copy, with each token's microbatch and position in the place of its hidden state. What
+arrives beside the experts' input says which token each row is, whatever the order of arrival; a
+dispatcher that carries a token to the wrong place carries its name there as well.
+
+*Routing*: the choice of experts is discrete, and two scores within rounding may be ordered
+otherwise on another layout (or in bf16, where ties are frequent). What each router chose by itself
+is compared (:mod:`megatron_ttrace.compare.routing`), then the reference's choice takes its place,
+through the interface that Megatron has for replaying (``RouterReplay.get_replay_topk``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron_ttrace.compare.routing import Groups
+from megatron_ttrace.placement.token_index import TokenIndex
+
+CAN_FOLLOW = ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher")
+"""Dispatchers whose steps carry any tensor of tokens; DeepEP's kernels want hidden states."""
+
+Microbatch = Callable[[], int]
+"""Global number of the microbatch that is being worked on."""
+
+
+class ExpertSink(Protocol):
+    """Where dispatches and choices go."""
+
+    def positions(self, local: tuple[int, int]) -> torch.Tensor:
+        """Position of each token of this rank's [sequence, micro batch] in its microbatch."""
+
+    def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
+        """The experts of a layer are about to see these rows."""
+
+    def routed(
+        self,
+        microbatch: int,
+        router: str,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        groups: Groups | None,
+    ) -> torch.Tensor | None:
+        """What a router chose ([tokens, k]); returns what it must choose instead, if anything.
+
+        Called again with the same where activations are recomputed.
+        """
+
+
+class DispatchTap:
+    """On the dispatcher of one layer of experts."""
+
+    def __init__(
+        self,
+        layer: Any,
+        experts: str,
+        microbatch: Microbatch,
+        sink: ExpertSink,
+        guard: Callable[..., Any],
+    ) -> None:
+        """Attach.
+
+        Args:
+            layer: Megatron's ``MoELayer``.
+            experts: canonical name of its experts.
+            microbatch: asked when tokens are dispatched.
+            sink: is told who the rows are.
+            guard: calls a function, so that its errors do not reach training.
+        """
+        self._dispatcher = layer.token_dispatcher
+        self._first_expert = layer.local_expert_indices[0]
+        self._experts = experts
+        self._microbatch = microbatch
+        self._sink = sink
+        self._guard = guard
+        self._asked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        kind = type(self._dispatcher)
+        self._steps = (kind.dispatch_preprocess, kind.token_dispatch, kind.dispatch_postprocess)
+        self._dispatcher.dispatch_preprocess = self._before
+        self._dispatcher.dispatch_postprocess = self._after
+
+    def remove(self) -> None:
+        """Detach: the dispatcher's own methods are its class's again."""
+        del self._dispatcher.dispatch_preprocess
+        del self._dispatcher.dispatch_postprocess
+
+    def _before(self, hidden: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor) -> Any:
+        self._asked = hidden, routing, probs
+        return self._steps[0](self._dispatcher, hidden, routing, probs)
+
+    def _after(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._steps[2](self._dispatcher, *args, **kwargs)
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self._guard(self._follow, *asked)
+        return result
+
+    @torch.no_grad()
+    def _follow(self, hidden: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor) -> None:
+        sequence, samples = hidden.shape[0], hidden.shape[1]
+        microbatch = self._microbatch()
+        position = self._sink.positions((sequence, samples)).to(hidden.device)
+        # Float32 is carried by every dispatcher and exact for these numbers; 0 is left to padding.
+        names = torch.stack((torch.full_like(position, microbatch + 1), position), dim=-1).float()
+        shadow = copy.copy(self._dispatcher)
+        shadow.shared_experts = None
+        before, across, after = self._steps
+        carried, weights = before(shadow, names.view(sequence, samples, 2), routing, probs.detach())
+        carried, weights = across(shadow, carried, weights)
+        carried, counts, _ = after(shadow, carried, weights)
+        rows = carried.detach().round().to("cpu", torch.int64).numpy()
+        counts = np.asarray(torch.as_tensor(counts).to("cpu", torch.int64))
+        experts = np.arange(self._first_expert, self._first_expert + len(counts))
+        index = TokenIndex(rows[:, 0] - 1, rows[:, 1].copy(), np.repeat(experts, counts))
+        self._sink.dispatched(microbatch, self._experts, index)
+
+
+class RouterTap:
+    """In the place of a router's ``router_replay``, whose interface it has."""
+
+    def __init__(
+        self,
+        router: Any,
+        name: str,
+        microbatch: Microbatch,
+        sink: ExpertSink,
+        guard: Callable[..., Any],
+    ) -> None:
+        """Attach to Megatron's ``TopKRouter``; arguments as of :class:`DispatchTap`."""
+        self._router = router
+        self._name = name
+        self._microbatch = microbatch
+        self._sink = sink
+        self._guard = guard
+        self._before = router.router_replay
+        router.router_replay = self
+
+    def remove(self) -> None:
+        """Detach."""
+        self._router.router_replay = self._before
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores and experts of each token, as Megatron's router asks for them."""
+        assert default_compute_topk is not None
+        values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+        groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
+        instead = self._guard(
+            self._sink.routed,
+            self._microbatch(),
+            self._name,
+            scores.detach(),
+            chosen.detach(),
+            groups,
+        )
+        if instead is None:
+            return values, chosen
+        return scores.gather(1, instead), instead

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the rows of the experts' tensors belong, as one rank of the candidate learns it.
+
+A dispatcher's call announces who the rows are that it hands to the experts
+(megatron_ttrace/capture/experts.py); from then on every tensor of those experts, forward and
+backward, is a set of pieces of the reference's tensors of several microbatches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.placement.boxes import Box, DimMap, length, product, whole
+from megatron_ttrace.placement.infer import NoPlacementError
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.token_index import (
+    NOBODY,
+    TokenIndex,
+    describe_summand,
+    expert_boxes,
+    is_summand,
+    match,
+)
+from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import TraceReader
+
+REASON = (
+    "dispatched: this token dispatcher cannot be followed (alltoall and allgather can); its layer "
+    "is judged as a whole"
+)
+FOLLOWED = ("alltoall", "allgather")
+"""Dispatchers (``--moe-token-dispatcher-type``) whose communication carries other data as well."""
+
+
+def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
+    """Whether ``key`` lies in experts that are spread by a dispatcher that cannot be followed."""
+    spread = mesh.size("ep") > 1 or mesh.size("etp") > 1
+    return (
+        spread
+        and dispatcher not in FOLLOWED
+        and key.microbatch >= 0
+        and ".experts." in f".{key.name}."
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a rank's tensor that belongs to one tensor of the reference."""
+
+    key: TraceKey
+    placement: str
+    boxes: tuple[Box, ...]
+    logical_shape: tuple[int, ...]
+    is_summand: bool
+
+
+def rows_key(iteration: int, microbatch: int, experts: str) -> TraceKey:
+    """The key under which the reference keeps who its experts' rows are."""
+    return TraceKey(iteration, microbatch, Kind.ROUTING, experts, 0)
+
+
+def encode_rows(index: TokenIndex) -> torch.Tensor:
+    """[rows, 2]: position and expert. Padding has neither."""
+    real = index.microbatch != NOBODY
+    columns = [torch.from_numpy(index.position[real]), torch.from_numpy(index.expert[real])]
+    return torch.stack(columns, dim=1)
+
+
+class ExpertRows:
+    """The token indexes of one iteration on one rank."""
+
+    def __init__(self, reference: TraceReader, iteration: int, mesh: Mesh) -> None:
+        self._reference = reference
+        self._iteration = iteration
+        self._mesh = mesh
+        self._here: dict[tuple[int, str], TokenIndex] = {}
+        self._there: dict[TraceKey, TokenIndex] = {}
+        self._matched: dict[tuple[TraceKey, int | None, int, int | None], tuple[DimMap, int]] = {}
+        self._layers: set[str] = set()
+
+    def __contains__(self, call: tuple[int, str]) -> bool:
+        """Whether a microbatch's rows in a layer's experts are known."""
+        return call in self._here
+
+    def announce(
+        self, microbatch: int, experts: str, index: TokenIndex
+    ) -> list[tuple[Piece, Sums]]:
+        """Take note of a dispatch; returns how its rows agree with the reference's routing.
+
+        A row that the reference does not have is an error of one; rows that nobody has are found
+        by coverage.
+        """
+        self._here[microbatch, experts] = index
+        self._layers.add(experts)
+        found = []
+        for number in dict.fromkeys([microbatch, *index.microbatches]):
+            key = rows_key(self._iteration, number, experts)
+            if key not in self._reference:
+                continue
+            rows, strangers = self._match(index, key)
+            shape = (len(self._known(key).microbatch), 2)
+            held = length(rows)
+            sums = Sums(
+                n=2 * (held + strangers),
+                diff=float(2 * strangers),
+                reference=float(2 * (held + strangers)),
+                candidate=float(2 * (held + strangers)),
+                dot=float(2 * held),
+                worst=float(strangers > 0),
+            )
+            boxes = product([rows, whole(2)])
+            found.append((Piece(key, "TokenIndex(0)", boxes, shape, False), sums))
+        return found
+
+    def holds(self, key: TraceKey) -> str:
+        """The experts that ``key`` lies in, if their rows were announced; else empty."""
+        for layer in self._layers:
+            if f"{key.name}.".startswith(f"{layer}."):
+                return layer if (key.microbatch, layer) in self._here else ""
+        return ""
+
+    def pieces(self, key: TraceKey, local: tuple[int, ...], *, gated: bool) -> list[Piece]:
+        """The pieces of an experts' tensor of shape ``local``, by microbatch.
+
+        Raises:
+            NoPlacementError: when rows or columns do not fit.
+        """
+        layer = self.holds(key)
+        expert, module = _within(key.name.partition("#")[0], layer)
+        index = self._here[key.microbatch, layer]
+        if expert is not None:
+            index = index.of_expert(expert)
+        if not local:
+            raise NoPlacementError("a scalar within experts has no rows")
+        index = index.fitted(local[0])
+        found = []
+        for number in dict.fromkeys([key.microbatch, *index.microbatches]):
+            there = dataclasses.replace(key, microbatch=number)
+            if there not in self._reference:
+                # Named as what it is: a tensor that the reference does not have.
+                found.append(Piece(there, "", (), local, False))
+                continue
+            shape = self._reference.entry(there).shape
+            where = rows_key(self._iteration, number, layer)
+            rows, _ = self._match(index, where, expert, shape[0])
+            placement, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
+            summand = self._mesh.size("etp") > 1 and is_summand(key.kind, module)
+            if summand:
+                placement = describe_summand(placement)
+            found.append(Piece(there, placement, boxes, shape, summand))
+        return found
+
+    def _match(
+        self,
+        index: TokenIndex,
+        key: TraceKey,
+        expert: int | None = None,
+        rows: int | None = None,
+    ) -> tuple[DimMap, int]:
+        """Match with the reference's rows: all or an expert's, padded to ``rows`` if given.
+
+        A microbatch goes through a layer's experts once, so the number of rows says which of the
+        forms of its index is asked for.
+        """
+        memo = (key, expert, len(index.microbatch), rows)
+        if memo not in self._matched:
+            there = self._known(key)
+            if expert is not None:
+                there = there.of_expert(expert)
+            if rows is not None:
+                there = there.fitted(rows)
+            self._matched[memo] = match(index, there, key.microbatch)
+        return self._matched[memo]
+
+    def _known(self, key: TraceKey) -> TokenIndex:
+        if key not in self._there:
+            if key not in self._reference:
+                raise NoPlacementError(f"the reference does not say who the rows of {key} are")
+            stored = self._reference.tensor(self._reference.entry(key)).numpy()
+            microbatch = np.full(len(stored), key.microbatch, dtype=np.int64)
+            self._there[key] = TokenIndex(microbatch, stored[:, 0], stored[:, 1])
+        return self._there[key]
+
+
+def _within(name: str, layer: str) -> tuple[int | None, str]:
+    """The expert's number, if ``name`` is within one expert, and the module's name in it."""
+    rest = name.removeprefix(layer).removeprefix(".")
+    if rest.startswith("local_experts."):
+        number, _, module = rest.removeprefix("local_experts.").partition(".")
+        return int(number), module
+    return None, rest

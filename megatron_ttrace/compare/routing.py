@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Was a router's choice of experts the reference's, or a tie?
+
+Let a token's scores be ``c`` in the candidate and ``r`` in the reference, and let each side choose
+its k best: sets C and R. The *regret* of the reference's choice under the candidate's own scores is
+
+    sum of c over C - sum of c over R  >=  0.
+
+R is best under r, so the regret is at most the sum of ``|c - r|`` over the experts in which the
+choices differ, at most 2k of them: ``regret <= sqrt(2k) * ||c - r||``. So where scores agree within
+their tolerance, ``regret / sqrt(2k)`` does, too, and is judged by it: no other bound is needed. A
+larger one is a choice that rounding cannot explain.
+
+With groups of experts (``--moe-router-num-groups``; ``group_limited_topk`` in
+megatron/core/transformer/moe/moe_utils.py) g groups are chosen first, by the sum of their k/g best
+scores. Where the reference took experts of a group T that is not among the candidate's, the regret
+is the lowest chosen group's score less T's, bounded by the same argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from megatron_ttrace.compare.measure import Sums, checksum
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Groups:
+    """``chosen`` of ``number`` equal groups of experts may be used by a token."""
+
+    number: int
+    chosen: int
+
+
+def choice(
+    scores: torch.Tensor,
+    chosen: torch.Tensor,
+    reference: torch.Tensor,
+    groups: Groups | None = None,
+) -> tuple[Sums, int]:
+    """Compare two choices.
+
+    Args:
+        scores: the candidate's, [tokens, experts].
+        chosen: experts that the candidate chose, [tokens, k].
+        reference: experts that the reference chose for the same tokens, [tokens, k].
+        groups: of experts, where the router is limited to some of them.
+
+    Returns:
+        Sums on the scale of the scores (``diff`` of regrets over ``sqrt(2k)``), and the number of
+        tokens that were routed otherwise.
+    """
+    tokens, k = chosen.shape
+    ours, theirs = chosen.sort(dim=1).values, reference.to(chosen.device).sort(dim=1).values
+    differs = (ours != theirs).any(dim=1)
+    exact = scores.double()
+    regret = exact.gather(1, ours).sum(dim=1) - exact.gather(1, theirs).sum(dim=1)
+    if groups is not None:
+        elsewhere, lost = _group_regret(exact, theirs, groups)
+        regret = torch.where(elsewhere, lost, regret)
+    regret = torch.where(differs, regret, torch.zeros_like(regret))
+    size = float(exact.square().sum())
+    diff = float(regret.square().sum()) / (2 * k)
+    sums = Sums(
+        n=scores.numel(),
+        diff=diff,
+        reference=size,
+        candidate=size,
+        dot=size,
+        worst=float(regret.abs().max()) if tokens else 0.0,
+        nonfinite=int((~torch.isfinite(regret)).sum()),
+        checksum=checksum(ours),
+    )
+    return sums, int(differs.sum())
+
+
+def _group_regret(
+    scores: torch.Tensor, theirs: torch.Tensor, groups: Groups
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens whose experts lie, in the reference, in groups not chosen here; and by how far."""
+    tokens, k = theirs.shape
+    each = scores.shape[1] // groups.number
+    best = max(k // groups.chosen, 1)
+    totals = scores.view(tokens, groups.number, each).topk(best, dim=2).values.sum(dim=2)
+    lowest = totals.topk(groups.chosen, dim=1).values[:, -1:]
+    touched = torch.zeros_like(totals, dtype=torch.bool).scatter(1, theirs // each, True)
+    lost = ((lowest - totals).clamp(min=0) * touched).sum(dim=1)
+    return lost > 0, lost

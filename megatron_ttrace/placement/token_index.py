@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``TokenIndex``: rows of an expert's tensors, each of which is one token of some microbatch.
+
+A dispatcher carries tokens to the ranks of their experts. What an expert sees are rows in the order
+of their arrival, from several sequence parts and several data-parallel ranks' microbatches; the
+reference, on one device, has every row of one microbatch sorted by expert and position
+(``permute`` in megatron/core/transformer/moe/moe_utils.py). So a rank's tensor is cut into pieces
+of several logical tensors, one per microbatch, and each row is found by its identity: microbatch,
+position in the sequence, expert.
+
+Within experts the hidden dim is divided by expert tensor parallelism (``etp``), and what comes out
+of the second linear layer is a summand that the dispatcher adds up afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from megatron_ttrace.placement.block_shard import BlockShard
+from megatron_ttrace.placement.boxes import Box, DimMap, Segment, product, whole
+from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.plan import dims_of
+from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.records import Kind
+
+Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+NOBODY = -1
+"""Microbatch of a padding row."""
+ALIGNMENTS = (16, 32)
+"""FP8 and MXFP8 matrix products want this many rows (``get_align_size_for_quantization``)."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenIndex:
+    """Who the rows of one call of the experts are; all arrays are of length ``rows``, int64.
+
+    Attributes:
+        microbatch: global number of the microbatch, or :data:`NOBODY` for padding.
+        position: of the token in its microbatch: ``sequence position * micro batch size + sample``.
+        expert: global number of the expert; rows of one expert are consecutive, in its order.
+    """
+
+    microbatch: Rows
+    position: Rows
+    expert: Rows
+
+    @property
+    def microbatches(self) -> list[int]:
+        """The microbatches that have rows here."""
+        return [int(m) for m in np.unique(self.microbatch) if m != NOBODY]
+
+    def of_expert(self, expert: int) -> TokenIndex:
+        """The rows of one expert, as its own modules see them."""
+        mine = self.expert == expert
+        return TokenIndex(self.microbatch[mine], self.position[mine], self.expert[mine])
+
+    def fitted(self, rows: int) -> TokenIndex:
+        """This index, padded expert by expert as a quantised matrix product wants it.
+
+        Raises:
+            NoPlacementError: when ``rows`` is neither the number of tokens nor a padded one.
+        """
+        if rows == len(self.microbatch):
+            return self
+        experts, counts = np.unique(self.expert, return_counts=True)
+        for alignment in ALIGNMENTS:
+            padded = -(-counts // alignment) * alignment
+            if int(padded.sum()) != rows:
+                continue
+            parts = [
+                self.of_expert(expert)._with_padding(int(size))
+                for expert, size in zip(experts, padded, strict=True)
+            ]
+            return TokenIndex(
+                np.concatenate([part.microbatch for part in parts]),
+                np.concatenate([part.position for part in parts]),
+                np.concatenate([part.expert for part in parts]),
+            )
+        raise NoPlacementError(f"{rows} rows, where {len(self.microbatch)} tokens were dispatched")
+
+    def _with_padding(self, size: int) -> TokenIndex:
+        more = size - len(self.microbatch)
+        return TokenIndex(
+            np.concatenate([self.microbatch, np.full(more, NOBODY)]),
+            np.concatenate([self.position, np.zeros(more, dtype=np.int64)]),
+            np.concatenate([self.expert, np.full(more, self.expert[0])]),
+        )
+
+
+def match(here: TokenIndex, there: TokenIndex, microbatch: int) -> tuple[DimMap, int]:
+    """Where the rows of ``microbatch`` lie in the reference's tensor.
+
+    Returns:
+        The rows as a dim map (runs of rows that are consecutive on both sides), and the number of
+        rows that the reference does not have, or that came twice.
+    """
+    local = np.flatnonzero(here.microbatch == microbatch)
+    known = np.flatnonzero(there.microbatch == microbatch)
+    width = 1 + max(_largest(here.position), _largest(there.position))
+    wanted = here.expert[local] * width + here.position[local]
+    codes = there.expert[known] * width + there.position[known]
+    order = np.argsort(codes, kind="stable")
+    found = np.searchsorted(codes[order], wanted)
+    inside = found < len(codes)
+    found = np.where(inside, found, 0)
+    hit = inside & (codes[order][found] == wanted) if len(codes) else inside
+    _, first = np.unique(wanted, return_index=True)
+    single = np.zeros(len(wanted), dtype=bool)
+    single[first] = True
+    hit &= single
+    return _runs(local[hit], known[order[found[hit]]]), int((~hit).sum())
+
+
+def _largest(values: Rows) -> int:
+    return int(values.max()) if len(values) else 0
+
+
+def _runs(local: Rows, logical: Rows) -> DimMap:
+    if not len(local):
+        return ()
+    breaks = np.flatnonzero((np.diff(local) != 1) | (np.diff(logical) != 1)) + 1
+    starts = [0, *(int(b) for b in breaks)]
+    stops = [*starts[1:], len(local)]
+    return tuple(
+        Segment(int(local[a]), int(logical[a]), b - a) for a, b in zip(starts, stops, strict=True)
+    )
+
+
+def expert_boxes(
+    rows: DimMap, local: tuple[int, ...], logical: tuple[int, ...], mesh: Mesh, *, gated: bool
+) -> tuple[str, tuple[Box, ...]]:
+    """The placement, in words, and the boxes of a tensor whose rows are tokens.
+
+    Args:
+        rows: of dim 0, from :func:`match`.
+        local: shape of this rank's tensor.
+        logical: shape of the reference's.
+        mesh: of this rank.
+        gated: whether the last dim stacks gate and up projection.
+
+    Raises:
+        NoPlacementError: when another dim is neither whole nor divided by ``etp``.
+    """
+    if len(local) != len(logical):
+        raise NoPlacementError(f"{local} has not as many dims as {logical}")
+    maps, words = [rows], ["TokenIndex(0)"]
+    etp = mesh.size("etp")
+    for dim in range(1, len(logical)):
+        if local[dim] == logical[dim]:
+            maps.append(whole(logical[dim]))
+        elif local[dim] * etp == logical[dim]:
+            last = dim == len(logical) - 1
+            rule = BlockShard(dim) if gated and last else Shard(dim)
+            maps.append(rule.divide(whole(logical[dim]), mesh.at("etp"), etp))
+            words.append(f"etp:{rule}")
+        else:
+            raise NoPlacementError(f"{local} fits no division of {logical} by etp={etp}")
+    return " ".join(words), product(maps)
+
+
+def is_summand(kind: Kind, module: str) -> bool:
+    """Whether, with expert tensor parallelism, a tensor is one rank's summand of the whole.
+
+    The second linear layer leaves its output to the dispatcher's reduce-scatter, and the gradient
+    of what was gathered for the first is reduce-scattered behind it (``explicit_expert_comm`` in
+    megatron/core/tensor_parallel/layers.py).
+
+    Args:
+        kind: of the tensor.
+        module: its name within the experts, without an expert's number: ``""`` for the experts as
+            a whole and for one expert, ``linear_fc1``, ``linear_fc2``, ...
+    """
+    if kind is Kind.OUTPUT:
+        return module in ("", "linear_fc2")
+    return kind is Kind.GRAD_INPUT and module in ("", "linear_fc1")
+
+
+def token_positions(local: tuple[int, int], mesh: Mesh, seq_length: int) -> Rows:
+    """Position of each of this rank's tokens in its whole microbatch, in local order.
+
+    Args:
+        local: this rank's [sequence, micro batch].
+        mesh: of this rank.
+        seq_length: of the whole sequence.
+
+    Raises:
+        NoPlacementError: when the local sequence is no part of it.
+    """
+    logical = (seq_length, local[1])
+    placement = infer_activation(local, logical, mesh, seq_length=seq_length)
+    sequence = dims_of(logical, placement, mesh)[0]
+    numbers = np.concatenate([np.arange(s.logical, s.logical + s.length) for s in sequence])
+    samples = np.arange(local[1])
+    positions: Rows = (numbers[:, None] * local[1] + samples[None, :]).reshape(-1)
+    return positions
+
+
+_SUMMAND = " etp:Partial(sum)"
+
+
+def describe_summand(placement: str) -> str:
+    """The words for a summand over ``etp``."""
+    return placement + _SUMMAND
+
+
+def is_described_as_summand(placement: str) -> bool:
+    """The inverse of :func:`describe_summand`."""
+    return placement.endswith(_SUMMAND)

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts' tensors compared token by token: two ranks of experts against one device."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.offline import measure_saved
+from megatron_ttrace.compare.sinks import CompareSink, Layout
+from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.token_index import TokenIndex
+from megatron_ttrace.records import CHOICE, SCORES, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.sink import WriteSink
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+
+LAYER = "decoder.layers.0.mlp.experts"
+ROUTER = "decoder.layers.0.mlp.router"
+TOKENS, HIDDEN, EXPERTS, K = 8, 6, 2, 1
+MICROBATCHES = (0, 1)
+IN = (Kind.INPUT, f"{LAYER}.linear_fc1", 0)
+OUT = (Kind.OUTPUT, LAYER, 0)
+OF_ONE = (Kind.INPUT, f"{LAYER}.local_experts.1.linear_fc1", 0)
+
+
+def chosen(microbatch):
+    """Which expert each token goes to: uneven, and another one for each microbatch."""
+    return torch.arange(TOKENS).remainder(3 + microbatch).clamp(max=1)
+
+
+def rows_of(microbatch, expert):
+    """Positions of an expert's tokens."""
+    return (chosen(microbatch) == expert).nonzero()[:, 0].numpy()
+
+
+def index(*parts):
+    """A token index from (microbatch, positions, expert) parts."""
+    return TokenIndex(
+        np.concatenate([np.full(len(p), m) for m, p, _ in parts]),
+        np.concatenate([np.asarray(p, dtype=np.int64) for _, p, _ in parts]),
+        np.concatenate([np.full(len(p), e) for _, p, e in parts]),
+    )
+
+
+def value(microbatch, position, expert):
+    """What the hidden state of a token is, wherever it is met."""
+    generator = torch.Generator().manual_seed(1000 * microbatch + 10 * int(position) + expert)
+    return torch.randn(HIDDEN, generator=generator)
+
+
+def tensor(rows):
+    """The tensor that belongs to an index."""
+    triples = zip(rows.microbatch, rows.position, rows.expert, strict=True)
+    found = [value(int(m), p, int(e)) for m, p, e in triples]
+    return torch.stack(found) if found else torch.empty(0, HIDDEN)
+
+
+def scores(microbatch):
+    """A router's scores that make the choice above."""
+    return torch.nn.functional.one_hot(chosen(microbatch), EXPERTS).float() + 0.1
+
+
+@pytest.fixture
+def reference(tmp_path):
+    """The trace of one device."""
+    writer = TraceWriter(tmp_path / "reference", 0)
+    sink = WriteSink(writer, 1)
+    for m in MICROBATCHES:
+        assert sink.positions((4, 2)).tolist() == list(range(TOKENS))
+        kept = sink.routed(m, ROUTER, scores(m), chosen(m)[:, None], None)
+        assert torch.equal(kept, chosen(m)[:, None])
+        rows = index(*[(m, rows_of(m, e), e) for e in range(EXPERTS)])
+        sink.dispatched(m, LAYER, rows)
+        sink.dispatched(m, LAYER, rows)  # recomputed
+        sink.tensor(((m, *IN),), tensor(rows))
+        sink.tensor(((m, *OF_ONE),), tensor(rows.of_expert(1)))
+        sink.tensor(((m, *OUT),), tensor(rows))
+    writer.close()
+    seal(tmp_path / "reference", {"role": "reference"})
+    return TraceReader(tmp_path / "reference")
+
+
+def tolerances(reference):
+    """One percent for everything."""
+    moved, dtypes = {}, {}
+    for key in reference:
+        data = reference.tensor(reference.entry(key)).double()
+        moved[key] = Moved(data.numel(), float(data.norm()), (0.0025,))
+        dtypes[key] = reference.entry(key).dtype
+    return Tolerances(moved, dtypes)
+
+
+def arrived(rank):
+    """What one of two expert-parallel ranks is sent: both microbatches, the other's first."""
+    return index(*[(m, rows_of(m, rank), rank) for m in reversed(MICROBATCHES)])
+
+
+def check(reference, tamper=lambda rank, rows, data: (rows, data), *, writer=None, **sizes):
+    """Verdicts of two ranks; ``tamper`` may change what a rank sees."""
+    measured = {}
+    for rank in range(2):
+        layout = Layout(mesh_of(rank, 2, **sizes), 4, False, 1.0)
+        sink = CompareSink(
+            reference, 1, layout, writer=writer(rank) if writer else None, keep_all=bool(writer)
+        )
+        own = rank if sizes.get("ep") == 2 else 0
+        rows, data = tamper(rank, arrived(own), tensor(arrived(own)))
+        sink.routed(own, ROUTER, scores(own), chosen(own)[:, None], None)
+        sink.dispatched(own, LAYER, rows)
+        sink.tensor(((own, *IN),), data)
+        if rank == 1 or sizes.get("ep") != 2:
+            sink.tensor(((own, *OF_ONE),), data[rows.expert == 1])
+        sink.tensor(((own, *OUT),), data)
+        measured[rank] = sink.measured
+    return by_place(judged(reference, measured)), measured
+
+
+def judged(reference, measured):
+    """All verdicts."""
+    expected = [(key, reference.entry(key).shape) for key in reference]
+    return judge(expected, measured, tolerances(reference), 1e-7)
+
+
+def by_place(verdicts):
+    """Outcomes by (microbatch, kind, name, index)."""
+    return {(v.microbatch, v.kind, v.name, v.index): v for v in verdicts}
+
+
+def outcomes(verdicts):
+    """The set of all."""
+    return {v.verdict for v in verdicts.values()}
+
+
+def test_every_token_is_compared(reference):
+    """Tokens of both microbatches, on both experts' ranks, in another order."""
+    verdicts, measured = check(reference, ep=2)
+    assert outcomes(verdicts) == {Outcome.PASS}
+    compared = sum(
+        one.sums.n for found in measured.values() for one in found if one.key.kind is Kind.OUTPUT
+    )
+    assert compared == len(MICROBATCHES) * TOKENS * K * HIDDEN
+
+
+def test_one_wrong_token_diverges(reference):
+    """In its own microbatch, and nowhere else."""
+
+    def tamper(rank, rows, data):
+        if rank == 1:
+            data[-1] *= 1.5
+        return rows, data
+
+    verdicts, _ = check(reference, tamper, ep=2)
+    assert verdicts[0, *OUT].verdict is Outcome.DIVERGED
+    assert verdicts[0, *OUT].ranks == (1,)
+    assert verdicts[1, *OUT].verdict is Outcome.PASS
+
+
+def test_tokens_at_the_wrong_expert(reference):
+    """Are strangers there, and missed elsewhere."""
+
+    def tamper(rank, rows, data):
+        if rank == 0:
+            rows = TokenIndex(rows.microbatch, (rows.position + 1) % TOKENS, rows.expert)
+        return rows, data
+
+    verdicts, _ = check(reference, tamper, ep=2)
+    assert verdicts[0, Kind.ROUTING, LAYER, 0].verdict.is_failure
+
+
+def test_a_lost_token_is_uncovered(reference):
+    """No rank holds it."""
+
+    def tamper(rank, rows, data):
+        keep = slice(None, -1) if rank == 0 else slice(None)
+        arrays = (rows.microbatch, rows.position, rows.expert)
+        return TokenIndex(*(array[keep] for array in arrays)), data[keep]
+
+    verdicts, _ = check(reference, tamper, ep=2)
+    assert verdicts[0, Kind.ROUTING, LAYER, 0].verdict is Outcome.UNCOVERED
+    assert verdicts[0, *OUT].verdict is Outcome.UNCOVERED
+
+
+def test_a_tensor_of_other_rows_is_a_shape(reference):
+    """Rows and tensor must be of one length."""
+    sink = CompareSink(reference, 1, Layout(mesh_of(0, 2, ep=2), 4, False, 1.0))
+    sink.dispatched(0, LAYER, arrived(0))
+    sink.tensor(((0, *IN),), tensor(arrived(0))[1:])
+    found = by_place(judged(reference, {0: sink.measured}))[0, *IN]
+    assert found.verdict is Outcome.SHAPE
+    assert "rows, where" in found.note
+
+
+def summands(reference, weights):
+    """Two ranks of expert tensor parallelism whose outputs are parts of the whole."""
+    rows = index(*[(0, rows_of(0, e), e) for e in range(EXPERTS)])
+    other = index(*[(1, rows_of(1, e), e) for e in range(EXPERTS)])
+    measured = {}
+    for rank, weight in enumerate(weights):
+        sink = CompareSink(reference, 1, Layout(mesh_of(rank, 2, tp=2, etp=2), 4, False, 1.0))
+        for m, which in ((0, rows), (1, other)):
+            sink.dispatched(m, LAYER, which)
+            sink.tensor(((m, *OUT),), weight * tensor(which))
+        measured[rank] = sink.measured
+    return by_place(judged(reference, measured))
+
+
+def test_summands_are_judged_by_their_sum(reference):
+    """Whatever each is."""
+    found = summands(reference, (1.7, -0.7))[0, *OUT]
+    assert found.verdict is Outcome.PASS
+    assert "etp:Partial(sum)" in found.placement
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 0.0), (0.5, 0.6)])
+def test_summands_that_do_not_add_up(reference, weights):
+    """A doubled, a lost, a scaled one."""
+    found = summands(reference, weights)[0, *OUT]
+    assert found.verdict is Outcome.DIVERGED
+    assert found.ranks == (0, 1)
+    assert found.rel_err == pytest.approx(abs(sum(weights) - 1), rel=0.3)
+
+
+def test_another_choice(reference):
+    """A tie passes with a note, the reference's choice is taken; a wrong one diverges."""
+    sink = CompareSink(reference, 1, Layout(mesh_of(0, 1), 4, False, 1.0))
+    tied, own = scores(0), chosen(0).clone()
+    tied[0], own[0] = 1.1, 1 - own[0]
+    taken = sink.routed(0, ROUTER, tied, own[:, None], None)
+    assert torch.equal(taken, chosen(0)[:, None])
+    sink.routed(1, ROUTER, scores(1), 1 - chosen(1)[:, None], None)
+    sink.routed(1, ROUTER, scores(1), 1 - chosen(1)[:, None], None)  # recomputed: judged once
+    found = by_place(judged(reference, {0: sink.measured}))
+    assert found[0, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.PASS
+    assert found[0, Kind.ROUTING, ROUTER, CHOICE].note == "1 of 8 tokens routed otherwise"
+    assert found[0, Kind.ROUTING, ROUTER, SCORES].verdict is Outcome.DIVERGED
+    assert found[1, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.DIVERGED
+
+
+def test_saved_pieces_are_compared_offline(reference, tmp_path):
+    """As in the running job; a tensor of two microbatches is stored once."""
+    writers = {rank: TraceWriter(tmp_path / "candidate", rank) for rank in range(2)}
+    _, measured = check(reference, ep=2, writer=writers.__getitem__)
+    for writer in writers.values():
+        writer.close()
+    seal(tmp_path / "candidate", {"role": "candidate"})
+    saved = TraceReader(tmp_path / "candidate")
+    again = measure_saved(reference, saved)
+    kept = {
+        side: {
+            (rank, one.key, one.boxes): (one.sums.n, one.sums.diff, one.sums.checksum)
+            for rank, found in findings.items()
+            for one in found
+        }
+        for side, findings in (("live", measured), ("saved", again))
+    }
+    assert kept["live"] == kept["saved"]
+    files = {(e.file, e.tensor) for e in saved.ranks[0] if e.key.kind is Kind.OUTPUT and e.file}
+    assert len(files) == 1
+
+
+def test_isolation_puts_the_reference_in(reference):
+    """Each row its own; a summand's equal share."""
+    rows = arrived(0)
+    layout = Layout(mesh_of(0, 2, ep=2), 4, False, 1.0)
+    sink = CompareSink(reference, 1, layout, isolate=True)
+    sink.dispatched(0, LAYER, rows)
+    wrong = tensor(rows) + 1
+    assert torch.equal(sink.replace((0, *IN), wrong), tensor(rows))
+    assert sink.replace((0, *IN), tensor(rows)) is None
+    both = index(*[(0, rows_of(0, e), e) for e in range(EXPERTS)])
+    sink = CompareSink(
+        reference, 1, Layout(mesh_of(0, 2, tp=2, etp=2), 4, False, 1.0), isolate=True
+    )
+    sink.dispatched(0, LAYER, both)
+    assert torch.allclose(sink.replace((0, *OUT), wrong[:0].new_ones(8, HIDDEN)), tensor(both) / 2)
+
+
+def test_keys_are_distinct():
+    """A layer's rows, a router's scores and its choice."""
+    keys = {
+        TraceKey(1, 0, Kind.ROUTING, LAYER, 0),
+        TraceKey(1, 0, Kind.ROUTING, ROUTER, SCORES),
+        TraceKey(1, 0, Kind.ROUTING, ROUTER, CHOICE),
+    }
+    assert len(keys) == 3

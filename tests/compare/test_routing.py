@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ties are not bugs, and bugs are not ties."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.compare.routing import Groups, choice
+
+
+def relative(sums):
+    """The error of a choice as the judge sees it."""
+    return math.sqrt(sums.diff / sums.reference)
+
+
+def draw(seed, tokens=64, experts=8):
+    """Scores of a router."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, experts, generator=generator)
+
+
+@given(st.integers(0, 200), st.integers(1, 3), st.sampled_from([1e-6, 1e-3, 1e-1]))
+def test_the_bound_holds(seed, k, noise):
+    """A choice that noise alone changed costs at most the noise, relative to the scores."""
+    reference = draw(seed)
+    wobble = noise * torch.randn(reference.shape, generator=torch.Generator().manual_seed(seed + 1))
+    scores = reference + wobble
+    sums, _ = choice(scores, scores.topk(k).indices, reference.topk(k).indices)
+    error = float(wobble.norm() / scores.norm())
+    assert relative(sums) <= error * (1 + 1e-6)
+
+
+@given(st.integers(0, 200), st.sampled_from([1e-6, 1e-3, 1e-1]))
+def test_the_bound_holds_for_groups(seed, noise):
+    """Also where a token's groups were tied."""
+    groups = Groups(4, 2)
+    reference = draw(seed)
+    scores = reference + noise * torch.randn(
+        reference.shape, generator=torch.Generator().manual_seed(seed + 1)
+    )
+    sums, _ = choice(scores, _limited(scores, groups, 4), _limited(reference, groups, 4), groups)
+    assert relative(sums) <= float((scores - reference).norm() / scores.norm()) * (1 + 1e-6)
+
+
+def _limited(scores, groups, k):
+    """The k best of the best groups, each judged by its k / groups best."""
+    tokens, experts = scores.shape
+    each = experts // groups.number
+    totals = scores.view(tokens, groups.number, each).topk(k // groups.chosen).values.sum(-1)
+    allowed = torch.zeros_like(totals, dtype=torch.bool)
+    allowed.scatter_(1, totals.topk(groups.chosen).indices, True)
+    masked = scores.masked_fill(~allowed.repeat_interleave(each, dim=1), -math.inf)
+    return masked.topk(k).indices
+
+
+def test_a_tie_is_named_and_costs_nothing():
+    """Equal scores, chosen the other way round."""
+    scores = torch.tensor([[1.0, 1.0, 0.0], [3.0, 2.0, 1.0]])
+    sums, others = choice(scores, torch.tensor([[0], [0]]), torch.tensor([[1], [0]]))
+    assert (sums.diff, others) == (0.0, 1)
+
+
+def test_the_order_of_the_chosen_does_not_count():
+    """A set is a set."""
+    scores = draw(3)
+    best = scores.topk(2).indices
+    sums, others = choice(scores, best, best.flip(1))
+    assert (sums.diff, others) == (0.0, 0)
+
+
+@pytest.mark.parametrize("wrong", ["lowest", "shifted", "one token"])
+def test_a_wrong_choice_is_far_off(wrong):
+    """Tokens at the wrong experts cost as much as scores differ."""
+    scores = draw(4)
+    right = scores.topk(2).indices
+    chosen = {
+        "lowest": (-scores).topk(2).indices,
+        "shifted": (right + 1) % 8,
+        "one token": torch.cat([(-scores[:1]).topk(2).indices, right[1:]]),
+    }[wrong]
+    sums, others = choice(scores, chosen, right)
+    assert relative(sums) > 0.01
+    assert others >= 1
+
+
+def test_scores_that_are_no_numbers():
+    """Count as such."""
+    scores = draw(5)
+    scores[0, 0] = math.nan
+    sums, _ = choice(scores, (-scores).topk(2).indices, scores.topk(2).indices)
+    assert sums.nonfinite > 0

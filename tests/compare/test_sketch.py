@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sketches add up as tensors do, and keep their size."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ttrace.compare.sketch import sketch, squared_norm
+
+
+@given(st.integers(1, 5000), st.integers(0, 99))
+@settings(max_examples=30)
+def test_sketches_are_linear(size, seed):
+    """The sum of two ranks' sketches is the sketch of their sum."""
+    a, b = torch.randn(2, size, generator=torch.Generator().manual_seed(seed)).double()
+    together = squared_norm([sketch(a), sketch(b)])
+    assert together == pytest.approx(squared_norm([sketch(a + b)]), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1,), (7, 3), (64, 64), (1000, 48)])
+def test_the_norm_is_kept(shape):
+    """Within a few of the promised standard deviations; exactly for one element."""
+    data = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found = squared_norm([sketch(data)])
+    assert found == pytest.approx(float(data.double().square().sum()), rel=0.3)
+
+
+def test_one_wrong_row_counts_fully():
+    """However the error is spread: a single row, a single column, a single element."""
+    for where in ((3, slice(None)), (slice(None), 5), (2, 2)):
+        data = torch.zeros(64, 48)
+        data[where] = 1.0
+        found = squared_norm([sketch(data)])
+        assert found == pytest.approx(float(data.sum()), rel=0.5)
+
+
+def test_summands_that_cancel():
+    """Leave nothing: no error."""
+    data = torch.randn(100)
+    assert squared_norm([sketch(data), sketch(-data)]) == pytest.approx(0.0, abs=1e-12)
+    assert squared_norm([sketch(torch.empty(0))]) == 0.0
