@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from megatron_ttrace import __main__
 from megatron_ttrace.compare.planting import SHAPES, WHOLE_SIZE, Field, random_box, sweep
-from megatron_ttrace.compare.sinks import CompareSink, Layout, WriteSink, step_level
+from megatron_ttrace.compare.sinks import CompareSink, Layout, step_level
 from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.records import Kind, Outcome, TraceKey
+from megatron_ttrace.trace.sink import WriteSink
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)

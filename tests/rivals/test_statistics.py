@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.sinks import CompareSink, Layout, WriteSink
+from megatron_ttrace.compare.sinks import CompareSink, Layout
 from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.records import Kind, TraceKey
 from megatron_ttrace.rivals.statistics import of_saved, statistics
+from megatron_ttrace.trace.sink import WriteSink
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)
