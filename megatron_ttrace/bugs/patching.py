@@ -16,7 +16,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -25,7 +25,8 @@ from megatron_ttrace.bugs import catalogue
 from megatron_ttrace.bugs.catalogue import Bug, SourcePatch
 from megatron_ttrace.errors import TTraceError
 
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
 _introduced: set[str] = set()
 
 
@@ -67,18 +68,40 @@ def apply(patches: Sequence[SourcePatch]) -> list[tuple[FunctionType, CodeType]]
     plan = [
         change
         for name in modules
-        for change in _changes(name, [patch for patch in patches if patch.module == name])
+        for change in _changes(
+            name, functools.partial(_patched, [patch for patch in patches if patch.module == name])
+        )
     ]
+    return _swap(plan)
+
+
+def rewrite(
+    module: str, change: Callable[[str], str], what: str
+) -> list[tuple[FunctionType, CodeType]]:
+    """Change functions of one module: ``change`` makes its new source of its source.
+
+    Args:
+        module: its name.
+        change: only bodies of functions may differ.
+        what: whose change this is, for messages.
+
+    Returns:
+        As :func:`apply`.
+
+    Raises:
+        TTraceError: when the change does not fit; then nothing was changed.
+    """
+    return _swap(_changes(module, lambda name, path, old: change(old), what))
+
+
+def _swap(plan: Sequence[tuple[FunctionType, CodeType]]) -> list[tuple[FunctionType, CodeType]]:
     before = [(function, function.__code__) for function, _ in plan]
     for function, code in plan:
         function.__code__ = code
     return before
 
 
-def _changes(name: str, patches: Sequence[SourcePatch]) -> list[tuple[FunctionType, CodeType]]:
-    module = _import(name)
-    path = Path(inspect.getsourcefile(module) or "")
-    old = path.read_text(encoding="utf-8")
+def _patched(patches: Sequence[SourcePatch], name: str, path: Path, old: str) -> str:
     new = old
     for patch in patches:
         count = old.count(patch.fragment)
@@ -88,21 +111,31 @@ def _changes(name: str, patches: Sequence[SourcePatch]) -> list[tuple[FunctionTy
                 f"{_of_release(name)}: it {patch.fragment.strip().splitlines()[0]!r} begins with"
             )
         new = new.replace(patch.fragment, patch.replacement)
+    return new
+
+
+def _changes(
+    name: str, change: Callable[[str, Path, str], str], what: str = "a known bug's patch"
+) -> list[tuple[FunctionType, CodeType]]:
+    module = _import(name)
+    path = Path(inspect.getsourcefile(module) or "")
+    old = path.read_text(encoding="utf-8")
+    new = change(name, path, old)
     try:
         compiled = compile(new, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise TTraceError(f"{path}: a known bug's patch makes no valid Python: {error}") from error
+        raise TTraceError(f"{path}: {what} makes no valid Python: {error}") from error
     before, after = ast.parse(old), ast.parse(new)
-    pairs = list(zip(_functions(before), _functions(after), strict=False))
+    pairs = list(zip(functions(before), functions(after), strict=False))
     changed = [
         (name_, _first_line(ours), _first_line(theirs))
         for (name_, ours), (_, theirs) in pairs
         if ast.dump(ours) != ast.dump(theirs)
     ]
     if _without_bodies(before) != _without_bodies(after):
-        raise TTraceError(f"{path}: a known bug's patch changes more than the bodies of functions")
+        raise TTraceError(f"{path}: {what} changes more than the bodies of functions")
     return [
-        _pair(path, _live(module, path, name_, line), _code(compiled, name_, new_line))
+        _pair(path, _live(module, path, name_, line), _code(compiled, name_, new_line), what)
         for name_, line, new_line in changed
     ]
 
@@ -122,24 +155,24 @@ def _of_release(name: str) -> str:
     return f" of megatron-core {megatron_core_version()}"
 
 
-def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Definition]]:
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
     """The outermost functions of a module or class, in order, with qualified names."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, _Definition):
+        if isinstance(node, Definition):
             yield prefix + node.name, node
         elif isinstance(node, ast.ClassDef):
-            yield from _functions(node, f"{prefix}{node.name}.")
+            yield from functions(node, f"{prefix}{node.name}.")
         else:
-            yield from _functions(node, prefix)
+            yield from functions(node, prefix)
 
 
 def _without_bodies(tree: ast.AST) -> str:
-    for _, function in list(_functions(tree)):
+    for _, function in list(functions(tree)):
         function.body = []
     return ast.dump(tree)
 
 
-def _first_line(function: _Definition) -> int:
+def _first_line(function: Definition) -> int:
     """As in ``co_firstlineno``: decorators count."""
     return min([function.lineno, *(node.lineno for node in function.decorator_list)])
 
@@ -158,12 +191,12 @@ def _code(module: CodeType, name: str, line: int) -> CodeType:
     raise LookupError(f"{name}, line {line}")
 
 
-def _pair(path: Path, function: FunctionType, code: CodeType) -> tuple[FunctionType, CodeType]:
+def _pair(
+    path: Path, function: FunctionType, code: CodeType, what: str
+) -> tuple[FunctionType, CodeType]:
     # The cells of outer variables (of super(), above all) stay the function's own.
     if code.co_freevars != function.__code__.co_freevars:
-        raise TTraceError(
-            f"{path}: a known bug's patch changes the outer variables of {code.co_qualname}"
-        )
+        raise TTraceError(f"{path}: {what} changes the outer variables of {code.co_qualname}")
     return function, code
 
 

@@ -32,6 +32,7 @@ class Job:
         directory: the ``--ttrace-dir``.
         flags: further ``--ttrace-*`` flags.
         environment: added to each rank's environment.
+        limit: seconds after which the job is ended, or ``None``.
     """
 
     script: Path
@@ -40,6 +41,11 @@ class Job:
     directory: Path
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    limit: float | None = None
+
+
+class OutOfTimeError(TTraceError):
+    """The job was still running at its limit."""
 
 
 def prepare(device: str = "auto") -> bool:
@@ -61,6 +67,7 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         say: told what happens, line by line.
 
     Raises:
+        OutOfTimeError: when it took longer than its limit; its ranks are ended.
         TTraceError: when there is no answer, with the reason.
     """
     from megatron_ttrace.report import files
@@ -82,7 +89,7 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         *(ranks.python(), str(job.script), *job.arguments),
         *("--ttrace", "--ttrace-exit", "--ttrace-dir", str(job.directory), *job.flags),
     )
-    echo = _Echo(ranks.log_of(logs, 0), say)
+    echo = _Echo(ranks.log_of(logs, 0), say, job.limit)
     began = time.monotonic()
     for _ in range(2):
         codes = ranks.run_ranks(
@@ -101,15 +108,19 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
 
 
 class _Echo:
-    """Repeats our own lines of a growing log as they appear."""
+    """Repeats our own lines of a growing log as they appear, and looks at the clock."""
 
-    def __init__(self, log: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, log: Path, say: Callable[[str], None], limit: float | None) -> None:
         self._log = log
         self._say = say
+        self._limit = limit
+        self._deadline = None if limit is None else time.monotonic() + limit
         self._offset = 0
         self._next = 0.0
 
     def __call__(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise OutOfTimeError(f"still running after {self._limit:.0f} s (log: {self._log})")
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 0.2

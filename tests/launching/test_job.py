@@ -157,3 +157,16 @@ def test_bad_input(tmp_path):
 def test_ranks_run_with_this_interpreter():
     """The one that has Megatron."""
     assert ranks.python() == sys.executable
+
+
+def test_out_of_time(tmp_path):
+    """A job that hangs is ended at its limit, and leaves no process behind."""
+    script = tmp_path / "sleeps.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    job = Job(script=script, arguments=(), nproc=2, directory=tmp_path / "out", limit=2.0)
+    with pytest.raises(jobs.OutOfTimeError, match="still running after 2 s"):
+        jobs.run(job, fork=False)
+    for rank in range(2):
+        pid = int(ranks.log_of(tmp_path / "out" / "logs", rank).read_text())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs in which mutants are run: small, and together they run much of the parallel code.
+
+Models and names of layouts are the matrix's; a rank more costs as much as a layer more, so most
+have two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.matrix import configurations as matrix
+
+_MOE = (
+    "--num-layers 2 --transformer-impl local --num-experts 4 --moe-router-topk 2 "
+    "--disable-bias-linear --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss"
+)
+_MODELS = {**matrix.MODELS, "moe": _MOE}
+_EP2 = "--expert-model-parallel-size 2"
+_DEEP = "--num-layers 4"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """One job.
+
+    Attributes:
+        name: of the layout.
+        nproc: number of ranks.
+        model: one of the matrix's, or ``moe``.
+        words: Megatron's arguments for the layout.
+    """
+
+    name: str
+    nproc: int
+    model: str
+    words: str
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """All of Megatron's arguments."""
+        return tuple(f"{matrix.COMMON} {_MODELS[self.model]} {self.words}".split())
+
+
+LAYOUTS = (
+    Layout("tp2", 2, "gpt", matrix.TP2),
+    Layout("tp2-sp", 2, "gpt", f"{matrix.TP2} {matrix.SP}"),
+    Layout("te-tp2-sp", 2, "llama-te", f"{matrix.TP2} {matrix.SP}"),
+    Layout("pp2", 2, "gpt", matrix.PP2),
+    Layout("pp2-vpp2", 2, "gpt", f"{matrix.PP2} {_DEEP} --num-virtual-stages-per-pipeline-rank 2"),
+    Layout("dp2", 2, "gpt", "--overlap-grad-reduce"),
+    Layout("dp2-tokens", 2, "gpt", "--calculate-per-token-loss"),
+    Layout("dp2-zero", 2, "gpt", matrix.ZERO),
+    Layout("dp2-zero-overlap", 2, "gpt", f"{matrix.ZERO} {matrix.OVERLAP} {_DEEP} --bf16"),
+    Layout("cp2", 2, "llama-te", f"{matrix.CP2} {matrix.ZERO}"),
+    Layout("ep2", 2, "moe", f"{_EP2} --moe-token-dispatcher-type alltoall {matrix.ZERO}"),
+    Layout("ep2-all-gather", 2, "moe", f"{_EP2} --moe-token-dispatcher-type allgather"),
+    Layout(
+        "tp2-sp-moe",
+        2,
+        "moe",
+        f"{matrix.TP2} {matrix.SP} --moe-token-dispatcher-type alltoall "
+        "--moe-shared-expert-intermediate-size 64 --moe-z-loss-coeff 0.1",
+    ),
+    Layout(
+        "recompute",
+        2,
+        "gpt",
+        f"{matrix.TP2} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --distribute-saved-activations",
+    ),
+    Layout("tp2-dp2-zero", 4, "gpt", f"{matrix.TP2} {matrix.SP} {matrix.ZERO}"),
+    Layout("pp2-dp2-zero", 4, "gpt", f"{matrix.PP2} {matrix.ZERO} {matrix.OVERLAP} --bf16"),
+    Layout("tp2-pp2", 4, "gpt", f"{matrix.TP2} {matrix.SP} {matrix.PP2}"),
+    Layout("tp2-ep2", 4, "moe", f"{matrix.TP2} {matrix.SP} {_EP2}"),
+)
+"""All of them."""
+
+_FIRST = {
+    "tensor_parallel": ("tp2-sp", "tp2", "te-tp2-sp", "tp2-dp2-zero"),
+    "distributed": ("dp2-zero-overlap", "dp2-zero", "dp2", "tp2-dp2-zero", "ep2"),
+    "pipeline_parallel": ("pp2-vpp2", "pp2", "tp2-pp2", "pp2-dp2-zero"),
+    "transformer.moe": ("ep2", "tp2-sp-moe", "ep2-all-gather", "tp2-ep2"),
+    "optimizer": ("dp2-zero", "dp2-zero-overlap", "tp2-dp2-zero", "ep2"),
+}
+_THEN = ("tp2-dp2-zero", "ep2", "pp2-dp2-zero", "cp2", "tp2-sp-moe", "tp2-pp2", "tp2-ep2")
+"""As different from each other as they are."""
+
+
+def named_layouts(names: Sequence[str]) -> list[Layout]:
+    """Those with these names; all when none is given.
+
+    Raises:
+        TTraceError: when one does not exist.
+    """
+    known = {layout.name: layout for layout in LAYOUTS}
+    for name in names:
+        if name not in known:
+            raise TTraceError(f"--layout {name}: unknown, known are {', '.join(known)}")
+    return [known[name] for name in names] or list(LAYOUTS)
+
+
+def in_order(package: str, names: set[str]) -> list[Layout]:
+    """Some layouts, those first that are about a package."""
+    order = [*_FIRST.get(package, ()), *_THEN, *(layout.name for layout in LAYOUTS)]
+    return sorted(
+        (layout for layout in LAYOUTS if layout.name in names),
+        key=lambda layout: order.index(layout.name),
+    )
