@@ -33,6 +33,23 @@ MODELS |= {
 """GPT-2-like (LayerNorm, GELU, learned positions, tied embeddings, biases) and Llama-like, with
 Megatron's local layers and with TransformerEngine's (emulated where there is no GPU)."""
 
+EXPERTS = (
+    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
+    "--moe-ffn-hidden-size 96"
+)
+MODELS |= {
+    "moe": f"{MODELS['llama']} {EXPERTS}",
+    "moe-te": f"{MODELS['llama-te']} {EXPERTS} --moe-grouped-gemm",
+    "moe-deep": (
+        f"{MODELS['llama-te']} {EXPERTS} --moe-grouped-gemm --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-shared-expert-intermediate-size 64 "
+        "--moe-router-topk-scaling-factor 2.5 --moe-z-loss-coeff 1e-3 --qk-layernorm"
+    ),
+}
+"""Mixtures of experts: Mixtral-like with sequential and with grouped experts, and one with what
+DeepSeek-like models add to it."""
+
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 
 
@@ -60,6 +77,12 @@ ZERO = "--use-distributed-optimizer"
 CP2 = "--context-parallel-size 2"
 TE = ("gpt-te", "llama-te")
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+
+EP2 = "--expert-model-parallel-size 2"
+ETP1 = "--expert-tensor-parallel-size 1"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+MOE = ("moe", "moe-te", "moe-deep")
+GROUPED = ("moe-te", "moe-deep")
 
 LAYOUTS = (
     Layout("single", 1, ""),
@@ -104,6 +127,46 @@ LAYOUTS = (
     Layout("cp2-a2a", 2, f"{CP2} --cp-comm-type a2a", TE),
     Layout("tp2-sp-cp2", 4, f"{TP2} {SP} {CP2}", TE),
     Layout("pp2-cp2", 4, f"{PP2} {CP2}", TE),
+    Layout("ep2", 2, EP2, MOE),
+    Layout("ep2-alltoall", 2, f"{EP2} {ALLTOALL}", MOE),
+    Layout("ep4-alltoall-zero", 4, f"--expert-model-parallel-size 4 {ALLTOALL} {ZERO}", GROUPED),
+    Layout("ep2-edp2-zero", 4, f"{EP2} {ZERO} {OVERLAP}", ("moe-te",)),
+    Layout("moe-dp2", 2, "", ("moe",)),
+    Layout("tp2-sp-etp2", 2, f"{TP2} {SP}", GROUPED),
+    Layout("tp2-sp-etp2-alltoall", 2, f"{TP2} {SP} {ALLTOALL}", GROUPED),
+    Layout("tp2-sp-ep2", 2, f"{TP2} {SP} {EP2} {ETP1} {ALLTOALL}", GROUPED),
+    Layout("tp2-sp-ep2-etp2", 4, f"{TP2} {SP} {EP2}", GROUPED),
+    Layout("tp2-sp-ep2-etp2-alltoall", 4, f"{TP2} {SP} {EP2} {ALLTOALL}", ("moe-te",)),
+    Layout("tp2-sp-ep4", 4, f"{TP2} {SP} --expert-model-parallel-size 4 {ETP1}", ("moe-te",)),
+    Layout("pp2-ep2", 4, f"{PP2} {EP2} {ALLTOALL}", ("moe", "moe-deep")),
+    Layout(
+        "pp2-vpp2-ep2",
+        4,
+        f"{PP2} {EP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+        ("moe-te",),
+    ),
+    Layout("cp2-ep2", 2, f"{CP2} {EP2}", GROUPED),
+    Layout("cp2-ep2-alltoall", 4, f"{CP2} {EP2} {ALLTOALL} {ZERO}", ("moe-te",)),
+    Layout(
+        "ep2-recompute",
+        2,
+        f"{EP2} {ALLTOALL} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        GROUPED,
+    ),
+    Layout(
+        "ep2-recompute-moe",
+        2,
+        f"{EP2} {ALLTOALL} --recompute-granularity selective --recompute-modules moe",
+        ("moe-te",),
+    ),
+    Layout(
+        "ep2-shared-overlap",
+        2,
+        f"{EP2} {ALLTOALL} --moe-shared-expert-overlap",
+        ("moe-deep",),
+    ),
+    Layout("tp2-sp-pp2-ep2", 8, f"{TP2} {SP} {PP2} {EP2} {ETP1} {ALLTOALL}", ("moe-te",)),
     Layout("mtp-tp2", 2, f"{TP2} --mtp-num-layers 1", ("llama-te",)),
 )
 
