@@ -90,13 +90,16 @@ def directory_of(summary: Summary) -> Path:
 
 
 def _culprit(bug: Bug, directory: Path) -> frozenset[TraceKey]:
-    """The tensors where the bug is born: module, kind and index of its description."""
+    """The tensors where the bug is born: module (or its parameters), kind and index."""
     _, verdicts = files.load_report(directory)
     wanted = bug.expected
     return frozenset(
         verdict.key
         for verdict in verdicts
-        if fnmatchcase(verdict.name, wanted.module)
+        if any(
+            fnmatchcase(name, wanted.module)
+            for name in (verdict.name, verdict.name.rpartition(".")[0])
+        )
         and verdict.kind is wanted.kind
         and wanted.index in (None, verdict.index)
     )

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.records import TraceKey, Verdict
+from megatron_ttrace.records import Outcome, TraceKey, Verdict
 from megatron_ttrace.report import files
 from megatron_ttrace.rivals.rules import RULES, Job
 from megatron_ttrace.rivals.statistics import of_saved
 from megatron_ttrace.trace.store import TraceReader
 
 OURS = "ttrace"
+_UNMATCHED = (Outcome.MISSING, Outcome.EXTRA, Outcome.SHAPE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +65,9 @@ class Line:
 def apply(directory: Path) -> Flagged:
     """All rules on a finished check whose candidate was saved, ours by its verdicts.
 
-    Only tensors that all can judge count: floating-point ones that both runs have in one shape.
+    Tensors that both runs have in one shape, floating-point ones, are given to all rules. What one
+    side lacks or has in another shape counts as flagged by all of them: every tool that puts
+    shards together notices that.
 
     Raises:
         TTraceError: when a trace or the report is missing or damaged.
@@ -81,6 +84,8 @@ def apply(directory: Path) -> Flagged:
             if rule.flags(key, stats, job):
                 flagged[rule.name].add(key)
     flagged[OURS] = _failures(verdicts) & compared
+    for keys in flagged.values():
+        keys |= {verdict.key for verdict in verdicts if verdict.verdict in _UNMATCHED}
     return Flagged(len(compared), {name: frozenset(keys) for name, keys in flagged.items()})
 
 

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace growth``: how tolerances grow with the number of layers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+
+if TYPE_CHECKING:
+    from megatron_ttrace.compare.growth import Growth
+
+K, C = 4.0, 1.03
+"""Constants of theorem 5.3's bound as Megatron's gradient test has them."""
+
+_JOB = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 1e-3 --lr-warmup-iters 0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0 --transformer-impl local"
+)
+_EPILOG = """\
+example:
+  ttrace growth --layers 4,16,64 --svg growth-fp32.svg
+  ttrace growth --layers 4,16 --bf16
+
+A small model of each depth is run on one device and replayed perturbed, as for every check. A row
+is the median tolerance of a layer's tensors; the bound is theorem 5.3's, k C^(L + 1 - l) epsilon.
+
+exit code: 0, or 2 when a model could not be run
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``growth`` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "growth",
+        help="how tolerances grow with the number of layers",
+        description="How estimated tolerances grow with depth, against theorem 5.3's bound.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--layers", type=_numbers, default=(4, 16, 64), metavar="N[,N...]", help="depths to try"
+    )
+    parser.add_argument("--bf16", action="store_true", help="in bf16 instead of fp32")
+    parser.add_argument(
+        "--init", default="reveal", choices=("reveal", "megatron"), help="start values"
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("ttrace-out/growth"), help="where to work"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a model of each depth, tabulate, draw."""
+    from megatron_ttrace.launching import job as jobs
+
+    fork = jobs.prepare()
+    panels = []
+    for layers in args.layers:
+        print(f"{layers} layers", file=sys.stderr, flush=True)
+        panels.append(_measure(args, layers, fork=fork))
+    if args.json:
+        print(json.dumps([_described(grown) for grown in panels], indent=1))
+    else:
+        _show(panels)
+    if args.svg:
+        from megatron_ttrace.report.growth import svg
+
+        dtype = "bf16" if args.bf16 else "fp32"
+        try:
+            args.svg.write_text(svg(panels, f"tolerance over depth, {dtype}", (K, C)), "utf-8")
+        except OSError as error:
+            raise TTraceError(f"--svg {args.svg} cannot be written ({error.strerror})") from error
+    return int(ExitCode.EQUIVALENT)
+
+
+def _measure(args: argparse.Namespace, layers: int, *, fork: bool) -> Growth:
+    from megatron_ttrace.compare import tolerance
+    from megatron_ttrace.compare.growth import growth
+    from megatron_ttrace.launching import job as jobs
+    from megatron_ttrace.resources import launch_dir
+    from megatron_ttrace.trace.store import TraceReader
+
+    name = f"{layers}-{'bf16' if args.bf16 else 'fp32'}-{args.init}"
+    job = jobs.Job(
+        script=launch_dir() / "pretrain_gpt.py",
+        arguments=(
+            *_JOB.split(),
+            *("--num-layers", str(layers)),
+            *(["--bf16"] if args.bf16 else []),
+        ),
+        nproc=1,
+        directory=args.directory / name,
+        flags=("--ttrace-no-wandb", "--ttrace-init", args.init),
+    )
+    jobs.run(job, fork=fork)
+    reference = TraceReader(job.directory / "reference")
+    return growth(
+        reference,
+        tolerance.of_reference(reference),
+        layers,
+        float(reference.meta["epsilon"]),
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1, e.g. 4,16,64")
+    return numbers
+
+
+def _described(grown: Growth) -> dict[str, Any]:
+    return {
+        "layers": grown.layers,
+        "epsilon": grown.epsilon,
+        "tolerances": {name: list(values) for name, values in grown.by_layer.items()},
+        "rates": {name: grown.rate(name) for name in grown.by_layer},
+        "bound": list(grown.bound(K, C)),
+    }
+
+
+def _show(panels: list[Growth]) -> None:
+    print(
+        f"{'layers':>6} {'of':<21} {'first layer':>11} {'last layer':>11} {'a layer':>8} "
+        f"{'theorem 5.3: first':>19} {'last':>9}"
+    )
+    for grown in panels:
+        bound = grown.bound(K, C)
+        for name, values in grown.by_layer.items():
+            print(
+                f"{grown.layers:>6} {name:<21} {values[0]:>11.2e} {values[-1]:>11.2e} "
+                f"{'x' + format(grown.rate(name), '.3f'):>8} {bound[0]:>19.2e} {bound[-1]:>9.2e}"
+            )
