@@ -112,6 +112,10 @@ def _judge(
             outcome = Outcome.REPLICA_CONFLICT
             notes.append(f"replicas differ between ranks {_list(conflicts)}")
         speaks = failed
+    elif undefined := sum(one.sums.undefined for _, one in holders if one.sums):
+        outcome = Outcome.UNCHECKED
+        notes.append(f"undefined: {undefined} elements are NaN in both runs")
+        speaks = ranks
     elif tolerance.blind:
         outcome = Outcome.UNCHECKED
         notes.append(f"blind: rounding alone moves it by {value:.0%} (bound {BLIND:.0%})")

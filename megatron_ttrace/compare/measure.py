@@ -38,6 +38,7 @@ class Sums:
         worst: largest |c - r|.
         nonfinite: elements that are NaN or infinite on one side and not just so on the other.
         checksum: of the candidate's bits; replicas that agree bit for bit have equal checksums.
+        undefined: elements that are NaN on both sides: no difference, and no evidence either.
     """
 
     n: int = 0
@@ -48,11 +49,12 @@ class Sums:
     worst: float = 0.0
     nonfinite: int = 0
     checksum: int = 0
+    undefined: int = 0
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Sums:
         """The inverse of ``dataclasses.astuple``, also after a round trip through JSON."""
-        n, diff, reference, candidate, dot, worst, nonfinite, checksum = values
+        n, diff, reference, candidate, dot, worst, nonfinite, checksum, undefined = values
         return cls(
             n=int(n),
             diff=float(diff),
@@ -62,6 +64,7 @@ class Sums:
             worst=float(worst),
             nonfinite=int(nonfinite),
             checksum=int(checksum),
+            undefined=int(undefined),
         )
 
     def __add__(self, other: Sums) -> Sums:
@@ -74,6 +77,7 @@ class Sums:
             worst=max(self.worst, other.worst),
             nonfinite=self.nonfinite + other.nonfinite,
             checksum=(self.checksum * 1_000_003 + other.checksum) & _MASK,
+            undefined=self.undefined + other.undefined,
         )
 
 
@@ -160,15 +164,16 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
     inverse = 1.0 / factor
     double = torch.float64 in (here.dtype, there.dtype)
     diff = reference = candidate = dot = worst = 0.0
-    nonfinite = 0
+    nonfinite = undefined = 0
     for start in range(0, c_flat.numel(), _CHUNK):
         c_chunk = c_flat[start : start + _CHUNK]
         r_chunk = r_flat[start : start + _CHUNK].to(c_chunk.device)
         if double or not _is_sound(sums := _chunk_sums(c_chunk, r_chunk, inverse, torch.float32)):
             sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float64)
         if not all(map(math.isfinite, sums)):
-            c_chunk, r_chunk, bad = _finite_only(c_chunk, r_chunk)
+            c_chunk, r_chunk, bad, nan = _finite_only(c_chunk, r_chunk)
             nonfinite += bad
+            undefined += nan
             sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float64)
         diff += sums[0]
         reference += sums[1]
@@ -184,6 +189,7 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
         worst=worst,
         nonfinite=nonfinite,
         checksum=marks,
+        undefined=undefined,
     )
 
 
@@ -197,15 +203,16 @@ def _is_sound(sums: tuple[float, float, float, float, float]) -> bool:
     )
 
 
-def _finite_only(c: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The elements that are finite on both sides, and the number of disagreements elsewhere.
+def _finite_only(c: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """The elements that are finite on both sides; how many disagree elsewhere; how many NaN agree.
 
     Equal infinities and NaNs at the same places are agreement, not a difference.
     """
     c, r = c.double(), r.double()
     finite = torch.isfinite(c) & torch.isfinite(r)
-    agree = finite | (c == r) | (torch.isnan(c) & torch.isnan(r))
-    return c[finite], r[finite], int((~agree).sum().item())
+    undefined = torch.isnan(c) & torch.isnan(r)
+    agree = finite | (c == r) | undefined
+    return c[finite], r[finite], int((~agree).sum().item()), int(undefined.sum().item())
 
 
 def _chunk_sums(

@@ -179,7 +179,10 @@ def headline(summary: Summary) -> str:
     return text
 
 
-_REASONS = {"blind": "blind: rounding alone moves them too far for a bug to show"}
+_REASONS = {
+    "blind": "blind: rounding alone moves them too far for a bug to show",
+    "undefined": "undefined: NaN in both runs",
+}
 
 
 def reason_text(reason: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ttrace.compare.measure import local_view, logical_view
+from megatron_ttrace.placement.token_index import is_described_as_summand
 from megatron_ttrace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
 
@@ -89,7 +90,10 @@ def of_saved(reference: TraceReader, candidate: TraceReader) -> Iterator[tuple[T
         entries = [
             entry
             for entry in held.get(key, ())
-            if not entry.misfit and entry.logical_shape == there.shape
+            if not entry.misfit
+            and not entry.sums
+            and not is_described_as_summand(entry.placement)
+            and entry.logical_shape == there.shape
         ]
         if entries and getattr(torch, there.dtype).is_floating_point:
             whole = reference.tensor(there)
