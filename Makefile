@@ -4,12 +4,15 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 PYTEST := $(PYTHON) -m pytest -q
+# What `make test-versions` runs: training on the CPU, bitwise neutrality, checks, known bugs.
+RELEASE_TESTS := tests/integration/test_releases.py tests/integration/test_demo.py \
+  tests/integration/test_bitwise.py tests/cpu/test_training.py
 # More threads than cores make small jobs of several ranks slower, and sums differ with the number.
 export OMP_NUM_THREADS = 1
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format nightly clean
+.PHONY: help venv demo test test-versions lint format nightly clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -21,7 +24,15 @@ demo: venv ## check a correct run and a broken one, and show both reports
 	$(VENV)/bin/ttrace demo
 
 test: lint ## lint, then all tests but the nightly ones
-	$(PYTEST) -m "not nightly"
+	$(PYTEST) -m "not nightly and not releases"
+
+test-versions: venv ## chosen tests with every megatron-core release that is supported
+	@set -e; for release in $$($(PYTHON) -c \
+	  'from megatron_ttrace.versions import SUPPORTED; print(*SUPPORTED)'); do \
+	  echo "== megatron-core $$release"; \
+	  PYTHONPATH=$$(launch/bootstrap.sh release $$release) TTRACE_TEST_RELEASE=$$release \
+	    $(PYTEST) -m "not nightly" $(RELEASE_TESTS); \
+	done
 
 lint: venv ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -3,6 +3,8 @@
 #
 #   launch/bootstrap.sh python   print the path of a Python that megatron-core has wheels for
 #   launch/bootstrap.sh venv     make or renew the environment in $VENV (default .venv)
+#   launch/bootstrap.sh release 0.17.1
+#                                put that megatron-core, alone, under $VENV/releases, and print where
 #
 # TTRACE_PYTHON names the interpreter to use instead of the one that would be found.
 set -euo pipefail
@@ -97,8 +99,28 @@ make_venv() {
   rm -f "$unfinished"
 }
 
+# A release without what it depends on: on PYTHONPATH it goes before the environment's own release,
+# as a Megatron-LM checkout does, and all else is the environment's.
+add_release() {
+  cd "$ROOT"
+  local home unfinished
+  [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "$1 is not a release of megatron-core, such as 0.17.1"
+  [[ -x $VENV/bin/python ]] || fail "$VENV is not there yet: make venv"
+  home=$(cd "$VENV" && pwd)/releases
+  unfinished=$home/$1.unfinished
+  if [[ ! -d $home/$1 ]]; then
+    rm -rf "$unfinished"
+    mkdir -p "$home"
+    "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --no-deps \
+      --target "$unfinished" "megatron-core==$1"
+    mv "$unfinished" "$home/$1"
+  fi
+  echo "$home/$1"
+}
+
 case ${1:-} in
   python) find_python ;;
+  release) add_release "${2:-}" ;;
   venv)
     if command -v flock >/dev/null; then # two makes at once: the second waits for the first
       exec 9>"$ROOT/.${VENV//\//_}.lock"
@@ -106,5 +128,5 @@ case ${1:-} in
     fi
     make_venv
     ;;
-  *) fail "usage: launch/bootstrap.sh python|venv" ;;
+  *) fail "usage: launch/bootstrap.sh python|venv|release VERSION" ;;
 esac

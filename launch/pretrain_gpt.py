@@ -42,6 +42,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.integration.entry import exits_on_user_error
+from megatron_ttrace.versions import call_known
 
 BATCH_KEYS = (
     "tokens",
@@ -57,12 +58,6 @@ BATCH_KEYS = (
 )
 
 Batch = dict[str, Any]
-
-
-def call_known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` with those keywords that this release of Megatron knows."""
-    known = inspect.signature(function).parameters
-    return function(*args, **{key: value for key, value in kwargs.items() if key in known})
 
 
 # --- data ---------------------------------------------------------------------------------------

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import platform
+from collections.abc import Callable
+from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 
@@ -41,6 +44,12 @@ def check_supported() -> None:
         raise TTraceError(
             f"megatron-core {version} is not supported: install one of {', '.join(SUPPORTED)}"
         )
+
+
+def call_known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` with those keywords that this release of Megatron knows."""
+    known = inspect.signature(function).parameters
+    return function(*args, **{key: value for key, value in kwargs.items() if key in known})
 
 
 def installed() -> dict[str, str]:

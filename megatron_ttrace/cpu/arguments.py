@@ -94,9 +94,22 @@ def _needs_transformer_engine(args: argparse.Namespace) -> list[str]:
     return [flag for present, flag in checks if present]
 
 
+def _adapt_operations(adapter: _Adapter) -> None:
+    """The emulated TransformerEngine has no operation fuser (``te/ops.py``)."""
+    if adapter.get("use_te_activation_func"):
+        # Its GELU is the tanh approximation, Megatron's own the exact one: another model.
+        raise TTraceError(
+            "--use-te-activation-func needs a real TransformerEngine: drop it for this check"
+        )
+    adapter.switch_off("use_transformer_engine_op_fuser", "operation fuser")
+    adapter.switch_off("fused_residual_rmsnorm", "fused residual RMSNorm")
+
+
 def _adapt_layers(adapter: _Adapter) -> None:
     args = adapter.args
     have_te = _have_transformer_engine()
+    if te.emulated():
+        _adapt_operations(adapter)
     needing = [] if have_te else _needs_transformer_engine(args)
     if needing:
         raise TTraceError(

@@ -23,6 +23,7 @@ from megatron_ttrace.start import handoff
 from megatron_ttrace.start.moments import awaken, prime
 from megatron_ttrace.start.parameters import fill
 from megatron_ttrace.start.tokens import spread_batch
+from megatron_ttrace.versions import call_known
 
 
 class Session:
@@ -145,4 +146,4 @@ class Session:
             return
         import megatron.training.training as training
 
-        training.force_param_sync(self.model.chunks, self.model.optimizer)
+        call_known(training.force_param_sync, self.model.chunks, optimizer=self.model.optimizer)

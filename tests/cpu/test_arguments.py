@@ -145,6 +145,25 @@ def test_what_local_layers_cannot_do_is_refused(parse, monkeypatch, words, flag)
     assert args.transformer_impl == "transformer_engine"
 
 
+@pytest.fixture
+def emulated(monkeypatch):
+    """As where the TransformerEngine interface of this package stands in."""
+    monkeypatch.setattr(arguments, "_have_transformer_engine", lambda: True)
+    monkeypatch.setattr(arguments.te, "emulated", lambda: True)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_operations_that_are_not_emulated(parse):
+    """The fuser computes what its operations do one by one; its activation is another formula."""
+    args = parse("--use-transformer-engine-op-fuser")
+    assert "operation fuser" in adapt_arguments(args)
+    assert not args.use_transformer_engine_op_fuser
+    args = parse()
+    args.use_te_activation_func = True
+    with pytest.raises(TTraceError, match="--use-te-activation-func"):
+        adapt_arguments(args)
+
+
 def test_rms_norm_without_sequence_parallel_is_local(parse):
     args = parse("--tensor-model-parallel-size", "2", "--normalization", "RMSNorm")
     adapt_arguments(args)

@@ -53,9 +53,9 @@ class Machine:
         path.chmod(0o755)
         return path
 
-    def run(self, action: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *action: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [self.checkout / "launch" / "bootstrap.sh", action],
+            [self.checkout / "launch" / "bootstrap.sh", *action],
             env={
                 "PATH": str(self.bin),
                 "HOME": str(self.home),
@@ -175,6 +175,35 @@ def test_foreign_environment_is_left_alone(machine: Machine) -> None:
     assert done.returncode == 2
     assert ".venv is there and was not made by make" in done.stderr
     assert theirs.exists()
+    assert machine.installs() == 0
+
+
+def test_a_release_is_put_beside_the_environment_once(machine: Machine) -> None:
+    """Alone, without what it depends on; its folder is printed for PYTHONPATH."""
+    machine.add("mv", f'#!/bin/bash\nexec {shutil.which("mv")} "$@"\n')
+    # --target DIR is the last word but one.
+    installs = FAKE_PYTHON.replace('-m pip "*) ', '-m pip "*) mkdir "${@: -2:1}"; ')
+    machine.add("python", installs, machine.checkout / ".venv" / "bin")
+    missing = machine.run("release", "0.17.1", VENV="absent")
+    assert missing.returncode == 2
+    assert "make venv" in missing.stderr
+    first = machine.run("release", "0.17.1")
+    assert first.returncode == 0, first.stderr
+    folder = Path(first.stdout.strip())
+    assert folder.is_dir()
+    assert folder == machine.checkout / ".venv" / "releases" / "0.17.1"
+    assert "--no-deps" in machine.log.read_text()
+    assert "megatron-core==0.17.1" in machine.log.read_text()
+    assert machine.run("release", "0.17.1").stdout == first.stdout
+    assert machine.installs() == 1
+
+
+@pytest.mark.parametrize("release", ["", "latest", "0.17.1; true", "../0.17.1"])
+def test_what_is_no_release_is_refused(machine: Machine, release: str) -> None:
+    """One line, exit code 2, nothing installed."""
+    done = machine.run("release", release)
+    assert done.returncode == 2
+    assert "not a release of megatron-core" in done.stderr
     assert machine.installs() == 0
 
 

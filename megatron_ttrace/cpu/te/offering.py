@@ -52,6 +52,7 @@ _OFFERED: dict[str, dict[str, str]] = {
         "base": "TransformerEngineBaseModule",
         "overlap": "UserBufferQuantizationMode destroy_ub initialize_ub",
     },
+    "transformer_engine.pytorch.ops": {"ops": "FusibleOperation Sequential"},
     "transformer_engine.pytorch.optimizers": {
         "optimizers": "FusedAdam FusedSGD",
         "multi_tensor": "multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
