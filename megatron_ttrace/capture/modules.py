@@ -72,7 +72,8 @@ class _ChunkState:
     (megatron/core/pipeline_parallel/schedules.py), and interleave chunks and directions freely.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, repeated: frozenset[str] = frozenset()) -> None:
+        self.repeated = repeated
         self.forward = -1
         self.backward = -1
         self.seen = WeakTensorKeyDictionary()
@@ -112,7 +113,7 @@ class ModuleTap:
 
     def __enter__(self) -> ModuleTap:
         for names in self._chunks:
-            state = _ChunkState()
+            state = _ChunkState(names.repeated)
             for name, module in names.modules.items():
                 self._attach(state, name, module, names)
         return self
@@ -240,7 +241,7 @@ class ModuleTap:
         recomputing = is_recomputing()
         place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
-        if not recomputing and place in state.emitted:
+        if not recomputing and (place in state.emitted or name in state.repeated):
             # A module that runs twice in one microbatch: later runs get names of their own.
             place = _numbered(state, place)
         known: _Seen | None = seen.get(tensor)

@@ -28,12 +28,20 @@ class Names:
 
     ``spans`` lists modules whose inputs and outputs depend on which layers this rank holds (the
     model, a block of layers): they say nothing that their children do not say better.
+
+    ``repeated`` lists modules whose first run in this chunk is not the whole model's first one: a
+    later pipeline stage has an embedding of its own for multi-token prediction, which looks up the
+    shifted tokens after the first stage looked up the tokens themselves.
+
+    ``unused`` lists parameters that no forward pass reads; they are left out of ``parameters``.
     """
 
     modules: dict[str, torch.nn.Module]
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
     spans: frozenset[str]
+    repeated: frozenset[str] = frozenset()
+    unused: tuple[str, ...] = ()
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -60,16 +68,39 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
     spans = {""}
     _walk(chunk, "", expert_offset, modules, canonical, spans)
     parameters: dict[str, torch.nn.Parameter] = {}
+    unused: list[str] = []
     buffers: dict[str, torch.Tensor] = {}
     for module in chunk.modules():
         prefix = canonical[id(module)]
         for leaf, parameter in module.named_parameters(recurse=False):
             name = _join(prefix, _expert_leaf(prefix, leaf, expert_offset))
+            if name == HEAD_WEIGHT and _head_is_unused(chunk):
+                unused.append(name)
+                continue
             parameters[_tied_name(name, parameter)] = parameter
         for leaf, buffer in module.named_buffers(recurse=False):
             if buffer is not None:
                 buffers[_join(prefix, leaf)] = buffer
-    return Names(modules, parameters, buffers, frozenset(spans))
+    repeated = () if getattr(chunk, "pre_process", True) else filter(_in_embedding, modules)
+    return Names(modules, parameters, buffers, frozenset(spans), frozenset(repeated), tuple(unused))
+
+
+def _in_embedding(name: str) -> bool:
+    return f"{name}.".startswith("embedding.")
+
+
+def _head_is_unused(chunk: torch.nn.Module) -> bool:
+    """Whether the head's own weight is never read although it exists.
+
+    A later stage with multi-token prediction holds the tied embedding, and its head uses that
+    (``shared_embedding_or_output_weight`` in
+    megatron/core/models/common/language_module/language_module.py), but the head allocates a weight
+    wherever the stage is not the first (megatron/core/models/gpt/gpt_model.py).
+    """
+    tied = getattr(chunk, "share_embeddings_and_output_weights", False)
+    return bool(
+        tied and getattr(chunk, "mtp_process", False) and not getattr(chunk, "pre_process", True)
+    )
 
 
 def _walk(

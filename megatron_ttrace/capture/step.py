@@ -17,7 +17,8 @@ from megatron_ttrace.capture.modules import ModuleTap, Place, Sink
 from megatron_ttrace.capture.names import Names
 from megatron_ttrace.capture.optimizer import Owned, leaves_of, owned_by
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placement
+from megatron_ttrace.placement.plan import Placement, Step
+from megatron_ttrace.placement.zigzag import ZigZag
 from megatron_ttrace.records import STEP_LEVEL, Kind
 from megatron_ttrace.start.parameters import ParameterPlace, place_parameter
 
@@ -200,7 +201,8 @@ class StepTap:
     def _buffers(self) -> None:
         for names in self._model.names:
             for name, buffer in names.buffers.items():
-                self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, 0), buffer, buffer.shape, ())
+                shape, placement = place_buffer(name, buffer.shape, names, self._model.mesh)
+                self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, 0), buffer, shape, placement)
 
     def _scalar(self, kind: Kind, name: str, value: Any) -> None:
         data = torch.as_tensor(value).detach().reshape(())
@@ -208,6 +210,23 @@ class StepTap:
             # A Python number was a float32 on its way here; float64 would promise too much.
             data = data.float()
         self._sink.placed((STEP_LEVEL, kind, name, 0), data, (), ())
+
+
+def place_buffer(
+    name: str, shape: Sequence[int], names: Names, mesh: Mesh
+) -> tuple[tuple[int, ...], Placement]:
+    """Logical shape and placement of a module's buffer.
+
+    Buffers are whole on every rank, but for YaRN's cached rotary angles: each context-parallel rank
+    keeps the rows of its own positions (``_set_cos_sin_cache`` in
+    megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py).
+    """
+    owner, _, leaf = name.rpartition(".")
+    divided = getattr(names.modules.get(owner), "cp_group", None) is not None
+    cp = mesh.size("cp")
+    if cp == 1 or leaf not in ("cos_cached", "sin_cached") or not divided:
+        return tuple(shape), ()
+    return (shape[0] * cp, *shape[1:]), (Step("cp", ZigZag(0)),)
 
 
 def _sharded_parameters(optimizer: Any) -> set[torch.nn.Parameter]:

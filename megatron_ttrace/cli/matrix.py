@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.matrix.configurations import Configuration, configurations, select
+from megatron_ttrace.matrix.configurations import (
+    Configuration,
+    arguments_of,
+    configurations,
+    select,
+)
 from megatron_ttrace.records import Outcome, Result, Verdict
 
 _EPILOG = """\
@@ -21,7 +26,8 @@ example:
   ttrace matrix 'tp2*' '*/llama/bf16'
   ttrace matrix --all --seeds 1234,7,42
 
-exit code: 0 all equivalent, 1 an alarm on a healthy configuration, 2 one could not be checked
+exit code: 0 all equivalent (but for configurations that show a fault of Megatron's listed in
+docs/findings.md: those must diverge), 1 otherwise, 2 one could not be checked
 """
 
 
@@ -42,6 +48,7 @@ class Row:
     why: str = ""
     exact: int = 0
     inexact: int = 0
+    finding: str = ""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -103,7 +110,12 @@ def run(args: argparse.Namespace) -> int:
         _total(rows)
     if any(row.verdict is Result.COULD_NOT_CHECK for row in rows):
         return int(ExitCode.COULD_NOT_CHECK)
-    return int(max(row.verdict.exit_code for row in rows))
+    return int(ExitCode.DIVERGED if any(map(_surprises, rows)) else ExitCode.EQUIVALENT)
+
+
+def _surprises(row: Row) -> bool:
+    """Whether a configuration did other than it must; a finding must be found, or is outdated."""
+    return (row.verdict is Result.EQUIVALENT) == bool(row.finding)
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -122,7 +134,7 @@ def _check(one: Configuration, seed: int, args: argparse.Namespace, *, fork: boo
     directory = args.directory / name.replace("/", "-")
     job = jobs.Job(
         script=launch_dir() / "pretrain_gpt.py",
-        arguments=(*one.arguments, "--seed", str(seed)),
+        arguments=(*arguments_of(one, args.directory), "--seed", str(seed)),
         nproc=one.nproc,
         directory=directory,
         flags=("--ttrace-no-wandb", *args.ttrace_flags.split()),
@@ -145,6 +157,7 @@ def _check(one: Configuration, seed: int, args: argparse.Namespace, *, fork: boo
         worst=f"{worst.name} {worst.kind}.{worst.index}",
         seconds=time.monotonic() - began,
         why="; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:3]),
+        finding=one.finding,
         exact=summary.exactness.expected if summary.exactness else 0,
         inexact=summary.exactness.lost if summary.exactness else 0,
     )
@@ -161,6 +174,9 @@ def _line(row: Row) -> str:
         told += f", {row.inexact} of {row.exact} not bitwise"
     if row.tensors and row.why:
         told = row.why
+    if row.finding:
+        outdated = "not found any more: " if row.verdict is Result.EQUIVALENT else ""
+        told = f"{outdated}docs/findings.md, {row.finding}; {told}"
     return (
         f"{row.name:<34} {row.verdict.value:<12} {row.tensors:>5} tensors "
         f"{row.unchecked:>3} unchecked {row.seconds:5.1f} s  {told}"
@@ -168,12 +184,16 @@ def _line(row: Row) -> str:
 
 
 def _total(rows: list[Row]) -> None:
-    good = sum(row.verdict is Result.EQUIVALENT for row in rows)
+    good = sum(row.verdict is Result.EQUIVALENT for row in rows if not row.finding)
     tensors = sum(row.tensors for row in rows)
     unchecked = sum(row.unchecked for row in rows)
-    worst = max(rows, key=lambda row: row.worst_margin)
+    healthy = [row for row in rows if not row.finding]
+    worst = max(healthy or rows, key=lambda row: row.worst_margin)
+    found = len(rows) - len(healthy)
     print(
-        f"{good} of {len(rows)} equivalent; {tensors} tensors, {unchecked} unchecked "
+        f"{good} of {len(healthy)} equivalent"
+        + (f", and {found} known faults of Megatron's" if found else "")
+        + f"; {tensors} tensors, {unchecked} unchecked "
         f"({unchecked / max(tensors, 1):.2%}); worst healthy margin {worst.worst_margin:.3g} "
         f"({worst.name}: {worst.worst}); {sum(row.inexact for row in rows)} of "
         f"{sum(row.exact for row in rows)} that must be bitwise equal are not; "

@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
     known = catalogue.load_catalogue()
     chosen = known if args.all else [catalogue.find(known, wanted) for wanted in args.id]
-    healthy = select(configurations(), args.healthy) if args.healthy else []
+    everything = [one for one in configurations() if not one.finding]
+    healthy = select(everything, args.healthy) if args.healthy else []
     if not chosen and not healthy:
         raise TTraceError("ttrace rivals: name known bugs, or give --all, or --healthy PATTERN")
     began = time.monotonic()

@@ -53,6 +53,8 @@ class CandidateSession(Session):
     def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
         """A run that starts from a checkpoint hands its state to the reference first."""
         super().begin(chunks, optimizer, scheduler)
+        for name in (name for names in self.model.names for name in names.unused):
+            self._notice(f"{name} of the last stage is in no computation: not traced")
         if self._reference is None:
             self._find_reference(self._hand_over(scheduler))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 COMMON = (
     "--hidden-size 64 --num-attention-heads 8 --seq-length 32 --max-position-embeddings 32 "
@@ -17,6 +18,7 @@ COMMON = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 128 --eval-iters 0 "
     "--attention-dropout 0 --hidden-dropout 0"
 )
+VOCABULARY = 128
 
 MODELS = {
     "gpt": "--num-layers 2 --transformer-impl local",
@@ -49,6 +51,16 @@ MODELS |= {
 }
 """Mixtures of experts: Mixtral-like with sequential and with grouped experts, and one with what
 DeepSeek-like models add to it."""
+MODELS["mla-te"] = (
+    "--num-layers 2 --transformer-impl transformer_engine --normalization RMSNorm --swiglu "
+    "--untie-embeddings-and-output-weights --disable-bias-linear --multi-latent-attention "
+    "--q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+    "--qk-layernorm"
+)
+MODELS["mla-q-te"] = (
+    MODELS["mla-te"].replace("--q-lora-rank 24 ", "").replace(" --qk-layernorm", "")
+)
+"""DeepSeek-like: multi-head latent attention, with queries compressed or not."""
 
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 
@@ -62,12 +74,17 @@ class Layout:
         nproc: number of ranks.
         arguments: Megatron's.
         models: which models can run it.
+        data: ``mock``, or ``documents``: of very uneven length (matrix/documents.py).
+        finding: heading in docs/findings.md of the proven fault of Megatron's for which it
+            diverges; empty for a healthy one.
     """
 
     name: str
     nproc: int
     arguments: str
     models: tuple[str, ...] = ("gpt", "llama")
+    data: str = "mock"
+    finding: str = ""
 
 
 TP2 = "--tensor-model-parallel-size 2"
@@ -77,6 +94,14 @@ ZERO = "--use-distributed-optimizer"
 CP2 = "--context-parallel-size 2"
 TE = ("gpt-te", "llama-te")
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+EOD = "--eod-mask-loss"
+RESET = "--reset-position-ids --reset-attention-mask"
+SINKS = "--softmax-type learnable"
+NORMALISED = "--calculate-per-token-loss"
+MTP = "--mtp-num-layers 1"
+ROPE = "--position-embedding-type rope"
+A2A = "--cp-comm-type a2a"
+MLA = ("mla-te",)
 
 EP2 = "--expert-model-parallel-size 2"
 ETP1 = "--expert-tensor-parallel-size 1"
@@ -167,17 +192,92 @@ LAYOUTS = (
         ("moe-deep",),
     ),
     Layout("tp2-sp-pp2-ep2", 8, f"{TP2} {SP} {PP2} {EP2} {ETP1} {ALLTOALL}", ("moe-te",)),
-    Layout("mtp-tp2", 2, f"{TP2} --mtp-num-layers 1", ("llama-te",)),
+    Layout("cp2-dp2", 4, CP2, ("llama-te",)),
+    Layout("cp2-zero-overlap", 2, f"{CP2} {ZERO} {OVERLAP}", ("llama-te",)),
+    Layout("cp2-dp2-zero-overlap", 4, f"{CP2} {ZERO} {OVERLAP}", ("llama-te",)),
+    Layout("tp2-sp-pp2-cp2", 8, f"{TP2} {SP} {PP2} {CP2}", ("llama-te",)),
+    Layout(
+        "tp2-sp-pp2-cp2-zero-overlap",
+        8,
+        f"{TP2} {SP} {PP2} {CP2} {ZERO} {OVERLAP}",
+        ("llama-te",),
+    ),
+    Layout("tp2-sp", 2, f"{TP2} {SP}", ("mla-te", "mla-q-te")),
+    Layout("pp2", 2, PP2, MLA),
+    Layout("cp2", 2, CP2, MLA),
+    Layout("tp2-sp-cp2", 4, f"{TP2} {SP} {CP2}", MLA),
+    Layout("tp2", 2, TP2, ("mla-te", "mla-q-te"), finding="MLA without sequence parallelism"),
+    Layout("sinks-tp2", 2, f"{TP2} {SINKS} --clip-grad 0", ("gpt", "llama-te")),
+    Layout("sinks-tp2-sp", 2, f"{TP2} {SP} {SINKS} --clip-grad 0", ("gpt", "llama-te")),
+    Layout("sinks-pp2", 2, f"{PP2} {SINKS}", ("gpt", "llama-te")),
+    Layout("sinks-cp2-a2a", 2, f"{CP2} {A2A} {SINKS}", ("gpt-te", "llama-te")),
+    Layout("qk-norm-tp2", 2, f"{TP2} --qk-layernorm", ("gpt", "llama-te")),
+    Layout("qk-norm-tp2-sp", 2, f"{TP2} {SP} --qk-layernorm", ("gpt", "llama-te")),
+    Layout("qk-norm-cp2", 2, f"{CP2} --qk-layernorm", ("llama-te",)),
+    Layout("window-tp2", 2, f"{TP2} --window-size 7,0", ("gpt", "llama-te")),
+    Layout(
+        "window-alternating-pp2",
+        2,
+        f"{PP2} --window-size 7,0 --window-attn-skip-freq 2",
+        ("llama-te",),
+    ),
+    Layout("window-cp2-a2a", 2, f"{CP2} {A2A} --window-size 7,0", ("llama-te",)),
+    Layout(
+        "window-cp2-all-gather",
+        2,
+        f"{CP2} --cp-comm-type all_gather --window-size 7,0",
+        ("llama-te",),
+    ),
+    Layout("eod-dp2", 2, EOD, ("gpt",), "documents"),
+    Layout("eod-pp2", 2, f"{PP2} {EOD}", ("gpt",), "documents"),
+    Layout("eod-cp2", 2, f"{CP2} {EOD}", ("llama-te",), "documents", "masks and CP"),
+    Layout("eod-per-token-dp2", 2, f"{EOD} {NORMALISED}", ("gpt",), "documents"),
+    Layout("eod-per-token-pp2", 2, f"{PP2} {EOD} {NORMALISED}", ("gpt",), "documents"),
+    Layout("eod-per-token-cp2", 2, f"{CP2} {EOD} {NORMALISED}", TE, "documents"),
+    Layout(
+        "eod-per-token-tp2-sp-cp2",
+        4,
+        f"{TP2} {SP} {CP2} {EOD} {NORMALISED}",
+        ("llama-te",),
+        "documents",
+    ),
+    Layout("eod-per-token-cp2-dp2", 4, f"{CP2} {EOD} {NORMALISED}", ("llama-te",), "documents"),
+    Layout("reset-tp2", 2, f"{TP2} {RESET} {EOD}", ("gpt",), "documents"),
+    Layout("reset-dp2", 2, f"{RESET} {EOD}", ("gpt",), "documents"),
+    Layout("reset-pp2", 2, f"{PP2} {RESET} {EOD}", ("gpt",), "documents"),
+    Layout("reset-tp2-sp", 2, f"{TP2} {SP} {RESET} {EOD}", ("gpt-te",), "documents"),
+    Layout("clip-tp2-dp2-zero", 4, f"{TP2} {ZERO} --clip-grad 0.01", ("gpt",)),
+    Layout("clip-pp2", 2, f"{PP2} --clip-grad 0.01", ("gpt",)),
+    Layout(
+        "decoupled-lr-tp2-pp2",
+        4,
+        f"{TP2} {PP2} --decoupled-lr 5e-4 --weight-decay 0.1",
+        ("gpt",),
+    ),
+    Layout(
+        "decoupled-lr-dp2-zero",
+        2,
+        f"{ZERO} --decoupled-lr 5e-4 --weight-decay 0.1",
+        ("gpt",),
+    ),
+    Layout("untied-tp2", 2, f"{TP2} --untie-embeddings-and-output-weights", ("gpt",)),
+    Layout("mtp-tp2", 2, f"{TP2} {MTP}", ("llama-te",)),
+    Layout("mtp-pp2", 2, f"{PP2} {MTP}", ("llama-te",)),
+    Layout("mtp-tied-pp2", 2, f"{PP2} {MTP} {ROPE}", ("gpt-te",)),
+    Layout("mtp-tp2-sp-pp2", 4, f"{TP2} {SP} {PP2} {MTP}", ("llama-te",)),
+    Layout("mtp-cp2", 2, f"{CP2} {MTP}", ("llama-te",), finding="MTP and CP"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """One healthy job."""
+    """One job; what the fields mean says :class:`Layout`."""
 
     name: str
     nproc: int
     arguments: tuple[str, ...]
+    data: str = "mock"
+    finding: str = ""
 
 
 def configurations() -> list[Configuration]:
@@ -187,11 +287,24 @@ def configurations() -> list[Configuration]:
             f"{layout.name}/{model}/{dtype}",
             layout.nproc,
             tuple(f"{COMMON} {MODELS[model]} {layout.arguments} {DTYPES[dtype]}".split()),
+            layout.data,
+            layout.finding,
         )
         for layout in LAYOUTS
         for model in layout.models
         for dtype in DTYPES
     ]
+
+
+def arguments_of(one: Configuration, directory: Path) -> tuple[str, ...]:
+    """A configuration's whole command line; its data set is written below ``directory``."""
+    if one.data == "mock":
+        return one.arguments
+    from megatron_ttrace.matrix.documents import uneven_documents
+
+    prefix = uneven_documents((directory / "data" / one.data).resolve(), VOCABULARY)
+    words = [word for word in one.arguments if word != "--mock-data"]
+    return (*words, "--data-path", str(prefix), "--split", "100,0,0")
 
 
 def select(everything: Iterable[Configuration], patterns: Sequence[str]) -> list[Configuration]:

@@ -13,7 +13,7 @@ from megatron_ttrace.bugs import suite
 from megatron_ttrace.bugs.catalogue import Bug
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.launching import job as jobs
-from megatron_ttrace.matrix.configurations import Configuration
+from megatron_ttrace.matrix.configurations import Configuration, arguments_of
 from megatron_ttrace.records import Summary, TraceKey
 from megatron_ttrace.report import files
 from megatron_ttrace.resources import launch_dir
@@ -70,7 +70,7 @@ def matrix(
         home = directory / one.name.replace("/", "-")
         job = jobs.Job(
             script=launch_dir() / "pretrain_gpt.py",
-            arguments=one.arguments,
+            arguments=arguments_of(one, directory),
             nproc=one.nproc,
             directory=home,
             flags=("--ttrace-no-wandb", SAVE),

@@ -36,6 +36,11 @@ BIAS = 0.05
 keys are differences between tokens, and what is common cancels and leaves its rounding behind."""
 
 
+UNMARKED = {"softmax_offset": 0}
+"""Dims of parameters that are divided over tp although nothing on them says so: the attention
+sinks of ``--softmax-type learnable``, one a head (``DotProductAttention.sharded_state_dict``)."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterPlace:
     """Where a rank's parameter sits in the logical one."""
@@ -66,9 +71,11 @@ def place_parameter(
     axis = "etp" if not getattr(parameter, "allreduce", True) else "tp"
     shape = list(parameter.shape)
     size = mesh.size(axis)
-    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    unmarked = UNMARKED.get(name.rpartition(".")[2])
+    marked = getattr(parameter, "tensor_model_parallel", False)
+    if size == 1 or not (marked or unmarked is not None):
         return ParameterPlace(name, tuple(shape), ())
-    dim = int(getattr(parameter, "partition_dim", 0))
+    dim = int(getattr(parameter, "partition_dim", 0)) if marked else int(unmarked or 0)
     shape[dim] *= size
     stacked = gated and dim == 0 and ".linear_fc1." in f".{name}"
     rule = BlockShard(dim) if stacked else Shard(dim)

@@ -189,6 +189,20 @@ def test_a_module_that_runs_twice_gets_two_names():
     assert sorted(sink.names(Kind.GRAD_INPUT)) == ["a", "a#1", "model"]
 
 
+def test_a_later_stage_numbers_its_embedding_from_the_second_run():
+    """Multi-token prediction embeds after the first stage did; each depth runs it once more."""
+
+    def compute(self, x):
+        return (self.embedding(x) + self.embedding(x + 1)).sum()
+
+    model, sink = Function(compute, embedding=nn.Linear(3, 3)), Recorder()
+    model.pre_process = False
+    with tapped([model], sink):
+        model(leaf(2, 3)).backward()
+    assert sink.names(Kind.OUTPUT) == ["embedding#1", "embedding#2", "model"]
+    assert sorted(sink.names(Kind.GRAD_OUTPUT)) == ["embedding#1", "embedding#2", "model"]
+
+
 def test_gradients_of_a_shared_input_are_summed_over_its_consumers():
     """One tensor enters two modules: its gradient is complete, under both names."""
 

@@ -80,6 +80,37 @@ def test_the_last_stages_copy_of_a_tied_embedding(tied):
     assert list(canonical_names(stage).parameters) == [name]
 
 
+class LastStage(nn.Module):
+    """A last stage with multi-token prediction: it embeds shifted tokens itself."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.pre_process, self.mtp_process = False, True
+        self.share_embeddings_and_output_weights = tied
+        self.embedding = nn.Module()
+        self.embedding.word_embeddings = nn.Embedding(4, 2)
+        self.output_layer = nn.Linear(2, 4, bias=False)
+
+
+def test_a_later_stages_embedding_runs_second():
+    """The whole model has looked up the tokens themselves by then."""
+    assert canonical_names(LastStage(tied=False)).repeated == {
+        "embedding",
+        "embedding.word_embeddings",
+    }
+    first = LastStage(tied=False)
+    first.pre_process = True
+    assert not canonical_names(first).repeated
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_nobody_reads(tied):
+    """With tied weights such a stage's head uses the embedding, and its own weight is left over."""
+    names = canonical_names(LastStage(tied))
+    assert names.unused == (("output_layer.weight",) if tied else ())
+    assert ("output_layer.weight" in names.parameters) is not tied
+
+
 def test_digits_that_number_no_layers_stay():
     """An ordinary ``Sequential``, and numbers that are no integers."""
     stage = nn.Module()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coordinates agree with Megatron's own rank generator, for many orders and sizes."""
 
+import argparse
 import contextlib
 import itertools
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ttrace.integration.mesh import current_mesh
 from megatron_ttrace.placement.mesh import AXES, DEFAULT_ORDER, SINGLE, mesh_of
 
 parallel_state = pytest.importorskip("megatron.core.parallel_state")
@@ -132,30 +134,31 @@ def initialised(rank, world, **sizes):
         dist.destroy_process_group()
 
 
+WORLDS = [
+    *((world, sizes) for world in (32, 64) for sizes in ((2, 2, 2, 2, 2), (4, 2, 1, 4, 1))),
+    (128, (8, 1, 4, 2, 4)),
+    (1024, (8, 4, 4, 16, 2)),
+]
+"""World size, and sizes of tp, cp, pp, ep, etp."""
+
+
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
-@pytest.mark.parametrize("rank", [0, 5, 11, 31])
-def test_against_an_initialised_parallel_state(rank, order):
+@pytest.mark.parametrize(("world", "sizes"), WORLDS)
+@pytest.mark.parametrize("where", [0.0, 0.37, 1.0])
+def test_against_an_initialised_parallel_state(where, world, sizes, order):
     """The getters that a running job reads, in both orders that Megatron's flags give."""
+    rank = int(where * (world - 1))
+    tp, cp, pp, ep, etp = sizes
     with initialised(
         rank,
-        32,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=2,
-        expert_model_parallel_size=2,
-        expert_tensor_parallel_size=2,
+        world,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         order=order,
     ):
-        mesh = mesh_of(rank, 32, tp=2, cp=2, pp=2, ep=2, etp=2, order=order)
-        found = {
-            "tp": parallel_state.get_tensor_model_parallel_rank(),
-            "cp": parallel_state.get_context_parallel_rank(),
-            "pp": parallel_state.get_pipeline_model_parallel_rank(),
-            "ep": parallel_state.get_expert_model_parallel_rank(),
-            "etp": parallel_state.get_expert_tensor_parallel_rank(),
-            "dp": parallel_state.get_data_parallel_rank(),
-            "edp": parallel_state.get_expert_data_parallel_rank(),
-        }
-        assert {axis: mesh.at(axis) for axis in AXES} == found
-        assert mesh.size("dp") == parallel_state.get_data_parallel_world_size()
-        assert mesh.size("edp") == parallel_state.get_expert_data_parallel_world_size()
+        mesh = mesh_of(rank, world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
+        running = current_mesh(argparse.Namespace(virtual_pipeline_model_parallel_size=None))
+        assert mesh == running

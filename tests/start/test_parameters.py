@@ -270,3 +270,14 @@ def test_other_optimizers_are_left_alone():
     main = parameter(4, 4)
     place = place_parameter("a.weight", main, SINGLE, gated=False)
     assert primed(SINGLE, main, place, cls=torch.optim.SGD) is None
+
+
+def test_attention_sinks_are_divided_by_head():
+    """Nothing on the parameter says so; every other unmarked one is whole."""
+    mesh = mesh_of(1, 2, tp=2)
+    name = "decoder.layers.0.self_attention.core_attention.softmax_offset"
+    place = place_parameter(name, parameter(4), mesh, gated=False)
+    assert (place.logical_shape, describe(place.placement)) == ((8,), "tp:Shard(0)")
+    assert not place_parameter(
+        "decoder.final_layernorm.weight", parameter(4), mesh, gated=False
+    ).placement

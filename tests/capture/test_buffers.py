@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a module's buffer sits in the whole model."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ttrace.capture.names import canonical_names
+from megatron_ttrace.capture.step import place_buffer
+from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.plan import describe
+
+
+class Model(nn.Module):
+    """Rotary angles that were cached for a group, and a buffer of another kind."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.rotary = nn.Module()
+        self.rotary.cp_group = group
+        self.rotary.register_buffer("cos_cached", torch.zeros(8, 1, 1, 4))
+        self.rotary.register_buffer("inv_freq", torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("cp", "group", "leaf", "shape", "placement"),
+    [
+        (1, "group", "cos_cached", (8, 1, 1, 4), "Replicate"),
+        (2, "group", "cos_cached", (16, 1, 1, 4), "cp:ZigZag(0)"),
+        (2, None, "cos_cached", (8, 1, 1, 4), "Replicate"),
+        (2, "group", "inv_freq", (4,), "Replicate"),
+    ],
+)
+def test_cached_angles_are_divided_with_the_sequence(cp, group, leaf, shape, placement):
+    """By context parallelism only, and no other buffer."""
+    names = canonical_names(Model(group))
+    name = f"rotary.{leaf}"
+    found = place_buffer(name, names.buffers[name].shape, names, mesh_of(0, cp, cp=cp))
+    assert (found[0], describe(found[1])) == (shape, placement)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""launch/pretrain_gpt.py with faults of Megatron's (docs/findings.md) mended.
+
+``MEND`` names them. A divergence that goes away with its mend has that cause and no other.
+"""
+
+import os
+import runpy
+from pathlib import Path
+
+import megatron_ttrace
+
+megatron_ttrace.enable()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    copy_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer import multi_latent_attention as mla  # noqa: E402
+from megatron.core.transformer import multi_token_prediction as mtp  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+
+
+def over_context_parallel(count):
+    """The mean of a count over the ranks that share a sequence."""
+    group = parallel_state.get_context_parallel_group()
+    count = count.clone().float()
+    dist.all_reduce(count, group=group)
+    return count / group.size()
+
+
+def mla_rotary_key():
+    """Sum the gradient of the key's rotary part over the ranks, each of which has some heads."""
+    rotate = mla.apply_rotary_pos_emb
+
+    def mended(t, *args, **keywords):
+        shared_by_heads = t.shape[-2] == 1
+        return rotate(
+            copy_to_tensor_model_parallel_region(t) if shared_by_heads else t, *args, **keywords
+        )
+
+    mla.apply_rotary_pos_emb = mended
+
+
+def masked_tokens():
+    """Divide by the tokens of the whole sequence."""
+    calculate = schedules.forward_step_calc_loss
+
+    def mended(model, output, loss_func, *args, **keywords):
+        def counted(*inputs):
+            loss, count, report = loss_func(*inputs)
+            return loss, over_context_parallel(count), report
+
+        return calculate(model, output, counted, *args, **keywords)
+
+    schedules.forward_step_calc_loss = mended
+
+
+def predicted_tokens():
+    """Divide by the predictable tokens of the whole sequence."""
+    roll = mtp.roll_tensor
+
+    def mended(*args, **keywords):
+        rolled, total = roll(*args, **keywords)
+        return rolled, over_context_parallel(total)
+
+    mtp.roll_tensor = mended
+
+
+def sinks():
+    """Mark the attention sinks as divided by head."""
+    build = DotProductAttention.__init__
+
+    def mended(self, *args, **keywords):
+        build(self, *args, **keywords)
+        if isinstance(self.softmax_offset, torch.nn.Parameter):
+            self.softmax_offset.tensor_model_parallel = True
+            self.softmax_offset.partition_dim = 0
+            self.softmax_offset.partition_stride = 1
+
+    DotProductAttention.__init__ = mended
+
+
+def frozen():
+    """Train nothing but the attention sinks (no mend: shows what their norm leaves out)."""
+    from megatron.core.models.gpt import GPTModel
+
+    build = GPTModel.__init__
+
+    def mended(self, *args, **keywords):
+        build(self, *args, **keywords)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("softmax_offset" in name)
+
+    GPTModel.__init__ = mended
+
+
+MENDS = {
+    "mla-rotary-key": mla_rotary_key,
+    "masked-tokens": masked_tokens,
+    "predicted-tokens": predicted_tokens,
+    "sinks": sinks,
+    "train-only-sinks": frozen,
+}
+
+for name in os.environ.get("MEND", "").split():
+    MENDS[name]()
+script = Path(__file__).parents[2] / "launch" / "pretrain_gpt.py"
+runpy.run_path(str(script), run_name="__main__")

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix as data: names, data sets, and what stands in docs/findings.md."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.cli.matrix import Row, _surprises
+from megatron_ttrace.data import text
+from megatron_ttrace.matrix.configurations import arguments_of, configurations, select
+from megatron_ttrace.matrix.documents import uneven_documents
+from megatron_ttrace.records import Result
+
+FINDINGS = Path(__file__).parents[2] / "docs" / "findings.md"
+
+
+def test_names_are_unique():
+    """A row of a result table means one job."""
+    names = [one.name for one in configurations()]
+    assert len(set(names)) == len(names)
+
+
+def test_the_promised_size():
+    """At least sixty over all axes, alone and combined, on 2, 4 and 8 ranks."""
+    healthy = [one for one in configurations() if not one.finding]
+    assert len(healthy) >= 60
+    assert {one.nproc for one in healthy} == {1, 2, 4, 8}
+
+
+def test_every_finding_is_written_up():
+    """A configuration that must diverge names a heading of docs/findings.md."""
+    headings = [line for line in FINDINGS.read_text().splitlines() if line.startswith("## ")]
+    for finding in {one.finding for one in configurations() if one.finding}:
+        assert any(finding in heading for heading in headings), finding
+
+
+def test_uneven_documents_take_the_place_of_the_mock_data(tmp_path):
+    """The rest of the command line stays."""
+    one = select(configurations(), ["eod-dp2/gpt/fp32"])[0]
+    words = arguments_of(one, tmp_path)
+    assert "--mock-data" in one.arguments
+    assert "--mock-data" not in words
+    assert set(one.arguments) - {"--mock-data"} <= set(words)
+    assert Path(words[words.index("--data-path") + 1]).with_suffix(".bin").exists()
+
+
+def test_documents_are_uneven(tmp_path):
+    """From a token to several sequences of the matrix; the end marks itself alone."""
+    prefix = uneven_documents(tmp_path / "documents", 128)
+    tokens = text.numpy.fromfile(prefix.with_suffix(".bin"), dtype=text.numpy.uint16)
+    ends = text.numpy.flatnonzero(tokens == 127)
+    lengths = text.numpy.diff(ends)
+    assert lengths.min() <= 2
+    assert lengths.max() > 3 * 32
+    assert tokens.max() == 127
+
+
+@pytest.mark.parametrize(
+    ("verdict", "finding", "surprise"),
+    [
+        (Result.EQUIVALENT, "", False),
+        (Result.DIVERGED, "", True),
+        (Result.DIVERGED, "MTP and CP", False),
+        (Result.EQUIVALENT, "MTP and CP", True),
+    ],
+)
+def test_a_finding_must_be_found(verdict, finding, surprise):
+    """One that does not show any more is as much of an alarm as a new one."""
+    assert _surprises(Row("x", verdict, 1, 0, 0.0, "", 0.0, finding=finding)) is surprise
