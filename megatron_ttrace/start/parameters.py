@@ -28,7 +28,8 @@ from megatron_ttrace.start.generator import normal
 
 GAIN = 0.5
 """Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth, and a
-third of its gradients are blind; at 0.5 none is. docs/measurements.md has the table."""
+third of its gradients are blind; at 0.5 none is. docs/measurements.md has the table. Norms of
+queries and keys stand where the gain of their projections would, so their weights are of its size."""
 
 EMBEDDING_GAIN = 2.0
 BIAS = 0.05
@@ -99,7 +100,8 @@ def scale_of(name: str, shape: Sequence[int], config: Any, init: str) -> tuple[f
         return 0.0, gain / math.sqrt(shape[-1]) / depth
     if leaf.endswith("weight"):
         zero_centred = getattr(config, "layernorm_zero_centered_gamma", False)
-        return (0.0 if zero_centred else 1.0), 0.2
+        size = GAIN if ".q_layernorm." in f".{name}" or ".k_layernorm." in f".{name}" else 1.0
+        return (size - 1.0 if zero_centred else size), 0.2 * size
     return 0.0, BIAS
 
 

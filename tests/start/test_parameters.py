@@ -139,6 +139,7 @@ def test_flat_ranges_equal_the_flattened_slice(data):
         ("a.linear_qkv.bias", (8,), "reveal", (0.0, BIAS)),
         ("embedding.word_embeddings.weight", (8, 100), "reveal", (0.0, EMBEDDING_GAIN / 10)),
         ("a.norm.weight", (8,), "reveal", (1.0, 0.2)),
+        ("a.q_layernorm.weight", (8,), "reveal", (GAIN, 0.2 * GAIN)),
         ("a.linear_qkv.weight", (8, 100), "megatron", (0.0, 0.02)),
         ("a.linear_fc2.weight", (8, 100), "megatron", (0.0, 0.02 / 4)),
         ("a.linear_qkv.bias", (8,), "megatron", (0.0, 0.0)),

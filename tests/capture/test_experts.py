@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Following tokens through a dispatcher, and replaying a router's choice."""
+
+import types
+
+import pytest
+import torch
+
+from megatron_ttrace.capture.experts import DispatchTap, RouterTap
+from megatron_ttrace.compare.routing import Groups
+
+MICROBATCH, TOKENS, SAMPLES = 3, 4, 2
+
+
+class Dispatcher:
+    """Sorts tokens by expert, as Megatron's do on one rank; keeps state, as they do."""
+
+    def __init__(self):
+        self.shared_experts = "kept"
+        self.shapes = []
+
+    def dispatch_preprocess(self, hidden, routing, probs):
+        self.routing = routing
+        self.shapes.append(tuple(hidden.shape))
+        return hidden.reshape(-1, hidden.shape[-1]), probs
+
+    def token_dispatch(self, hidden, probs):
+        return hidden, probs
+
+    def dispatch_postprocess(self, hidden, probs):
+        where = self.routing.T.nonzero()
+        pad = torch.zeros(1, hidden.shape[-1])
+        counts = self.routing.sum(0)
+        counts[-1] += 1
+        return torch.cat([hidden[where[:, 1]], pad]), counts, probs
+
+    def run(self, hidden, routing, probs):
+        return self.dispatch_postprocess(
+            *self.token_dispatch(*self.dispatch_preprocess(hidden, routing, probs))
+        )
+
+
+class Sink:
+    """Remembers what it is told."""
+
+    def __init__(self, instead=None):
+        self.found = []
+        self.instead = instead
+
+    def positions(self, local):
+        return torch.arange(local[0] * local[1]) + 100
+
+    def dispatched(self, microbatch, experts, index):
+        self.found.append((microbatch, experts, index))
+
+    def routed(self, microbatch, router, scores, chosen, groups):
+        self.found.append((microbatch, router, chosen, groups))
+        return self.instead
+
+
+def guard(work, *args):
+    """No error is hidden in a test."""
+    return work(*args)
+
+
+@pytest.fixture
+def layer():
+    """A layer of experts 4 and 5."""
+    return types.SimpleNamespace(token_dispatcher=Dispatcher(), local_expert_indices=[4, 5])
+
+
+def test_rows_are_named(layer):
+    """Each row by its microbatch, position and expert; padding by nobody."""
+    sink = Sink()
+    tap = DispatchTap(layer, "mlp.experts", lambda: MICROBATCH, sink, guard)
+    routing = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]] * SAMPLES).bool()
+    hidden = torch.randn(TOKENS, SAMPLES, 6)
+    rows, _, _ = layer.token_dispatcher.run(hidden, routing, torch.ones(8, 2))
+    ((microbatch, name, index),) = sink.found
+    assert (microbatch, name) == (MICROBATCH, "mlp.experts")
+    assert index.position[:-1].tolist() == [100, 102, 104, 106, 101, 102, 105, 106]
+    assert index.microbatch.tolist() == [MICROBATCH] * 8 + [-1]
+    assert index.expert.tolist() == [4] * 4 + [5] * 5
+    flat = hidden.reshape(-1, 6)
+    for row, position in zip(rows[:-1], index.position[:-1], strict=True):
+        assert torch.equal(row, flat[position - 100])
+    tap.remove()
+
+
+def test_the_dispatcher_keeps_its_state(layer):
+    """What the backward pass and the way back need is untouched by the second walk."""
+    tap = DispatchTap(layer, "mlp.experts", lambda: 0, Sink(), guard)
+    dispatcher = layer.token_dispatcher
+    routing = torch.ones(8, 2).bool()
+    dispatcher.run(torch.randn(TOKENS, SAMPLES, 6), routing, torch.ones(8, 2))
+    assert dispatcher.shared_experts == "kept"
+    assert dispatcher.routing is routing
+    tap.remove()
+    assert "dispatch_preprocess" not in vars(dispatcher)
+    dispatcher.run(torch.randn(TOKENS, SAMPLES, 6), routing, torch.ones(8, 2))
+
+
+def test_a_choice_is_replaced():
+    """The reference's experts, with this run's scores and their gradients."""
+    router = types.SimpleNamespace(router_replay=None)
+    sink = Sink(instead=torch.tensor([[2], [0]]))
+    tap = RouterTap(router, "mlp.router", lambda: MICROBATCH, sink, guard)
+    scores = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]], requires_grad=True)
+    values, chosen = router.router_replay.get_replay_topk(
+        scores, 1, default_compute_topk=lambda s, k, *_: s.topk(k)
+    )
+    assert chosen.tolist() == [[2], [0]]
+    values.sum().backward()
+    assert scores.grad.tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert sink.found[0][2].tolist() == [[0], [1]]
+    assert sink.found[0][3] is None
+    tap.remove()
+    assert router.router_replay is None
+
+
+def test_a_choice_is_left_alone_where_there_is_no_other():
+    """As in the reference's first run; groups are passed on."""
+    router = types.SimpleNamespace(router_replay=None)
+    sink = Sink()
+    RouterTap(router, "mlp.router", lambda: 0, sink, guard)
+    scores = torch.rand(2, 4)
+    values, chosen = router.router_replay.get_replay_topk(
+        scores, 2, num_groups=2, group_topk=1, default_compute_topk=lambda s, k, *_: s.topk(k)
+    )
+    assert torch.equal(values, scores.topk(2).values)
+    assert torch.equal(chosen, scores.topk(2).indices)
+    assert sink.found[0][3] == Groups(2, 1)
