@@ -21,7 +21,17 @@ import torch
 from megatron_ttrace.compare.sinks import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.localise import absent, position, region, replicas, scaling, shares, sources
+from megatron_ttrace.localise import (
+    absent,
+    attention,
+    position,
+    products,
+    region,
+    replicas,
+    scaling,
+    shares,
+    sources,
+)
 from megatron_ttrace.localise.culprits import UNKNOWN
 from megatron_ttrace.localise.evidence import ELEMENTS, Evidence, Finding, Part, parts_of, where
 from megatron_ttrace.localise.places import usual_place
@@ -32,8 +42,10 @@ from megatron_ttrace.trace.store import TraceReader
 
 HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     scaling.zero,
+    products.cast,
     scaling.factor,
     replicas.partial,
+    products.factor,
     scaling.factor_per_rank,
     sources.summand,
     sources.elsewhere,
@@ -42,6 +54,7 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     scaling.rounded,
     sources.operand,
     shares.weighted,
+    attention.blocks,
     region.token_ids,
     region.some_rows,
     replicas.some_copies,

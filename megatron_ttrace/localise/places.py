@@ -158,6 +158,13 @@ PLACES = (
         ("tp",),
     ),
     Place("core/extensions/transformer_engine.py:TELinear", ("precision",), (), r"linear_"),
+    Place(
+        "core/extensions/transformer_engine.py:TELayerNormColumnParallelLinear",
+        ("cast",),
+        (),
+        _COLUMN,
+    ),
+    Place("core/extensions/transformer_engine.py:TELinear", ("cast",)),
     Place(f"{_LAYERS}:ColumnParallelLinear", (), (*_ACTIVATION, *_BACKWARD, *_GRADIENT), _COLUMN),
     Place(f"{_LAYERS}:RowParallelLinear", (), (*_ACTIVATION, *_BACKWARD, *_GRADIENT), _ROW),
     Place("core/fusions/fused_layer_norm.py:FusedLayerNorm", (), (), _NORM + r"|norm$"),

@@ -18,7 +18,7 @@ from megatron_ttrace.capture.names import EMBEDDING_WEIGHT, ROOT
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.localise.evidence import Evidence, Finding, Part, dot, ranges
 from megatron_ttrace.localise.sources import product
-from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
 
 _HEAD = "output_layer"
 _IDS = {"word_embeddings": 0, "position_embeddings": 1}
@@ -138,7 +138,7 @@ def _shares(evidence: Evidence) -> Iterator[_Share]:
     module, _, leaf = evidence.key.name.rpartition(".")
     if leaf not in ("weight", "bias"):
         return
-    modules = [module, _HEAD] if evidence.key.name == EMBEDDING_WEIGHT else [module]
+    modules = [module, _HEAD] if _is_tied(evidence) else [module]
     for one in modules:
         for microbatch in range(1 << 16):
             if not evidence.in_time:
@@ -148,6 +148,12 @@ def _shares(evidence: Evidence) -> Iterator[_Share]:
                 break
             if value.shape == evidence.reference.shape:
                 yield _Share(one, microbatch, value)
+
+
+def _is_tied(evidence: Evidence) -> bool:
+    """Whether the output layer uses this parameter, too: then it has none of its own."""
+    head = TraceKey(evidence.key.iteration, STEP_LEVEL, Kind.PARAM, f"{_HEAD}.weight", 0)
+    return evidence.key.name == EMBEDDING_WEIGHT and evidence.whole(head) is None
 
 
 def _share(evidence: Evidence, module: str, leaf: str, microbatch: int) -> torch.Tensor | None:

@@ -149,13 +149,13 @@ def product(evidence: Evidence, module: str, fed: str, microbatch: int) -> torch
     fed_with = evidence.whole(TraceKey(*place, Kind.INPUT, fed, 0))
     if gradient is None or fed_with is None:
         return None
-    left, right = gradient.float().flatten(0, -2), _normed(evidence, fed, fed_with.float())
+    left, right = gradient.float().flatten(0, -2), normed(evidence, fed, fed_with.float())
     if len(left) != len(right) or math.prod((*left.shape, right.shape[1])) > _FLOPS:
         return None
     return left.T @ right
 
 
-def _normed(evidence: Evidence, module: str, fed: torch.Tensor) -> torch.Tensor:
+def normed(evidence: Evidence, module: str, fed: torch.Tensor) -> torch.Tensor:
     """What a linear layer multiplies: its input, through the norm that is fused with it, if one is.
 
     Epsilon and centring are Megatron's defaults; that the module's own gradient is reproduced tells
