@@ -16,6 +16,16 @@ from megatron_ttrace.records import Direction, Kind, Outcome
 from megatron_ttrace.resources import patches_dir
 
 _ID = re.compile(r"\d\d[a-z]?")
+_ABBREVIATIONS = {
+    "--tensor-model-parallel-size": "TP",
+    "--pipeline-model-parallel-size": "PP",
+    "--context-parallel-size": "CP",
+    "--expert-model-parallel-size": "EP",
+    "--sequence-parallel": "SP",
+    "--use-distributed-optimizer": "ZeRO",
+    "--fp8-format": "FP8",
+    "--num-experts": "experts",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +54,20 @@ class Layout:
     data: str = "mock"
     models: tuple[str, ...] = ("gpt", "llama")
 
+    @property
+    def short(self) -> str:
+        """In the field's abbreviations (``TP 2 SP``); arguments that have none are left out."""
+        words: list[str] = []
+        taken = False
+        for word in self.arguments:
+            if word.startswith("--"):
+                taken = word in _ABBREVIATIONS
+                if taken:
+                    words.append(_ABBREVIATIONS[word])
+            elif taken:
+                words.append(word)
+        return " ".join(words) or ("DP" if self.nproc > 1 else "one rank")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expected:
@@ -56,6 +80,7 @@ class Expected:
         verdicts: any of these.
         index: number of that tensor, when only this one may be named.
         only: pattern that the names of all culprits must match; empty: that of ``module``.
+            ``{last}`` in it is the number of the model's last layer.
         explanation: regular expression that must be found in its explanation, or ``None``.
     """
 

@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 from megatron_ttrace.bugs.catalogue import Expected
 from megatron_ttrace.records import Culprit, Result, Summary
 
+_LAYER = re.compile(r"decoder\.layers\.(\d+)")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Findings:
@@ -38,7 +40,7 @@ def examine(summary: Summary, expected: Expected) -> Findings:
     detected = summary.verdict is Result.DIVERGED
     culprits = summary.culprits
     right = [culprit for culprit in culprits if _matches(culprit, expected)]
-    allowed = expected.only or expected.module
+    allowed = (expected.only or expected.module).replace("{last}", str(_last_layer(summary)))
     strays = [culprit for culprit in culprits if not fnmatchcase(culprit.name, allowed)]
     explained = (
         None
@@ -53,6 +55,11 @@ def examine(summary: Summary, expected: Expected) -> Findings:
         margin=min(margins) if margins else None,
         problem=_problem(detected, culprits, right, strays, explained),
     )
+
+
+def _last_layer(summary: Summary) -> int:
+    found = (_LAYER.match(name) for name in summary.execution_order)
+    return max((int(match[1]) for match in found if match), default=0)
 
 
 def _matches(culprit: Culprit, expected: Expected) -> bool:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import string
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from megatron_ttrace.bugs.expect import Findings, examine
 from megatron_ttrace.bugs.uneven import uneven_corpus
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.launching import job as jobs
-from megatron_ttrace.records import Result, Summary
+from megatron_ttrace.records import Outcome, Result, Summary, Verdict
+from megatron_ttrace.report import files
 from megatron_ttrace.resources import launch_dir
 
 _WORDS = 60
@@ -39,11 +41,19 @@ masks.
 """
 
 
+SIZES = {
+    "small": "",
+    "medium": "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 64"
+    " --max-position-embeddings 64",
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
     """What all cases of a suite run have in common; ``flags`` are further ``--ttrace-*`` flags."""
 
     model: str = "gpt"
+    size: str = "small"
     bf16: bool = False
     seed: int | None = None
     flags: tuple[str, ...] = ()
@@ -53,6 +63,7 @@ class Variant:
         """As Megatron's arguments."""
         return (
             *MODELS[self.model].split(),
+            *SIZES[self.size].split(),
             *(["--bf16"] if self.bf16 else []),
             *(["--seed", str(self.seed)] if self.seed is not None else []),
         )
@@ -60,7 +71,10 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One bug in one layout. ``error`` says why it could not be run, if so."""
+    """One bug in one layout. ``error`` says why it could not be run, if so.
+
+    ``healthy_margin`` is the worst of the healthy run: what is left to a false alarm.
+    """
 
     bug: Bug
     layout: Layout
@@ -69,6 +83,7 @@ class Row:
     findings: Findings | None
     seconds: float
     error: str = ""
+    healthy_margin: float | None = None
 
     @property
     def met(self) -> bool:
@@ -97,17 +112,71 @@ class Row:
             "id": self.bug.id,
             "name": self.bug.name,
             "nproc": self.layout.nproc,
+            "layout": self.layout.short,
             "arguments": list(self.layout.arguments),
             "healthy": self.is_healthy if self.healthy else None,
             "detected": findings.detected if findings else None,
             "localised": findings.localised if findings else None,
             "explained": findings.explained if findings else None,
             "margin": None if not findings or findings.margin is None else str(findings.margin),
+            "healthy_margin": None if self.healthy_margin is None else str(self.healthy_margin),
             "culprits": [culprit.to_json() for culprit in self.sick.culprits] if self.sick else [],
             "met": self.met,
             "problem": self.problem,
             "seconds": round(self.seconds, 2),
         }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Totals:
+    """What a suite run comes to, by bug: the variants of one (04a, 04b) count together.
+
+    Attributes:
+        bugs: how many were run.
+        detected, localised, explained: of how many every case was.
+        twins: healthy runs found equivalent, of ``cases``.
+        weakest: smallest margin of a culprit, and whose.
+        nearest: largest margin of a healthy run, and whose.
+    """
+
+    bugs: int
+    detected: int
+    localised: int
+    explained: int
+    twins: int
+    cases: int
+    weakest: tuple[float, str] | None
+    nearest: tuple[float, str] | None
+
+
+def totals(rows: Sequence[Row]) -> Totals:
+    """Count."""
+    of_bug: dict[str, list[Row]] = {}
+    for row in rows:
+        of_bug.setdefault(row.bug.id.rstrip(string.ascii_lowercase), []).append(row)
+
+    def whole(holds: Callable[[Findings], bool | None]) -> int:
+        return sum(
+            all(row.findings is not None and holds(row.findings) for row in own)
+            for own in of_bug.values()
+        )
+
+    found = [
+        (row.findings.margin, row.bug.id)
+        for row in rows
+        if row.findings is not None and row.findings.margin is not None
+    ]
+    healthy = [(r.healthy_margin, r.bug.id) for r in rows if r.healthy_margin is not None]
+    return Totals(
+        bugs=len(of_bug),
+        detected=whole(lambda findings: findings.detected),
+        localised=whole(lambda findings: findings.localised),
+        explained=whole(lambda findings: findings.explained),
+        twins=sum(row.is_healthy for row in rows),
+        cases=len(rows),
+        weakest=min(found, default=None),
+        nearest=max(healthy, default=None),
+    )
 
 
 def run(
@@ -142,30 +211,39 @@ def exit_code(rows: Sequence[Row]) -> ExitCode:
     return ExitCode.EQUIVALENT
 
 
+def worst_margin(verdicts: Iterable[Verdict]) -> float:
+    """The largest margin of what was judged; that of a blind tensor says nothing."""
+    judged = (v.margin for v in verdicts if v.verdict is not Outcome.UNCHECKED)
+    return max((margin for margin in judged if margin is not None), default=0.0)
+
+
 class _Runner:
     def __init__(self, variant: Variant, directory: Path, fork: bool) -> None:
         self._variant = variant
         self._directory = directory
         self._fork = fork
-        self._healthy: dict[object, Summary] = {}
+        self._healthy: dict[object, tuple[Summary, float]] = {}
 
     def row(self, bug: Bug, layout: Layout, name: str) -> Row:
         began = time.monotonic()
-        healthy = sick = findings = None
+        healthy = sick = findings = margin = None
         error = ""
         try:
-            healthy = self._run_healthy(layout, name)
+            healthy, margin = self._run_healthy(layout, name)
             sick = self._run(layout, layout.arguments, f"{name}-sick", ("--ttrace-bug", bug.id))
             findings = examine(sick, bug.expected)
         except TTraceError as reason:
             error = str(reason)
-        return Row(bug, layout, healthy, sick, findings, time.monotonic() - began, error)
+        seconds = time.monotonic() - began
+        return Row(bug, layout, healthy, sick, findings, seconds, error, margin)
 
-    def _run_healthy(self, layout: Layout, name: str) -> Summary:
+    def _run_healthy(self, layout: Layout, name: str) -> tuple[Summary, float]:
         arguments = (*layout.arguments, *layout.healthy)
         question = (layout.nproc, arguments, layout.flags, layout.data)
         if question not in self._healthy:
-            self._healthy[question] = self._run(layout, arguments, f"{name}-healthy", ())
+            summary = self._run(layout, arguments, f"{name}-healthy", ())
+            verdicts = files.load_report(self._directory / f"{name}-healthy")[1]
+            self._healthy[question] = summary, worst_margin(verdicts)
         return self._healthy[question]
 
     def _run(

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron_ttrace.bugs import catalogue
 from megatron_ttrace.bugs.catalogue import Bug
@@ -18,7 +19,7 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_ttrace.bugs.suite import Row
+    from megatron_ttrace.bugs.suite import Row, Totals
 
 _EPILOG = """\
 examples:
@@ -33,6 +34,7 @@ place). The checker is not told that there is a bug.
 exit code: 0 all as expected, 1 an expectation failed, 2 a case could not be run
 """
 _MODELS = ("gpt", "llama")
+_SIZES = ("small", "medium")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -64,8 +66,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     running.add_argument("id", nargs="*", metavar="ID", help="which bugs, e.g. 01 04a")
     running.add_argument("--all", action="store_true", help="all of them")
     running.add_argument("--model", choices=_MODELS, default="gpt", help="small model to use")
+    running.add_argument("--size", choices=_SIZES, default="small", help="of that model")
     running.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     running.add_argument("--seed", type=int, default=None, metavar="N", help="Megatron's --seed")
+    running.add_argument(
+        "--rows",
+        type=Path,
+        metavar="FILE",
+        help="also write each finished case to FILE, a JSON object a line",
+    )
     running.add_argument(
         "--directory",
         type=Path,
@@ -130,8 +139,13 @@ def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
 
-    variant = suite.Variant(args.model, args.bf16, args.seed)
-    rows = list(suite.run(bugs, variant, args.directory, say))
+    variant = suite.Variant(args.model, args.size, args.bf16, args.seed)
+    rows = []
+    with _rows_file(args.rows) as file:
+        for row in suite.run(bugs, variant, args.directory, say):
+            rows.append(row)
+            if file is not None:
+                print(json.dumps(row.to_json()), file=file, flush=True)
     if not rows:
         raise TTraceError(f"none of these bugs has a layout for --model {args.model}")
     if args.json:
@@ -141,9 +155,24 @@ def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
     return int(suite.exit_code(rows))
 
 
+@contextlib.contextmanager
+def _rows_file(path: Path | None) -> Iterator[IO[str] | None]:
+    if path is None:
+        yield None
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise TTraceError(f"--rows {path} is not writable ({error.strerror})") from error
+    with file:
+        yield file
+
+
 def _show(rows: Sequence[Row], seconds: float) -> None:
     from rich.markup import escape
     from rich.table import Table
+
+    from megatron_ttrace.bugs import suite
 
     table = Table("bug", "ranks", "layout", "healthy", "detected", "localised", "explained")
     table.columns[0].no_wrap = True
@@ -154,7 +183,7 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
         table.add_row(
             f"{row.bug.id} {row.bug.name}",
             str(row.layout.nproc),
-            escape(_short(row.layout.arguments)),
+            escape(row.layout.short),
             _word(row.is_healthy if row.healthy else None),
             _word(found.detected if found else None),
             _word(found.localised if found else None),
@@ -169,6 +198,20 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
             console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {escape(row.problem)}")
     good = sum(row.met for row in rows)
     console.print(f"{good} of {len(rows)} cases as expected, in {seconds:.0f} s")
+    console.print(_total(suite.totals(rows)))
+
+
+def _total(totals: Totals) -> str:
+    """The bars in words."""
+    said = (
+        f"of {totals.bugs} bugs {totals.detected} detected, {totals.localised} localised, "
+        f"{totals.explained} explained; {totals.twins} of {totals.cases} healthy twins pass"
+    )
+    if totals.weakest is not None:
+        said += f"; weakest margin of a culprit {totals.weakest[0]:.3g} ({totals.weakest[1]})"
+    if totals.nearest is not None:
+        said += f", largest of a healthy run {totals.nearest[0]:.3g} ({totals.nearest[1]})"
+    return said
 
 
 def _console() -> Console:
@@ -181,29 +224,3 @@ def _console() -> Console:
 
 def _word(value: bool | None) -> str:
     return "–" if value is None else "[green]yes[/green]" if value else "[red]NO[/red]"
-
-
-_ABBREVIATIONS = {
-    "--tensor-model-parallel-size": "TP",
-    "--pipeline-model-parallel-size": "PP",
-    "--context-parallel-size": "CP",
-    "--expert-model-parallel-size": "EP",
-    "--sequence-parallel": "SP",
-    "--use-distributed-optimizer": "ZeRO",
-    "--fp8-format": "FP8",
-    "--num-experts": "experts",
-}
-
-
-def _short(arguments: Sequence[str]) -> str:
-    """A layout in the field's abbreviations; what has none is left out."""
-    words: list[str] = []
-    taken = False
-    for word in arguments:
-        if word.startswith("--"):
-            taken = word in _ABBREVIATIONS
-            if taken:
-                words.append(_ABBREVIATIONS[word])
-        elif taken:
-            words.append(word)
-    return " ".join(words) or "DP"

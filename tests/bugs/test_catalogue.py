@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The descriptions of the known bugs, and that they fit the installed Megatron."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace.bugs import catalogue, patching
-from megatron_ttrace.bugs.catalogue import Bug
+from megatron_ttrace.bugs.catalogue import Bug, Layout
 from megatron_ttrace.errors import TTraceError
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,27 @@ def test_has_a_page(bug: Bug) -> None:
     index = (ROOT / "docs" / "bugs" / "README.md").read_text()
     assert f"({page.name})" in index
     assert page.read_text().startswith(f"# {bug.id} ")
+
+
+def test_all_are_explained() -> None:
+    """What the report must say, and as a regular expression that compiles."""
+    assert {bug.id[:2] for bug in BUGS} == {f"{number:02}" for number in range(1, 15)}
+    for bug in BUGS:
+        assert bug.expected.explanation, bug.id
+        assert "unknown" not in bug.expected.explanation
+        re.compile(bug.expected.explanation)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nproc", "short"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel --num-layers 4", 2, "TP 2 SP"),
+        ("--num-layers 4", 2, "DP"),
+        ("--num-layers 4", 1, "one rank"),
+    ],
+)
+def test_short_layout(arguments: str, nproc: int, short: str) -> None:
+    assert Layout(nproc, tuple(arguments.split())).short == short
 
 
 def test_finds() -> None:

@@ -70,6 +70,16 @@ def test_a_stray_is_not_localised() -> None:
     assert examine(summary(CULPRIT, stray), dataclasses.replace(EXPECTED, only="*")).localised
 
 
+@pytest.mark.parametrize(("layers", "localised"), [(4, True), (5, True), (3, False)])
+def test_all_but_the_last_layer(layers: int, localised: bool) -> None:
+    """Where the last layer must not be named, its number comes from the report."""
+    names = [f"decoder.layers.{layer}.mlp" for layer in range(layers)]
+    found = summary(*(dataclasses.replace(CULPRIT, name=name) for name in names[:3]))
+    found = dataclasses.replace(found, execution_order=("embedding", *names, "output_layer"))
+    expected = dataclasses.replace(EXPECTED, only="decoder.layers.[!{last}].*")
+    assert examine(found, expected).localised == localised
+
+
 def test_nothing_found() -> None:
     findings = examine(summary(verdict=Result.EQUIVALENT), EXPECTED)
     assert (findings.detected, findings.localised, findings.met) == (False, False, False)
