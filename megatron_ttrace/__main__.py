@@ -21,6 +21,7 @@ COMMANDS = (
     "megatron_ttrace.cli.rivals",
     "megatron_ttrace.mutants.cli",
     "megatron_ttrace.cli.growth",
+    "megatron_ttrace.nightly.cli",
     "megatron_ttrace.cli.doctor",
     "megatron_ttrace.megatron_lm.cli",
     "megatron_ttrace.data.cli",

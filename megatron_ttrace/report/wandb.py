@@ -81,7 +81,7 @@ def log(
         if active is not None:
             _log(wandb, active, summary, verdicts, html_path)
             return f"W&B: logged to {_where(active)}"
-        return _within(
+        return within(
             TOTAL_SECONDS,
             lambda: _own_run(wandb, summary, verdicts, html_path, Path(directory), project),
         )
@@ -89,8 +89,71 @@ def log(
         return f"{_WARNING}: {type(error).__name__}: {clean(error, 300)}"
 
 
-def _within(seconds: float, work: Callable[[], str]) -> str:
-    """Run ``work`` for at most ``seconds``; a hanging upload is left behind, not waited for."""
+def _own_run(
+    wandb: Any,
+    summary: Summary,
+    verdicts: Sequence[Verdict],
+    html_path: Path,
+    directory: Path,
+    project: str,
+) -> str:
+    return own_run(
+        wandb,
+        lambda run: _log(wandb, run, summary, verdicts, html_path),
+        directory=directory,
+        project=project,
+        job_type="ttrace",
+        config={"layout": summary.config, "versions": summary.versions},
+    )
+
+
+def own_run(
+    wandb: Any,
+    log: Callable[[Any], None],
+    *,
+    directory: Path,
+    project: str,
+    job_type: str,
+    config: dict[str, Any],
+) -> str:
+    """Make a run, ``log`` into it, finish it; offline without a key or without an answer.
+
+    Returns:
+        One line that says where it lies.
+    """
+
+    def open_run(mode: str | None) -> Any:
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or project,
+            job_type=job_type,
+            dir=str(directory),
+            mode=mode,
+            config=config,
+            settings=_settings(wandb),
+        )
+
+    mode, why = _mode(wandb)
+    try:
+        run = open_run(mode)
+    except Exception as error:
+        if mode != "online":
+            raise
+        run = open_run("offline")
+        why = f" (WARNING: online logging failed: {clean(error, 200)})"
+    try:
+        log(run)
+        where = _where(run)
+    finally:
+        run.finish(exit_code=0)
+    return f"W&B: logged to {where}{why}"
+
+
+def within(seconds: float, work: Callable[[], str]) -> str:
+    """Run ``work`` for at most ``seconds``; a hanging upload is left behind, not waited for.
+
+    Raises:
+        TimeoutError: when it did not end; else what ``work`` raised.
+    """
     answer: list[str] = []
     failure: list[Exception] = []
 
@@ -108,40 +171,6 @@ def _within(seconds: float, work: Callable[[], str]) -> str:
     if not answer:
         raise TimeoutError(f"no end after {seconds:.0f} s; try WANDB_MODE=offline")
     return answer[0]
-
-
-def _own_run(
-    wandb: Any,
-    summary: Summary,
-    verdicts: Sequence[Verdict],
-    html_path: Path,
-    directory: Path,
-    project: str,
-) -> str:
-    def open_run(mode: str | None) -> Any:
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or project,
-            job_type="ttrace",
-            dir=str(directory),
-            mode=mode,
-            config={"layout": summary.config, "versions": summary.versions},
-            settings=_settings(wandb),
-        )
-
-    mode, why = _mode(wandb)
-    try:
-        run = open_run(mode)
-    except Exception as error:
-        if mode != "online":
-            raise
-        run = open_run("offline")
-        why = f" (WARNING: online logging failed: {clean(error, 200)})"
-    try:
-        _log(wandb, run, summary, verdicts, html_path)
-        where = _where(run)
-    finally:
-        run.finish(exit_code=0)
-    return f"W&B: logged to {where}{why}"
 
 
 def _settings(wandb: Any) -> Any:
@@ -203,7 +232,7 @@ def _answers(base_url: str) -> bool:
         return "answers"
 
     try:
-        return bool(_within(PROBE_SECONDS + 1, probe))
+        return bool(within(PROBE_SECONDS + 1, probe))
     except Exception:  # noqa: BLE001 - whatever it is, it is no answer
         return False
 

@@ -105,8 +105,17 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def show(self, path: Path, width: int = 1400, height: int = 900) -> None:
+        """Show a page that has no script."""
+        self._go(path, width, height)
+        self._until(f"{self._at(path)} && document.readyState === 'complete'")
+
     def open(self, path: Path, width: int = 1400, height: int = 900) -> None:
         """Show a page and wait until its script has run."""
+        self._go(path, width, height)
+        self._until(f"{self._at(path)} && document.documentElement?.dataset.ready === 'yes'")
+
+    def _go(self, path: Path, width: int, height: int) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -115,11 +124,14 @@ class Browser:
             mobile=False,
         )
         self.call("Page.navigate", url=path.resolve().as_uri())
+
+    def _at(self, path: Path) -> str:
+        return f"location.href.endsWith({json.dumps(path.name)})"
+
+    def _until(self, condition: str) -> None:
         deadline = time.monotonic() + _PATIENCE
-        loaded = f"location.href.endsWith({json.dumps(path.name)})"
-        ready = "document.documentElement?.dataset.ready === 'yes'"
-        while not self.js(f"{loaded} && {ready}"):
-            assert time.monotonic() < deadline, "the page's script did not finish"
+        while not self.js(condition):
+            assert time.monotonic() < deadline, f"never came true: {condition}"
             time.sleep(0.02)
 
     def click(self, selector: str, at: int = 0) -> None:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts that start a night, with a stand-in for ``ttrace``."""
+
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "launch" / "nightly.sh"
+
+
+def program(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def night(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(SCRIPT), *words],
+        cwd=tmp_path,
+        env={**os.environ, "TTRACE_NIGHTLY_DIR": str(tmp_path / "out"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_arguments_go_in_and_the_exit_code_comes_out(tmp_path: Path, code: int) -> None:
+    fake = program(tmp_path / "ttrace", f'echo "$PWD|$OMP_NUM_THREADS|$*"; exit {code}')
+    done = night(tmp_path, "--matrix", "tp2 *", TTRACE=str(fake), OMP_NUM_THREADS="1")
+    assert done.returncode == code, done.stderr
+    assert done.stdout == f"{ROOT}|1|nightly --directory {tmp_path / 'out'} --matrix tp2 *\n"
+
+
+def test_the_active_environment_is_used(tmp_path: Path) -> None:
+    program(tmp_path / "bin" / "ttrace", "echo mine")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    done = night(tmp_path, PATH=path, VIRTUAL_ENV=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "mine\n")
+
+
+def test_two_nights_at_once(tmp_path: Path) -> None:
+    """The second leaves the first alone, with one line."""
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = night(tmp_path, TTRACE="true")
+    assert done.returncode == 2
+    assert "still running" in done.stderr
+    assert night(tmp_path, TTRACE="true").returncode == 0
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = night(tmp_path, TTRACE="true", TTRACE_NIGHTLY_DIR=str(tmp_path / "file" / "out"))
+    assert done.returncode == 2
+    assert "set TTRACE_NIGHTLY_DIR" in done.stderr
+
+
+def test_slurm(tmp_path: Path) -> None:
+    """The next night is submitted, then this one runs, with time to spare."""
+    said = tmp_path / "said"
+    sbatch = program(tmp_path / "bin" / "sbatch", f'echo "sbatch $*" >> {said}')
+    fake = program(tmp_path / "ttrace", f'echo "$*" >> {said}')
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "nightly.slurm")],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": f"{sbatch.parent}:{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "TTRACE_NIGHTLY_DIR": str(tmp_path / "out"),
+            "TTRACE": str(fake),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert said.read_text().splitlines() == [
+        "sbatch --begin=tomorrow launch/nightly.slurm",
+        f"nightly --directory {tmp_path / 'out'} --minutes 150",
+    ]
+
+
+def test_slurm_outside_a_checkout(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "nightly.slurm")],
+        env={**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "is no checkout" in done.stderr
+
+
+def test_the_workflow_is_well_formed() -> None:
+    """YAML, with the steps in an order in which the history survives a bad night."""
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load((ROOT / "launch" / "nightly-github.yml").read_text())
+    steps = workflow["jobs"]["nightly"]["steps"]
+    names = [step.get("name") for step in steps]
+    assert names.index("Nights before") < names.index("Tonight") < names.index("Keep the history")
+    for step in steps[names.index("Tonight") + 1 :]:
+        assert step["if"] == "always()"
+    assert workflow["permissions"] == {"contents": "read"}
