@@ -19,6 +19,7 @@ from megatron_ttrace.records import Outcome, Result, Summary, Verdict
 from megatron_ttrace.report import files
 from megatron_ttrace.resources import launch_dir
 
+_FLAGS = ("--ttrace-device", "cpu", "--ttrace-no-wandb")
 _WORDS = 60
 _COMMON = f"""
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
@@ -254,14 +255,7 @@ class _Runner:
             arguments=(*self._variant.arguments, *self._data(layout), *arguments),
             nproc=layout.nproc,
             directory=self._directory / name,
-            flags=(
-                "--ttrace-device",
-                "cpu",
-                "--ttrace-no-wandb",
-                *self._variant.flags,
-                *layout.flags,
-                *flags,
-            ),
+            flags=(*_FLAGS, *self._variant.flags, *layout.flags, *flags),
             environment={"TTRACE_CACHE": str((self._directory / "references").resolve())},
         )
         return jobs.run(job, fork=self._fork)

@@ -70,6 +70,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     running.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     running.add_argument("--seed", type=int, default=None, metavar="N", help="Megatron's --seed")
     running.add_argument(
+        "--isolate", action="store_true", help="with --ttrace-isolate: only the culprit may be red"
+    )
+    running.add_argument(
         "--rows",
         type=Path,
         metavar="FILE",
@@ -139,7 +142,8 @@ def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
 
-    variant = suite.Variant(args.model, args.size, args.bf16, args.seed)
+    flags = ("--ttrace-isolate",) if args.isolate else ()
+    variant = suite.Variant(args.model, args.size, args.bf16, args.seed, flags)
     rows = []
     with _rows_file(args.rows) as file:
         for row in suite.run(bugs, variant, args.directory, say):

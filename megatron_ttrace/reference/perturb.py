@@ -8,12 +8,16 @@ Three places, so that forward, backward and gradients each see fresh errors in e
   it in another order (tensor parallelism) does;
 - the embedding's output likewise, the paper's choice (arXiv 2506.09280, section 4);
 - the per-token loss likewise: that is the start of the backward pass.
+
+An epsilon of the compute dtype is far less than FP8's steps: nearly all elements would be rounded
+to FP8 as before. What moves them in another layout is another scale, so scales are perturbed too.
+(Where the emulated TransformerEngine runs; the real one's scales are out of reach.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,8 +56,21 @@ def perturbed(chunks: Sequence[Names], seed: int) -> Iterator[None]:
         for name, module in names.modules.items():
             if name in _EMBEDDINGS or name == ROOT:
                 handles.append(module.register_forward_hook(outputs))
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for handle in handles:
-            handle.remove()
+            stack.callback(handle.remove)
+        stack.enter_context(_other_scales(generator))
+        yield
+
+
+@contextmanager
+def _other_scales(generator: torch.Generator) -> Iterator[None]:
+    from megatron_ttrace.cpu import te
+
+    if not te.emulated():
+        yield
+        return
+    from megatron_ttrace.cpu.te import quantize
+
+    with quantize.other_scales(generator):
+        yield

@@ -6,6 +6,7 @@ import torch
 
 from megatron_ttrace.capture.names import canonical_names
 from megatron_ttrace.compare.tolerance import epsilon
+from megatron_ttrace.cpu.te import offering, quantize
 from megatron_ttrace.reference.perturb import jitter, perturbed
 from tests.capture.recorder import Model, batch
 
@@ -50,6 +51,18 @@ def test_the_replay_stays_close():
     for expected, found in zip(plain.parameters(), gradients, strict=True):
         distance = float((found - expected.grad).norm() / expected.grad.norm())
         assert 0 < distance < 1e-4
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_fp8_is_rounded_with_another_scale(monkeypatch, emulated):
+    """An epsilon is far less than FP8's steps; where FP8 is the hardware's, scales are too."""
+    monkeypatch.setattr(offering, "_emulated", emulated)
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    plain = quantize.current_scaling(x, torch.float8_e4m3fn)
+    with perturbed([canonical_names(Model())], 1):
+        replay = quantize.current_scaling(x, torch.float8_e4m3fn)
+    assert torch.equal(plain, replay) != emulated
+    assert torch.equal(quantize.current_scaling(x, torch.float8_e4m3fn), plain)
 
 
 def test_no_hook_is_left():

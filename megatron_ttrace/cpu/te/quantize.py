@@ -7,11 +7,30 @@ products of such values are exact in float32, in which tensor cores sum them too
 the rounded tensors in float32 is what FP8 hardware computes, but for the order of the sum.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from megatron_ttrace.cpu.te.norms import compute_dtype
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
+_elsewhere: list[torch.Generator] = []
+
+
+@contextmanager
+def other_scales(generator: torch.Generator) -> Iterator[None]:
+    """Within this context a tensor's own scale is smaller by a random factor, down to a half.
+
+    A scale that comes from the tensor's own largest value is another one for each part of it, and
+    with it every element is rounded elsewhere. That is what sharding does; scales that are powers
+    of two, or that are taken over all ranks, are the same in every layout.
+    """
+    _elsewhere.append(generator)
+    try:
+        yield
+    finally:
+        _elsewhere.pop()
 
 
 def amax(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,6 +77,8 @@ def rounded(tensor: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype) -> torc
 def current_scaling(tensor: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
     """Round with one scale, from the tensor's own largest value."""
     scale = scale_from_amax(amax(tensor), torch.finfo(fp8).max)
+    if _elsewhere:
+        scale = scale * torch.exp2(-torch.rand((), generator=_elsewhere[-1]))
     return rounded(tensor, scale, fp8)
 
 

@@ -52,6 +52,34 @@ def test_rounding_error_and_idempotence(fp8, bits):
     close(once.abs().max(), x.abs().max(), 1e-6)
 
 
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+def test_other_scales_round_as_parts_do(fp8):
+    """A replay's other scale moves a tensor about as far as a scale for each part of it does."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).double()
+    whole = quantize.current_scaling(x, fp8)
+    parts = torch.cat([quantize.current_scaling(part, fp8) for part in x.chunk(4)])
+    with quantize.other_scales(torch.Generator().manual_seed(1)):
+        first, second = (quantize.current_scaling(x, fp8) for _ in range(2))
+    assert not torch.equal(first, second)
+    sharded = (parts - whole).norm()
+    for replay in (first, second):
+        assert 0.5 * sharded < (replay - whole).norm() < 2 * sharded
+        assert (replay - x).abs().max() < x.abs().max() * 2.0**-3
+    assert torch.equal(quantize.current_scaling(x, fp8), whole)
+
+
+def test_scales_that_all_layouts_share_stay():
+    """Powers of two, and scales that are given."""
+    x = torch.randn(4, 200)
+    with quantize.other_scales(torch.Generator().manual_seed(1)):
+        inside = (
+            quantize.block_scaling(x, (1, 128), E4M3),
+            quantize.rounded(x, torch.ones(()), E4M3),
+        )
+    assert torch.equal(inside[0], quantize.block_scaling(x, (1, 128), E4M3))
+    assert torch.equal(inside[1], quantize.rounded(x, torch.ones(()), E4M3))
+
+
 def test_scale():
     amax = torch.tensor([2.0, 0.0, float("inf"), 1e-42])
     old = torch.full((4,), 7.0)
