@@ -25,6 +25,8 @@ _ABBREVIATIONS = {
     "--use-distributed-optimizer": "ZeRO",
     "--fp8-format": "FP8",
     "--num-experts": "experts",
+    "--recompute-granularity": "recompute",
+    "--tp-comm-overlap": "overlap",
 }
 
 

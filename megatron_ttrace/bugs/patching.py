@@ -106,9 +106,10 @@ def _patched(patches: Sequence[SourcePatch], name: str, path: Path, old: str) ->
     for patch in patches:
         count = old.count(patch.fragment)
         if count != 1 or new.count(patch.fragment) != 1:
+            first = patch.fragment.strip().splitlines()[0]
             raise TTraceError(
-                f"a known bug's code fragment occurs {count} times instead of once in {path}"
-                f"{_of_release(name)}: it {patch.fragment.strip().splitlines()[0]!r} begins with"
+                f"{path}{_of_release(name)} has changed: the code of a known bug that begins with "
+                f"{first!r} occurs {count} times instead of once"
             )
         new = new.replace(patch.fragment, patch.replacement)
     return new

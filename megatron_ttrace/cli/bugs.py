@@ -108,6 +108,7 @@ def _list(bugs: Sequence[Bug], as_json: bool) -> int:
 
     table = Table("id", "name", "axis", "what goes wrong", "upstream", "culprit")
     table.columns[1].no_wrap = True
+    table.columns[-1].overflow = "fold"
     for bug in bugs:
         culprit = f"{bug.expected.module} {bug.expected.kind}"
         table.add_row(bug.id, bug.name, bug.axis, bug.title, ", ".join(bug.upstream), culprit)
@@ -202,7 +203,7 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
             console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {escape(row.problem)}")
     good = sum(row.met for row in rows)
     console.print(f"{good} of {len(rows)} cases as expected, in {seconds:.0f} s")
-    console.print(_total(suite.totals(rows)))
+    console.print(_total(suite.totals(rows)), soft_wrap=True)
 
 
 def _total(totals: Totals) -> str:

@@ -171,14 +171,14 @@ def _read(part: Part, output: Path) -> tuple[list[Case], dict[str, float]]:
         except (ValueError, KeyError, TypeError):
             return [], {}
     read = rows.known_bug if part is Part.BUGS else rows.configuration
-    return [read(row) for row in _objects(text)], {}
+    return list(_cases(text, read)), {}
 
 
-def _objects(text: str) -> Iterator[Mapping[str, Any]]:
+def _cases(text: str, read: Callable[[Mapping[str, Any]], Case]) -> Iterator[Case]:
     for line in text.splitlines():
         if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                yield read(json.loads(line))
 
 
 def _versions() -> dict[str, str]:

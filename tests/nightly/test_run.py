@@ -94,7 +94,8 @@ def test_a_part_that_fails(
 def test_what_a_crashed_part_had_finished_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = f'print({json.dumps(matrix_row())!r}); print(\'{{"name": "cut o\'); exit(3)'
+    lines = ['{"level": "INFO"}', json.dumps(matrix_row()), '{"name": "cut o']
+    half = f"print({chr(10).join(lines)!r}); exit(3)"
     play(monkeypatch, matrix=half)
     night = runner.run(Options(parts=(Part.MATRIX,)), tmp_path, lambda line: None)
     assert [case.name for case in night.cases] == ["tp2/gpt/fp32"]
