@@ -255,12 +255,90 @@ class Exactness:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Element:
+    """One element of a failed tensor: its logical index, both values, and who holds it."""
+
+    index: tuple[int, ...]
+    reference: float
+    candidate: float
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Residual:
+    """What the error of a failed tensor looks like.
+
+    Attributes:
+        key: of the tensor.
+        total: number of elements looked at, over the ranks that fail.
+        exact: how many of them are equal.
+        lowest: decade of the first count.
+        counts: number of elements whose error, in units of the reference's root mean square, lies
+            in ``[10^d, 10^(d+1))``, by decade ``d``; the outer ones hold what lies beyond.
+        worst: the elements with the largest errors, the largest first.
+        boxes: rank, and the logical slices that it holds.
+    """
+
+    key: TraceKey
+    total: int
+    exact: int
+    lowest: int
+    counts: tuple[int, ...]
+    worst: tuple[Element, ...]
+    boxes: tuple[tuple[int, str], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        key = dataclasses.asdict(self.key) | {"kind": self.key.kind.value}
+        worst = [
+            {f.name: _json(getattr(one, f.name)) for f in dataclasses.fields(one)}
+            for one in self.worst
+        ]
+        return key | {
+            "total": self.total,
+            "exact": self.exact,
+            "lowest": self.lowest,
+            "counts": list(self.counts),
+            "worst": worst,
+            "boxes": [list(box) for box in self.boxes],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            TraceKey(
+                data["iteration"],
+                data["microbatch"],
+                Kind(data["kind"]),
+                data["name"],
+                data["index"],
+            ),
+            data["total"],
+            data["exact"],
+            data["lowest"],
+            tuple(data["counts"]),
+            tuple(
+                Element(
+                    tuple(one["index"]),
+                    float(one["reference"]),
+                    float(one["candidate"]),
+                    one["rank"],
+                )
+                for one in data["worst"]
+            ),
+            tuple((rank, text) for rank, text in data["boxes"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
     """The content of ``summary.json``.
 
     ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
     the settings of the check, ``execution_order`` the modules in the order the reference ran them.
-    ``exactness`` is ``None`` where nothing is known of it.
+    ``exactness`` is ``None`` where nothing is known of it. ``residuals`` are those of failed
+    tensors, as far as their shards were kept.
     """
 
     verdict: Result
@@ -272,6 +350,7 @@ class Summary:
     execution_order: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     exactness: Exactness | None = None
+    residuals: tuple[Residual, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""
@@ -285,6 +364,7 @@ class Summary:
             "execution_order": list(self.execution_order),
             "notices": list(self.notices),
             "exactness": self.exactness.to_json() if self.exactness else None,
+            "residuals": [residual.to_json() for residual in self.residuals],
         }
 
     @classmethod
@@ -300,6 +380,7 @@ class Summary:
             execution_order=tuple(data.get("execution_order", ())),
             notices=tuple(data.get("notices", ())),
             exactness=Exactness.from_json(data["exactness"]) if data.get("exactness") else None,
+            residuals=tuple(Residual.from_json(one) for one in data.get("residuals", ())),
         )
 
 

@@ -17,8 +17,17 @@ from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.localise.culprits import localise
 from megatron_ttrace.localise.explain import Explainer
+from megatron_ttrace.localise.residual import residuals
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.records import Direction, Outcome, Result, Summary, TraceKey, Verdict
+from megatron_ttrace.records import (
+    Culprit,
+    Direction,
+    Outcome,
+    Result,
+    Summary,
+    TraceKey,
+    Verdict,
+)
 from megatron_ttrace.trace.store import TraceReader
 
 
@@ -60,6 +69,7 @@ def conclude(
     explainer = Explainer(reference, candidate, tolerances, measured=measured)
     isolated = bool(config.get("isolate"))
     culprits = tuple(localise(verdicts, explainer.explain, isolated=isolated))
+    explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = list(notices)
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
@@ -77,13 +87,20 @@ def conclude(
         timings={
             **timings,
             "judge": judged - began,
-            "localise and explain": time.monotonic() - judged,
+            "localise and explain": explained - judged,
         },
         execution_order=tuple(dict.fromkeys(key.name for key in reference)),
         notices=tuple(said),
         exactness=exact,
+        residuals=residuals(verdicts, map(_key, culprits), explainer.evidence),
     )
     return summary, verdicts
+
+
+def _key(culprit: Culprit) -> TraceKey:
+    return TraceKey(
+        culprit.iteration, culprit.microbatch, culprit.kind, culprit.name, culprit.index
+    )
 
 
 def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> str:

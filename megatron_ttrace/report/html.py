@@ -52,7 +52,9 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
     return _template().render(
         css=Markup(_asset("report.css")),  # noqa: S704 - our own files
         js=Markup(_asset("report.js")),  # noqa: S704
-        data=Markup(script_json(payload(verdicts, figure, chosen))),  # noqa: S704 - escaped
+        data=Markup(  # noqa: S704 - escaped
+            script_json(payload(verdicts, figure, chosen) | _residuals(summary, verdicts))
+        ),
         summary=summary,
         headline=wording.RESULT_SENTENCES[summary.verdict],
         worst=_worst_margin(verdicts),
@@ -162,6 +164,28 @@ def payload(
             for row, column, group in figure.cells
         ],
         "layers": [label for _, label in figure.rows],
+    }
+
+
+def _residuals(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """What the errors of failed tensors look like, by the number of their verdict."""
+    known = {residual.key: residual for residual in summary.residuals}
+    return {
+        "residuals": {
+            position: {
+                "total": residual.total,
+                "exact": residual.exact,
+                "lowest": residual.lowest,
+                "counts": residual.counts,
+                "worst": [
+                    [list(one.index), _short(one.reference), _short(one.candidate), one.rank]
+                    for one in residual.worst
+                ],
+                "boxes": [[rank, clean(text, 120)] for rank, text in residual.boxes],
+            }
+            for position, verdict in enumerate(verdicts)
+            if known and (residual := known.get(verdict.key)) is not None
+        }
     }
 
 

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.records import Exactness, Kind, Outcome, Result, Summary, Verdict
+from megatron_ttrace.records import (
+    Element,
+    Exactness,
+    Kind,
+    Outcome,
+    Residual,
+    Result,
+    Summary,
+    Verdict,
+)
 from megatron_ttrace.report import figures, html, table
 from tests.report import chromium
 from tests.report.synthetic_report import (
@@ -217,6 +226,31 @@ def test_a_click_shows_the_worst_of_a_cell(
     assert browser.js("document.querySelector('#detail h3').textContent") != heading
     browser.key("Escape")
     assert browser.js("document.getElementById('detail').hidden")
+    assert browser.faults == []
+
+
+@needs_chromium
+def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: Path) -> None:
+    """Histogram, worst elements by logical index, and slices, for the tensor they belong to."""
+    summary, verdicts = diverged
+    first = next(v for v in verdicts if v.verdict.is_failure)
+    residual = Residual(
+        first.key,
+        *(32768, 16384, -3, (5, 16000, 379)),
+        (Element((17, 1, 5), 0.25, float("nan"), 1),),
+        ((1, "[32:64, 0:2, 0:128]"),),
+    )
+    show(browser, (dataclasses.replace(summary, residuals=(residual,)), verdicts), tmp_path)
+    browser.click(".open-row")
+    bars = "[...document.querySelectorAll('#detail .histogram rect title')].map(t => t.textContent)"
+    counts = ["16,384 elements", "5 elements", "16,000 elements", "379 elements"]
+    assert browser.js(bars) == counts
+    details = browser.js("document.querySelector('#detail').textContent")
+    for part in ("[17, 1, 5]", "2.50e-1", "NaN", "rank 1[32:64, 0:2, 0:128]", "32,768 elements"):
+        assert part in details
+    browser.click("#detail .mini li:not(.here) button", at=5)
+    details = browser.js("document.querySelector('#detail').textContent")
+    assert "for the worst failures of each tensor only" in details
     assert browser.faults == []
 
 

@@ -100,6 +100,61 @@
     return list;
   };
 
+  const svgElement = (tag, attributes, content) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    if (content !== undefined) element.textContent = content;
+    return element;
+  };
+
+  // Elements by the decade of their error, with the tolerance of the whole tensor as a line.
+  const histogram = (found, tolerance) => {
+    const counts = [found.exact, ...found.counts];
+    const most = Math.max(1, ...counts);
+    const [bar, top, bottom] = [26, 14, 78];
+    const svg = svgElement("svg", { class: "histogram", viewBox: `0 0 ${counts.length * bar + 8} 98`, role: "img", "aria-label": "Histogram of the error of single elements" });
+    counts.forEach((count, at) => {
+      const tall = count ? Math.max(2, (count / most) * (bottom - top)) : 0;
+      const decade = found.lowest + at - 1;
+      const beyond = at > 0 && tolerance !== null && 10 ** (decade + 0.5) > num(tolerance);
+      const rect = svgElement("rect", { class: at === 0 ? "k0" : beyond ? "k5" : "k2", x: 4 + at * bar, y: bottom - tall, width: bar - 3, height: tall });
+      rect.append(svgElement("title", {}, `${count.toLocaleString("en")} elements`));
+      svg.append(rect, svgElement("text", { class: "axis mid", x: 4 + at * bar + (bar - 3) / 2, y: 91 }, at === 0 ? "0" : `1e${decade}`));
+      if (count) svg.append(svgElement("text", { class: "axis mid", x: 4 + at * bar + (bar - 3) / 2, y: bottom - tall - 3 }, count >= 10000 ? count.toExponential(0).replace("e+", "e") : count));
+    });
+    const at = tolerance === null || num(tolerance) <= 0 ? -1 : Math.log10(num(tolerance)) - found.lowest + 1;
+    if (at > 0 && at < counts.length) {
+      svg.append(svgElement("line", { class: "limit", x1: 4 + at * bar - 1.5, x2: 4 + at * bar - 1.5, y1: 4, y2: bottom }));
+    }
+    return svg;
+  };
+
+  const elements = (row) => {
+    const found = data.residuals[data.number[row]];
+    if (!found) {
+      return fails(row) ? [make("p", "more", "Single elements are shown for the worst failures of each tensor only.")] : [];
+    }
+    const table = make("table", "elements");
+    const line = (cells, tag) => {
+      const made = make("tr");
+      cells.forEach((cell, at) => made.append(make(tag, at ? "num" : "mono", cell)));
+      return made;
+    };
+    table.append(line(["logical index", "reference", "candidate", "rank"], "th"));
+    for (const [index, reference, candidate, rank] of found.worst) {
+      table.append(line([`[${index.join(", ")}]`, sci(reference), sci(candidate), rank], "td"));
+    }
+    const slices = make("dl");
+    for (const [rank, boxes] of found.boxes) slices.append(make("dt", "", `rank ${rank}`), make("dd", "mono", boxes));
+    return [
+      make("h4", "", `Error of ${found.total.toLocaleString("en")} elements on failing ranks`),
+      histogram(found, data.tolerance[row]),
+      make("p", "more", "in units of the reference's root mean square; the line is the tolerance of the whole tensor"),
+      make("h4", "", "Worst elements"), table,
+      make("h4", "", "Slices held by failing ranks"), slices,
+    ];
+  };
+
   const show = (row) => {
     if (detail.hidden) returnFocus = document.activeElement;
     selectedRow = row;
@@ -127,6 +182,7 @@
     body.replaceChildren(
       make("h3", "", tensor(row)),
       list,
+      ...elements(row),
       make("h4", "", "Neighbours in execution order"),
       mini(neighbours(row), row, tensor),
       make("h4", "", `This cell: ${count} verdicts, ${failures} fail, ${unchecked} unchecked`),
