@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Self
 
@@ -192,6 +193,26 @@ class Culprit:
     rel_err_eps: float | None
     tolerance: float | None
     margin: float | None
+
+    def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
+        """The failure that stands for this module: its own tensor's, or its parameter's."""
+        inside = f"{self.name}."
+        return max(
+            (
+                one
+                for one in verdicts
+                if one.verdict.is_failure
+                and (one.kind, one.index) == (self.kind, self.index)
+                and (one.name == self.name or one.name.startswith(inside))
+            ),
+            key=lambda one: (
+                (one.iteration, one.microbatch) == (self.iteration, self.microbatch),
+                one.margin == self.margin,
+                one.name == self.name,
+                one.margin or 0.0,
+            ),
+            default=None,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""

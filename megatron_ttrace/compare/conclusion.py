@@ -20,7 +20,6 @@ from megatron_ttrace.localise.explain import Explainer
 from megatron_ttrace.localise.residual import residuals
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.records import (
-    Culprit,
     Direction,
     Outcome,
     Result,
@@ -92,15 +91,9 @@ def conclude(
         execution_order=tuple(dict.fromkeys(key.name for key in reference)),
         notices=tuple(said),
         exactness=exact,
-        residuals=residuals(verdicts, map(_key, culprits), explainer.evidence),
+        residuals=residuals(verdicts, culprits, explainer.evidence),
     )
     return summary, verdicts
-
-
-def _key(culprit: Culprit) -> TraceKey:
-    return TraceKey(
-        culprit.iteration, culprit.microbatch, culprit.kind, culprit.name, culprit.index
-    )
 
 
 def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> str:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from megatron_ttrace.localise.evidence import Evidence
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.records import Element, Residual, TraceKey, Verdict
+from megatron_ttrace.records import Culprit, Element, Residual, TraceKey, Verdict
 
 LOWEST, HIGHEST = -9, 2
 """Decades of the histogram; what lies beyond counts in the last one on its side."""
@@ -25,19 +25,19 @@ _SECONDS = 3.0
 
 def residuals(
     verdicts: Iterable[Verdict],
-    first: Iterable[TraceKey],
+    culprits: Sequence[Culprit],
     evidence: Callable[[TraceKey], Evidence | None],
 ) -> tuple[Residual, ...]:
     """The residuals of failed tensors whose shards were kept. Never raises.
 
     Args:
         verdicts: all of them.
-        first: tensors that must not be left out, those of the culprits.
+        culprits: whose tensors come first.
         evidence: reads what was kept of a tensor.
     """
     ends = time.monotonic() + _SECONDS
     found: list[Residual] = []
-    for key in _chosen(verdicts, first):
+    for key in _chosen(verdicts, culprits):
         if time.monotonic() > ends:
             break
         try:
@@ -49,15 +49,16 @@ def residuals(
     return tuple(found)
 
 
-def _chosen(verdicts: Iterable[Verdict], first: Iterable[TraceKey]) -> list[TraceKey]:
+def _chosen(verdicts: Iterable[Verdict], culprits: Sequence[Culprit]) -> list[TraceKey]:
     worst: dict[object, Verdict] = {}
     for verdict in verdicts:
         if verdict.verdict.is_failure and verdict.margin is not None:
             sort = (verdict.name, verdict.kind)
             if sort not in worst or verdict.margin > (worst[sort].margin or 0.0):
                 worst[sort] = verdict
+    shown = [one for culprit in culprits if (one := culprit.shown_by(worst.values())) is not None]
     ordered = sorted(worst.values(), key=lambda verdict: -(verdict.margin or 0.0))
-    return list(dict.fromkeys([*first, *(verdict.key for verdict in ordered)]))[:MOST]
+    return list(dict.fromkeys(verdict.key for verdict in [*shown, *ordered]))[:MOST]
 
 
 def residual(evidence: Evidence) -> Residual:

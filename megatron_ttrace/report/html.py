@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ MAX_EMBEDDED = 50_000
 """Verdicts that travel in the page; beyond, failures and the worst of each cell go first."""
 
 MAX_CULPRITS = 10
+MAX_ALIKE = 100
 MAX_ROWS = 60
 OPEN_ROWS = 12
 _NAME_LIMIT = 240
@@ -44,9 +45,7 @@ def write(path: Path, summary: Summary, verdicts: Sequence[Verdict]) -> None:
 def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
     """The page as text."""
     found = table.heat_map(verdicts)
-    figure = figures.heat_map_figure(
-        found, ((culprit.name, culprit.kind) for culprit in summary.culprits)
-    )
+    figure = figures.heat_map_figure(found, _origins(summary, verdicts))
     chosen = choose(verdicts, figure, MAX_EMBEDDED)
     rows = [row for row in table.layer_rows(verdicts) if row.group.failures]
     return _template().render(
@@ -65,7 +64,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
         inexact=bool(summary.exactness and summary.exactness.lost),
         notices=[clean(notice, NOTE_LIMIT) for notice in summary.notices],
         culprits=_culprits(summary, verdicts),
-        more_culprits=max(0, len(summary.culprits) - MAX_CULPRITS),
+        more_culprits=max(0, len(table.by_cause(summary.culprits)) - MAX_CULPRITS),
         figure=figure,
         legend=figures.LEGEND,
         curves=figures.curves(verdicts),
@@ -167,6 +166,14 @@ def payload(
     }
 
 
+def _origins(summary: Summary, verdicts: Sequence[Verdict]) -> Iterator[tuple[str, Kind]]:
+    """Names and kinds of the tensors that show the culprits."""
+    failures = [verdict for verdict in verdicts if verdict.verdict.is_failure]
+    for culprit in summary.culprits[:MAX_ALIKE]:
+        shown = culprit.shown_by(failures)
+        yield (culprit.name if shown is None else shown.name), culprit.kind
+
+
 def _residuals(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """What the errors of failed tensors look like, by the number of their verdict."""
     known = {residual.key: residual for residual in summary.residuals}
@@ -231,15 +238,12 @@ def _counts(summary: Summary, verdicts: Sequence[Verdict]) -> list[tuple[str, in
 
 
 def _culprits(summary: Summary, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    wanted = {
-        (c.iteration, c.microbatch, c.kind, c.name, c.index): -1
-        for c in summary.culprits[:MAX_CULPRITS]
-    }
-    if wanted:
-        for position, v in enumerate(verdicts):
-            key = (v.iteration, v.microbatch, v.kind, v.name, v.index)
-            if key in wanted:
-                wanted[key] = position
+    number = {id(verdict): position for position, verdict in enumerate(verdicts)}
+    failures = [verdict for verdict in verdicts if verdict.verdict.is_failure]
+    groups = [
+        (group[0], group[0].shown_by(failures), group[1:])
+        for group in table.by_cause(summary.culprits)[:MAX_CULPRITS]
+    ]
     return [
         {
             "name": clean(c.name, _NAME_LIMIT),
@@ -253,9 +257,11 @@ def _culprits(summary: Summary, verdicts: Sequence[Verdict]) -> list[dict[str, A
             "reason": clean(c.reason, NOTE_LIMIT) or "-",
             "explanation": clean(c.explanation, NOTE_LIMIT) or "unknown",
             "look": wording.where_to_look(c),
-            "row": wanted[(c.iteration, c.microbatch, c.kind, c.name, c.index)],
+            "row": -1 if shown is None else number[id(shown)],
+            "likewise": [clean(other.name, _NAME_LIMIT) for other in alike[:MAX_ALIKE]],
+            "more": max(0, len(alike) - MAX_ALIKE),
         }
-        for c in summary.culprits[:MAX_CULPRITS]
+        for c, shown, alike in groups
     ]
 
 

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from megatron_ttrace.records import Direction, Kind, Outcome, Verdict
+from megatron_ttrace.records import Culprit, Direction, Kind, Outcome, Verdict
 
 UNNAMED = "(unnamed)"
 NO_REASON = "no reason recorded"
@@ -25,7 +25,7 @@ _KINDS = {kind: position for position, kind in enumerate(Kind)}
 
 # Where a group stands in the depth of a model; unlisted modules come after the decoder.
 _DEPTH = (
-    (re.compile(r"^tokens$"), 0),
+    (re.compile(r"^(tokens|labels|loss_mask|attention_mask|position_ids)$"), 0),
     (re.compile(r"^embedding$"), 1),
     (re.compile(r"^(rotary_pos_emb|position_embeddings?)$"), 2),
     (re.compile(r"^(.*\.)?encoder\."), 3),
@@ -33,8 +33,9 @@ _DEPTH = (
     (re.compile(r"^(.*\.)?decoder\."), 5),
     (re.compile(r"^mtp\."), 7),
     (re.compile(r"^output_layer$"), 8),
-    (re.compile(r"^loss$"), 9),
-    (re.compile(r"^grad_norm$"), 10),
+    (re.compile(r"^model$"), 9),
+    (re.compile(r"^(.* )?loss$"), 10),
+    (re.compile(r"^grad_norm$"), 11),
 )
 _OTHER = 6
 
@@ -222,6 +223,16 @@ def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[str, int]]:
             last = verdict.note.rsplit("; ", 1)[-1]
             reasons[last.split(":", 1)[0].strip() or NO_REASON] += 1
     return reasons.most_common()
+
+
+def by_cause(culprits: Iterable[Culprit]) -> list[list[Culprit]]:
+    """Culprits that are explained alike, together: one bug in every layer is one story."""
+    groups: dict[object, list[Culprit]] = {}
+    for position, culprit in enumerate(culprits):
+        known = culprit.explanation not in ("", "unknown")
+        cause = culprit.explanation if known else position
+        groups.setdefault((culprit.direction, culprit.kind, cause), []).append(culprit)
+    return list(groups.values())
 
 
 def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:

@@ -23,6 +23,7 @@ MIN_WIDTH = 60
 MAX_WIDTH = 120
 MAX_ROWS = 15
 MAX_CULPRITS = 3
+MAX_ALIKE = 6
 MAX_OTHERS = 5
 MAX_REASONS = 4
 MAX_NOTICES = 5
@@ -95,9 +96,14 @@ class _Page:
 
 def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
     """Where the error is born; without a localised culprit the worst verdict has to do."""
-    for culprit in summary.culprits[:MAX_CULPRITS]:
+    groups = table.by_cause(summary.culprits)
+    for culprit, *alike in groups[:MAX_CULPRITS]:
         _culprit(page, culprit)
-    others = summary.culprits[MAX_CULPRITS:]
+        if alike:
+            names = [clean(other.name) for other in alike[:MAX_ALIKE]]
+            more = f", and {len(alike) - MAX_ALIKE} more" if len(alike) > MAX_ALIKE else ""
+            page.field("likewise", f"{len(alike)} with this cause: {', '.join(names)}{more}")
+    others = [culprit for group in groups[MAX_CULPRITS:] for culprit in group]
     for position, culprit in enumerate(others[:MAX_OTHERS]):
         page.field("" if position else "also", wording.culprit_sentence(culprit))
     if len(others) > MAX_OTHERS:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Histogram, worst elements and slices of a failed tensor."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,8 @@ from megatron_ttrace.localise.residual import HIGHEST, LOWEST, residuals
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.records import Kind, Outcome, Residual, TraceKey, Verdict
-from tests.localise.evidence_by_hand import WEIGHT, evidence_of, meshes, values
+from tests.localise.evidence_by_hand import evidence_of, meshes, values
+from tests.report.synthetic_report import culprit_of
 
 REFERENCE = values(8, 4)
 RMS = float(REFERENCE.square().mean().sqrt())
@@ -65,12 +67,14 @@ def verdict(name: str, margin: float, microbatch: int = 0) -> Verdict:
 
 
 def test_the_worst_of_each_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Culprits always, then one a name and kind, the worst first, up to a limit."""
+    """Those of culprits always, then one a name and kind, the worst first, up to a limit."""
     asked: list[TraceKey] = []
     monkeypatch.setattr(residual, "MOST", 3)
-    verdicts = [verdict("a", 2), verdict("a", 9, 1), verdict("b", 5), verdict("c", 7)]
-    assert residuals(verdicts, [WEIGHT], lambda key: asked.append(key)) == ()
-    assert asked == [WEIGHT, verdicts[1].key, verdicts[3].key]
+    verdicts = [verdict("a", 2), verdict("a", 9, 1), verdict("b.weight", 5), verdict("c", 7)]
+    (shown,) = [culprit_of(verdicts[2], "", "")]
+    culprit = dataclasses.replace(shown, name="b")
+    assert residuals(verdicts, [culprit], lambda key: asked.append(key)) == ()
+    assert asked == [verdicts[2].key, verdicts[1].key, verdicts[3].key]
 
 
 def test_it_never_raises() -> None:

@@ -96,10 +96,26 @@ def test_a_divergence_without_culprit_shows_the_worst(diverged: Check) -> None:
 
 def test_many_culprits_are_counted(diverged: Check) -> None:
     """The first three in full, five in a line, the rest as a number."""
-    summary = dataclasses.replace(diverged[0], culprits=diverged[0].culprits * 20)
-    text = text_of((summary, diverged[1]))
+    (one,) = diverged[0].culprits
+    many = tuple(dataclasses.replace(one, explanation=f"cause {n}") for n in range(20))
+    text = text_of((dataclasses.replace(diverged[0], culprits=many), diverged[1]))
     assert text.count("culprit    ") == 3
     assert "and 12 more in report.html" in text
+
+
+def test_culprits_with_one_cause_are_told_once(diverged: Check) -> None:
+    """A bug in every layer fills no three screens; unknown causes are not thought to be one."""
+    (one,) = diverged[0].culprits
+    many = tuple(dataclasses.replace(one, name=f"decoder.layers.{n}") for n in range(9))
+    text = text_of((dataclasses.replace(diverged[0], culprits=many), diverged[1]))
+    assert text.count("culprit    ") == 1
+    said = " ".join(text.split())
+    assert "8 with this cause: decoder.layers.1, decoder.layers.2" in said
+    assert "and 2 more" in said
+    unknown = tuple(dataclasses.replace(culprit, explanation="unknown") for culprit in many)
+    text = text_of((dataclasses.replace(diverged[0], culprits=unknown), diverged[1]))
+    assert text.count("culprit    ") == 3
+    assert "likewise" not in text
 
 
 def test_a_missing_layer_has_no_number() -> None:
