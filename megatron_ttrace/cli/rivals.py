@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -20,6 +21,7 @@ _EPILOG = """\
 example:
   ttrace rivals 01 03 --bf16
   ttrace rivals --all --healthy 'tp2*/fp32' 'pp2*/fp32'
+  ttrace rivals --planted ttrace-out/reference ttrace-out/candidate
 
 Each known bug's job runs with and without the bug, all tensors saved; every rule then judges the
 same merged tensors. A bug counts as found by a rule that flags any tensor that it does not flag
@@ -47,6 +49,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="healthy configurations of 'ttrace matrix' to add, e.g. 'tp2*/bf16'",
     )
+    parser.add_argument(
+        "--planted",
+        nargs=2,
+        type=Path,
+        metavar=("REFERENCE_DIR", "CANDIDATE_DIR"),
+        help="instead: plant errors into a saved run, as 'ttrace plant' does",
+    )
+    parser.add_argument(
+        "--trials", type=int, default=500, metavar="N", help="planted errors of each sort"
+    )
     parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     parser.add_argument(
         "--directory", type=Path, default=Path("ttrace-out/rivals"), help="where to work"
@@ -58,6 +70,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run, apply, count."""
+    if args.planted:
+        return _plant(args)
     from megatron_ttrace.bugs import catalogue, suite
     from megatron_ttrace.matrix.configurations import configurations, select
     from megatron_ttrace.rivals import run as running
@@ -86,6 +100,23 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(found, table)
     return int(ExitCode.COULD_NOT_CHECK if found.problems else ExitCode.EQUIVALENT)
+
+
+def _plant(args: argparse.Namespace) -> int:
+    from megatron_ttrace.compare.planting import Field
+    from megatron_ttrace.rivals.planted import columns
+
+    if args.trials < 1:
+        raise TTraceError(f"--trials {args.trials}: at least 1 is needed")
+    found = columns(Field(*args.planted), args.trials)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(column) for column in found], indent=1))
+        return int(ExitCode.EQUIVALENT)
+    print(f"| rule | {' | '.join(column.sort for column in found)} |")
+    print("|---" * (len(found) + 1) + "|")
+    for rule in found[0].found:
+        print(f"| {rule} | {' | '.join(f'{column.found[rule]:.0%}' for column in found)} |")
+    return int(ExitCode.EQUIVALENT)
 
 
 def _described(found: Collected, table: list[Line]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megatron_ttrace.compare.measure import measure
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.token_index import is_described_as_summand
 from megatron_ttrace.records import TraceKey, Verdict
 from megatron_ttrace.trace.store import Entry, TraceReader
@@ -85,6 +86,15 @@ WHOLE_SIZE: dict[str, Shape] = {"double": double, "zero": zero, "shift": shift}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A rank's tensor, where it lies in the whole, and by what it must be divided."""
+
+    local: torch.Tensor
+    boxes: tuple[Box, ...]
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
     """One planted error; ``found`` if the tensor's verdict is a failure.
 
@@ -123,13 +133,13 @@ class Field:
         for rank, found in measure_saved(self._reference, self._candidate).items():
             for one in found:
                 self._measured.setdefault(one.key, {}).setdefault(rank, []).append(one)
-        self._spots = [
+        self._all = [
             (rank, self._candidate.resolve(rank, number))
             for rank, entries in self._candidate.ranks.items()
             for number in range(len(entries))
         ]
-        self._factors = {(rank, entry.key): entry.factor for rank, entry in self._spots}
-        self._spots = [spot for spot in self._spots if self._is_fertile(*spot)]
+        self._factors = {(rank, entry.key): entry.factor for rank, entry in self._all}
+        self._spots = [spot for spot in self._all if self._is_fertile(*spot)]
         if not self._spots:
             raise TTraceError(f"{candidate} has no tensor with a tolerance that is not blind")
 
@@ -151,11 +161,31 @@ class Field:
 
     def plant(self, shape: str, size: float, generator: torch.Generator) -> Trial:
         """One error of one shape, ``size`` tolerances large (NaN: as it comes), anywhere."""
+        rank, entry, local, elements = self.spoil(shape, size, generator)
+        verdict = self.verdict(entry.key, rank, local)
+        found = verdict.verdict.is_failure
+        return Trial(
+            key=entry.key,
+            rank=rank,
+            shape=shape,
+            size=size,
+            elements=elements,
+            found=found,
+            right_rank=found and verdict.ranks[:1] == (rank,),
+            margin=math.nan if verdict.margin is None else verdict.margin,
+        )
+
+    def spoil(
+        self, shape: str, size: float, generator: torch.Generator, *, relative: bool = False
+    ) -> tuple[int, Entry, torch.Tensor, int]:
+        """A rank, the index line of one of its tensors, that tensor with an error; elements hit.
+
+        With ``relative`` the size is the relative error of the rank's part itself.
+        """
         make = WHOLE_SIZE[shape] if math.isnan(size) else SHAPES[shape]
         while True:
-            rank, entry = self._spots[
-                int(torch.randint(len(self._spots), (1,), generator=generator))
-            ]
+            chosen = int(torch.randint(len(self._spots), (1,), generator=generator))
+            rank, entry = self._spots[chosen]
             local = self._candidate.tensor(entry).clone()
             box = random_box(local, generator)
             values = box.to(torch.float64)
@@ -164,20 +194,33 @@ class Field:
             if length > 0.0:
                 break
         if not math.isnan(size):
-            direction *= size * self._unit(rank, entry) * entry.factor / length
+            unit = self._unit(rank, entry)
+            if relative:
+                unit /= self._tolerances.of(entry.key).value
+            direction *= size * unit * entry.factor / length
         box.copy_((values + direction).to(local.dtype))
-        verdict = self.verdict(entry.key, rank, local)
-        found = verdict.verdict.is_failure
-        return Trial(
-            key=entry.key,
-            rank=rank,
-            shape=shape,
-            size=size,
-            elements=box.numel(),
-            found=found,
-            right_rank=found and verdict.ranks[:1] == (rank,),
-            margin=math.nan if verdict.margin is None else verdict.margin,
-        )
+        return rank, entry, local, box.numel()
+
+    def pieces(self, key: TraceKey, rank: int, local: torch.Tensor) -> list[Piece]:
+        """What all ranks hold of a tensor, with ``local`` in the place of what ``rank`` saved."""
+        return [
+            Piece(
+                local if holder == rank else self._candidate.tensor(entry),
+                self._measured[key][holder][0].boxes,
+                entry.factor,
+            )
+            for holder, entry in self._all
+            if entry.key == key
+        ]
+
+    def whole(self, key: TraceKey) -> torch.Tensor:
+        """The reference's tensor."""
+        return self._reference.tensor(self._reference.entry(key))
+
+    @property
+    def job(self) -> tuple[int, float]:
+        """Number of layers and machine epsilon of the compute dtype."""
+        return int(self._candidate.meta["config"]["layers"]), float(self._reference.meta["epsilon"])
 
     def _unit(self, rank: int, entry: Entry) -> float:
         """Norm of the difference that makes an error of one tolerance of this rank's part."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from megatron_ttrace.compare.measure import local_view, logical_view
+from megatron_ttrace.compare.planting import Piece
 from megatron_ttrace.placement.token_index import is_described_as_summand
 from megatron_ttrace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
@@ -97,21 +98,22 @@ def of_saved(reference: TraceReader, candidate: TraceReader) -> Iterator[tuple[T
         ]
         if entries and getattr(torch, there.dtype).is_floating_point:
             whole = reference.tensor(there)
-            yield key, statistics(_merged(candidate, entries, whole), whole)
+            pieces = (Piece(candidate.tensor(e), e.boxes, e.factor) for e in entries)
+            yield key, statistics(merged(pieces, whole), whole)
 
 
-def _merged(candidate: TraceReader, entries: list[Entry], whole: torch.Tensor) -> torch.Tensor:
+def merged(pieces: Iterable[Piece], whole: torch.Tensor) -> torch.Tensor:
     """The candidate's tensor put together from its boxes; of replicas the worst."""
-    merged = torch.full(whole.shape, math.nan, dtype=torch.float64)
+    found = torch.full(whole.shape, math.nan, dtype=torch.float64)
     worst: dict[object, float] = {}
-    for entry in entries:
-        local = candidate.tensor(entry).double() / entry.factor
-        for box in entry.boxes:
+    for piece in pieces:
+        local = piece.local.double() / piece.factor
+        for box in piece.boxes:
             part = local_view(local, box)
             distance = float((part - logical_view(whole, box).double()).norm())
             # NaN is worse than any number.
             distance = math.inf if math.isnan(distance) else distance
             if distance > worst.get(box.region, -1.0):
                 worst[box.region] = distance
-                logical_view(merged, box).copy_(part)
-    return merged
+                logical_view(found, box).copy_(part)
+    return found

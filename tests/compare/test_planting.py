@@ -75,7 +75,7 @@ def saved(tmp_path_factory):
             else:
                 sink.tensor((place,), data.chunk(2)[rank] * (2 if place == GRAD else 1))
         writer.close()
-    seal(home / "candidate", {"role": "candidate", "complete": True})
+    seal(home / "candidate", {"role": "candidate", "complete": True, "config": {"layers": 1}})
     return home / "reference", home / "candidate"
 
 
