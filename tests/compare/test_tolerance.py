@@ -107,6 +107,17 @@ def test_the_floor_of_sums_grows_with_the_logarithm_of_the_summands():
     assert of(loss, moved, "float32").value == pytest.approx(SAFETY * FP32 / 2 * 8)
 
 
+@pytest.mark.parametrize("summands", [10**3, 10**6, 10**9, 10**12])
+def test_a_gradient_norm_off_by_1e_5_is_beyond_any_fp32_tolerance(summands):
+    """With replays that move it by two roundings, in models of up to 10^12 parameters."""
+    norm = TraceKey(1, STEP_LEVEL, Kind.GRAD_NORM, "grad_norm")
+    moved = {
+        TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "a"): Moved(summands, 1.0, (1e-6,)),
+        norm: Moved(1, 1.0, (2 * FP32, 0.0, FP32, FP32)),
+    }
+    assert of(norm, moved, "float32").value < 1e-5
+
+
 @pytest.mark.parametrize(
     ("kind", "index", "exact"),
     [

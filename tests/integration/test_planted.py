@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.compare.planting import Field
+from megatron_ttrace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 
 MIXED = (
@@ -42,10 +44,22 @@ def hold(rows: list[dict]) -> None:
     assert not flagged
 
 
+def norms(directory: Path, error: float) -> set[Outcome]:
+    """The verdicts on the gradient norm when one rank's is off by ``error``."""
+    field = Field(directory / "ttrace-out/reference", directory / "ttrace-out/candidate")
+    key = TraceKey(1, STEP_LEVEL, Kind.GRAD_NORM, "grad_norm")
+    whole = field.whole(key)
+    return {field.verdict(key, rank, whole * (1 + error)).verdict for rank in range(4)}
+
+
 @pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
 def test_planted_errors(tmp_path: Path, dtype: tuple[str, ...]) -> None:
-    """TP 2 with sequence parallelism x PP 2."""
+    """TP 2 with sequence parallelism x PP 2; in fp32 a gradient norm off by 1e-5 is found."""
     hold(rates(tmp_path, 4, (*MIXED, *dtype), 100))
+    if not dtype:
+        assert norms(tmp_path, 1e-5) == {Outcome.REPLICA_CONFLICT}
+        assert norms(tmp_path, -1e-5) == {Outcome.REPLICA_CONFLICT}
+        assert norms(tmp_path, 0.0) == {Outcome.PASS}
 
 
 @pytest.mark.nightly
