@@ -29,7 +29,7 @@ from megatron_ttrace.start.generator import normal
 GAIN = 0.5
 """Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth, and a
 third of its gradients are blind; at 0.5 none is. docs/measurements.md has the table. Norms of
-queries and keys stand where the gain of their projections would, so their weights are of its size."""
+queries and keys stand where the gain of their projections would: their weights are of its size."""
 
 EMBEDDING_GAIN = 2.0
 BIAS = 0.05
