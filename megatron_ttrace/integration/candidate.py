@@ -22,7 +22,7 @@ from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.integration import channel, quiet
+from megatron_ttrace.integration import channel, quiet, shared
 from megatron_ttrace.integration.session import Session
 from megatron_ttrace.records import Kind, Summary, Verdict
 from megatron_ttrace.reference import fingerprint, launch
@@ -45,7 +45,7 @@ class CandidateSession(Session):
             self._notice("dropout is switched off in the traced steps")
         if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
             raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
-        self._agree(self._prepare_directory)
+        shared.require(settings.directory, self._agree(self._prepare_directory))
         if not _loads(args):
             # Before the model is built: on a GPU the reference needs the memory.
             self._find_reference(None)
@@ -153,17 +153,8 @@ class CandidateSession(Session):
         known = [numbers for rank, numbers in heard if rank == dp_rank and numbers is not None]
         return known[0] if known else [local * dp + dp_rank for local in range(count)]
 
-    def _prepare_directory(self) -> None:
-        directory = self.settings.directory
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            probe = directory / ".writable"
-            probe.write_text("", encoding="utf-8")
-            probe.unlink()
-        except OSError as error:
-            raise TTraceError(
-                f"--ttrace-dir {directory} is not writable ({error.strerror}): choose another"
-            ) from error
+    def _prepare_directory(self) -> str:
+        return shared.prepare(self.settings.directory)
 
     def _find_reference(self, started: dict[str, Any] | None) -> None:
         began = time.monotonic()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""check.slurm starts one torchrun a node and ends with the check's own exit code."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "launch" / "check.slurm"
+
+
+@pytest.mark.parametrize("answer", [0, 1, 2])
+def test_check(tmp_path: Path, answer: int) -> None:
+    """With stand-ins for Slurm's commands: what is started, on which node it meets, what is told.
+
+    A run that diverged ends torchrun with 1, like one that crashed; the report knows which.
+    """
+    stands = {
+        "scontrol": "printf 'node-7\\nnode-8\\n'",
+        "srun": f'echo "$*" >{tmp_path}/started; exit 1',
+        "ttrace": f'echo "$*" >{tmp_path}/reported; exit {answer}',
+    }
+    for name, text in stands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", SCRIPT, "--num-layers", "2", "--data-path", "a b"],
+        cwd=tmp_path,
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "42",
+            "SLURM_JOB_NODELIST": "node-[7-8]",
+            "SLURM_NNODES": "2",
+            "SLURM_GPUS_ON_NODE": "4",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == answer, done.stderr
+    started = (tmp_path / "started").read_text()
+    for part in (
+        "torchrun --nnodes 2 --nproc-per-node 4",
+        "--rdzv-endpoint node-7:29500",
+        "launch/pretrain_gpt.py --num-layers 2 --data-path a b --ttrace --ttrace-exit",
+        f"--ttrace-dir {tmp_path}/ttrace-out/42",
+    ):
+        assert part in started
+    assert f"--junit {tmp_path}/ttrace-out/42/junit.xml" in (tmp_path / "reported").read_text()
