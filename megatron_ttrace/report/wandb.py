@@ -103,8 +103,19 @@ def _own_run(
         directory=directory,
         project=project,
         job_type="ttrace",
-        config={"layout": summary.config, "versions": summary.versions},
+        config=_harmless({"layout": summary.config, "versions": summary.versions}),
     )
+
+
+def _harmless(value: Any) -> Any:
+    """A configuration that W&B can show and send: clean texts, finite numbers."""
+    if isinstance(value, dict):
+        return {clean(key, 60): _harmless(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_harmless(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, int) else clean(value, NOTE_LIMIT)
 
 
 def own_run(

@@ -18,6 +18,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.records import Outcome, Result, Summary, Verdict
 from megatron_ttrace.report import cli, files, html, junit, publish, tensorboard
 from tests.report.synthetic_report import make_summary, make_verdict
+from tests.report.test_sanitise import HOSTILE, check_with
 
 Check = tuple[Summary, list[Verdict]]
 
@@ -98,6 +99,16 @@ def test_tensorboard_has_no_infinities() -> None:
     verdicts = [make_verdict(verdict=Outcome.MISSING, rel_err=None, tolerance=None, iteration=7)]
     tensorboard.log(make_summary(verdicts), verdicts, writer)
     assert writer.scalars[("ttrace/worst_margin", 7)] == tensorboard.UNMEASURED_MARGIN
+
+
+def test_tensorboard_tags_are_harmless() -> None:
+    """A tag is one printable line, whatever a module is called."""
+    for name in HOSTILE:
+        writer = Writer()
+        tensorboard.log(*check_with(name, name), writer)
+        tags = [tag for tag, _ in writer.scalars]
+        assert len(tags) > 3
+        assert all(tag.isprintable() and len(tag) <= 100 for tag in tags)
 
 
 def test_junit_cases(conflict: Check, healthy: Check) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import json
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from megatron_ttrace.records import Outcome, Summary, Verdict
 from megatron_ttrace.report import html
 from megatron_ttrace.report import wandb as sink
 from tests.report.synthetic_report import make_summary, make_verdict
+from tests.report.test_sanitise import HOSTILE, check_with
 from tests.report.wandb_file import records
 
 wandb = pytest.importorskip("wandb")
@@ -99,6 +102,52 @@ def test_own_run(diverged: Check, tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert fields["ttrace/failures"] == 809
     assert fields["ttrace/worst_margin"] == pytest.approx(51.25, rel=0.01)
     assert fields["ttrace/culprit"] == "embedding.word_embeddings"
+
+
+def is_harmless(text: str) -> bool:
+    """Bounded, and nothing but what can be printed on a line."""
+    unsafe = {"Cc", "Cf", "Cs", "Zl", "Zp", "Co"}
+    return len(text) <= 1500 and not {unicodedata.category(c) for c in text} & unsafe
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """All strings of a JSON value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for pair in value.items() for part in pair for text in texts_of(part))
+    elif isinstance(value, list):
+        yield from (text for part in value for text in texts_of(part))
+
+
+def test_hostile_names(tmp_path: Path) -> None:
+    """Table, chart, summary, configuration and alert hold clean texts; the page is whole."""
+    checks = [check_with(name, name) for name in HOSTILE]
+    verdicts = [verdict for _, found in checks for verdict in found]
+    summary = dataclasses.replace(
+        make_summary(verdicts, tuple(c for one, _ in checks for c in one.culprits)),
+        config={name: name for name in HOSTILE} | {"tp": 2, "ratio": float("nan")},
+        versions={name: name for name in HOSTILE},
+    )
+    html.write(tmp_path / "report.html", summary, verdicts)
+    line = sink.log(summary, verdicts, tmp_path / "report.html", directory=tmp_path)
+    assert line.startswith("W&B: logged to an offline run")
+    folder = run_folder(tmp_path)
+    (page,) = (folder / "files/media/html").glob("ttrace_report*.html")
+    assert page.read_text() == (tmp_path / "report.html").read_text()
+    (alert,) = alerts(folder)
+    found = tables(folder)
+    (path,) = folder.glob("*.wandb")
+    config = [
+        (item.key, item.value_json)
+        for record in records(path)
+        for item in [*record.run.config.update, *record.config.update]
+    ]
+    assert any(key == "layout" for key, _ in config)
+    texts = [alert.title, alert.text, *texts_of(summary_of(folder)), *texts_of(found)]
+    texts += [text for _, value in config for text in texts_of(json.loads(value))]
+    assert len(texts) > 100
+    assert not [text for text in texts if not is_harmless(text)]
 
 
 def test_a_pass_alerts_nobody(healthy: Check, tmp_path: Path) -> None:
