@@ -52,6 +52,23 @@ def test_configuration(verdict: str, state: State) -> None:
 
 
 @pytest.mark.parametrize(
+    ("verdict", "state", "words"),
+    [
+        ("diverged", State.GOOD, "as in docs/findings.md"),
+        ("equivalent", State.MISSED, "not there any more"),
+        ("could not check", State.BROKEN, "MTP and CP"),
+    ],
+)
+def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
+    """It must be found, and its margin says nothing about healthy jobs."""
+    row = matrix_row(verdict=verdict, finding="MTP and CP", worst_margin="1e6")
+    found = rows.configuration(row)
+    assert found.state is state
+    assert found.margin is None
+    assert words in found.note
+
+
+@pytest.mark.parametrize(
     ("changes", "state", "note"),
     [
         ({}, State.GOOD, "linear_proj"),
