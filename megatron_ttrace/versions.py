@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import inspect
+import logging
 import platform
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ttrace.errors import TTraceError
@@ -44,6 +46,22 @@ def check_supported() -> None:
         raise TTraceError(
             f"megatron-core {version} is not supported: install one of {', '.join(SUPPORTED)}"
         )
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Import Megatron without a warning of each thing it goes without; ``ttrace doctor`` says it.
+
+    What warns later, in training, still does.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def call_known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -54,7 +54,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Look at everything; a look that fails is a finding, too."""
-    findings = [look() for look in (*_NEEDED, *_OPTIONAL)]
+    with versions.quiet_imports():
+        findings = [look() for look in (*_NEEDED, *_OPTIONAL)]
     if args.json:
         print(json.dumps([dataclasses.asdict(one) for one in findings], indent=1))
     else:

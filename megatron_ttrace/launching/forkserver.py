@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ttrace.versions import quiet_imports
+
 _VARIABLE = "TTRACE_FORKSERVER"
 _PR_SET_PDEATHSIG = 1
 
@@ -34,11 +36,12 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import megatron.core.models.gpt
-    import megatron.training.training  # noqa: F401
+    with quiet_imports():
+        import megatron.core.models.gpt
+        import megatron.training.training  # noqa: F401
 
-    import megatron_ttrace.integration.candidate
-    import megatron_ttrace.integration.reference_run  # noqa: F401
+        import megatron_ttrace.integration.candidate
+        import megatron_ttrace.integration.reference_run  # noqa: F401
 
 
 def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
