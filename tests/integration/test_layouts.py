@@ -55,3 +55,20 @@ def test_isolated_layouts(tmp_path: Path) -> None:
     """With every module fed from the reference a healthy run stays healthy."""
     rows = rows_of("tp2/gpt/*", "--ttrace-flags=--ttrace-isolate", cwd=tmp_path)
     assert not alarms(rows)
+
+
+@pytest.mark.parametrize("flags", ["--ttrace-iterations 1-3", "--ttrace-init megatron"])
+def test_other_starts(tmp_path: Path, flags: str) -> None:
+    """Later steps and Megatron's own start values are judged as well, and raise no alarm."""
+    [row] = rows_of("tp2/gpt/fp32", f"--ttrace-flags={flags}", cwd=tmp_path)
+    assert not alarms([row])
+    assert row["tensors"] > (2000 if "iterations" in flags else 600)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_several_iterations(tmp_path: Path) -> None:
+    """No drift into alarms over five steps, no tensor going blind."""
+    rows = rows_of("tp2*", "pp2/*", "dp2*", "--ttrace-flags=--ttrace-iterations 1-5", cwd=tmp_path)
+    assert len(rows) >= 20
+    assert not alarms(rows)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline is bitwise its reference, and one changed bit is told although everything passes."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ttrace.compare.exactness import NOTE
+from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import TraceReader
+from tests.integration.jobs import SCRIPT, TINY, ttrace
+
+KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.1.mlp")
+
+
+def flip_a_bit(candidate: Path, rank: int) -> None:
+    """The last bit of one element of one saved tensor."""
+    reader = TraceReader(candidate)
+    entries = [reader.resolve(rank, number) for number in range(len(reader.ranks[rank]))]
+    entry = next(entry for entry in entries if entry.key == KEY)
+    tensors = load_file(candidate / entry.file)
+    tensors[entry.tensor].view(torch.int32).view(-1)[7] ^= 1
+    save_file(tensors, candidate / entry.file)
+
+
+def test_one_bit(tmp_path: Path) -> None:
+    """PP 2, saved, one bit flipped, compared again."""
+    done = ttrace(
+        *("check", "--nproc-per-node", 2, "--quiet", "--ttrace-save-candidate"),
+        *("--ttrace-no-wandb", "--", SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "must be bitwise equal in this layout: all are" in " ".join(done.stdout.split())
+    out = tmp_path / "ttrace-out"
+    kept = json.loads((out / "summary.json").read_text())["exactness"]
+    assert kept["expected"] > 200
+    assert (kept["lost"], kept["first"], kept["rel_err"]) == (0, "", None)
+
+    flip_a_bit(out / "candidate", 1)
+    again = ttrace("compare", out / "reference", out / "candidate", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "not bitwise equal" in " ".join(again.stdout.split())
+    lost = json.loads((out / "summary.json").read_text())["exactness"]
+    assert lost["expected"] == kept["expected"]
+    assert 1 <= lost["lost"] <= 3  # the tensor's other names
+    assert lost["first"] == str(KEY)
+    assert lost["ranks"] == [1]
+    assert lost["rel_err"] < 1e-6
+    verdicts = [json.loads(line) for line in (out / "verdicts.jsonl").open()]
+    assert NOTE in next(v["note"] for v in verdicts if str(KEY.name) == v["name"] and v["rel_err"])
