@@ -12,7 +12,7 @@ from megatron_ttrace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 
-KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.1.mlp")
+KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.1.mlp.linear_fc2")
 
 
 def flip_a_bit(candidate: Path, rank: int) -> None:
