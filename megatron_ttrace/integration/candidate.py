@@ -88,6 +88,8 @@ class CandidateSession(Session):
         began = time.monotonic()
         count = get_num_microbatches()
         served = Served(iterator, count * len(block))
+        if step == 1 and self.args.overlap_grad_reduce:
+            self._warm_up(run, served)
         with self.rehearsal(restore=not self.settings.exit_after):
             self.equal_start()
             self.serve(served)
@@ -100,6 +102,17 @@ class CandidateSession(Session):
             return None
         self.finished = True
         return int(self._conclude())
+
+    def _warm_up(self, run: Callable[[], Any], served: Served) -> None:
+        """Make one step that nobody looks at.
+
+        In the first one Megatron learns in which order gradients become ready, and reduces them
+        all at the end (``is_first_batch`` in megatron/core/distributed/param_and_grad_buffer.py).
+        What runs in a whole training, and what can go wrong in it, begins with the second.
+        """
+        with self.rehearsal(restore=True):
+            self.serve(served)
+            run()
 
     def _check(
         self, iteration: int, run: Callable[[], Any], batches: list[Batch], count: int
