@@ -12,7 +12,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.launching import job as jobs
 from megatron_ttrace.mutants import coverage, survivors, train
 from megatron_ttrace.mutants.layouts import LAYOUTS, Layout, in_order
-from megatron_ttrace.mutants.records import Explanation, Fate, Mutant, Row, Trial
+from megatron_ttrace.mutants.records import HARMLESS, Fate, Mutant, Row, Trial
 from megatron_ttrace.mutants.scan import modules
 from megatron_ttrace.mutants.swap import introduce
 from megatron_ttrace.records import Result, Summary
@@ -21,6 +21,7 @@ Say = Callable[[str], None]
 Lines = set[tuple[str, int]]
 _PATIENCE = 6.0
 _LEAST_SECONDS = 20.0
+_MOST_SECONDS = 300.0
 MOST_TRIALS = 6
 """A mutant whose line is in all layouts shows in one of the first, or in none."""
 
@@ -41,6 +42,7 @@ class Campaign:
         self._directory = directory.resolve()
         self._say = say
         self._known = survivors.load()
+        self.unhealthy: dict[str, str] = {}
         self._files = {module: str(path) for module, path in modules()}
         say("importing Megatron")
         if not jobs.prepare("cpu"):
@@ -49,16 +51,22 @@ class Campaign:
     def reach(self, layouts: Sequence[Layout] = LAYOUTS) -> list[Reach]:
         """Run every layout healthy, recording lines.
 
-        Raises:
-            TTraceError: when one is not found equivalent: then nothing can be said about mutants.
+        One that is not found equivalent can say nothing about mutants: it is left out, loudly, and
+        kept in :attr:`unhealthy`.
         """
         found = []
         for layout in layouts:
             folder = self._directory / layout.name / "lines"
             began = time.monotonic()
-            summary = self._run(layout, {train.COVERAGE: str(folder)}, None)
-            if summary.verdict is not Result.EQUIVALENT:
-                raise TTraceError(f"{layout.name} is {summary.verdict} without a mutant")
+            try:
+                summary = self._run(layout, {train.COVERAGE: str(folder)}, _MOST_SECONDS)
+                problem = "" if summary.verdict is Result.EQUIVALENT else _told(summary)
+            except TTraceError as error:
+                problem = _one_line(error)
+            if problem:
+                self._say(f"{layout.name} fails without a mutant and is left out: {problem}")
+                self.unhealthy[layout.name] = problem
+                continue
             lines = coverage.read(folder.glob("rank-*.jsonl"))
             # The run that made a reference says nothing about how long one without takes.
             seconds = summary.timings["wall"] - summary.timings.get("reference", 0.0)
@@ -104,7 +112,7 @@ class Campaign:
                 continue
             trials: list[Trial] = []
             explanation, why = survivors.explanation_of(mutant, self._known)
-            harmless = explanation is Explanation.EQUIVALENT
+            harmless = explanation in HARMLESS
             for layout in layouts[: 1 if harmless else MOST_TRIALS]:
                 trials.append(self._try(mutant, layout, healthy))
                 if trials[-1].fate.killed:
@@ -121,8 +129,7 @@ class Campaign:
         except TTraceError as error:
             return Trial(layout.name, Fate.CRASHED, time.monotonic() - began, _one_line(error))
         fate = Fate.SURVIVED if summary.verdict is Result.EQUIVALENT else Fate.DIVERGED
-        told = "; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:2])
-        return Trial(layout.name, fate, time.monotonic() - began, told)
+        return Trial(layout.name, fate, time.monotonic() - began, _told(summary))
 
     def _run(self, layout: Layout, variables: dict[str, str], limit: float | None) -> Summary:
         job = jobs.Job(
@@ -135,6 +142,11 @@ class Campaign:
             limit=limit,
         )
         return jobs.run(job, fork=True)
+
+
+def _told(summary: Summary) -> str:
+    """The first culprits."""
+    return "; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:2])
 
 
 def _one_line(error: TTraceError) -> str:

@@ -28,7 +28,8 @@ Faults are found by reading Megatron's source, put in one at a time, in memory, 
 small job on the CPU, and the job is checked. The checker is not told. A mutant counts where some
 job runs its line. Killed: the check says 'diverged', or the job crashes or hangs.
 
-exit code: 0 at least 95 % killed, 1 fewer (or one proven harmless is found), 2 could not run
+exit code: 0 at least 95 % killed; 1 fewer, or an alarm without a mutant or on one that is proven
+harmless; 2 could not run
 """
 _COUNT = 100
 _SEED = 1
@@ -164,7 +165,8 @@ def _run(mutants: Sequence[Mutant], scanned: int, args: argparse.Namespace) -> i
         "run": len(rows),
         **total.to_json(),
         "bar": score.BAR,
-        "passed": score.passes(rows),
+        "unhealthy": campaign.unhealthy,
+        "passed": score.passes(rows) and not campaign.unhealthy,
         "seconds": round(time.monotonic() - began, 1),
         "mutants": [row.to_json() for row in rows],
     }
@@ -198,32 +200,30 @@ def _show(rows: Sequence[Row], report: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    columns = ("diverged", "crashed", "hung", "equivalent", "survived")
-    table = Table("operator", *columns)
+    from megatron_ttrace.mutants.score import COLUMNS
+
+    table = Table("operator", *COLUMNS)
     for column in table.columns[1:]:
         column.justify = "right"
-    counts = Counter((row.mutant.operator, _column(row)) for row in rows)
+    counts = Counter((row.mutant.operator, row.column) for row in rows)
     for operator in sorted({row.mutant.operator for row in rows}):
-        table.add_row(operator, *(str(counts[operator, column]) for column in columns))
-    totals = (sum(_column(row) == column for row in rows) for column in columns)
+        table.add_row(operator, *(str(counts[operator, column]) for column in COLUMNS))
+    totals = (sum(row.column == column for row in rows) for column in COLUMNS)
     table.add_row("all", *map(str, totals), style="bold")
     console = Console()
     console.print(table)
     for row in rows:
         if row.disproved:
             console.print(f"[red]said to be harmless, and found:[/red] {escape(row.mutant.id)}")
-        elif not row.fate.killed and not row.equivalent:
+        elif row.column == "survived":
             why = row.why or "NOT EXPLAINED"
             console.print(f"survived: {escape(f'{row.mutant.id}  {_change(row.mutant)}: {why}')}")
     console.print(
         f"{report['scanned']} found by scanning, {report['reached']} of {report['chosen']} reached "
         f"by some job, {report['run']} run in {report['seconds']:.0f} s; killed "
-        f"{report['score']:.1%}, of the silent ones {report['silent_score']:.1%}"
+        f"{report['score']:.1%}, of the silent ones {report['silent_score']:.1%}; counting the "
+        f"dormant ones {report['strict_score']:.1%}"
     )
-
-
-def _column(row: Row) -> str:
-    return "equivalent" if row.equivalent else row.fate.value
 
 
 def _change(mutant: Mutant) -> str:

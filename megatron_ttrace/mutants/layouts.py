@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.matrix import configurations as matrix
 
-_MOE = (
-    "--num-layers 2 --transformer-impl local --num-experts 4 --moe-router-topk 2 "
-    "--disable-bias-linear --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss"
-)
-_MODELS = {**matrix.MODELS, "moe": _MOE}
-_EP2 = "--expert-model-parallel-size 2"
 _DEEP = "--num-layers 4"
+_VPP2 = f"{matrix.PP2} {_DEEP} --num-virtual-stages-per-pipeline-rank 2"
+_BUCKETS = "--ddp-bucket-size 20000"
+"""So small that even these models have several."""
+_AUX = "--moe-aux-loss-coeff 0.1"
+"""A fault in what is added to the loss shows when enough is added."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Layout:
     Attributes:
         name: of the layout.
         nproc: number of ranks.
-        model: one of the matrix's, or ``moe``.
+        model: one of the matrix's.
         words: Megatron's arguments for the layout.
     """
 
@@ -41,29 +40,35 @@ class Layout:
     @property
     def arguments(self) -> tuple[str, ...]:
         """All of Megatron's arguments."""
-        return tuple(f"{matrix.COMMON} {_MODELS[self.model]} {self.words}".split())
+        return tuple(f"{matrix.COMMON} {matrix.MODELS[self.model]} {self.words}".split())
 
 
 LAYOUTS = (
     Layout("tp2", 2, "gpt", matrix.TP2),
     Layout("tp2-sp", 2, "gpt", f"{matrix.TP2} {matrix.SP}"),
+    Layout("tp2-fp16", 2, "gpt", f"{matrix.TP2} --fp16 --loss-scale 256"),
     Layout("te-tp2-sp", 2, "llama-te", f"{matrix.TP2} {matrix.SP}"),
     Layout("pp2", 2, "gpt", matrix.PP2),
-    Layout("pp2-vpp2", 2, "gpt", f"{matrix.PP2} {_DEEP} --num-virtual-stages-per-pipeline-rank 2"),
-    Layout("dp2", 2, "gpt", "--overlap-grad-reduce"),
+    Layout("pp2-vpp2", 2, "gpt", _VPP2),
+    Layout("pp2-mtp", 2, "llama-te", f"{matrix.PP2} --mtp-num-layers 1 {matrix.ZERO}"),
+    Layout("dp2", 2, "gpt", f"--overlap-grad-reduce {_BUCKETS}"),
     Layout("dp2-tokens", 2, "gpt", "--calculate-per-token-loss"),
     Layout("dp2-zero", 2, "gpt", matrix.ZERO),
-    Layout("dp2-zero-overlap", 2, "gpt", f"{matrix.ZERO} {matrix.OVERLAP} {_DEEP} --bf16"),
-    Layout("cp2", 2, "llama-te", f"{matrix.CP2} {matrix.ZERO}"),
-    Layout("ep2", 2, "moe", f"{_EP2} --moe-token-dispatcher-type alltoall {matrix.ZERO}"),
-    Layout("ep2-all-gather", 2, "moe", f"{_EP2} --moe-token-dispatcher-type allgather"),
     Layout(
-        "tp2-sp-moe",
-        2,
-        "moe",
-        f"{matrix.TP2} {matrix.SP} --moe-token-dispatcher-type alltoall "
-        "--moe-shared-expert-intermediate-size 64 --moe-z-loss-coeff 0.1",
+        "dp2-zero-overlap", 2, "gpt", f"{matrix.ZERO} {matrix.OVERLAP} {_BUCKETS} {_DEEP} --bf16"
     ),
+    Layout("cp2", 2, "llama-te", f"{matrix.CP2} {matrix.ZERO}"),
+    Layout("cp2-moe", 2, "moe-te", f"{matrix.CP2} {matrix.ALLTOALL} {_AUX}"),
+    Layout("ep2", 2, "moe", f"{matrix.EP2} {matrix.ALLTOALL} {matrix.ZERO} {_AUX}"),
+    Layout("ep2-all-gather", 2, "moe-deep", f"{matrix.EP2} {_AUX}"),
+    Layout(
+        "tp2-sp-ep2",
+        2,
+        "moe-deep",
+        f"{matrix.TP2} {matrix.SP} {matrix.EP2} {matrix.ETP1} {matrix.ALLTOALL} {matrix.ZERO} "
+        f"{_AUX} --moe-z-loss-coeff 0.1",
+    ),
+    Layout("tp2-sp-etp2", 2, "moe-te", f"{matrix.TP2} {matrix.SP} {matrix.ALLTOALL} {_AUX}"),
     Layout(
         "recompute",
         2,
@@ -73,19 +78,25 @@ LAYOUTS = (
     ),
     Layout("tp2-dp2-zero", 4, "gpt", f"{matrix.TP2} {matrix.SP} {matrix.ZERO}"),
     Layout("pp2-dp2-zero", 4, "gpt", f"{matrix.PP2} {matrix.ZERO} {matrix.OVERLAP} --bf16"),
+    Layout("pp2-vpp2-dp2", 4, "gpt", f"{_VPP2} --overlap-grad-reduce --no-align-grad-reduce"),
     Layout("tp2-pp2", 4, "gpt", f"{matrix.TP2} {matrix.SP} {matrix.PP2}"),
-    Layout("tp2-ep2", 4, "moe", f"{matrix.TP2} {matrix.SP} {_EP2}"),
+    Layout("tp2-ep2", 4, "moe-te", f"{matrix.TP2} {matrix.SP} {matrix.EP2} {_AUX}"),
+    Layout("ep2-edp2-zero", 4, "moe-te", f"{matrix.EP2} {matrix.ZERO} {matrix.OVERLAP} {_AUX}"),
+    Layout("zero-instances", 4, "gpt", f"{matrix.ZERO} --num-distributed-optimizer-instances 2"),
 )
 """All of them."""
 
 _FIRST = {
     "tensor_parallel": ("tp2-sp", "tp2", "te-tp2-sp", "tp2-dp2-zero"),
     "distributed": ("dp2-zero-overlap", "dp2-zero", "dp2", "tp2-dp2-zero", "ep2"),
-    "pipeline_parallel": ("pp2-vpp2", "pp2", "tp2-pp2", "pp2-dp2-zero"),
-    "transformer.moe": ("ep2", "tp2-sp-moe", "ep2-all-gather", "tp2-ep2"),
+    "pipeline_parallel": ("pp2-vpp2", "pp2", "pp2-dp2-zero", "pp2-vpp2-dp2", "cp2-moe"),
+    "transformer.moe": ("ep2", "tp2-sp-ep2", "ep2-all-gather", "cp2-moe", "tp2-ep2"),
     "optimizer": ("dp2-zero", "dp2-zero-overlap", "tp2-dp2-zero", "ep2"),
 }
-_THEN = ("tp2-dp2-zero", "ep2", "pp2-dp2-zero", "cp2", "tp2-sp-moe", "tp2-pp2", "tp2-ep2")
+_THEN = (
+    *("tp2-dp2-zero", "tp2-sp-ep2", "pp2-dp2-zero", "cp2-moe", "pp2-mtp", "tp2-fp16", "tp2-ep2"),
+    *("ep2-edp2-zero", "pp2-vpp2-dp2", "zero-instances"),
+)
 """As different from each other as they are."""
 
 

@@ -103,9 +103,15 @@ class Explanation(StrEnum):
     """Why a mutant survives."""
 
     EQUIVALENT = "equivalent"
-    """Proven: no number of the training step depends on what was changed."""
+    """Proven: no number of a training step depends on what was changed, in any configuration."""
+    DORMANT = "dormant"
+    """Proven: likewise in every job of the campaign. A fault, but what wakes it is not there."""
     UNSEEN = "unseen"
     """A hole: the fault is real and the check does not see it."""
+
+
+HARMLESS = (Explanation.EQUIVALENT, Explanation.DORMANT)
+"""What there is nothing to find of."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,14 +129,16 @@ class Row:
         return self.trials[-1].fate
 
     @property
-    def equivalent(self) -> bool:
-        """Whether it is proven that there is nothing to find."""
-        return not self.fate.killed and self.explanation is Explanation.EQUIVALENT
+    def column(self) -> str:
+        """Where it is counted: its fate, or why it survived if that is not the checker's fault."""
+        if self.fate.killed or self.explanation in (None, Explanation.UNSEEN):
+            return self.fate.value
+        return str(self.explanation)
 
     @property
     def disproved(self) -> bool:
         """Whether the check found what should not be there to be found."""
-        return self.fate is Fate.DIVERGED and self.explanation is Explanation.EQUIVALENT
+        return self.fate is Fate.DIVERGED and self.explanation in HARMLESS
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_ttrace.mutants.records import Fate, Row
+from megatron_ttrace.mutants.records import Row
 
 BAR = 0.95
 """The least share of mutants that must be killed."""
@@ -18,8 +19,10 @@ class Score:
     """Counts of mutants.
 
     Attributes:
-        diverged, crashed, hung: killed, by how.
+        diverged: killed by the check.
+        crashed, hung: killed, and nobody needs a checker for that.
         equivalent: survived and proven to be no fault.
+        dormant: survived, and proven that no job of the campaign wakes it.
         survived: the others.
     """
 
@@ -27,6 +30,7 @@ class Score:
     crashed: int
     hung: int
     equivalent: int
+    dormant: int
     survived: int
 
     @property
@@ -36,36 +40,36 @@ class Score:
 
     @property
     def score(self) -> float:
-        """Killed of all that are faults; 1 when there are none."""
+        """Killed of all faults that some job wakes; 1 when there are none."""
         return _share(self.killed, self.survived)
 
     @property
     def silent_score(self) -> float:
-        """The same without those that crash or hang, which nobody needs a checker for."""
+        """The same of those that neither crash nor hang."""
         return _share(self.diverged, self.survived)
+
+    @property
+    def strict_score(self) -> float:
+        """The same as :attr:`score`, with the dormant ones counted as missed."""
+        return _share(self.killed, self.survived + self.dormant)
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
+        shares = ("score", "silent_score", "strict_score")
         return {
             **dataclasses.asdict(self),
             "killed": self.killed,
-            "score": round(self.score, 4),
-            "silent_score": round(self.silent_score, 4),
+            **{name: round(getattr(self, name), 4) for name in shares},
         }
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(Score))
 
 
 def score(rows: Iterable[Row]) -> Score:
     """Count."""
-    all_rows = list(rows)
-    fates = [row.fate for row in all_rows]
-    equivalent = sum(row.equivalent for row in all_rows)
-    return Score(
-        diverged=fates.count(Fate.DIVERGED),
-        crashed=fates.count(Fate.CRASHED),
-        hung=fates.count(Fate.HUNG),
-        equivalent=equivalent,
-        survived=fates.count(Fate.SURVIVED) - equivalent,
-    )
+    counts = Counter(row.column for row in rows)
+    return Score(*(counts[column] for column in COLUMNS))
 
 
 def passes(rows: Sequence[Row]) -> bool:

@@ -79,6 +79,17 @@ def test_one_mutant(tmp_path):
 
 
 @pytest.mark.slow
+def test_overlap_is_seen(tmp_path):
+    """In its first step a run reduces gradients without overlap; what is traced is a later one."""
+    out = tmp_path / "mutants.json"
+    words = ["--layout", "dp2", "--directory", str(tmp_path), "--json", str(out)]
+    code, _, errors = ttrace("run", "--only", "*.register_grad_ready:drop-collective:*", *words)
+    assert code == 0, errors
+    report = json.loads(out.read_text())
+    assert (report["run"], report["survived"]) == (1, 0)
+
+
+@pytest.mark.slow
 def test_not_reached(tmp_path):
     """A fault in a line that no job runs is no mutant."""
     words = ["--layout", "tp2", "--directory", str(tmp_path)]
