@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.sinks import Measured, rank_error
 from megatron_ttrace.compare.sketch import squared_norm
-from megatron_ttrace.compare.tolerance import BLIND, Tolerance, Tolerances
+from megatron_ttrace.compare.tolerance import Tolerance, Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
 from megatron_ttrace.records import Outcome, TraceKey, Verdict
@@ -118,7 +118,7 @@ def _judge(
         speaks = ranks
     elif tolerance.blind:
         outcome = Outcome.UNCHECKED
-        notes.append(f"blind: rounding alone moves it by {value:.0%} (bound {BLIND:.0%})")
+        notes.append(f"blind: rounding alone moves it by {value:.0%} (bound {tolerance.bound:.0%})")
         speaks = ranks
     else:
         outcome = Outcome.PASS

@@ -88,6 +88,7 @@ class CompareSink:
         writer: TraceWriter | None = None,
         keep_all: bool = False,
         isolate: bool = False,
+        wobble: Callable[[TraceKey, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """Prepare a comparison.
 
@@ -99,6 +100,7 @@ class CompareSink:
             writer: where tensors are kept: the failed ones, so that they can be explained.
             keep_all: keep the others too.
             isolate: hand the reference's slices back, to take the places of what was compared.
+            wobble: what is done to them first, in a replay that estimates tolerances.
         """
         self.measured: list[Measured] = []
         self._reference = reference
@@ -108,6 +110,7 @@ class CompareSink:
         self._writer = writer
         self._keep_all = keep_all
         self._isolate = isolate
+        self._wobble = wobble
         self._by_key: dict[TraceKey, Measured] = {}
         self._kept: dict[TraceKey, int] = {}
         self._planned: dict[object, tuple[Placement, tuple[Box, ...]]] = {}
@@ -154,6 +157,14 @@ class CompareSink:
         factor = self._factor(key)
         if factor != 1.0:
             instead.mul_(factor)
+        return self._substitute(key, instead, data)
+
+    def _substitute(
+        self, key: TraceKey, instead: torch.Tensor, data: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The reference's values; ``None`` where they are no others."""
+        if self._wobble is not None and instead.is_floating_point():
+            instead = self._wobble(key, instead)
         return None if torch.equal(instead, data) else instead
 
     def placed(
@@ -261,7 +272,7 @@ class CompareSink:
                 here.copy_(there)
                 if share != 1.0:
                     here.mul_(share)
-        return None if torch.equal(instead, data) else instead
+        return self._substitute(key, instead, data)
 
     def _compare(
         self,

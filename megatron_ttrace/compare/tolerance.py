@@ -30,6 +30,9 @@ from megatron_ttrace.trace.store import TraceReader, atomic_write
 SAFETY = 4.0
 BLIND = 0.10
 """A tolerance above this shows no bug of interest: the tensor is ``unchecked: blind``."""
+BLIND_FP8 = 0.50
+"""The same where products are taken in FP8, whose steps are an eighth (E4M3) or a quarter (E5M2) of
+a value: smaller errors do not show, but a lost, a doubled or a misplaced part does."""
 
 FILE = "tolerances.jsonl"
 
@@ -61,16 +64,20 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tolerance:
-    """``value``: tolerated relative error. ``rms`` of the whole reference tensor."""
+    """``value``: tolerated relative error. ``rms`` of the whole reference tensor.
+
+    ``estimated`` is what the replays say, ``bound`` what a tolerance may be without being blind.
+    """
 
     value: float
     rms: float
     estimated: float
+    bound: float = BLIND
 
     @property
     def blind(self) -> bool:
         """Whether rounding alone moves this tensor so far that a bug would not show."""
-        return self.value > BLIND
+        return self.value > self.bound
 
 
 def epsilon(dtype: torch.dtype | str) -> float:
@@ -86,7 +93,25 @@ def epsilon(dtype: torch.dtype | str) -> float:
 class Tolerances:
     """Tolerances of all tensors of a reference."""
 
-    def __init__(self, moved: dict[TraceKey, Moved], dtypes: dict[TraceKey, str]) -> None:
+    def __init__(
+        self,
+        moved: dict[TraceKey, Moved],
+        dtypes: dict[TraceKey, str],
+        bound: float = BLIND,
+        rounding: float = 0.0,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            moved: what the replays did.
+            dtypes: of the stored tensors.
+            bound: above which a tolerance is blind.
+            rounding: epsilon in which gradients were rounded before they were accumulated in a
+                wider dtype, where replays do not show it: they give every module exact inputs, but
+                no other division of the tokens that a gradient is summed over.
+        """
+        self._bound = bound
+        self._rounding = rounding
         self._moved = moved
         self._dtypes = dtypes
         self._pooled: dict[tuple[int, Kind, str, int], float] = {}
@@ -118,7 +143,8 @@ class Tolerances:
             return Tolerance(0.0, rms, 0.0)
         group = (key.iteration, key.kind, key.name, key.index)
         estimated = self._pooled.get(group, 0.0) * few_samples(self._samples.get(group, 0))
-        return Tolerance(SAFETY * max(estimated, self._floor(key, norm, eps)), rms, estimated)
+        value = SAFETY * max(estimated, self._floor(key, norm, eps))
+        return Tolerance(value, rms, estimated, self._bound)
 
     def _is_given(self, key: TraceKey) -> bool:
         """Whether nothing was computed yet: start parameters of a later step are an update's."""
@@ -136,6 +162,8 @@ class Tolerances:
         summands = self._summands.get((key.iteration, key.kind), 0)
         if summands > 1:
             return eps / 2 * math.log2(summands)
+        if key.kind is Kind.MAIN_GRAD:
+            eps = max(eps, self._rounding)
         size = norm
         if key.kind is Kind.PARAM_DELTA:
             before = self._moved.get(dataclasses.replace(key, kind=Kind.PARAM, index=0))
@@ -174,7 +202,12 @@ def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
     atomic_write(directory / FILE, "".join(line + "\n" for line in lines))
 
 
-def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]]) -> Tolerances:
+def read(
+    directory: Path,
+    dtypes: Iterable[tuple[TraceKey, str]],
+    bound: float = BLIND,
+    rounding: float = 0.0,
+) -> Tolerances:
     """Read ``tolerances.jsonl``.
 
     Raises:
@@ -197,10 +230,13 @@ def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]]) -> Tolerances:
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise TTraceError(f"{path} is damaged ({error}): make the reference again") from error
-    return Tolerances(moved, dict(dtypes))
+    return Tolerances(moved, dict(dtypes), bound, rounding)
 
 
 def of_reference(reference: TraceReader) -> Tolerances:
     """The tolerances that lie beside a reference trace. Raises as :func:`read` does."""
     entries = (entry for entries in reference.ranks.values() for entry in entries)
-    return read(reference.directory, ((entry.key, entry.dtype) for entry in entries))
+    dtypes = ((entry.key, entry.dtype) for entry in entries)
+    if not reference.meta.get("fp8"):
+        return read(reference.directory, dtypes)
+    return read(reference.directory, dtypes, BLIND_FP8, float(reference.meta["epsilon"]))

@@ -22,7 +22,7 @@ from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.integration import channel, quiet, shared
+from megatron_ttrace.integration import channel, low_precision, quiet, shared
 from megatron_ttrace.integration.session import Session
 from megatron_ttrace.records import Kind, Summary, Verdict
 from megatron_ttrace.reference import fingerprint, launch
@@ -43,6 +43,9 @@ class CandidateSession(Session):
         self._notices: list[str] = []
         if quiet.has_dropout(args):
             self._notice("dropout is switched off in the traced steps")
+        self._isolates = settings.isolate or low_precision.is_isolated(args)
+        if self._isolates and not settings.isolate:
+            self._notice(low_precision.NOTICE)
         if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
             raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
         shared.require(settings.directory, self._agree(self._prepare_directory))
@@ -141,7 +144,7 @@ class CandidateSession(Session):
             tolerances=self._tolerances,
             writer=self._writer,
             keep_all=self.settings.save_candidate,
-            isolate=self.settings.isolate,
+            isolate=self._isolates,
         )
         numbers = self._numbers(iteration, batches, count)
         for number, batch in zip(numbers, batches, strict=False):
@@ -279,7 +282,7 @@ class CandidateSession(Session):
             "seq_length": args.seq_length,
             "dispatcher": self._dispatcher(),
             "iterations": list(self.settings.iterations),
-            "isolate": self.settings.isolate,
+            "isolate": self._isolates,
             "init": self.settings.init,
             "reference": str(self.settings.directory / "reference"),
             "arithmetic": self._arithmetic().to_json(),

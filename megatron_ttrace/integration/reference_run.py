@@ -18,6 +18,7 @@ from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.integration import low_precision
 from megatron_ttrace.integration.session import Session
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.records import Kind, TraceKey
@@ -76,6 +77,7 @@ class ReferenceSession(Session):
                 "fingerprint": self._order["fingerprint"],
                 "identity": self._order["identity"],
                 "microbatches": count,
+                "fp8": low_precision.uses_fp8(self.args),
                 "epsilon": tolerance.epsilon(
                     torch.bfloat16 if self.args.bf16 else self.args.params_dtype
                 ),
@@ -112,15 +114,24 @@ class ReferenceSession(Session):
                 start.restore()
                 # Else a replay's second step would have the learning rate of a later one.
                 vars(self._scheduler).update(schedule)
+                low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
                 self.serve(served)
                 with perturbed(self.model.names, seed):
                     for iteration in block:
-                        replay = CompareSink(reader, iteration, layout)
+                        replay = self._replay(reader, iteration, layout, seed)
                         self.rehearse(run, replay, numbers)
                         for one in replay.measured:
                             moved.setdefault(one.key, (one, []))[1].append(_distance(one))
         if len(writer) == 0:
             raise TTraceError("the reference run traced nothing")
+
+    def _replay(
+        self, reader: TraceReader, iteration: int, layout: Layout, seed: int
+    ) -> CompareSink:
+        if not low_precision.is_isolated(self.args):
+            return CompareSink(reader, iteration, layout)
+        wobble = low_precision.wobble(self.model.names, seed)
+        return CompareSink(reader, iteration, layout, isolate=True, wobble=wobble)
 
 
 def _distance(one: Measured) -> float:

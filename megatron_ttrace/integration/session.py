@@ -17,7 +17,7 @@ from megatron_ttrace.capture.names import canonical_names, unwrap
 from megatron_ttrace.capture.optimizer import Snapshot, owned_by
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.flags import Settings
-from megatron_ttrace.integration import quiet
+from megatron_ttrace.integration import low_precision, quiet
 from megatron_ttrace.integration.mesh import current_mesh
 from megatron_ttrace.start import handoff
 from megatron_ttrace.start.moments import awaken, prime
@@ -127,6 +127,9 @@ class Session:
             stack.enter_context(quiet.one_attempt())
             stack.enter_context(quiet.without_dropout(self.model.chunks))
             stack.enter_context(quiet.random_states_kept())
+            stack.enter_context(
+                low_precision.equal_scales(self.args, self.model.chunks, self.model.mesh)
+            )
             snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
             scheduler = copy.copy(vars(self._scheduler))
             yield

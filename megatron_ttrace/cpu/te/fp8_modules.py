@@ -3,6 +3,8 @@
 
 import json
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,23 @@ from megatron_ttrace.cpu.te.recipes import (
 
 #: Tensors per product: input, weight, output; and their gradients: of output and of input.
 _FORWARD_SLOTS, _BACKWARD_SLOTS = 3, 2
+
+
+_first_backward_scale = 1.0
+
+
+@contextmanager
+def backward_scales_from(scale: float) -> Iterator[None]:
+    """Within this context state that is made starts with this scale for gradients, not with 1.
+
+    At 1 the gradients of a first step are too small for FP8 and vanish: nothing to compare.
+    """
+    global _first_backward_scale
+    before, _first_backward_scale = _first_backward_scale, scale
+    try:
+        yield
+    finally:
+        _first_backward_scale = before
 
 
 class ModuleState:
@@ -63,6 +82,7 @@ class ModuleState:
         meta = self._module.fp8_meta
         meta["scaling_fwd"] = ScalingState(_FORWARD_SLOTS * num_gemms, history_length)
         meta["scaling_bwd"] = ScalingState(_BACKWARD_SLOTS * num_gemms, history_length)
+        meta["scaling_bwd"].scale.fill_(_first_backward_scale)
 
     def precision(self, num_gemms: int = 1) -> Precision:
         """Return the rounding for one forward pass and its backward pass."""

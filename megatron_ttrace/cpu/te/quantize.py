@@ -20,17 +20,27 @@ _elsewhere: list[torch.Generator] = []
 
 @contextmanager
 def other_scales(generator: torch.Generator) -> Iterator[None]:
-    """Within this context a tensor's own scale is smaller by a random factor, down to a half.
+    """Within this context every scale is smaller by a random factor, down to a half.
 
-    A scale that comes from the tensor's own largest value is another one for each part of it, and
-    with it every element is rounded elsewhere. That is what sharding does; scales that are powers
-    of two, or that are taken over all ranks, are the same in every layout.
+    A scale comes from the largest value of what it covers: a tensor, a rank's part of it, or (with
+    delayed scaling) of another microbatch's. Another scale rounds every element elsewhere; that is
+    what another layout does. A scale that is a power of two stays one: it rounds no mantissa.
     """
     _elsewhere.append(generator)
     try:
         yield
     finally:
         _elsewhere.pop()
+
+
+def _lowered(scale: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """Another scale than a tensor's own, where one is asked for."""
+    if not _elsewhere:
+        return scale
+    exponents = torch.rand(scale.shape, generator=_elsewhere[-1])
+    if power_of_two:
+        exponents = exponents.round()
+    return scale * torch.exp2(-exponents)
 
 
 def amax(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,19 +76,20 @@ def cast(tensor: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype) -> torch.T
     return (tensor.detach().float() * scale).clamp(-limit, limit).to(fp8)
 
 
-def rounded(tensor: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+def rounded(
+    tensor: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype, *, power_of_two: bool = False
+) -> torch.Tensor:
     """Return ``tensor`` after rounding to FP8, in the type that products of FP8 are summed in.
 
     ``scale`` broadcasts against ``tensor``.
     """
+    scale = _lowered(scale, power_of_two)
     return cast(tensor, scale, fp8).to(compute_dtype(tensor.dtype)) / scale
 
 
 def current_scaling(tensor: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
     """Round with one scale, from the tensor's own largest value."""
     scale = scale_from_amax(amax(tensor), torch.finfo(fp8).max)
-    if _elsewhere:
-        scale = scale * torch.exp2(-torch.rand((), generator=_elsewhere[-1]))
     return rounded(tensor, scale, fp8)
 
 
@@ -96,5 +107,5 @@ def block_scaling(tensor: torch.Tensor, block: tuple[int, int], fp8: torch.dtype
     blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
     largest = blocks.abs().amax((1, 3), keepdim=True)
     scale = scale_from_amax(largest, torch.finfo(fp8).max, power_of_two=True)
-    result = rounded(blocks, scale, fp8).reshape(padded.shape)
+    result = rounded(blocks, scale, fp8, power_of_two=True).reshape(padded.shape)
     return result[:rows, :columns].to(compute_dtype(tensor.dtype))
