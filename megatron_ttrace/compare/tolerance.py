@@ -28,6 +28,9 @@ from megatron_ttrace.records import CHOICE, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
+SAFETY_MODULE = 2.5
+"""Times the estimate, where replays give every module exact inputs: then nothing spreads, and what
+they do to a module (another scale for each FP8 number) is the most that a layout does to it."""
 BLIND = 0.10
 """A tolerance above this shows no bug of interest: the tensor is ``unchecked: blind``."""
 BLIND_FP8 = 0.50
@@ -97,6 +100,8 @@ class Tolerances:
         self,
         moved: dict[TraceKey, Moved],
         dtypes: dict[TraceKey, str],
+        *,
+        safety: float = SAFETY,
         bound: float = BLIND,
         rounding: float = 0.0,
     ) -> None:
@@ -105,11 +110,13 @@ class Tolerances:
         Args:
             moved: what the replays did.
             dtypes: of the stored tensors.
+            safety: times the estimate.
             bound: above which a tolerance is blind.
             rounding: epsilon in which gradients were rounded before they were accumulated in a
                 wider dtype, where replays do not show it: they give every module exact inputs, but
                 no other division of the tokens that a gradient is summed over.
         """
+        self._safety = safety
         self._bound = bound
         self._rounding = rounding
         self._moved = moved
@@ -143,7 +150,7 @@ class Tolerances:
             return Tolerance(0.0, rms, 0.0)
         group = (key.iteration, key.kind, key.name, key.index)
         estimated = self._pooled.get(group, 0.0) * few_samples(self._samples.get(group, 0))
-        value = SAFETY * max(estimated, self._floor(key, norm, eps))
+        value = max(self._safety * estimated, SAFETY * self._floor(key, norm, eps))
         return Tolerance(value, rms, estimated, self._bound)
 
     def _is_given(self, key: TraceKey) -> bool:
@@ -202,13 +209,8 @@ def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
     atomic_write(directory / FILE, "".join(line + "\n" for line in lines))
 
 
-def read(
-    directory: Path,
-    dtypes: Iterable[tuple[TraceKey, str]],
-    bound: float = BLIND,
-    rounding: float = 0.0,
-) -> Tolerances:
-    """Read ``tolerances.jsonl``.
+def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) -> Tolerances:
+    """Read ``tolerances.jsonl``; ``how`` as of :class:`Tolerances`.
 
     Raises:
         TTraceError: when the file is absent or damaged.
@@ -230,7 +232,7 @@ def read(
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise TTraceError(f"{path} is damaged ({error}): make the reference again") from error
-    return Tolerances(moved, dict(dtypes), bound, rounding)
+    return Tolerances(moved, dict(dtypes), **how)
 
 
 def of_reference(reference: TraceReader) -> Tolerances:
@@ -239,4 +241,10 @@ def of_reference(reference: TraceReader) -> Tolerances:
     dtypes = ((entry.key, entry.dtype) for entry in entries)
     if not reference.meta.get("fp8"):
         return read(reference.directory, dtypes)
-    return read(reference.directory, dtypes, BLIND_FP8, float(reference.meta["epsilon"]))
+    return read(
+        reference.directory,
+        dtypes,
+        safety=SAFETY_MODULE if reference.meta.get("by_module") else SAFETY,
+        bound=BLIND_FP8,
+        rounding=float(reference.meta["epsilon"]),
+    )

@@ -78,6 +78,7 @@ class ReferenceSession(Session):
                 "identity": self._order["identity"],
                 "microbatches": count,
                 "fp8": low_precision.uses_fp8(self.args),
+                "by_module": low_precision.is_isolated(self.args),
                 "epsilon": tolerance.epsilon(
                     torch.bfloat16 if self.args.bf16 else self.args.params_dtype
                 ),

@@ -63,6 +63,14 @@ MODELS["mla-q-te"] = (
 """DeepSeek-like: multi-head latent attention, with queries compressed or not."""
 
 DTYPES = {"fp32": "", "bf16": "--bf16"}
+WIDE = tuple(DTYPES)
+DTYPES |= {
+    "fp8-delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
+    "fp8-tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8-blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+}
+FP8 = tuple(name for name in DTYPES if name not in WIDE)
+"""With TransformerEngine's layers only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +85,7 @@ class Layout:
         data: ``mock``, or ``documents``: of very uneven length (matrix/documents.py).
         finding: heading in docs/findings.md of the proven fault of Megatron's for which it
             diverges; empty for a healthy one.
+        dtypes: of :data:`DTYPES`.
     """
 
     name: str
@@ -85,6 +94,7 @@ class Layout:
     models: tuple[str, ...] = ("gpt", "llama")
     data: str = "mock"
     finding: str = ""
+    dtypes: tuple[str, ...] = WIDE
 
 
 TP2 = "--tensor-model-parallel-size 2"
@@ -266,6 +276,15 @@ LAYOUTS = (
     Layout("mtp-tied-pp2", 2, f"{PP2} {MTP} {ROPE}", ("gpt-te",)),
     Layout("mtp-tp2-sp-pp2", 4, f"{TP2} {SP} {PP2} {MTP}", ("llama-te",)),
     Layout("mtp-cp2", 2, f"{CP2} {MTP}", ("llama-te",), finding="MTP and CP"),
+    Layout("tp2", 2, TP2, ("gpt-te",), dtypes=FP8),
+    Layout("tp2-sp", 2, f"{TP2} {SP}", TE, dtypes=FP8),
+    Layout("pp2", 2, PP2, ("gpt-te",), dtypes=FP8),
+    Layout("dp2-zero", 2, ZERO, ("gpt-te",), dtypes=FP8),
+    Layout("cp2", 2, CP2, TE, dtypes=FP8),
+    Layout("tp2-sp-cp2", 4, f"{TP2} {SP} {CP2}", ("llama-te",), dtypes=FP8),
+    Layout("tp2-sp-pp2-zero", 4, f"{TP2} {SP} {PP2} {ZERO}", ("gpt-te",), dtypes=FP8),
+    Layout("ep2", 2, EP2, ("moe-te",), dtypes=FP8),
+    Layout("tp2-sp-ep2", 2, f"{TP2} {SP} {EP2} {ETP1} {ALLTOALL}", ("moe-te",), dtypes=FP8),
 )
 
 
@@ -292,7 +311,7 @@ def configurations() -> list[Configuration]:
         )
         for layout in LAYOUTS
         for model in layout.models
-        for dtype in DTYPES
+        for dtype in layout.dtypes
     ]
 
 
