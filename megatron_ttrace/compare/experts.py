@@ -79,7 +79,7 @@ class ExpertRows:
         self._mesh = mesh
         self._here: dict[tuple[int, str], TokenIndex] = {}
         self._there: dict[TraceKey, TokenIndex] = {}
-        self._matched: dict[tuple[TraceKey, int | None, int, int | None], tuple[DimMap, int]] = {}
+        self._matched: dict[tuple[TraceKey, int | None, int], tuple[DimMap, int]] = {}
         self._layers: set[str] = set()
 
     def __contains__(self, call: tuple[int, str]) -> bool:
@@ -130,7 +130,7 @@ class ExpertRows:
             NoPlacementError: when rows or columns do not fit.
         """
         layer = self.holds(key)
-        expert, module = _within(key.name.partition("#")[0], layer)
+        expert, module = within(key.name.partition("#")[0], layer)
         index = self._here[key.microbatch, layer]
         if expert is not None:
             index = index.of_expert(expert)
@@ -145,8 +145,7 @@ class ExpertRows:
                 found.append(Piece(there, "", (), local, False))
                 continue
             shape = self._reference.entry(there).shape
-            where = rows_key(self._iteration, number, layer)
-            rows, _ = self._match(index, where, expert, shape[0])
+            rows, _ = self._match(index, rows_key(self._iteration, number, layer), expert)
             placement, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
             summand = self._mesh.size("etp") > 1 and is_summand(key.kind, module)
             if summand:
@@ -155,24 +154,18 @@ class ExpertRows:
         return found
 
     def _match(
-        self,
-        index: TokenIndex,
-        key: TraceKey,
-        expert: int | None = None,
-        rows: int | None = None,
+        self, index: TokenIndex, key: TraceKey, expert: int | None = None
     ) -> tuple[DimMap, int]:
-        """Match with the reference's rows: all or an expert's, padded to ``rows`` if given.
+        """Match with the reference's rows, all or an expert's.
 
         A microbatch goes through a layer's experts once, so the number of rows says which of the
-        forms of its index is asked for.
+        forms of its index is asked for: padded, or not.
         """
-        memo = (key, expert, len(index.microbatch), rows)
+        memo = (key, expert, len(index.microbatch))
         if memo not in self._matched:
             there = self._known(key)
             if expert is not None:
                 there = there.of_expert(expert)
-            if rows is not None:
-                there = there.fitted(rows)
             self._matched[memo] = match(index, there, key.microbatch)
         return self._matched[memo]
 
@@ -186,7 +179,7 @@ class ExpertRows:
         return self._there[key]
 
 
-def _within(name: str, layer: str) -> tuple[int | None, str]:
+def within(name: str, layer: str) -> tuple[int | None, str]:
     """The expert's number, if ``name`` is within one expert, and the module's name in it."""
     rest = name.removeprefix(layer).removeprefix(".")
     if rest.startswith("local_experts."):

@@ -418,9 +418,10 @@ def _makers(keys: Sequence[TraceKey]) -> list[TraceKey]:
     """Of the names of one gradient those of the modules that computed it: the innermost takers.
 
     The gradient of a tensor is made by the modules that it enters, not by the one that it left, nor
-    by what contains those.
+    by what contains those, nor by one that hands on what it was given (dropout that is off).
     """
-    entered = [key for key in keys if key.kind is Kind.GRAD_INPUT]
+    left = {key.name for key in keys if key.kind is Kind.GRAD_OUTPUT}
+    entered = [key for key in keys if key.kind is Kind.GRAD_INPUT and key.name not in left]
     return [
         key for key in entered if not any(o.name.startswith(f"{key.name}.") for o in entered)
     ] or list(keys)

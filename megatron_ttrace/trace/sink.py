@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ttrace.capture.modules import Place
-from megatron_ttrace.compare.experts import encode_rows
+from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.plan import Placement
-from megatron_ttrace.placement.token_index import TokenIndex
+from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.records import CHOICE, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
@@ -25,16 +25,19 @@ class WriteSink:
         self._iteration = iteration
         self._lines: dict[Place, int] = {}
         self._routed: dict[Place, torch.Tensor] = {}
+        self._rows: dict[tuple[int, str], TokenIndex] = {}
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
         """Store ``data`` under its first name and point the others at it."""
         first, *others = places
+        data = self._without_padding(first, data)
         self._lines[first] = self._writer.add(self._entry(first, data), data)
         for place in others:
             self.repeat(first, place, data)
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
         """Point another name at data that is stored already."""
+        data = self._without_padding(place, data)
         entry = dataclasses.replace(self._entry(place, data), same_as=self._lines[first])
         self._lines[place] = self._writer.add(entry, None)
 
@@ -57,6 +60,22 @@ class WriteSink:
         place = (microbatch, Kind.ROUTING, experts, 0)
         if place not in self._lines:
             self.tensor((place,), encode_rows(index))
+            self._rows[microbatch, experts] = index
+
+    def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
+        """An experts' tensor without the rows that only fill it up for a quantised product."""
+        microbatch, kind, name, _ = place
+        if not data.ndim or kind is Kind.ROUTING:
+            return data
+        for (number, experts), rows in self._rows.items():
+            if number != microbatch or not f"{name}.".startswith(f"{experts}."):
+                continue
+            expert, _ = within(name.partition("#")[0], experts)
+            mine = rows if expert is None else rows.of_expert(expert)
+            if data.shape[0] != len(mine.microbatch):
+                real = torch.from_numpy(mine.fitted(data.shape[0]).microbatch != NOBODY)
+                return data.detach()[real.to(data.device)]
+        return data
 
     def routed(
         self,

@@ -284,3 +284,30 @@ def test_keys_are_distinct():
         TraceKey(1, 0, Kind.ROUTING, ROUTER, CHOICE),
     }
     assert len(keys) == 3
+
+
+def test_padding_is_not_stored(tmp_path):
+    """The reference's experts' tensors hold tokens only, however a product filled them up."""
+    writer = TraceWriter(tmp_path / "reference", 0)
+    sink = WriteSink(writer, 1)
+    rows = index(*[(0, rows_of(0, e), e) for e in range(EXPERTS)])
+    sink.dispatched(0, LAYER, rows)
+    padded = torch.zeros(32, HIDDEN)
+    first = len(rows_of(0, 0))
+    padded[:first] = tensor(rows)[:first]
+    padded[16 : 16 + TOKENS - first] = tensor(rows)[first:]
+    sink.tensor(((0, *IN),), padded)
+    sink.tensor(((0, *OF_ONE),), padded[16:])
+    writer.close()
+    seal(tmp_path / "reference", {"role": "reference"})
+    stored = TraceReader(tmp_path / "reference")
+    whole = stored.tensor(stored.entry(TraceKey(1, 0, *IN)))
+    assert torch.equal(whole, tensor(rows))
+    assert torch.equal(
+        stored.tensor(stored.entry(TraceKey(1, 0, *OF_ONE))), tensor(rows.of_expert(1))
+    )
+    live = CompareSink(stored, 1, Layout(mesh_of(0, 1), 4, False, 1.0))
+    live.dispatched(0, LAYER, rows)
+    live.tensor(((0, *IN),), padded)
+    assert live.measured[-1].sums.n == TOKENS * HIDDEN
+    assert live.measured[-1].sums.diff == 0.0
