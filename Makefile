@@ -15,7 +15,7 @@ export VENV
 .PHONY: help venv demo test test-versions lint format nightly clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
 venv: ## make or renew .venv with the pinned versions
 	@launch/bootstrap.sh venv
