@@ -50,6 +50,7 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
         "DistributedDataParallel",
         "Float16Module",
         "FullyShardedDataParallel",
+        "MegatronFSDP",
         "TorchFullyShardedDataParallel",
     ):
         chunk = chunk.module  # type: ignore[assignment]
@@ -77,7 +78,7 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
             if name == HEAD_WEIGHT and _head_is_unused(chunk):
                 unused.append(name)
                 continue
-            parameters[_tied_name(name, parameter)] = parameter
+            parameters[_tied_name(name, raw(parameter))] = parameter
         for leaf, buffer in module.named_buffers(recurse=False):
             if buffer is not None:
                 buffers[_join(prefix, leaf)] = buffer
@@ -136,6 +137,12 @@ def _expert_leaf(prefix: str, leaf: str, expert_offset: int) -> str:
     if match and ".experts." in f".{prefix}.":
         return f"{match[1]}{int(match[2]) + expert_offset}"
     return leaf
+
+
+def raw(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter that Megatron's layers made and marked, where FSDP put another in its place."""
+    found: torch.nn.Parameter = getattr(parameter, "orig_param", parameter)
+    return found
 
 
 def _tied_name(name: str, parameter: torch.nn.Parameter) -> str:

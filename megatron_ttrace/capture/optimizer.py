@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.names import unwrap
+from megatron_ttrace.capture.sharded_weights import buffers_of, local, parts_of, publish
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +31,22 @@ class Owned:
     inner: torch.optim.Optimizer
     group: dict[str, Any]
     range: tuple[int, int] | None = None
+    sharded: torch.Tensor | None = None
+    """The sharded tensor that ``main`` is this rank's part of, with Megatron-FSDP."""
+
+    @property
+    def key(self) -> torch.Tensor:
+        """What the torch optimizer knows this tensor by."""
+        return self.main if self.sharded is None else self.sharded
 
     @property
     def state(self) -> dict[str, Any]:
         """The optimizer's state of this tensor; empty before its first step."""
-        # Not inner.state[main]: that would create an entry.
-        found: dict[str, Any] = self.inner.state.get(self.main, {})
-        return found
+        # Not inner.state[key]: that would create an entry.
+        found: dict[str, Any] = self.inner.state.get(self.key, {})
+        return {
+            name: local(value) if torch.is_tensor(value) else value for name, value in found.items()
+        }
 
 
 def leaves_of(optimizer: Any) -> Iterator[Any]:
@@ -57,6 +67,13 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
         if inner is None or getattr(leaf, "is_stub_optimizer", False):
             continue
         groups = {id(p): group for group in inner.param_groups for p in group["params"]}
+        parts = parts_of(getattr(leaf, "model_chunks", ()))
+        if parts:
+            for parameter, part in parts.items():
+                if id(parameter) in groups:
+                    group = groups[id(parameter)]
+                    owned[parameter] = Owned(part.stepped, inner, group, part.range, parameter)
+            continue
         if hasattr(leaf, "model_param_group_index_map"):
             for parameter, (number, order) in leaf.model_param_group_index_map.items():
                 part = leaf._get_model_param_range_map(parameter)["param"]
@@ -88,6 +105,7 @@ class Snapshot:
     """
 
     def __init__(self, chunks: list[torch.nn.Module], optimizer: Any) -> None:
+        self._chunks = chunks
         self._tensors = [
             (tensor, tensor.detach().clone()) for tensor in _mutable(chunks, optimizer)
         ]
@@ -127,6 +145,7 @@ class Snapshot:
                     _restore_state(inner.state[parameter], state)
                 for group, values in zip(inner.param_groups, settings, strict=True):
                     _restore_state(group, {"params": group["params"], **values})
+            publish(self._chunks)
         torch.set_rng_state(self._rng)
         if self._cuda_rng is not None:
             torch.cuda.set_rng_state(self._cuda_rng)
@@ -159,9 +178,12 @@ def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Te
         for group in leaf.optimizer.param_groups
         for parameter in group["params"]
     ]
+    # Of weights that are sharded there are only the parts that the optimizer steps.
+    sharded = bool(buffers_of(chunks))
     models = [unwrap(chunk) for chunk in chunks]
     for tensor in (
-        *(tensor for model in models for tensor in (*model.parameters(), *model.buffers())),
+        *(parameter for model in models for parameter in model.parameters() if not sharded),
+        *(buffer for model in models for buffer in model.buffers()),
         *mains,
     ):
         if id(tensor) not in found:

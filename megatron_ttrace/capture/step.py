@@ -16,6 +16,7 @@ import torch
 from megatron_ttrace.capture.modules import ModuleTap, Place, Sink
 from megatron_ttrace.capture.names import Names
 from megatron_ttrace.capture.optimizer import Owned, leaves_of, owned_by
+from megatron_ttrace.capture.sharded_weights import local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placement, Step
 from megatron_ttrace.placement.zigzag import ZigZag
@@ -121,12 +122,15 @@ class StepTap:
             return None
 
     def _parameters(self, index: int) -> None:
+        parts = parts_of(self._model.chunks)
         for parameter, place in self._model.places():
+            part = parts.get(parameter)
+            where = place.flat(*part.weights_range) if part else place
             self._sink.placed(
                 (STEP_LEVEL, Kind.PARAM, place.name, index),
-                parameter.data,
-                place.logical_shape,
-                place.placement,
+                part.weights if part else parameter.data,
+                where.logical_shape,
+                where.placement,
             )
 
     def _gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
@@ -134,6 +138,8 @@ class StepTap:
         before = {}
         for parameter, place, owned in self._stepped():
             gradient = getattr(parameter, "main_grad", None)
+            if gradient is None:
+                gradient = getattr(parameter, "decoupled_grad", None)
             if gradient is None:
                 gradient = parameter.grad
             if gradient is not None:
@@ -187,7 +193,7 @@ class StepTap:
     ) -> None:
         if owned is not None and owned.range is not None:
             start, end = owned.range
-            data = data.reshape(-1)[start:end]
+            data = data.reshape(-1)[start:end] if owned.sharded is None else local(data)
             place = place.flat(start, end)
         self._sink.placed(
             (STEP_LEVEL, kind, place.name, 0), data, place.logical_shape, place.placement

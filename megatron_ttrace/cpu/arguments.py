@@ -179,6 +179,9 @@ def _adapt_communication(adapter: _Adapter) -> None:
         adapter.switch_off("tp_comm_overlap", "tensor-parallel communication overlap")
     adapter.switch_off("nccl_ub", "NCCL user buffers")
     adapter.switch_off("use_sharp", "SHARP")
+    # NCCL's "scale, then sum" in one reduction; gloo scales first and then sums.
+    fsdp = bool(adapter.get("use_megatron_fsdp"))
+    adapter.switch_off("gradient_reduce_div_fusion", "fused scaling of gradients", when=fsdp)
     adapter.switch_off("nccl_communicator_config_path", "NCCL configuration", None)
     adapter.switch_off("use_ring_exchange_p2p", "ring exchange")
     adapter.switch_off("symmetric_ar_type", "symmetric-memory all-reduce", None)
@@ -187,7 +190,8 @@ def _adapt_communication(adapter: _Adapter) -> None:
         # DeepEP and its kin move the same tokens as the all-to-all dispatcher.
         adapter.switch_off("moe_token_dispatcher_type", "flex token dispatcher", "alltoall")
         adapter.switch_off("moe_enable_deepep", "flex token dispatcher")
-    if args.tensor_model_parallel_size > 1 or (adapter.get("context_parallel_size") or 1) > 1:
+    spread = args.tensor_model_parallel_size > 1 or (adapter.get("context_parallel_size") or 1) > 1
+    if spread and not fsdp:  # which refuses it
         _set_max_connections()
 
 

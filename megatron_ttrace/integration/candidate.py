@@ -48,6 +48,13 @@ class CandidateSession(Session):
             self._notice(low_precision.NOTICE)
         if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
             raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
+        if getattr(args, "use_torch_fsdp2", False):
+            raise TTraceError(
+                "--use-torch-fsdp2: its sharded weights are not captured; check the same job with "
+                "--use-megatron-fsdp or --use-distributed-optimizer"
+            )
+        if getattr(args, "use_megatron_fsdp", False) and _loads(args):
+            raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
         shared.require(settings.directory, self._agree(self._prepare_directory))
         if not _loads(args):
             # Before the model is built: on a GPU the reference needs the memory.

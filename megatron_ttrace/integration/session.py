@@ -15,6 +15,7 @@ import torch
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.names import canonical_names, unwrap
 from megatron_ttrace.capture.optimizer import Snapshot, owned_by
+from megatron_ttrace.capture.sharded_weights import buffers_of, parts_of, publish
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.flags import Settings
 from megatron_ttrace.integration import low_precision, quiet
@@ -89,16 +90,25 @@ class Session:
         from megatron.core.utils import get_model_config
 
         config = get_model_config(self.model.chunks[0])
+        parts = parts_of(self.model.chunks)
         for parameter, place in self.model.places():
+            part = parts.get(parameter)
+            # Rounded to the model's precision first, as main weights that are copies are.
+            target = part.stepped.to(part.weights.dtype) if part else parameter
             fill(
-                place,
-                parameter,
+                place.flat(*part.range) if part else place,
+                target,
                 self.model.mesh,
                 seed=self.args.seed,
                 config=config,
                 init=self.settings.init,
             )
-        self.model.optimizer.reload_model_params()
+            if part:
+                part.stepped.copy_(target)
+        if parts:
+            publish(self.model.chunks)
+        else:
+            self.model.optimizer.reload_model_params()
         if self.settings.init == "reveal":
             owned = owned_by(self.model.optimizer)
             awaken(owned.values(), self.args.lr)
@@ -145,6 +155,10 @@ class Session:
 
     def _settle(self) -> None:
         """Gather updated parameters now if Megatron would do so in the next forward pass."""
+        if buffers_of(self.model.chunks):
+            for chunk in self.model.chunks:
+                chunk.synchronize_param_gather()  # type: ignore[operator]
+            return
         if not getattr(self.args, "overlap_param_gather", False):
             return
         import megatron.training.training as training

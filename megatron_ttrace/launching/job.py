@@ -13,12 +13,11 @@ from pathlib import Path
 
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.launching import forkserver, ranks
+from megatron_ttrace.launching.logs import died_of
 from megatron_ttrace.records import Summary
 from megatron_ttrace.reference.launch import port_was_taken, tail
 
 _OURS = re.compile(r"^ttrace: (.*)$")
-_RANK = re.compile(r"^\[rank\d+\]: ")
-_ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit): ?(.*)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _why(codes: Sequence[int | None], logs: Path) -> str:
         rank, code = min(failed, key=lambda one: _last_written(ranks.log_of(logs, one[0])))
         log = ranks.log_of(logs, rank)
         how = f"was killed by signal {-code}" if code is not None and code < 0 else "failed"
-        died = _died_of(log)
+        died = died_of(log)
         if died:
             return f"rank {rank} {how}: {died} (log: {log})"
         last = f"its last lines, from {log}:\n{tail(log)}"
@@ -176,13 +175,3 @@ def _told(log: Path) -> str:
             break
         block.append(line)
     return "\n".join(block)
-
-
-def _died_of(log: Path) -> str:
-    """The last exception of a log: Megatron's own words about what it refuses."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    for line in reversed(text.splitlines()):
-        said = _RANK.sub("", line)
-        if _ERROR.match(said):
-            return said[:500]
-    return ""

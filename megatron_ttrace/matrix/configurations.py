@@ -101,6 +101,7 @@ TP2 = "--tensor-model-parallel-size 2"
 SP = "--sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 ZERO = "--use-distributed-optimizer"
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
 CP2 = "--context-parallel-size 2"
 TE = ("gpt-te", "llama-te")
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -202,6 +203,12 @@ LAYOUTS = (
         ("moe-deep",),
     ),
     Layout("tp2-sp-pp2-ep2", 8, f"{TP2} {SP} {PP2} {EP2} {ETP1} {ALLTOALL}", ("moe-te",)),
+    Layout("dp2-fsdp-zero1", 2, f"{FSDP} optim", ("gpt-te",)),
+    Layout("dp2-fsdp-zero2", 2, f"{FSDP} optim_grads", TE),
+    Layout("dp2-fsdp-zero3", 2, f"{FSDP} optim_grads_params", TE),
+    Layout("dp4-fsdp-zero3-overlap", 4, f"{FSDP} optim_grads_params {OVERLAP}", ("llama-te",)),
+    Layout("tp2-sp-dp2-fsdp-zero3", 4, f"{TP2} {SP} {FSDP} optim_grads_params", ("llama-te",)),
+    Layout("cp2-fsdp-zero3", 2, f"{CP2} {FSDP} optim_grads_params", ("llama-te",)),
     Layout("cp2-dp2", 4, CP2, ("llama-te",)),
     Layout("cp2-zero-overlap", 2, f"{CP2} {ZERO} {OVERLAP}", ("llama-te",)),
     Layout("cp2-dp2-zero-overlap", 4, f"{CP2} {ZERO} {OVERLAP}", ("llama-te",)),
@@ -274,6 +281,12 @@ LAYOUTS = (
     Layout("mtp-tp2", 2, f"{TP2} {MTP}", ("llama-te",)),
     Layout("mtp-pp2", 2, f"{PP2} {MTP}", ("llama-te",)),
     Layout("mtp-tied-pp2", 2, f"{PP2} {MTP} {ROPE}", ("gpt-te",)),
+    Layout(
+        "mtp-pp2-vpp2",
+        2,
+        f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 {MTP}",
+        ("llama-te",),
+    ),
     Layout("mtp-tp2-sp-pp2", 4, f"{TP2} {SP} {PP2} {MTP}", ("llama-te",)),
     Layout("mtp-cp2", 2, f"{CP2} {MTP}", ("llama-te",), finding="MTP and CP"),
     Layout("tp2", 2, TP2, ("gpt-te",), dtypes=FP8),

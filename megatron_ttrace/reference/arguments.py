@@ -37,6 +37,9 @@ SINGLE_DEVICE: dict[str, Any] = {
     "sequence_parallel": False,
     "use_distributed_optimizer": False,
     "use_megatron_fsdp": False,
+    "data_parallel_sharding_strategy": "no_shard",
+    # The one of Megatron-FSDP is refused without it; the reference writes no checkpoint.
+    "ckpt_format": "torch_dist",
     "use_torch_fsdp2": False,
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.flags import Settings
+from megatron_ttrace.launching.logs import died_of
 from megatron_ttrace.reference import fingerprint
 from megatron_ttrace.reference.arguments import overrides_of
 from megatron_ttrace.trace.store import atomic_write, read_meta
@@ -113,6 +114,9 @@ def _make(
     if code != 0 and port_was_taken(log):
         code = runner()(command, _environment(), log)
     if code != 0:
+        died = died_of(log)
+        if died:
+            raise TTraceError(f"the reference run failed: {died} (log: {log})")
         raise TTraceError(
             f"the reference run failed with exit code {code}; its last lines, from {log}:\n"
             + tail(log)

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_ttrace.capture.optimizer import Owned
+from megatron_ttrace.capture.sharded_weights import like
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.start.generator import normal
@@ -57,8 +58,8 @@ def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: in
             local_view(first, box).copy_(values * SCALE)
             spread = normal(seed, f"{place.name}/exp_avg_sq", shape, origin, extent)
             local_view(second, box).copy_((spread * 0.15 + 1.0) * SCALE**2)
-        state = part.inner.state[part.main]
-        state["exp_avg"], state["exp_avg_sq"] = first, second
+        state = part.inner.state[part.key]
+        state["exp_avg"], state["exp_avg_sq"] = like(part.key, first), like(part.key, second)
         if kind == "FusedAdam":
             part.group["step"] = STEP
         else:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.capture.names import raw
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
@@ -69,6 +70,7 @@ def place_parameter(
     megatron/core/tensor_parallel/layers.py) say what is divided; ``allreduce=False`` marks expert
     parameters, which are divided over the expert-tensor axis.
     """
+    parameter = raw(parameter)
     axis = "etp" if not getattr(parameter, "allreduce", True) else "tp"
     shape = list(parameter.shape)
     size = mesh.size(axis)

@@ -4,8 +4,8 @@
 ``MEND`` names them. A divergence that goes away with its mend has that cause and no other.
 """
 
+import importlib.util
 import os
-import runpy
 from pathlib import Path
 
 import megatron_ttrace
@@ -52,7 +52,8 @@ def masked_tokens():
     def mended(model, output, loss_func, *args, **keywords):
         def counted(*inputs):
             loss, count, report = loss_func(*inputs)
-            return loss, over_context_parallel(count), report
+            # Megatron divides by this rank's count.
+            return loss * count.clamp(min=1) / over_context_parallel(count), count, report
 
         return calculate(model, output, counted, *args, **keywords)
 
@@ -108,5 +109,10 @@ MENDS = {
 
 for name in os.environ.get("MEND", "").split():
     MENDS[name]()
-script = Path(__file__).parents[2] / "launch" / "pretrain_gpt.py"
-runpy.run_path(str(script), run_name="__main__")
+# Not run as a script: that would change ``sys.argv[0]``, which the reference is started from.
+spec = importlib.util.spec_from_file_location(
+    "pretrain_gpt", Path(__file__).parents[2] / "launch" / "pretrain_gpt.py"
+)
+training = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(training)
+training.main()

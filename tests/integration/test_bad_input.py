@@ -58,6 +58,30 @@ def test_a_layout_megatron_refuses(tmp_path: Path) -> None:
     refused(check(tmp_path, nproc=2, job=job), "rank")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "nproc", "words"),
+    [
+        ("--expert-model-parallel-size 2 --num-experts 3", 2, "Number of experts should be"),
+        ("--multi-latent-attention --transformer-impl local", 1, "k_channels"),
+        ("--context-parallel-size 2 --transformer-impl local", 2, "context parallel"),
+        ("--pipeline-model-parallel-size 2 --num-layers 3", 2, "layers should be divisible"),
+        (
+            "--use-torch-fsdp2 --ckpt-format torch_dist --untie-embeddings-and-output-weights "
+            "--no-gradient-accumulation-fusion",
+            1,
+            "check the same job with",
+        ),
+    ],
+)
+def test_what_megatron_or_ttrace_refuses(
+    arguments: str, nproc: int, words: str, tmp_path: Path
+) -> None:
+    """In one line."""
+    done = check(tmp_path, nproc=nproc, job=[*TINY, *arguments.split()])
+    line = refused(done)
+    assert words.lower() in line.lower()
+
+
 def test_an_unknown_argument(tmp_path: Path) -> None:
     """The parser's complaint is passed on."""
     done = check(tmp_path, job=[*TINY, "--no-such-flag"])

@@ -39,12 +39,32 @@ def test_the_loop_is_untouched_without_the_flag(tmp_path: Path) -> None:
     assert not [line for line in our_lines(plain.stdout) if "no accelerator" not in line]
 
 
-@pytest.mark.parametrize("dtype", [[], ["--bf16"]], ids=["fp32", "bf16"])
-def test_a_traced_run_trains_the_same(tmp_path: Path, dtype: list[str]) -> None:
+FSDP = [
+    *("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
+    *("--data-parallel-sharding-strategy", "optim_grads_params"),
+]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "dtype"),
+    [(ZERO, []), (ZERO, ["--bf16"]), (FSDP, ["--bf16"])],
+    ids=["fp32", "bf16", "fsdp-bf16"],
+)
+def test_a_traced_run_trains_the_same(
+    tmp_path: Path, sharding: list[str], dtype: list[str]
+) -> None:
     """With --ttrace, losses and gradient norms are bitwise those of the untraced run."""
-    plain = bits_of("enabled", *ZERO, *dtype, cwd=tmp_path)
+    plain = bits_of("enabled", *sharding, *dtype, cwd=tmp_path)
     traced = bits_of(
-        *("enabled", *ZERO, *dtype, "--ttrace", "--ttrace-no-wandb", "--ttrace-iterations", "1-2"),
+        *(
+            "enabled",
+            *sharding,
+            *dtype,
+            "--ttrace",
+            "--ttrace-no-wandb",
+            "--ttrace-iterations",
+            "1-2",
+        ),
         cwd=tmp_path,
     )
     assert traced == plain

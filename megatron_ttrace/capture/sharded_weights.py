@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that Megatron-FSDP shards (``--use-megatron-fsdp``, ZeRO-1 to 3).
+
+Between steps a module's parameters are sharded tensors (``DTensor``), each with the raw parameter
+that takes its place in forward and backward passes as ``orig_param``. The memory behind them are
+buckets of each parameter group: one that the optimizer steps (the main weights, or the model's own
+where there are none) and one that the model computes with
+(megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megatron_ttrace.placement.bucket_shard import bucket_shard
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPart:
+    """This rank's part of one weight; tensors are flat views of the buckets.
+
+    ``stepped`` is what the optimizer steps, the elements ``range`` of the flattened parameter;
+    ``weights`` what the model computes with, the elements ``weights_range``.
+    """
+
+    stepped: torch.Tensor
+    range: tuple[int, int]
+    weights: torch.Tensor
+    weights_range: tuple[int, int]
+
+
+def buffers_of(chunks: Iterable[torch.nn.Module]) -> list[Any]:
+    """The parameter buffers of chunks that Megatron-FSDP wraps; empty for any other wrapper."""
+    found = (getattr(chunk, "param_and_grad_buffer", None) for chunk in chunks)
+    return [buffer for buffer in found if hasattr(buffer, "parameter_groups")]
+
+
+def parts_of(chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, WeightPart]:
+    """This rank's part of each sharded parameter."""
+    parts = {}
+    for buffer in buffers_of(chunks):
+        sharded = {id(p.orig_param): p for _, p in buffer.optimizer_named_parameters}
+        for group in buffer.parameter_groups:
+            weights = group.model_weight_buffer
+            main = group.main_weight_buffer or weights
+            for item, raw in enumerate(group.params):
+                stepped = range_of(main, item)
+                whole = weights.is_data_distributed
+                parts[sharded[id(raw)]] = WeightPart(
+                    main.get_item(item, only_shard=True).detach().view(-1),
+                    stepped,
+                    weights.get_item(item, only_shard=whole).detach().view(-1),
+                    range_of(weights, item) if whole else (0, raw.numel()),
+                )
+    return parts
+
+
+def range_of(buffer: Any, item: int) -> tuple[int, int]:
+    """The elements of a parameter that lie in this rank's shard of its bucket."""
+    index, bucket, shard = (
+        buffer.item_index_map[item],
+        buffer.bucket_index,
+        buffer.shard_bucket_index,
+    )
+    part = bucket_shard(
+        index.global_data_index,
+        index.size,
+        bucket.size,
+        shard.global_data_index // shard.size,
+        bucket.size // shard.size,
+    )
+    return part.start, part.end
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: of a sharded one its part, flat."""
+    part = getattr(tensor, "_local_tensor", None)
+    return tensor if part is None else part.detach().reshape(-1)
+
+
+def like(sharded: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``values``, a flat part, as a tensor that is sharded as ``sharded`` is."""
+    if getattr(sharded, "_local_tensor", None) is None:
+        return values
+    made = torch.empty_like(sharded, dtype=values.dtype)
+    made._local_tensor.view(-1).copy_(values)  # type: ignore[attr-defined]
+    return made
+
+
+def publish(chunks: Iterable[torch.nn.Module]) -> None:
+    """Bring what the optimizer steps to where the model computes with it, on all ranks."""
+    for chunk in chunks:
+        for buffer in buffers_of([chunk]):
+            buffer.copy_main_weights_to_model_weights()
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+            chunk.synchronize_param_gather()  # type: ignore[operator]

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each fault of Megatron's diverges, and with that one thing mended it is equivalent."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.matrix.documents import uneven_documents
+from tests.integration.jobs import TINY, environment, ttrace
+
+SCRIPT = Path(__file__).with_name("mended.py")
+TE = "--transformer-impl transformer_engine"
+CP = f"{TE} --context-parallel-size 2 --position-embedding-type rope"
+SINKS = "--tensor-model-parallel-size 2 --softmax-type learnable"
+MLA = (
+    f"{TE} --tensor-model-parallel-size 2 --multi-latent-attention --kv-lora-rank 16 "
+    "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear"
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("before", "mend", "arguments"),
+    [
+        ("", "mla-rotary-key", MLA),
+        ("", "masked-tokens", f"{CP} --eod-mask-loss"),
+        ("", "predicted-tokens", f"{CP} --mtp-num-layers 1"),
+        ("train-only-sinks", "sinks", SINKS),
+    ],
+)
+def test_a_mend_makes_it_equivalent(before, mend, arguments, tmp_path):
+    """So the cause is what is mended, and nothing else is wrong."""
+    job = [*TINY, *arguments.split()]
+    if "--eod-mask-loss" in job:
+        job.remove("--mock-data")
+        job += ["--data-path", str(uneven_documents(tmp_path / "documents", 64))]
+        job += ["--split", "100,0,0"]
+    found = []
+    for mends in (before, f"{before} {mend}"):
+        done = ttrace(
+            *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", 2, "--", SCRIPT, *job),
+            cwd=tmp_path,
+            MEND=mends,
+        )
+        found.append(done.returncode)
+    assert found == [1, 0]
+
+
+@pytest.mark.nightly
+def test_cached_angles_belong_to_other_positions():
+    """YaRN's on two ranks; in a process of its own, for it switches the CPU backend on for good."""
+    script = Path(__file__).with_name("yarn_positions.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert "rank 0: positions [0, 1, 6, 7], with the cache [0, 1, 2, 3]" in done.stdout
+    assert "rank 1: positions [2, 3, 4, 5], with the cache [4, 5, 6, 7]" in done.stdout

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-2 and ZeRO-3: ranges of a bucket, by hand and against Megatron-FSDP's own index."""
+
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ttrace.placement.bucket_shard import bucket_shard
+from megatron_ttrace.placement.coverage import coverage
+from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.plan import Step, plan
+
+TABLE = [
+    # offset, elements, bucket, ranks, what every rank keeps
+    (0, 12, 12, 1, [(0, 12)]),
+    (0, 12, 12, 2, [(0, 6), (6, 12)]),
+    (0, 7, 8, 2, [(0, 4), (4, 7)]),
+    (5, 3, 8, 2, [(0, 0), (0, 3)]),
+    (3, 5, 12, 4, [(0, 0), (0, 3), (3, 5), (5, 5)]),
+]
+
+
+@pytest.mark.parametrize(("offset", "numel", "bucket", "size", "expected"), TABLE)
+def test_what_every_rank_keeps(offset, numel, bucket, size, expected):
+    """A parameter is cut where the bucket is, wherever that is."""
+    found = [bucket_shard(offset, numel, bucket, rank, size) for rank in range(size)]
+    assert [(part.start, part.end) for part in found] == expected
+
+
+def test_what_does_not_fit_is_refused():
+    """An unpadded bucket; a parameter beyond its end."""
+    with pytest.raises(ValueError, match="a bucket of 7 does not divide by 2"):
+        bucket_shard(0, 7, 7, 0, 2)
+    with pytest.raises(ValueError, match=r"6\.\.9 leaves a bucket of 8"):
+        bucket_shard(6, 3, 8, 0, 2)
+
+
+shapes = st.lists(
+    st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=60)
+@given(shapes=shapes, size=st.integers(1, 5), factor=st.sampled_from([1, 4]))
+def test_against_megatron_fsdp(shapes, size, factor):
+    """Its own index of the bucket, its own slices of every parameter, on every rank."""
+    fsdp = pytest.importorskip(
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
+    )
+    strategy = types.SimpleNamespace(data_parallel_sharding_strategy="optim_grads_params")
+    boxes = {number: [] for number in range(len(shapes))}
+    for rank in range(size):
+        items, bucket, shard = fsdp.build_data_parallel_buffer_index(
+            [torch.Size(shape) for shape in shapes],
+            rank,
+            size,
+            is_data_distributed=True,
+            ddp_config=strategy,
+            chunk_size_factor=factor,
+        )
+        theirs = types.SimpleNamespace(
+            is_data_distributed=True,
+            item_index_map=items,
+            bucket_index=bucket,
+            shard_bucket_index=shard,
+        )
+        for number, shape in enumerate(shapes):
+            item = items[number]
+            ours = bucket_shard(item.global_data_index, item.size, bucket.size, rank, size)
+            start, end = fsdp.DataParallelBuffer._get_item_slice_in_shard(theirs, number)
+            nothing = ours.end - ours.start == end - start == 0
+            assert nothing or (ours.start, ours.end) == (start, end)
+            boxes[number] += plan(shape, (Step("dp", ours),), mesh_of(rank, size))
+    for number, shape in enumerate(shapes):
+        held = coverage(shape, boxes[number])
+        assert (held.least, held.most) == (1, 1)
