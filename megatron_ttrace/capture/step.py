@@ -17,12 +17,14 @@ from megatron_ttrace.capture.modules import ModuleTap, Place, Sink
 from megatron_ttrace.capture.names import Names
 from megatron_ttrace.capture.optimizer import Owned, leaves_of, owned_by
 from megatron_ttrace.capture.sharded_weights import local, parts_of
+from megatron_ttrace.localise.isolate import clipped_by
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placement, Step
 from megatron_ttrace.placement.zigzag import ZigZag
 from megatron_ttrace.records import STEP_LEVEL, Kind
 from megatron_ttrace.start.parameters import ParameterPlace, place_parameter
 
+_GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
 MOMENTS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
 
 
@@ -90,7 +92,8 @@ class StepTap:
 
         def traced_step(*args: Any, **kwargs: Any) -> Any:
             before = self._attempt(self._gradients)
-            result = original(*args, **kwargs)
+            with clipped_by(self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))):
+                result = original(*args, **kwargs)
             self._attempt(self._update, before or {}, result)
             return result
 
@@ -172,7 +175,7 @@ class StepTap:
                     )
         norm = result[1] if isinstance(result, tuple) and len(result) > 1 else None
         if norm is not None:
-            self._scalar(Kind.GRAD_NORM, "grad_norm", norm)
+            self._scalar(_GRAD_NORM[1], _GRAD_NORM[2], norm)
 
     def _stepped(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, Owned | None]]:
         """Trainable parameters with what the optimizer made of them.

@@ -134,7 +134,10 @@ class CompareSink:
         self._repeat(TraceKey(self._iteration, *first), TraceKey(self._iteration, *place), data)
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """This rank's slice of the reference, when isolating and where ``data`` is not that."""
+        """This rank's slice of the reference, when isolating and where ``data`` is not that.
+
+        Of what belongs to the whole step only scalars have a slice here.
+        """
         key = TraceKey(self._iteration, *place)
         replaceable = data.is_floating_point() or data.dtype == torch.bool
         if not self._isolate or not replaceable:
@@ -144,6 +147,8 @@ class CompareSink:
         if key not in self._reference:
             return None
         entry = self._reference.entry(key)
+        if key.microbatch == STEP_LEVEL and not entry.shape:
+            return self._reference.tensor(entry).clone()
         instead = torch.empty_like(data)
         oriented = self._oriented(key, instead)
         try:

@@ -90,13 +90,19 @@ def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[tuple[Verdi
             if verdict.verdict in _ABSENT
         ][:1]
     )
-    return [found for found in absent if found[0].direction is direction] + [
+    return [found for found in absent if _absent_in(found[0]) is direction] + [
         (verdict, owner(verdict.name) if verdict.microbatch < 0 else verdict.name, reason)
         for verdict in verdicts
         if verdict.verdict.is_failure
         and verdict.verdict not in _ABSENT
         and verdict.direction is direction
     ]
+
+
+def _absent_in(verdict: Verdict) -> Direction:
+    """A parameter that no rank has is a module that no rank has: there is no forward of it."""
+    start = verdict.direction is Direction.START
+    return Direction.FORWARD if start else verdict.direction
 
 
 def _one_per_module(

@@ -13,6 +13,8 @@ and an autograd function hands the gradient on to the old one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,3 +40,29 @@ def substitute(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _Substitute.apply(tensor, [values])
         return result
     return values
+
+
+@contextmanager
+def clipped_by(norm: torch.Tensor | None) -> Iterator[None]:
+    """Within this context gradients are clipped by ``norm``, whatever their norm was found to be.
+
+    Each update is scaled by the norm of *all* gradients: one that is missing would reach them all.
+    The norm that Megatron reports stays the one it computed. A model whose parameters are clipped
+    in groups of their own keeps its norms, for the reference's is that of everything.
+    """
+    if norm is None:
+        yield
+        return
+    from megatron.core.optimizer import optimizer as module
+
+    original = module.clip_grad_by_total_norm_fp32
+
+    def clip(parameters: Any, max_norm: float, total_norm: float, *args: Any, **more: Any) -> Any:
+        grouped = any(getattr(p, "grad_norm_group", None) for p in parameters)
+        return original(parameters, max_norm, total_norm if grouped else float(norm), *args, **more)
+
+    module.clip_grad_by_total_norm_fp32 = clip
+    try:
+        yield
+    finally:
+        module.clip_grad_by_total_norm_fp32 = original

@@ -24,6 +24,7 @@ NEXT = (0, Kind.INPUT, "decoder.layers.1", 0)
 GRAD = (0, Kind.GRAD_INPUT, "decoder.layers.0.mlp", 0)
 FC1 = (0, Kind.OUTPUT, "decoder.layers.0.mlp.linear_fc1", 0)
 IDS = (0, Kind.TOKENS, "tokens", 0)
+NORM = step_level(Kind.GRAD_NORM, "grad_norm")
 WEIGHT = step_level(Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight")
 
 
@@ -46,6 +47,7 @@ def tensors():
         FC1: random(S, 1, 4 * H, seed=2),
         IDS: torch.arange(S).view(1, S),
         WEIGHT: random(4 * H, H, seed=3),
+        NORM: torch.tensor(2.5),
     }
 
 
@@ -59,6 +61,7 @@ def reference(tmp_path, tensors):
     sink.tensor((FC1,), tensors[FC1])
     sink.placed(IDS, tensors[IDS], tensors[IDS].shape, ())
     sink.placed(WEIGHT, tensors[WEIGHT].reshape(-1), (4 * H, H), ())
+    sink.placed(NORM, tensors[NORM], (), ())
     writer.close()
     seal(tmp_path / "reference", {"role": "reference"})
     return TraceReader(tmp_path / "reference")
@@ -78,7 +81,7 @@ def test_the_reference_is_written_once_per_tensor(reference, tensors):
     assert reference.primary(key(NEXT)) == key(OUT)
     assert reference.entry(key(NEXT)).tensor == reference.entry(key(OUT)).tensor
     assert torch.equal(reference.tensor(reference.entry(key(WEIGHT))), tensors[WEIGHT])
-    assert list(reference) == [key(p) for p in (OUT, NEXT, GRAD, FC1, IDS, WEIGHT)]
+    assert list(reference) == [key(p) for p in (OUT, NEXT, GRAD, FC1, IDS, WEIGHT, NORM)]
     writer_sink = WriteSink(TraceWriter(reference.directory.parent / "other", 0), 1)
     assert writer_sink.replace(OUT, tensors[OUT]) is None
 
@@ -198,6 +201,14 @@ def test_isolation_hands_out_the_references_slice(reference, tensors, rank):
     quarters = tensors[OUT].chunk(4)
     expected = torch.cat([quarters[rank], quarters[3 - rank]]).bfloat16()
     assert torch.equal(instead, expected)
+
+
+def test_isolation_hands_out_the_references_norm(reference):
+    """A scalar of the step; in no other case is there anything to clip by."""
+    zero = torch.zeros(())
+    assert CompareSink(reference, 1, layout(1, tp=2), isolate=True).replace(NORM, zero) == 2.5
+    assert CompareSink(reference, 1, layout()).replace(NORM, zero) is None
+    assert CompareSink(reference, 2, layout(), isolate=True).replace(NORM, zero) is None
 
 
 def test_isolation_leaves_alone_what_it_cannot_replace(reference, tensors):

@@ -14,7 +14,7 @@ import torch
 
 from megatron_ttrace.capture.modules import ModuleTap, Place
 from megatron_ttrace.capture.names import canonical_names
-from megatron_ttrace.localise.isolate import substitute
+from megatron_ttrace.localise.isolate import clipped_by, substitute
 from megatron_ttrace.records import Kind
 from tests.integration.jobs import ROOT, SCRIPT, TINY
 
@@ -129,6 +129,28 @@ def test_without_isolation_nothing_changes() -> None:
     model.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
     assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_gradients_are_clipped_by_the_references_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positionally and by name; parameters that are clipped on their own keep their norm."""
+    from megatron.core.optimizer import optimizer
+
+    used: list[float] = []
+
+    def clip(parameters: Any, max_norm: float, total_norm: float, **_: Any) -> None:
+        used.append(total_norm)
+
+    monkeypatch.setattr(optimizer, "clip_grad_by_total_norm_fp32", clip)
+    parameter, grouped = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    grouped.grad_norm_group = "embedding"  # type: ignore[attr-defined]
+    with clipped_by(torch.tensor(2.0)):
+        optimizer.clip_grad_by_total_norm_fp32([parameter], 1.0, 5.0, use_decoupled_grad=False)
+        optimizer.clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=5.0)
+        optimizer.clip_grad_by_total_norm_fp32([grouped], 1.0, 5.0)
+    assert optimizer.clip_grad_by_total_norm_fp32 is clip
+    with clipped_by(None):
+        assert optimizer.clip_grad_by_total_norm_fp32 is clip
+    assert used == [2.0, 2.0, 5.0]
 
 
 def run(folder: Path, *jobs: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
