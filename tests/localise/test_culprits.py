@@ -485,14 +485,3 @@ def test_an_error_that_surfaces_again_is_no_culprit():
         verdict("other", Kind.OUTPUT, Outcome.DIVERGED, margin=50.0),
     ]
     assert [c.name for c in localise(verdicts)] == ["first", "other"]
-
-
-def test_isolated_a_missing_module_is_a_matter_of_forward():
-    """As without isolation, though it is a parameter that tells."""
-    missing = verdict("decoder.layers.1.mlp.linear_fc1.weight", Kind.PARAM, Outcome.MISSING)
-    for isolated in (False, True):
-        (culprit,) = localise([missing], isolated=isolated)
-        assert (culprit.name, culprit.direction) == (
-            "decoder.layers.1.mlp.linear_fc1",
-            Direction.FORWARD,
-        )
