@@ -22,8 +22,6 @@ Lines = set[tuple[str, int]]
 _PATIENCE = 6.0
 _LEAST_SECONDS = 20.0
 _MOST_SECONDS = 300.0
-MOST_TRIALS = 6
-"""A mutant whose line is in all layouts shows in one of the first, or in none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class Campaign:
     def run(
         self, plan: Sequence[tuple[Mutant, Sequence[Layout]]], reach: Sequence[Reach]
     ) -> Iterator[Row]:
-        """Try each mutant in its layouts until one kills it, in :data:`MOST_TRIALS` at most.
+        """Try each mutant in its layouts until one kills it.
 
         What is proven to be harmless is tried in the first only, to see that it still is. What
         cannot be put in is left out, loudly.
@@ -113,7 +111,7 @@ class Campaign:
             trials: list[Trial] = []
             explanation, why = survivors.explanation_of(mutant, self._known)
             harmless = explanation in HARMLESS
-            for layout in layouts[: 1 if harmless else MOST_TRIALS]:
+            for layout in layouts[:1] if harmless else layouts:
                 trials.append(self._try(mutant, layout, healthy))
                 if trials[-1].fate.killed:
                     break

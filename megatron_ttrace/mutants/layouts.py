@@ -91,11 +91,11 @@ _FIRST = {
     "distributed": ("dp2-zero-overlap", "dp2-zero", "dp2", "tp2-dp2-zero", "ep2"),
     "pipeline_parallel": ("pp2-vpp2", "pp2", "pp2-dp2-zero", "pp2-vpp2-dp2", "cp2-moe"),
     "transformer.moe": ("ep2", "tp2-sp-ep2", "ep2-all-gather", "cp2-moe", "tp2-ep2"),
-    "optimizer": ("dp2-zero", "dp2-zero-overlap", "tp2-dp2-zero", "ep2"),
+    "optimizer": ("dp2-zero", "dp2-zero-overlap", "tp2-dp2-zero", "ep2", "tp2-fp16", "pp2-mtp"),
 }
 _THEN = (
-    *("tp2-dp2-zero", "tp2-sp-ep2", "pp2-dp2-zero", "cp2-moe", "pp2-mtp", "tp2-fp16", "tp2-ep2"),
-    *("ep2-edp2-zero", "pp2-vpp2-dp2", "zero-instances"),
+    *("tp2-dp2-zero", "ep2", "tp2-sp-ep2", "pp2-dp2-zero", "cp2-moe", "pp2-mtp", "tp2-fp16"),
+    *("tp2-ep2", "ep2-edp2-zero", "pp2-vpp2-dp2", "zero-instances"),
 )
 """As different from each other as they are."""
 
