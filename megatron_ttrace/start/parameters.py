@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,12 @@ UNMARKED = {"softmax_offset": 0}
 sinks of ``--softmax-type learnable``, one a head (``DotProductAttention.sharded_state_dict``)."""
 
 
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
+"""Grouped experts' parameters. Before 0.19 their marks name dim 0 for both: ``TEGroupedLinear``
+(megatron/core/extensions/transformer_engine.py) gives TransformerEngine no mode.
+"""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterPlace:
     """Where a rank's parameter sits in the logical one."""
@@ -71,18 +78,28 @@ def place_parameter(
     parameters, which are divided over the expert-tensor axis.
     """
     parameter = raw(parameter)
-    axis = "etp" if not getattr(parameter, "allreduce", True) else "tp"
+    of_expert = not getattr(parameter, "allreduce", True) or ".experts." in f".{name}"
+    axis = "etp" if of_expert else "tp"
     shape = list(parameter.shape)
     size = mesh.size(axis)
-    unmarked = UNMARKED.get(name.rpartition(".")[2])
-    marked = getattr(parameter, "tensor_model_parallel", False)
-    if size == 1 or not (marked or unmarked is not None):
+    dim = _divided_dim(name, parameter)
+    if size == 1 or dim is None:
         return ParameterPlace(name, tuple(shape), ())
-    dim = int(getattr(parameter, "partition_dim", 0)) if marked else int(unmarked or 0)
     shape[dim] *= size
     stacked = gated and dim == 0 and ".linear_fc1." in f".{name}"
     rule = BlockShard(dim) if stacked else Shard(dim)
     return ParameterPlace(name, tuple(shape), (Step(axis, rule),))
+
+
+def _divided_dim(name: str, parameter: torch.nn.Parameter) -> int | None:
+    """The dim that tensor parallelism divides, by name or by mark; ``None`` for a whole one."""
+    grouped = _GROUPED.search(name)
+    if grouped is not None:
+        layer, leaf = grouped.groups()
+        return 0 if layer == "linear_fc1" else 1 if leaf == "weight" else None
+    if getattr(parameter, "tensor_model_parallel", False):
+        return int(getattr(parameter, "partition_dim", 0))
+    return UNMARKED.get(name.rpartition(".")[2])
 
 
 def scale_of(name: str, shape: Sequence[int], config: Any, init: str) -> tuple[float, float]:

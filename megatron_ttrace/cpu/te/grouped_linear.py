@@ -151,7 +151,9 @@ class GroupedLinear(TransformerEngineBaseModule):
             shape = (self.out_features, self.in_features)
             init = init_method or default_init
             weight = self.add_parameter(f"weight{index}", shape, dtype, device, init, tracked=True)
-            self.mark_partitioned(weight, parallel_mode is not None, dim)
+            # Marked in any case, as TransformerEngine does: Megatron 0.17 and 0.18 give experts
+            # no mode, and count a gradient norm by the mark.
+            self.mark_partitioned(weight, True, dim)
             if bias:
                 zero = torch.nn.init.zeros_
                 part = self.add_parameter(f"bias{index}", shape[:1], dtype, device, zero)
