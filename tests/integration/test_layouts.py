@@ -8,9 +8,15 @@ import pytest
 
 from tests.integration.jobs import ttrace
 
+LAYOUTS = (
+    *("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "dp2-zero", "dp2-zero-overlap"),
+    *("tp2-pp2", "tp2-sp-dp2", "pp2-dp2-zero", "recompute-*"),
+)
 PROMISED = (
-    *("tp2/*", "tp2-sp/*", "pp2/*", "pp2-vpp2/*", "dp2/*", "dp2-zero/*", "dp2-zero-overlap/*"),
-    *("tp2-pp2/*", "tp2-sp-dp2/*", "pp2-dp2-zero/*", "recompute-*"),
+    *(f"{layout}/{model}/*" for layout in LAYOUTS for model in ("gpt", "llama")),
+    # One of each of the others; all of them run nightly.
+    *("cp2/llama-te/fp32", "tp2-sp-ep2-etp2/moe-te/bf16", "ep2-alltoall/moe-deep/fp32"),
+    *("tp2-sp/gpt-te/fp8-tensorwise", "tp2-sp-ep2/moe-te/fp8-blockwise"),
 )
 
 
@@ -39,7 +45,7 @@ def alarms(rows: list[dict]) -> list[str]:
 def test_the_promised_layouts(tmp_path: Path) -> None:
     """Every layout the README promises, both models, fp32 and bf16."""
     rows = rows_of(*PROMISED, cwd=tmp_path)
-    assert len(rows) >= 48
+    assert len(rows) >= 53
     assert not alarms(rows)
 
 
@@ -69,6 +75,7 @@ def test_other_starts(tmp_path: Path, flags: str) -> None:
 @pytest.mark.timeout(1800)
 def test_several_iterations(tmp_path: Path) -> None:
     """No drift into alarms over five steps, no tensor going blind."""
-    rows = rows_of("tp2*", "pp2/*", "dp2*", "--ttrace-flags=--ttrace-iterations 1-5", cwd=tmp_path)
+    some = [f"{layout}/{model}/*" for layout in LAYOUTS for model in ("gpt", "llama")]
+    rows = rows_of(*some, "--ttrace-flags=--ttrace-iterations 1-5", cwd=tmp_path)
     assert len(rows) >= 20
     assert not alarms(rows)
