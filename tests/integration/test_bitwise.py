@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watching a run changes no bit of it."""
 
+import importlib.metadata
 import json
 import re
 from pathlib import Path
@@ -54,6 +55,8 @@ def test_a_traced_run_trains_the_same(
     tmp_path: Path, sharding: list[str], dtype: list[str]
 ) -> None:
     """With --ttrace, losses and gradient norms are bitwise those of the untraced run."""
+    if sharding == FSDP and not importlib.metadata.version("megatron-core").startswith("0.19"):
+        pytest.skip("Megatron-FSDP of older releases does not train on this torch, traced or not")
     plain = bits_of("enabled", *sharding, *dtype, cwd=tmp_path)
     traced = bits_of(
         *(
