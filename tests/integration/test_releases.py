@@ -30,7 +30,8 @@ EXPERTS = (
 def test_the_release_is_the_one_that_is_meant() -> None:
     """The path decides which release is tested; a slip would test another one in silence."""
     meant = os.environ.get("TTRACE_TEST_RELEASE")
-    assert meant in (None, megatron_core_version())
+    # Inside a git checkout Megatron 0.18 adds that checkout's commit to its version.
+    assert meant in (None, megatron_core_version().partition("+")[0])
 
 
 def test_healthy_layouts(tmp_path: Path) -> None:
