@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's own training loop, unmodified, on the CPU: several ranks compute what one does."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -91,6 +92,8 @@ RICH = (
 )
 def test_experts_in_bf16(tmp_path, ranks, words):
     """The other collectives, norm and attention inputs, and recomputation, in one layout."""
+    if importlib.metadata.version("megatron-core").startswith("0.18."):
+        pytest.skip("0.18 cannot recompute a layer of multi-token prediction: docs/findings.md, 13")
     losses = [loss for loss, _ in train(ranks, RICH + words, tmp_path)]
     assert losses[0] > losses[1] > losses[2] > 1
 
