@@ -83,8 +83,6 @@ class Expected:
         index: number of that tensor, when only this one may be named.
         only: pattern that the names of all culprits must match; empty: that of ``module``.
             ``{last}`` in it is the number of the model's last layer.
-        isolated: the same under ``--ttrace-isolate``, where every module that runs the faulty code
-            is named, not the first of them; empty: as ``only``.
         explanation: regular expression that must be found in its explanation, or ``None``.
     """
 
@@ -94,7 +92,6 @@ class Expected:
     verdicts: tuple[Outcome, ...]
     index: int | None = None
     only: str = ""
-    isolated: str = ""
     explanation: str | None = None
 
 

@@ -40,10 +40,7 @@ def examine(summary: Summary, expected: Expected) -> Findings:
     detected = summary.verdict is Result.DIVERGED
     culprits = summary.culprits
     right = [culprit for culprit in culprits if _matches(culprit, expected)]
-    pattern = expected.only or expected.module
-    if summary.config.get("isolate"):
-        pattern = expected.isolated or pattern
-    allowed = pattern.replace("{last}", str(_last_layer(summary)))
+    allowed = (expected.only or expected.module).replace("{last}", str(_last_layer(summary)))
     strays = [culprit for culprit in culprits if not fnmatchcase(culprit.name, allowed)]
     explained = (
         None

@@ -80,17 +80,6 @@ def test_all_but_the_last_layer(layers: int, localised: bool) -> None:
     assert examine(found, expected).localised == localised
 
 
-def test_isolated() -> None:
-    """Then every module with the fault is named, and must be allowed."""
-    other = dataclasses.replace(CULPRIT, name="decoder.layers.3.self_attention")
-    found = summary(CULPRIT, other)
-    expected = dataclasses.replace(EXPECTED, isolated="decoder.layers.*")
-    assert not examine(found, expected).localised
-    found = dataclasses.replace(found, config={"isolate": True})
-    assert examine(found, expected).localised
-    assert not examine(found, EXPECTED).localised
-
-
 def test_nothing_found() -> None:
     findings = examine(summary(verdict=Result.EQUIVALENT), EXPECTED)
     assert (findings.detected, findings.localised, findings.met) == (False, False, False)
