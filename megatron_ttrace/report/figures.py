@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from megatron_ttrace.records import Direction, Kind, Outcome, Verdict
 from megatron_ttrace.report import table
+from megatron_ttrace.report.lines import Arrangement, arrangements
 from megatron_ttrace.report.sanitise import clean
 from megatron_ttrace.report.wording import error_text, number, sci
 
@@ -58,6 +59,9 @@ _LABEL_LIMIT = 28
 # Pixels a cell takes, by number of columns: a whole step should fit on a screen.
 _PITCHES = ((80, 14), (120, 12))
 _SMALLEST_PITCH = 10
+# Pixels between panels, and of a character of a row's label.
+GAP = 14
+_LETTER = 6.7
 
 
 def colour_class(verdict: Verdict) -> int:
@@ -89,9 +93,14 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeatMapFigure:
-    """All panels, their common rows, and the cells in the order of their ids."""
+    """All panels, their common rows, and the cells in the order of their ids.
+
+    ``label`` is the width of the row labels in pixels; ``lines`` how panels go on lines.
+    """
 
     rows: list[tuple[int, str]]
+    label: int
+    lines: list[Arrangement]
     header: int
     height: int
     pitch: int
@@ -109,17 +118,16 @@ def short_label(column: table.Column) -> str:
 
 
 def heat_map_figure(
-    found: table.HeatMap, culprits: Iterable[tuple[str, Kind]] = ()
+    found: table.HeatMap, culprits: Collection[tuple[str, table.Column]] = ()
 ) -> HeatMapFigure:
     """Place every cell of the heat map; failures are drawn larger, so colour is not alone.
 
-    ``culprits`` are names and kinds whose cells are framed.
+    ``culprits`` are the cells to frame.
     """
     labels = {column: short_label(column) for column in found.columns}
     header = 30 + 6 * max((len(label) for label in labels.values()), default=0)
     pitch = next((p for most, p in _PITCHES if len(labels) <= most), _SMALLEST_PITCH)
     row_of = {layer: row for row, layer in enumerate(found.layers)}
-    origins = {(table.layer_of(name), table.tail_of(name), kind) for name, kind in culprits}
     panels: list[Panel] = []
     cells: list[tuple[int, int, table.Group]] = []
     columns_before = 0
@@ -139,7 +147,7 @@ def heat_map_figure(
             x, y = position * pitch, header + row_of[layer] * pitch
             drawn.append((colour_class(group.worst), x + inset, y + inset, size, len(cells)))
             cells.append((row_of[layer], columns_before + position, group))
-            if (layer, column.tail, column.kind) in origins:
+            if (layer, column) in culprits:
                 framed.append((x, y))
         named = [
             (
@@ -153,7 +161,10 @@ def heat_map_figure(
         panels.append(Panel(direction.value, width, named, drawn, framed))
         columns_before += len(columns) + 1
     rows = [(header + row * pitch, clean(layer, 40)) for layer, row in row_of.items()]
-    return HeatMapFigure(rows, header, header + len(rows) * pitch + 4, pitch, panels, cells)
+    label = math.ceil(_LETTER * max((len(text) for _, text in rows), default=0)) + 4
+    lines = arrangements([panel.width for panel in panels], label, GAP)
+    height = header + len(rows) * pitch + 4
+    return HeatMapFigure(rows, label, lines, header, height, pitch, panels, cells)
 
 
 CURVE_KINDS = (Kind.OUTPUT, Kind.GRAD_INPUT, Kind.MAIN_GRAD, Kind.PARAM_DELTA)

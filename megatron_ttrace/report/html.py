@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -133,18 +133,19 @@ def payload(
     strings = _Strings()
     kinds = {kind: position for position, kind in enumerate(Kind)}
     outcomes = {outcome: position for position, outcome in enumerate(Outcome)}
-    cell_of = _cell_numbers(verdicts, figure)
     picked = [verdicts[position] for position in chosen]
+    directions = {direction: position for position, direction in enumerate(Direction)}
     return {
         "strings": strings.texts,
         "kinds": [kind.value for kind in Kind],
-        "directions": [kind.direction.value for kind in Kind],
+        "directions": [direction.value for direction in Direction],
         "outcomes": [outcome.value for outcome in Outcome],
         "failures": [outcome.is_failure for outcome in Outcome],
         "number": list(chosen),
         "iteration": [v.iteration for v in picked],
         "microbatch": [v.microbatch for v in picked],
         "kind": [kinds[v.kind] for v in picked],
+        "direction": [directions[v.direction] for v in picked],
         "name": [strings.add(v.name, _NAME_LIMIT) for v in picked],
         "index": [v.index for v in picked],
         "outcome": [outcomes[v.verdict] for v in picked],
@@ -157,7 +158,7 @@ def payload(
         "placement": [strings.add(str(v.placement), NOTE_LIMIT) for v in picked],
         "shape": [strings.add("×".join(map(str, v.shape)) or "scalar", 120) for v in picked],
         "note": [strings.add(v.note, NOTE_LIMIT) for v in picked],
-        "cell": [cell_of[(v.name, v.kind)] for v in picked],
+        "cell": _cell_numbers(picked, figure),
         "cells": [
             [row, column, group.total, group.failures, group.unchecked]
             for row, column, group in figure.cells
@@ -166,12 +167,11 @@ def payload(
     }
 
 
-def _origins(summary: Summary, verdicts: Sequence[Verdict]) -> Iterator[tuple[str, Kind]]:
-    """Names and kinds of the tensors that show the culprits."""
+def _origins(summary: Summary, verdicts: Sequence[Verdict]) -> set[tuple[str, table.Column]]:
+    """The cells of the tensors that show the culprits."""
     failures = [verdict for verdict in verdicts if verdict.verdict.is_failure]
-    for culprit in summary.culprits[:MAX_ALIKE]:
-        shown = culprit.shown_by(failures)
-        yield (culprit.name if shown is None else shown.name), culprit.kind
+    shown = (culprit.shown_by(failures) for culprit in summary.culprits[:MAX_ALIKE])
+    return {table.place_of(one) for one in shown if one is not None}
 
 
 def _residuals(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -196,21 +196,11 @@ def _residuals(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
-def _cell_numbers(
-    verdicts: Sequence[Verdict], figure: figures.HeatMapFigure
-) -> dict[tuple[str, Kind], int]:
-    """The cell id of every (name, kind); experts share one."""
-    number_of = {}
-    for number, (_, _, group) in enumerate(figure.cells):
-        worst = group.worst
-        number_of[(table.split_name(worst.name)[0], table.tail_of(worst.name), worst.kind)] = number
-    found: dict[tuple[str, Kind], int] = {}
-    for verdict in verdicts:
-        key = (verdict.name, verdict.kind)
-        if key not in found:
-            name = verdict.name
-            found[key] = number_of[(table.layer_of(name), table.tail_of(name), verdict.kind)]
-    return found
+def _cell_numbers(verdicts: Sequence[Verdict], figure: figures.HeatMapFigure) -> list[int]:
+    """The cell id of every verdict; experts share one."""
+    cells = enumerate(figure.cells)
+    number_of = {table.place_of(group.worst): number for number, (_, _, group) in cells}
+    return [number_of[place] for place in table.places_of(verdicts)]
 
 
 def _short(value: float | None) -> float | str | None:
@@ -282,10 +272,13 @@ def _layer(row: table.LayerRow) -> dict[str, Any]:
 
 
 def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [
-        (
-            clean(key, 60),
-            clean(value if isinstance(value, str) else json.dumps(value, default=str), 400),
-        )
-        for key, value in values.items()
-    ]
+    return [(clean(key, 60), clean(_plain(value), 400) or "-") for key, value in values.items()]
+
+
+def _plain(value: Any) -> str:
+    """A value of a configuration without the brackets and quotes of JSON."""
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value)) or "none"
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -149,7 +149,10 @@ class LayerRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the heat map: a tensor that every layer has."""
+    """One column of the heat map: a tensor that every layer has.
+
+    A parameter after the step stands with its change: both are what the step made of it.
+    """
 
     direction: Direction
     tail: str
@@ -163,6 +166,26 @@ class HeatMap:
     layers: tuple[str, ...]
     columns: tuple[Column, ...]
     cells: dict[tuple[str, Column], Group]
+
+
+def place_of(verdict: Verdict) -> tuple[str, Column]:
+    """The cell of the heat map that a verdict belongs to: its layer and its column."""
+    kind = verdict.kind
+    if kind is Kind.PARAM and verdict.direction is Direction.UPDATE:
+        kind = Kind.PARAM_DELTA
+    return layer_of(verdict.name), Column(verdict.direction, tail_of(verdict.name), kind)
+
+
+def places_of(verdicts: Iterable[Verdict]) -> list[tuple[str, Column]]:
+    """The cell of every verdict; names repeat, so each is taken apart once."""
+    known: dict[tuple[str, Kind, Direction], tuple[str, Column]] = {}
+    places = []
+    for verdict in verdicts:
+        key = (verdict.name, verdict.kind, verdict.direction)
+        if key not in known:
+            known[key] = place_of(verdict)
+        places.append(known[key])
+    return places
 
 
 def layer_rows(verdicts: Iterable[Verdict]) -> list[LayerRow]:
@@ -188,17 +211,12 @@ def depth_order(layers: Iterable[str]) -> list[str]:
     return sorted(set(layers), key=depth_key)
 
 
-def heat_map(verdicts: Iterable[Verdict]) -> HeatMap:
+def heat_map(verdicts: Sequence[Verdict]) -> HeatMap:
     """Layer × tensor, microbatches, iterations, indices and experts rolled up to the worst."""
     cells: dict[tuple[str, Column], Group] = {}
     order: dict[Column, int] = {}
-    known: dict[tuple[str, Kind], tuple[str, Column]] = {}
-    for verdict in verdicts:
-        place = known.get((verdict.name, verdict.kind))
-        if place is None:
-            column = Column(verdict.direction, tail_of(verdict.name), verdict.kind)
-            place = known[(verdict.name, verdict.kind)] = (layer_of(verdict.name), column)
-            order.setdefault(column, len(order))
+    for verdict, place in zip(verdicts, places_of(verdicts), strict=True):
+        order.setdefault(place[1], len(order))
         cells.setdefault(place, Group(verdict)).add(verdict)
     columns = sorted(order, key=lambda c: (_DIRECTIONS.index(c.direction), *_column_key(c, order)))
     layers = depth_order(layer for layer, _ in cells)

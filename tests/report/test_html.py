@@ -86,6 +86,14 @@ def test_the_page_says_what_it_leaves_out(healthy: Check, monkeypatch: pytest.Mo
     assert len(json.loads(parse(text).data)["number"]) == 500
 
 
+def test_a_configuration_is_shown_plainly(healthy: Check) -> None:
+    """No brackets and quotes of JSON, and no empty field."""
+    config = {"dispatcher": "", "arithmetic": {"sums": ["tp", "etp"], "none": [], "clips": True}}
+    texts = parse(html.render(dataclasses.replace(healthy[0], config=config), healthy[1])).texts
+    assert "sums tp, etp; none none; clips true" in texts
+    assert texts[texts.index("dispatcher") + 1] == "-"
+
+
 def test_an_empty_check_renders() -> None:
     """A check that could not be made has a page too."""
     summary = Summary(Result.COULD_NOT_CHECK, {}, (), {}, {}, {}, (), ("no reference",))
@@ -230,6 +238,39 @@ def test_a_click_shows_the_worst_of_a_cell(
 
 
 @needs_chromium
+@pytest.mark.parametrize(("width", "lines"), [(1920, 1), (1440, 2), (1280, 2), (390, 5)])
+def test_panels_share_the_width(
+    width: int, lines: int, browser: chromium.Browser, healthy: Check, tmp_path: Path
+) -> None:
+    """No panel of a desktop's map is out of sight; each line begins with the rows' labels."""
+    html.write(tmp_path / "report.html", *wide_check(healthy))
+    browser.open(tmp_path / "report.html", width)
+    tops, labels, right, inside = browser.js("""(() => {
+      const map = document.getElementById('map');
+      const places = (which) => [...map.querySelectorAll(which)]
+        .map(e => e.getBoundingClientRect()).filter(r => r.width);
+      return [places('.panel').map(r => r.top), places('.rows').map(r => r.top),
+        Math.max(...places('.panel').map(r => r.right)), map.getBoundingClientRect().right];
+    })()""")
+    assert len(tops) == 5
+    assert sorted(set(tops)) == labels
+    assert len(labels) == lines
+    assert right <= inside or width < 600
+    assert not browser.js("document.documentElement.scrollWidth > innerWidth")
+
+
+def wide_check(check: Check) -> Check:
+    """The check with modules enough for the columns that a real model has."""
+    summary, verdicts = check
+    more = [
+        dataclasses.replace(verdict, name=f"{verdict.name}.more")
+        for verdict in verdicts
+        if verdict.name.startswith("decoder.layers.") and "linear" in verdict.name
+    ]
+    return summary, [*verdicts, *more]
+
+
+@needs_chromium
 def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: Path) -> None:
     """Histogram, worst elements by logical index, and slices, for the tensor they belong to."""
     summary, verdicts = diverged
@@ -332,6 +373,17 @@ def test_hostile_names_run_nothing(name: str, browser: chromium.Browser, tmp_pat
     assert not browser.js("document.getElementById('detail').hidden")
     assert browser.js("document.querySelectorAll('img, iframe, script:not([id])').length") == 1
     assert browser.faults == []
+
+
+@needs_chromium
+def test_print_shows_what_is_folded(
+    browser: chromium.Browser, diverged: Check, tmp_path: Path
+) -> None:
+    """A fold cannot be opened on paper."""
+    show(browser, diverged, tmp_path)
+    assert browser.js("document.querySelectorAll('details:not([open])').length") > 0
+    browser.pdf()
+    assert browser.js("document.querySelectorAll('details:not([open])').length") == 0
 
 
 @needs_chromium

@@ -167,3 +167,23 @@ def test_tally_adds_up() -> None:
 def test_a_long_number_in_a_name_sorts() -> None:
     """int() refuses more than 4300 digits; a name may have them."""
     assert table.depth_order(["a" + "9" * 5000, "a2"]) == ["a2", "a" + "9" * 5000]
+
+
+def test_a_parameter_after_the_step_is_part_of_the_update() -> None:
+    """The start shows what was there before; what the step made of it stands with its change."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    found = table.heat_map(
+        [
+            make_verdict(name, Kind.PARAM),
+            make_verdict(name, Kind.PARAM_DELTA),
+            make_verdict(name, Kind.PARAM, index=1, verdict=Outcome.DIVERGED),
+        ]
+    )
+    cells = {
+        (column.direction, column.kind): (group.total, group.failures)
+        for (_, column), group in found.cells.items()
+    }
+    assert cells == {
+        (Direction.START, Kind.PARAM): (1, 0),
+        (Direction.UPDATE, Kind.PARAM_DELTA): (2, 1),
+    }

@@ -25,7 +25,7 @@
     if (value === null) return "-";
     value = num(value);
     if (!Number.isFinite(value)) return String(value);
-    if (Math.abs(value) >= 9999.5) return value.toExponential(1);
+    if (Math.abs(value) >= 9999.5) return value.toExponential(1).replace(/\+(\d)$/, "+0$1"); // as Python writes it
     return Math.abs(value) >= 99.95 ? value.toFixed(0) : String(Number(value.toPrecision(3)));
   };
   const error = (row) =>
@@ -162,7 +162,7 @@
     const [, , count, failures, unchecked] = data.cells[cell];
     const facts = [
       ["verdict", outcome(row)],
-      ["direction", data.directions[data.kind[row]]],
+      ["direction", data.directions[data.direction[row]]],
       ["when", data.microbatch[row] < 0 ? `iteration ${data.iteration[row]}` : `iteration ${data.iteration[row]}, microbatch ${data.microbatch[row]}`],
       ["ranks", text("ranks", row)],
       ["placement", text("placement", row) || "-"],
@@ -299,7 +299,7 @@
     for (let row = 0; row < total; row++) {
       if (wantOutcome === "!" ? !fails(row) : wantOutcome && outcome(row) !== wantOutcome) continue;
       if (wantKind && kind(row) !== wantKind) continue;
-      if (wantDirection && data.directions[data.kind[row]] !== wantDirection) continue;
+      if (wantDirection && data.directions[data.direction[row]] !== wantDirection) continue;
       const name = lower[data.name[row]];
       const note = lower[data.note[row]];
       if (!words.every((word) => name.includes(word) || note.includes(word))) continue;
@@ -343,6 +343,7 @@
     requestAnimationFrame(() => { waiting = false; draw(); });
   });
   addEventListener("resize", draw);
+  addEventListener("beforeprint", () => { for (const fold of document.querySelectorAll("details")) fold.open = true; });
   const filters = byId("filters");
   filters.addEventListener("input", filter);
   filters.addEventListener("submit", (event) => event.preventDefault());
