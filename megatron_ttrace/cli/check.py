@@ -8,10 +8,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace import flags
 from megatron_ttrace.errors import TTraceError
+
+if TYPE_CHECKING:
+    from megatron_ttrace.launching.job import Job
 
 _EPILOG = """\
 example:
@@ -77,8 +80,15 @@ def run(args: argparse.Namespace) -> int:
         from rich.console import Console
 
         _, verdicts = files.load_report(job.directory)
-        terminal.render(summary, verdicts, Console(), job.directory)
+        terminal.render(summary, verdicts, Console(), job.directory, _isolating(job))
     return int(summary.verdict.exit_code)
+
+
+def _isolating(job: Job) -> list[str]:
+    """The command that checks the same job with modules isolated, in a directory of its own."""
+    words = ["ttrace", "check", "--nproc-per-node", str(job.nproc)]
+    words += ["--ttrace-dir", f"{job.directory}-isolated", "--ttrace-isolate", *job.flags]
+    return [*words, "--", str(job.script), *job.arguments]
 
 
 def _split(args: argparse.Namespace, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -92,11 +102,12 @@ def _split(args: argparse.Namespace, words: list[str]) -> tuple[argparse.Namespa
 
 
 def _words(ours: argparse.Namespace) -> list[str]:
-    """Our flags as words again, without those that ``check`` sets itself."""
+    """Our flags as words again, without those that ``check`` sets itself, and without defaults."""
+    defaults = vars(flags.add_arguments(argparse.ArgumentParser()).parse_args([]))
     words = []
     for name, value in vars(ours).items():
         flag = "--" + name.replace("_", "-")
-        if name in _OWN or value is None or value is False:
+        if name in _OWN or value is None or value is False or value == defaults.get(name):
             continue
         # One word, so that a value that starts with dashes is not taken for a flag.
         words += [flag] if value is True else [f"{flag}={value}"]

@@ -27,6 +27,7 @@ MAX_ALIKE = 6
 MAX_OTHERS = 5
 MAX_REASONS = 4
 MAX_NOTICES = 5
+MAX_COMMAND = 12
 _LABEL = 11
 
 _STYLES = {
@@ -37,9 +38,16 @@ _STYLES = {
 
 
 def render(
-    summary: Summary, verdicts: Sequence[Verdict], console: Console, directory: Path
+    summary: Summary,
+    verdicts: Sequence[Verdict],
+    console: Console,
+    directory: Path,
+    isolating: Sequence[str] = (),
 ) -> None:
-    """Print the report of a check whose files lie under ``directory``."""
+    """Print the report of a check whose files lie under ``directory``.
+
+    ``isolating`` is the command that would check again with modules isolated, where it is known.
+    """
     page = _Page(console)
     page.line(
         ("ttrace  ", "bold"),
@@ -63,7 +71,7 @@ def render(
         page.field("", f"{len(summary.notices) - MAX_NOTICES} more notices in {files.SUMMARY}")
     if summary.verdict is not Result.EQUIVALENT and verdicts:
         _layers(page, verdicts)
-    _next_steps(page, summary, directory)
+    _next_steps(page, summary, directory, isolating)
 
 
 def say(console: Console, line: str) -> None:
@@ -238,15 +246,49 @@ def _pad(text: str, width: int) -> str:
     return cell_text.plain
 
 
-def _next_steps(page: _Page, summary: Summary, directory: Path) -> None:
-    """Where the files lie and what to type next."""
+def _next_steps(page: _Page, summary: Summary, directory: Path, isolating: Sequence[str]) -> None:
+    """Where the files lie and what to do next."""
     if summary.verdict is not Result.EQUIVALENT:
         page.line(("", ""))
     where = clean(directory, NOTE_LIMIT)
     names = [n for n in (files.HTML, files.VERDICTS, files.SUMMARY) if (directory / n).exists()]
     page.field("files", f"{where}: {', '.join(names)}" if names else f"{where}: none yet")
-    if summary.verdict is Result.EQUIVALENT:
-        return
-    page.field("next", f"ttrace report {clean(shlex.quote(str(directory)), NOTE_LIMIT)}")
-    if summary.verdict is Result.DIVERGED and not summary.config.get("isolate"):
-        page.field("", "run again with --ttrace-isolate: one bug then shows in one module")
+    if summary.verdict is Result.COULD_NOT_CHECK:
+        logs = [name for name in ("reference.log", "logs") if (directory / name).exists()]
+        if logs:
+            page.field("next", f"read what the runs printed: {where}: {', '.join(logs)}")
+    elif summary.verdict is Result.DIVERGED and summary.config.get("isolate"):
+        page.field("next", f"open {clean(directory / files.HTML, NOTE_LIMIT)} in a browser")
+    elif summary.verdict is Result.DIVERGED:
+        page.field(
+            "next",
+            f"open {clean(directory / files.HTML, NOTE_LIMIT)} in a browser, and feed every "
+            "module the reference's inputs, so that one bug shows in one module:",
+        )
+        command = shell_lines(isolating, page.width - _LABEL)
+        if not 0 < len(command) <= MAX_COMMAND:
+            fresh = shlex.quote(f"{directory}-isolated")
+            command = [f"the same with --ttrace-isolate --ttrace-dir {clean(fresh, NOTE_LIMIT)}"]
+        for line in command:
+            page.line((f"{'':{_LABEL}}{line}", "bold"))
+
+
+def shell_lines(words: Sequence[str], width: int) -> list[str]:
+    """A command that can be copied into a shell, on lines of at most ``width`` where words allow.
+
+    A value stays on the line of its flag.
+    """
+    lines: list[str] = []
+    pieces: list[str] = []
+    for word in words:
+        quoted = clean(shlex.quote(word), NOTE_LIMIT)
+        if pieces and pieces[-1].startswith("--") and " " not in pieces[-1] and word[:1] != "-":
+            pieces[-1] += f" {quoted}"
+        else:
+            pieces.append(quoted)
+    for piece in pieces:
+        if lines and len(lines[-1]) + len(piece) + 3 <= width:
+            lines[-1] += f" {piece}"
+        else:
+            lines.append(f"    {piece}" if lines else piece)
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shlex
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,31 @@ def test_the_table_is_capped_and_says_so(diverged: Check) -> None:
     assert "51.2×" in table[1]
 
 
-def test_the_next_command_is_given(diverged: Check, conflict: Check) -> None:
-    """What to type next; isolation is not proposed to who has it on."""
-    assert "next       ttrace report 'a b'" in text_of(diverged, Path("a b"))
-    assert "--ttrace-isolate" in text_of(conflict)
+def test_the_next_command_is_given(diverged: Check, conflict: Check, tmp_path: Path) -> None:
+    """What to do next; isolation is not proposed to who has it on."""
+    text = text_of(diverged, Path("a b"))
+    assert "next       open a b/report.html in a browser" in text
+    assert "the same with --ttrace-isolate --ttrace-dir 'a b-isolated'" in text
     conflict[0].config["isolate"] = True
     assert "--ttrace-isolate" not in text_of(conflict)
+    (tmp_path / "logs").mkdir()
+    unable = dataclasses.replace(diverged[0], verdict=Result.COULD_NOT_CHECK)
+    assert f"{tmp_path}: logs" in text_of((unable, []), tmp_path).replace("\n" + " " * 11, "")
+
+
+def test_a_command_can_be_copied(diverged: Check) -> None:
+    """Where the job is known, the whole command is there; a shell reads it as it was meant."""
+    words = ["ttrace", "check", "--nproc-per-node", "2", "--", "a script.py", "--x=$HOME", "-1"]
+    words += [word for number in range(12) for word in (f"--a-flag-{number}", "value")]
+    file = io.StringIO()
+    terminal.render(*diverged, Console(file=file), Path("out"), words)
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    command = text[text.index("ttrace check") :]
+    assert shlex.split(command.replace("\\\n", "")) == words
+    file = io.StringIO()
+    terminal.render(*diverged, Console(file=file), Path("out"), words * 10)
+    assert "the same with --ttrace-isolate" in file.getvalue()
 
 
 def test_a_divergence_without_culprit_shows_the_worst(diverged: Check) -> None:
