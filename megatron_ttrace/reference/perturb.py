@@ -7,7 +7,9 @@ Three places, so that forward, backward and gradients each see fresh errors in e
   matrix product then carries an independent relative error of about epsilon, which is what summing
   it in another order (tensor parallelism) does;
 - the embedding's output likewise, the paper's choice (arXiv 2506.09280, section 4);
-- the per-token loss likewise: that is the start of the backward pass.
+- the per-token loss likewise: that is the start of the backward pass. It is float32 in any run: an
+  epsilon of that moves no 16-bit number. So where training is in 16 bits, the head's input gradient
+  is added up from two parts of the vocabulary, as tensor parallelism does (``split_head``).
 
 An epsilon of the compute dtype is far less than FP8's steps: nearly all elements would be rounded
 to FP8 as before. What moves them in another layout is another scale, so scales are perturbed too.
@@ -26,6 +28,7 @@ from megatron_ttrace.capture.names import ROOT, Names
 from megatron_ttrace.compare.tolerance import epsilon
 
 _EMBEDDINGS = ("embedding",)
+_HEAD = "output_layer"
 
 
 def jitter(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -33,6 +36,37 @@ def jitter(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
     step = (signs.to(tensor.device, torch.float32) * 2 - 1) * epsilon(tensor.dtype)
     return (tensor.float() * (1 + step)).to(tensor.dtype)
+
+
+def split_head(
+    module: torch.nn.Module, generator: torch.Generator
+) -> torch.utils.hooks.RemovableHandle:
+    """Let the head add up its input gradient from two parts of the vocabulary, cut at random.
+
+    The target's row of the weight is much of it, and exact in 16 bits; what the other words add is
+    often less than half a step between 16-bit numbers there, and lost. How much is lost depends on
+    how it is added up, is much the same for every token, and shows where the tokens' gradients
+    cancel: in the gradient of the last norm's bias.
+    """
+
+    def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        own, logits = args[0] if args else kwargs["input_"], output[0]
+        weight = kwargs.get("weight")
+        weight = module.weight if weight is None else weight
+        if own.dtype.itemsize != 2 or not (own.requires_grad and logits.requires_grad):
+            return
+        cut = int(torch.randint(1, len(weight), (), generator=generator))
+        seen: list[torch.Tensor] = []
+        logits.register_hook(seen.append)
+
+        def add_up(gradient: torch.Tensor) -> torch.Tensor:
+            above = seen.pop()
+            parts = above[..., :cut] @ weight[:cut], above[..., cut:] @ weight[cut:]
+            return torch.add(*parts).view_as(gradient)
+
+        own.register_hook(add_up)
+
+    return module.register_forward_hook(after, with_kwargs=True)
 
 
 @contextmanager
@@ -56,6 +90,8 @@ def perturbed(chunks: Sequence[Names], seed: int) -> Iterator[None]:
         for name, module in names.modules.items():
             if name in _EMBEDDINGS or name == ROOT:
                 handles.append(module.register_forward_hook(outputs))
+            if name == _HEAD:
+                handles.append(split_head(module, generator))
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)

@@ -7,7 +7,7 @@ import torch
 from megatron_ttrace.capture.names import canonical_names
 from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu.te import offering, quantize
-from megatron_ttrace.reference.perturb import jitter, perturbed
+from megatron_ttrace.reference.perturb import jitter, perturbed, split_head
 from tests.capture.recorder import Model, batch
 
 
@@ -71,3 +71,33 @@ def test_no_hook_is_left():
     with pytest.raises(ValueError, match="inside"), perturbed([canonical_names(model)], 1):
         raise ValueError("inside")
     assert all(not module._forward_hooks for module in model.modules())
+
+
+class Head(torch.nn.Module):
+    """Megatron's call of an output layer: its own weight or the embedding's."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, input_, weight=None):
+        return input_ @ (self.weight if weight is None else weight).T, None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_heads_gradient_is_added_up_in_two_parts(dtype, tied):
+    """In 16 bits only; what is small beside the target's row is lost part by part."""
+    step = epsilon(dtype)
+    above = torch.tensor([[1.0, 0.3 * step, 0.3 * step]], dtype=dtype)
+    head = Head(torch.ones(3, 1, dtype=dtype))
+    found = set()
+    for seed in range(16):
+        hidden = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+        handle = split_head(head, torch.Generator().manual_seed(seed))
+        logits, _ = head(hidden, weight=head.weight.detach() if tied else None)
+        logits.backward(above)
+        handle.remove()
+        found.add(round(float(hidden.grad.double() - 1) / step, 1))
+    # Behind the first word two small ones count together; behind the second each is lost.
+    assert len(found) == 1 if dtype is torch.float32 else found == {0.0, 1.0}
