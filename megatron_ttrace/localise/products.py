@@ -21,6 +21,9 @@ from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
 _FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 _LOST = "was undone and never done: what was cast is not what was multiplied"
 _KEPT = "was done and never undone"
+_ALL, _OWN = "its input", "its own part of the sequence"
+_EQUAL = 1e-4
+"""Below what one step of bf16 in the largest value would make."""
 
 
 def cast(evidence: Evidence) -> Finding | None:
@@ -95,15 +98,14 @@ def _cast(evidence: Evidence, own: Mapping[int, float]) -> str:
     fed = evidence.whole(dataclasses.replace(key, kind=Kind.INPUT, index=0))
     if fed is None or fed.ndim < 2:
         return ""
-    rows = normed(evidence, key.name.split("#")[0], fed.float()).view(fed.shape)
+    # What was cast was of the run's precision.
+    rows = normed(evidence, key.name.split("#")[0], fed.float()).view(fed.shape).to(fed.dtype)
     size = evidence.meshes[0].size("tp") if evidence.meshes else 1
-    wholes = {"its input": dict.fromkeys(own, rows)}
+    wholes = {_ALL: dict.fromkeys(own, rows)}
     if size > 1 and len(rows) % size == 0:
         chunks = rows.chunk(size)
-        wholes["its own part of the sequence"] = {
-            rank: chunks[evidence.meshes[rank].at("tp")] for rank in own
-        }
-    found: list[tuple[float, str]] = []
+        wholes[_OWN] = {rank: chunks[evidence.meshes[rank].at("tp")] for rank in own}
+    found: list[tuple[float, str, str]] = []
     for (what, held), (name, dtype) in itertools.product(wholes.items(), _FORMATS.items()):
         tops = {rank: float(tensor.abs().amax()) for rank, tensor in held.items()}
         if not all(tops.values()):
@@ -114,6 +116,12 @@ def _cast(evidence: Evidence, own: Mapping[int, float]) -> str:
             (_KEPT, [own[rank] / scale for rank, scale in scales.items()]),
         ):
             off = max(abs(ratio - 1) for ratio in ratios)
-            found.append((off, f": the scale of a cast of {what} to FP8 ({name}) {words}"))
-    off, text = min(found, default=(math.inf, ""))
-    return text if off <= max(evidence.tolerance.value, 1e-3) else ""
+            found.append((off, what, f"to FP8 ({name}) {words}"))
+    off, what, done = min(found, default=(math.inf, "", ""))
+    if off > max(evidence.tolerance.value, 1e-3):
+        return ""
+    # Each part's largest value can be that of the whole.
+    equal = {its for its_off, its, same in found if same == done and its_off - off < _EQUAL}
+    if equal == {_ALL, _OWN}:
+        return f": the scale of a cast of {_OWN} {done}; or of {_ALL}, whose scale is the same here"
+    return f": the scale of a cast of {what} {done}"

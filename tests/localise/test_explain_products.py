@@ -84,6 +84,16 @@ def test_scale_of_the_whole_input() -> None:
     assert "cast of its input to FP8 (E4M3) was done and never undone" in found.text
 
 
+def test_scales_that_are_equal() -> None:
+    """Halves with the same largest value: both are said."""
+    x = fed()
+    x[S - 1, 0, 0] = 7.0
+    found = explain(evidence([7.0 / 448, 7.0 / 448], x=x))
+    assert found is not None
+    assert "cast of its own part of the sequence to FP8 (E4M3) was undone" in found.text
+    assert "or of its input, whose scale is the same here" in found.text
+
+
 def test_the_norm_that_is_fused_with_it() -> None:
     """What is multiplied is the normed input."""
     x = fed()
