@@ -17,10 +17,10 @@ from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.placement.boxes import Box, DimMap, length, product, whole
 from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.partial import describe_summand
 from megatron_ttrace.placement.token_index import (
     NOBODY,
     TokenIndex,
-    describe_summand,
     expert_boxes,
     is_summand,
     match,
@@ -149,7 +149,7 @@ class ExpertRows:
             placement, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
             summand = self._mesh.size("etp") > 1 and is_summand(key.kind, module)
             if summand:
-                placement = describe_summand(placement)
+                placement = describe_summand(placement, "etp")
             found.append(Piece(there, placement, boxes, shape, summand))
         return found
 

@@ -9,7 +9,7 @@ from megatron_ttrace.compare.measure import Sums, measure
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.token_index import is_described_as_summand
+from megatron_ttrace.placement.partial import axis_of_summand
 from megatron_ttrace.trace.store import Entry, TraceReader
 
 
@@ -40,8 +40,9 @@ def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry, rank:
     local, logical = candidate.tensor(entry), reference.tensor(there)
     sums = measure(local, logical, entry.boxes, entry.factor)
     found = Measured(key, entry.placement, entry.boxes, there.shape, sums)
-    if not is_described_as_summand(entry.placement):
+    axis = axis_of_summand(entry.placement)
+    if axis is None:
         return found
-    ranks = Mesh.from_dict(candidate.meta["meshes"][rank]).size("etp")
+    ranks = Mesh.from_dict(candidate.meta["meshes"][rank]).size(axis)
     share = sketch_of_share(local, logical, entry.boxes, entry.factor, ranks)
     return dataclasses.replace(found, sketch=share)

@@ -23,7 +23,7 @@ from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.token_index import is_described_as_summand
+from megatron_ttrace.placement.partial import axis_of_summand
 from megatron_ttrace.records import TraceKey, Verdict
 from megatron_ttrace.trace.store import Entry, TraceReader
 
@@ -236,7 +236,7 @@ class Field:
         if len(holders) != 1 or entry.misfit or entry.key not in self._reference:
             return False
         # Routing has sums of its own, and a share of experts' outputs is no part of a tensor.
-        if entry.sums or is_described_as_summand(entry.placement):
+        if entry.sums or axis_of_summand(entry.placement):
             return False
         sums = holders[0].sums
         tolerance = self._tolerances.of(entry.key)

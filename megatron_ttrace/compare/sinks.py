@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ttrace.capture.modules import Place
+from megatron_ttrace.capture.summands import Summands
 from megatron_ttrace.compare.experts import ExpertRows, is_beyond
 from megatron_ttrace.compare.measure import Sums, box_views, measure
 from megatron_ttrace.compare.routing import Groups, choice
@@ -22,6 +23,7 @@ from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.partial import describe_summand
 from megatron_ttrace.placement.plan import Placement, describe, plan
 from megatron_ttrace.placement.token_index import TokenIndex, token_positions
 from megatron_ttrace.records import CHOICE, SCORES, STEP_LEVEL, Kind, TraceKey
@@ -62,6 +64,7 @@ class Layout:
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
             tokens its context-parallel rank sees.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``; empty without experts.
+        summands: gradients of inputs that the ranks of an axis hold summands of.
         sequence_first: modules that hand out [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
@@ -73,6 +76,7 @@ class Layout:
     gradient_factor: float
     sequence_first: frozenset[str] = frozenset()
     dispatcher: str = ""
+    summands: Summands = dataclasses.field(default_factory=dict)
 
 
 class CompareSink:
@@ -159,9 +163,10 @@ class CompareSink:
             return None
         for here, there in box_views(oriented, self._reference.tensor(entry), boxes):
             here.copy_(there)
-        factor = self._factor(key)
-        if factor != 1.0:
-            instead.mul_(factor)
+        axis = self._summand_over(key)
+        share = self._factor(key) / (self._layout.mesh.size(axis) if axis else 1)
+        if share != 1.0:
+            instead.mul_(share)
         return self._substitute(key, instead, data)
 
     def _substitute(
@@ -304,8 +309,18 @@ class CompareSink:
         except ValueError as error:
             self._misfit(Measured(key, "", (), entry.shape, None, "shape", str(error)), data)
             return
-        sums = measure(data, self._reference.tensor(entry), boxes, self._factor(key))
-        found = Measured(key, describe(placement), boxes, entry.shape, sums)
+        whole = self._reference.tensor(entry)
+        factor = self._factor(key)
+        found = Measured(
+            key, describe(placement), boxes, entry.shape, measure(data, whole, boxes, factor)
+        )
+        axis = self._summand_over(key)
+        if axis:
+            found = dataclasses.replace(
+                found,
+                placement=describe_summand(found.placement, axis),
+                sketch=sketch_of_share(data, whole, boxes, factor, self._layout.mesh.size(axis)),
+            )
         self._add(found)
         self._keep(found, data)
 
@@ -377,6 +392,13 @@ class CompareSink:
 
     def _factor(self, key: TraceKey) -> float:
         return self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
+
+    def _summand_over(self, key: TraceKey) -> str | None:
+        """The axis whose ranks each have a summand of this tensor; ``None`` for all others."""
+        if key.kind is not Kind.GRAD_INPUT:
+            return None
+        axis = self._layout.summands.get((key.name.partition("#")[0], key.index))
+        return axis if axis and self._layout.mesh.size(axis) > 1 else None
 
     def _oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the reference's order."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Batch, Served
+from megatron_ttrace.capture.summands import summands
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.conclusion import conclude
 from megatron_ttrace.compare.exactness import Arithmetic
@@ -147,6 +148,7 @@ class CandidateSession(Session):
                     and hasattr(module, "vocab_start_index")
                 ),
                 self._dispatcher(),
+                summands(self.model.names),
             ),
             tolerances=self._tolerances,
             writer=self._writer,

@@ -36,7 +36,7 @@ from megatron_ttrace.localise.culprits import UNKNOWN
 from megatron_ttrace.localise.evidence import ELEMENTS, Evidence, Finding, Part, parts_of, where
 from megatron_ttrace.localise.places import usual_place
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.token_index import is_described_as_summand
+from megatron_ttrace.placement.partial import axis_of_summand
 from megatron_ttrace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader
 
@@ -177,7 +177,7 @@ class Explainer:
         limit = max(1, ELEMENTS // max(1, len(kept) // 8))
         for rank, number in kept:
             entry = self._candidate.resolve(rank, number)
-            if is_described_as_summand(entry.placement) or entry.sums:
+            if axis_of_summand(entry.placement) or entry.sums:
                 continue
             if entry.boxes or not entry.logical_shape:
                 local = self._candidate.tensor(entry)

@@ -61,6 +61,13 @@ MODELS["mla-q-te"] = (
     MODELS["mla-te"].replace("--q-lora-rank 24 ", "").replace(" --qk-layernorm", "")
 )
 """DeepSeek-like: multi-head latent attention, with queries compressed or not."""
+MODELS["dsa-te"] = (
+    f"{MODELS['mla-te']} --experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
+    "--dsa-indexer-head-dim 16 --dsa-indexer-topk 32 --dsa-indexer-loss-coeff 0.1 "
+    "--no-dsa-indexer-rotate-activation"
+)
+"""Sparse attention: an indexer beside the attention chooses which tokens are seen; here all are.
+Its rotation is a CUDA kernel."""
 
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 WIDE = tuple(DTYPES)
@@ -113,6 +120,7 @@ MTP = "--mtp-num-layers 1"
 ROPE = "--position-embedding-type rope"
 A2A = "--cp-comm-type a2a"
 MLA = ("mla-te",)
+DSA = ("dsa-te",)
 
 EP2 = "--expert-model-parallel-size 2"
 ETP1 = "--expert-tensor-parallel-size 1"
@@ -224,6 +232,18 @@ LAYOUTS = (
     Layout("cp2", 2, CP2, MLA),
     Layout("tp2-sp-cp2", 4, f"{TP2} {SP} {CP2}", MLA),
     Layout("tp2", 2, TP2, ("mla-te", "mla-q-te"), finding="MLA without sequence parallelism"),
+    Layout("tp2-sp", 2, f"{TP2} {SP}", DSA, dtypes=("fp32",)),
+    Layout("tp2-sp-top8", 2, f"{TP2} {SP} --dsa-indexer-topk 8", DSA, dtypes=("fp32",)),
+    Layout("pp2", 2, PP2, DSA, dtypes=("fp32",)),
+    Layout(
+        "cp2-all-gather",
+        2,
+        f"{CP2} --cp-comm-type allgather",
+        DSA,
+        finding="Sparse attention's indexer under context parallelism",
+    ),
+    Layout("tp2-sp-dp2-zero", 4, f"{TP2} {SP} {ZERO}", DSA, dtypes=("fp32",)),
+    Layout("tp2-sp-pp2", 4, f"{TP2} {SP} {PP2}", DSA, dtypes=("fp32",)),
     Layout("sinks-tp2", 2, f"{TP2} {SINKS} --clip-grad 0", ("gpt", "llama-te")),
     Layout("sinks-tp2-sp", 2, f"{TP2} {SP} {SINKS} --clip-grad 0", ("gpt", "llama-te")),
     Layout("sinks-pp2", 2, f"{PP2} {SINKS}", ("gpt", "llama-te")),

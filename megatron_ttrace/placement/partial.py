@@ -3,7 +3,9 @@
 
 No tensor that Megatron hands to the optimizer is partial; a gradient that *is* partial is what a
 forgotten all-reduce looks like. So a partial placement is never compared as it stands: the
-explanation "summing over the axis gives the reference" is tested with it.
+explanation "summing over the axis gives the reference" is tested with it. Where Megatron means a
+tensor to be partial (experts' outputs under etp, a key that all heads share), its placement says so
+in words, and the ranks' sum is judged (megatron_ttrace/compare/sketch.py).
 """
 
 from __future__ import annotations
@@ -26,3 +28,14 @@ class Partial:
 
     def __str__(self) -> str:
         return f"Partial({self.op})"
+
+
+def describe_summand(placement: str, axis: str) -> str:
+    """The words for a summand over an axis."""
+    return f"{placement} {axis}:{Partial()}"
+
+
+def axis_of_summand(placement: str) -> str | None:
+    """The inverse of :func:`describe_summand`; ``None`` for what is no summand."""
+    axis, _, rule = placement.rpartition(" ")[2].partition(":")
+    return axis if rule == str(Partial()) else None

@@ -197,16 +197,3 @@ def token_positions(local: tuple[int, int], mesh: Mesh, seq_length: int) -> Rows
     samples = np.arange(local[1])
     positions: Rows = (numbers[:, None] * local[1] + samples[None, :]).reshape(-1)
     return positions
-
-
-_SUMMAND = " etp:Partial(sum)"
-
-
-def describe_summand(placement: str) -> str:
-    """The words for a summand over ``etp``."""
-    return placement + _SUMMAND
-
-
-def is_described_as_summand(placement: str) -> bool:
-    """The inverse of :func:`describe_summand`."""
-    return placement.endswith(_SUMMAND)

@@ -2,6 +2,7 @@
 """Writing a reference and comparing a candidate with it, tensor by tensor."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from megatron_ttrace.compare import sinks
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.sinks import CompareSink, Layout, fails, step_level
+from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import mesh_of
@@ -201,6 +203,41 @@ def test_isolation_hands_out_the_references_slice(reference, tensors, rank):
     quarters = tensors[OUT].chunk(4)
     expected = torch.cat([quarters[rank], quarters[3 - rank]]).bfloat16()
     assert torch.equal(instead, expected)
+
+
+def shared_key(rank):
+    """Two ranks with heads of their own and one key, whose gradient is the whole's summand."""
+    return dataclasses.replace(layout(rank, tp=2), summands={(GRAD[2], 0): "tp"})
+
+
+@pytest.mark.parametrize(("weights", "right"), [((1.7, -0.7), True), ((1.0, 1.0), False)])
+def test_summands_of_a_gradient(reference, tensors, weights, right, tmp_path):
+    """Judged by their sum, in the job and from files."""
+    measured = {}
+    for rank, weight in enumerate(weights):
+        writer = TraceWriter(tmp_path / "candidate", rank)
+        sink = CompareSink(reference, 1, shared_key(rank), writer=writer, keep_all=True)
+        sink.tensor((GRAD,), weight * tensors[GRAD])
+        writer.close()
+        measured[rank] = sink.measured
+    seal(
+        tmp_path / "candidate",
+        {"meshes": [dataclasses.asdict(shared_key(rank).mesh) for rank in range(2)]},
+    )
+    saved = measure_saved(reference, TraceReader(tmp_path / "candidate"))
+    for found in (measured, saved):
+        one = found[0][0]
+        assert one.placement == "Replicate tp:Partial(sum)"
+        both = [found[rank][0].sketch for rank in range(2)]
+        off = math.sqrt(squared_norm(both) / one.sums.reference)
+        assert off == pytest.approx(0.0 if right else 1.0, abs=0.2 if not right else 1e-6)
+
+
+def test_isolation_hands_out_a_share(reference, tensors):
+    """Half of the reference to each of two ranks."""
+    sink = CompareSink(reference, 1, shared_key(1), isolate=True)
+    instead = sink.replace(GRAD, torch.zeros(S, 1, H))
+    assert torch.allclose(instead, tensors[GRAD] / 2)
 
 
 def test_isolation_hands_out_the_references_norm(reference):

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (  # noqa: E402
 from megatron.core.transformer import multi_latent_attention as mla  # noqa: E402
 from megatron.core.transformer import multi_token_prediction as mtp  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.experimental_attention_variant import dsa  # noqa: E402
 
 
 def over_context_parallel(count):
@@ -71,6 +72,15 @@ def predicted_tokens():
     mtp.roll_tensor = mended
 
 
+def indexer():
+    """Average the indexer's loss over context parallelism, and do not multiply by its size."""
+    dsa.DSAIndexerLossAutoScaler.set_loss_scale = staticmethod(
+        lambda scale, original=dsa.DSAIndexerLossAutoScaler.set_loss_scale: original(
+            scale / parallel_state.get_context_parallel_world_size()
+        )
+    )
+
+
 def sinks():
     """Mark the attention sinks as divided by head."""
     build = DotProductAttention.__init__
@@ -103,6 +113,7 @@ MENDS = {
     "mla-rotary-key": mla_rotary_key,
     "masked-tokens": masked_tokens,
     "predicted-tokens": predicted_tokens,
+    "indexer": indexer,
     "sinks": sinks,
     "train-only-sinks": frozen,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.matrix import configurations as matrix
 from megatron_ttrace.matrix.documents import uneven_documents
 from tests.integration.jobs import TINY, environment, ttrace
 
@@ -19,6 +20,7 @@ MLA = (
     "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --normalization RMSNorm --swiglu "
     "--disable-bias-linear"
 )
+SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type allgather"
 
 
 @pytest.mark.nightly
@@ -29,6 +31,7 @@ MLA = (
         ("", "masked-tokens", f"{CP} --eod-mask-loss"),
         ("", "predicted-tokens", f"{CP} --mtp-num-layers 1"),
         ("train-only-sinks", "sinks", SINKS),
+        ("", "indexer", SPARSE),
     ],
 )
 def test_a_mend_makes_it_equivalent(before, mend, arguments, tmp_path):
