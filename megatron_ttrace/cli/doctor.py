@@ -55,13 +55,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Look at everything; a look that fails is a finding, too."""
     with versions.quiet_imports():
-        findings = [look() for look in (*_NEEDED, *_OPTIONAL)]
+        needed = [_attempt(subject, look, "missing") for subject, look in _NEEDED.items()]
+        others = [_attempt(subject, look, "optional") for subject, look in _OPTIONAL.items()]
+    broken = [one.subject for one in needed if one.state == "missing"]
+    findings = [*needed, *others, _checks(broken)]
     if args.json:
         print(json.dumps([dataclasses.asdict(one) for one in findings], indent=1))
     else:
         _show(findings)
-    broken = any(one.state == "missing" for one in findings[: len(_NEEDED)])
     return int(ExitCode.COULD_NOT_CHECK if broken else ExitCode.EQUIVALENT)
+
+
+def _attempt(subject: str, look: Callable[[], Finding], state: str) -> Finding:
+    """What a look finds, or that it failed: a broken installation raises anything."""
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001
+        return Finding(subject, state, f"not usable ({type(error).__name__}: {error})"[:200])
 
 
 def _show(findings: list[Finding]) -> None:
@@ -90,16 +100,20 @@ def _torch() -> Finding:
         torch = importlib.import_module("torch")
     except ImportError as error:
         return Finding("torch", "missing", str(error), "pip install torch")
-    distributed = importlib.import_module("torch.distributed")
-    backends = [
-        name
-        for name, there in (
-            ("gloo", distributed.is_gloo_available()),
-            ("NCCL", distributed.is_nccl_available()),
-        )
-        if there
-    ]
+    backends = _backends()
+    if not backends:
+        found = f"{torch.__version__}, neither gloo nor NCCL"
+        return Finding("torch", "missing", found, "ranks need one: pip install torch")
     return Finding("torch", "ok", f"{torch.__version__}, {' and '.join(backends)}")
+
+
+def _backends() -> list[str]:
+    """What ranks can talk with."""
+    distributed = importlib.import_module("torch.distributed")
+    if not distributed.is_available():
+        return []
+    there = {"gloo": distributed.is_gloo_available(), "NCCL": distributed.is_nccl_available()}
+    return [name for name, usable in there.items() if usable]
 
 
 def _megatron() -> Finding:
@@ -114,9 +128,26 @@ def _device() -> Finding:
     torch = importlib.import_module("torch")
     count = torch.cuda.device_count()
     if not count:
-        return Finding("device", "ok", "no GPU", "Megatron will run on the CPU over gloo")
-    name = torch.cuda.get_device_name(0)
-    return Finding("device", "ok", f"{count} x {name}", "Megatron will run there, untouched")
+        return Finding("GPU", "optional", "none", "the CPU backend stands in for it")
+    properties = torch.cuda.get_device_properties(0)
+    memory = f"{properties.total_memory / _GIB:.0f} GiB"
+    if "NCCL" not in _backends():
+        advice = "this torch has no NCCL, which several of them need: install a CUDA build"
+        return Finding("GPU", "optional", f"{count} x {properties.name}, {memory}", advice)
+    return Finding("GPU", "ok", f"{count} x {properties.name}, {memory}")
+
+
+def _checks(broken: list[str]) -> Finding:
+    """What will run where."""
+    if broken:
+        return Finding("checks", "missing", "cannot run here", f"first mend {', '.join(broken)}")
+    count = importlib.import_module("torch").cuda.device_count()
+    if not count:
+        found = "reference and ranks on this machine's CPU over gloo, TransformerEngine emulated"
+        return Finding("checks", "ok", found)
+    ranks = "1 rank" if count == 1 else f"up to {count} ranks"
+    found = f"reference on the first GPU, {ranks} on GPUs, untouched"
+    return Finding("checks", "ok", found, "more ranks on the CPU with --ttrace-device cpu")
 
 
 def _disk() -> Finding:
@@ -156,5 +187,21 @@ def _wandb() -> Finding:
     return Finding("wandb", "ok", version, "offline runs are written where no key is configured")
 
 
-_NEEDED: tuple[Callable[[], Finding], ...] = (_python, _torch, _megatron)
-_OPTIONAL: tuple[Callable[[], Finding], ...] = (_device, _disk, _transformer_engine, _apex, _wandb)
+def _tensorboard() -> Finding:
+    try:
+        version = importlib.metadata.version("tensorboard")
+    except importlib.metadata.PackageNotFoundError:
+        advice = "pip install tensorboard for scalars beside the training curves"
+        return Finding("TensorBoard", "optional", "not installed", advice)
+    return Finding("TensorBoard", "ok", version, "used with --tensorboard-dir")
+
+
+_NEEDED = {"Python": _python, "torch": _torch, "megatron-core": _megatron}
+_OPTIONAL = {
+    "GPU": _device,
+    "disk": _disk,
+    "TransformerEngine": _transformer_engine,
+    "Apex": _apex,
+    "wandb": _wandb,
+    "TensorBoard": _tensorboard,
+}

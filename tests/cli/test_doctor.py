@@ -4,6 +4,7 @@
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,8 @@ from megatron_ttrace.errors import TTraceError
 from tests.integration.jobs import ttrace
 
 SUBJECTS = {
-    *("Python", "torch", "megatron-core", "device", "disk"),
-    *("TransformerEngine", "Apex", "wandb"),
+    *("Python", "torch", "megatron-core", "GPU", "disk"),
+    *("TransformerEngine", "Apex", "wandb", "TensorBoard", "checks"),
 }
 
 
@@ -43,8 +44,58 @@ def test_what_is_missing_is_told(
         raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.0'")
 
     monkeypatch.setattr(doctor.versions, "check_supported", absent)
-    monkeypatch.setattr(doctor, "_OPTIONAL", ())
+    monkeypatch.setattr(doctor, "_OPTIONAL", {})
     assert doctor.run(Namespace(json=True)) == 2
     told = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert told["megatron-core"]["state"] == "missing"
     assert "pip install" in told["megatron-core"]["found"]
+    assert told["checks"]["advice"] == "first mend megatron-core"
+
+
+def test_a_machine_with_nothing_gets_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No torch, or one whose libraries do not load: a finding each, and no traceback."""
+
+    def broken(name: str) -> None:
+        raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    assert doctor.run(Namespace(json=True)) == 2
+    told = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert set(told) == SUBJECTS
+    assert told["torch"]["state"] == told["checks"]["state"] == "missing"
+    assert "libcudart" in told["torch"]["found"]
+    assert told["GPU"]["state"] == "optional"
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool, gloo: bool = True) -> None:
+    """A machine with so many GPUs, and these backends."""
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=141 << 30)
+    modules = {
+        "torch": SimpleNamespace(
+            __version__="2.15.0",
+            cuda=SimpleNamespace(
+                device_count=lambda: gpus, get_device_properties=lambda _: properties
+            ),
+        ),
+        "torch.distributed": SimpleNamespace(
+            is_available=lambda: True,
+            is_gloo_available=lambda: gloo,
+            is_nccl_available=lambda: nccl,
+        ),
+    }
+    monkeypatch.setattr(doctor.importlib, "import_module", modules.__getitem__)
+
+
+def test_what_will_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs where there are some, the CPU elsewhere; ranks that cannot talk are told."""
+    pretend(monkeypatch, 0, nccl=False)
+    assert "CPU over gloo" in doctor._checks([]).found
+    pretend(monkeypatch, 8, nccl=True)
+    assert doctor._device().found == "8 x NVIDIA H200, 141 GiB"
+    assert "up to 8 ranks on GPUs" in doctor._checks([]).found
+    pretend(monkeypatch, 8, nccl=False)
+    assert "no NCCL" in doctor._device().advice
+    pretend(monkeypatch, 0, nccl=False, gloo=False)
+    assert doctor._torch().state == "missing"

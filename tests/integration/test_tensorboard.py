@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A check reaches Megatron's own TensorBoard writer, where TensorBoard is installed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SCRIPT, TINY, ttrace
+
+
+def test_scalars_beside_the_training_curves(tmp_path: Path) -> None:
+    """The event file holds the worst margin, also when the check ends the job."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    done = ttrace(
+        *("check", "--nproc-per-node", 2, "--ttrace-no-wandb", "--", SCRIPT, *TINY),
+        *("--tensor-model-parallel-size", 2, "--tensorboard-dir", tmp_path / "events"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = EventAccumulator(str(tmp_path / "events"))
+    found.Reload()
+    (worst,) = found.Scalars("ttrace/worst_margin")
+    assert worst.step == 1
+    assert 0 < worst.value < 1
+    assert "ttrace/margin/decoder.layers.0" in found.Tags()["scalars"]
