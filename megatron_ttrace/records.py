@@ -19,6 +19,7 @@ from megatron_ttrace.errors import ExitCode
 class Kind(StrEnum):
     """What a traced tensor is. Order is the order in which a training step produces them."""
 
+    INITIAL = "initial"
     TOKENS = "tokens"
     PARAM = "param"
     INPUT = "input"
@@ -51,6 +52,7 @@ class Direction(StrEnum):
 
 
 _DIRECTION = {
+    Kind.INITIAL: Direction.START,
     Kind.TOKENS: Direction.START,
     Kind.PARAM: Direction.START,
     Kind.INPUT: Direction.FORWARD,
@@ -153,6 +155,11 @@ class Verdict:
     def direction(self) -> Direction:
         """Where in the step the tensor stands; a parameter is read before the step and after it."""
         return direction_of(self.kind, self.index)
+
+    @property
+    def is_luck(self) -> bool:
+        """Whether the margin of a pass says how random numbers fell, not how near a fault is."""
+        return self.kind is Kind.INITIAL and self.verdict is Outcome.PASS
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object in the contract's field order; infinities and NaN become strings."""

@@ -213,8 +213,8 @@ def exit_code(rows: Sequence[Row]) -> ExitCode:
 
 
 def worst_margin(verdicts: Iterable[Verdict]) -> float:
-    """The largest margin of what was judged; that of a blind tensor says nothing."""
-    judged = (v.margin for v in verdicts if v.verdict is not Outcome.UNCHECKED)
+    """The largest margin of what was judged; that of a blind tensor says nothing, nor does luck."""
+    judged = (v.margin for v in verdicts if v.verdict is not Outcome.UNCHECKED and not v.is_luck)
     return max((margin for margin in judged if margin is not None), default=0.0)
 
 

@@ -55,6 +55,16 @@ class TracedModel:
             for name, parameter in names.parameters.items()
         ]
 
+    def held(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, torch.Tensor]]:
+        """Each parameter, the place of what this rank computes with, and that."""
+        parts = parts_of(self.chunks)
+        return [
+            (parameter, place.flat(*part.weights_range), part.weights)
+            if (part := parts.get(parameter))
+            else (parameter, place, parameter.data)
+            for parameter, place in self.places()
+        ]
+
 
 class StepTap:
     """Captures one training step into a sink."""
@@ -125,15 +135,12 @@ class StepTap:
             return None
 
     def _parameters(self, index: int) -> None:
-        parts = parts_of(self._model.chunks)
-        for parameter, place in self._model.places():
-            part = parts.get(parameter)
-            where = place.flat(*part.weights_range) if part else place
+        for _, place, data in self._model.held():
             self._sink.placed(
                 (STEP_LEVEL, Kind.PARAM, place.name, index),
-                part.weights if part else parameter.data,
-                where.logical_shape,
-                where.placement,
+                data,
+                place.logical_shape,
+                place.placement,
             )
 
     def _gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:

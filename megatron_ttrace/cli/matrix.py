@@ -164,8 +164,9 @@ def _check(one: Configuration, seed: int, args: argparse.Namespace, *, fork: boo
 
 
 def _margin(verdict: Verdict) -> float:
-    """A blind tensor's margin says nothing."""
-    return 0.0 if verdict.verdict is Outcome.UNCHECKED else verdict.margin or 0.0
+    """A blind tensor's margin says nothing, nor does one of random numbers."""
+    silent = verdict.verdict is Outcome.UNCHECKED or verdict.is_luck
+    return 0.0 if silent else verdict.margin or 0.0
 
 
 def _line(row: Row) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace import versions
-from megatron_ttrace.compare import exactness, experts
+from megatron_ttrace.compare import exactness, experts, initial
 from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.localise.culprits import localise
@@ -21,6 +22,7 @@ from megatron_ttrace.localise.residual import residuals
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.records import (
     Direction,
+    Kind,
     Outcome,
     Result,
     Summary,
@@ -56,13 +58,24 @@ def conclude(
         errors: of the tracing itself; with any, the answer is "could not check".
     """
     began = time.monotonic()
-    verdicts = judge(
-        ((key, reference.entry(key).shape) for key in reference),
-        measured,
-        tolerances,
-        float(reference.meta["epsilon"]),
-        functools.partial(_unjudged, mesh, str(config.get("dispatcher", ""))),
-    )
+    eps = float(reference.meta["epsilon"])
+    keys = [key for key in reference if key.kind is not Kind.INITIAL]
+    starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
+    verdicts = [
+        *initial.judge(
+            {entry.key: (entry.shape, Moments.of(entry.sums)) for entry in starts}, measured, eps
+        ),
+        *judge(
+            ((key, reference.entry(key).shape) for key in keys),
+            {
+                rank: [one for one in found if one.key.kind is not Kind.INITIAL]
+                for rank, found in measured.items()
+            },
+            tolerances,
+            eps,
+            functools.partial(_unjudged, mesh, str(config.get("dispatcher", ""))),
+        ),
+    ]
     verdicts, exact = exactness.examine(verdicts, config)
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured)
@@ -70,7 +83,7 @@ def conclude(
     culprits = tuple(localise(verdicts, explainer.explain, isolated=isolated))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
-    said = list(notices)
+    said = [*notices, *initial.notices(verdicts)]
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         said.append("no computed tensor could be judged: every one of them is unchecked")

@@ -6,10 +6,12 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_ttrace.compare.measure import Sums, measure
+from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.partial import axis_of_summand
+from megatron_ttrace.records import Kind
 from megatron_ttrace.trace.store import Entry, TraceReader
 
 
@@ -26,6 +28,11 @@ def measure_saved(reference: TraceReader, candidate: TraceReader) -> dict[int, l
 
 def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry, rank: int) -> Measured:
     key = entry.key
+    if key.kind is Kind.INITIAL:
+        moments = Moments.of(entry.sums)
+        return Measured(
+            key, entry.placement, entry.boxes, entry.logical_shape, None, moments=moments
+        )
     if key not in reference:
         note = "not in the reference"
         return Measured(key, "", (), entry.shape, None, "extra", note)

@@ -17,6 +17,7 @@ from megatron_ttrace.capture.modules import Place
 from megatron_ttrace.capture.summands import Summands
 from megatron_ttrace.compare.experts import ExpertRows, is_beyond
 from megatron_ttrace.compare.measure import Sums, box_views, measure
+from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.routing import Groups, choice
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
@@ -39,7 +40,8 @@ class Measured:
     ``problem`` is empty, ``extra`` (the reference has no such tensor) or ``shape``; ``note`` says
     more. ``sums`` is ``None`` when nothing could be measured. ``sketch``, if any, says that the
     tensor is a summand: what adds up to the reference are the sketches of all ranks with the same
-    boxes (megatron_ttrace/compare/sketch.py).
+    boxes (megatron_ttrace/compare/sketch.py). ``moments``, of initial values only, are what is
+    judged in their place (megatron_ttrace/compare/initial.py).
     """
 
     key: TraceKey
@@ -50,6 +52,7 @@ class Measured:
     problem: str = ""
     note: str = ""
     sketch: tuple[float, ...] = ()
+    moments: Moments | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.records import Kind, TraceKey
@@ -19,9 +20,13 @@ def encode(measured: list[Measured]) -> dict[str, Any]:
     for one in measured:
         layout = (one.placement, one.boxes, one.logical_shape)
         number = layouts.setdefault(layout, len(layouts))
-        sums = None if one.sums is None else [_text(v) for v in dataclasses.astuple(one.sums)]
+        sums, moments = (
+            None if found is None else [_text(v) for v in dataclasses.astuple(found)]
+            for found in (one.sums, one.moments)
+        )
         key = [one.key.iteration, one.key.microbatch, one.key.kind.value, one.key.name]
-        rows.append([*key, one.key.index, number, sums, one.problem, one.note, one.sketch])
+        said = one.problem, one.note, one.sketch
+        rows.append([*key, one.key.index, number, sums, *said, moments])
     return {
         "layouts": [
             [placement, [[b.logical, b.extent, b.local] for b in boxes], shape]
@@ -42,9 +47,8 @@ def decode(message: dict[str, Any]) -> list[Measured]:
         for placement, boxes, shape in message["layouts"]
     ]
     found = []
-    for iteration, microbatch, kind, name, index, number, sums, problem, note, sketch in message[
-        "rows"
-    ]:
+    for row in message["rows"]:
+        iteration, microbatch, kind, name, index, number, sums, problem, note, sketch, moments = row
         placement, boxes, shape = layouts[number]
         found.append(
             Measured(
@@ -56,6 +60,7 @@ def decode(message: dict[str, Any]) -> list[Measured]:
                 problem=problem,
                 note=note,
                 sketch=tuple(sketch),
+                moments=None if moments is None else Moments.of(moments),
             )
         )
     return found

@@ -25,10 +25,10 @@ from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.integration import channel, low_precision, quiet, shared
 from megatron_ttrace.integration.session import Session
-from megatron_ttrace.records import Kind, Summary, Verdict
+from megatron_ttrace.records import STEP_LEVEL, Kind, Summary, TraceKey, Verdict
 from megatron_ttrace.reference import fingerprint, launch
 from megatron_ttrace.start import handoff
-from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
 
 class CandidateSession(Session):
@@ -68,6 +68,33 @@ class CandidateSession(Session):
             self._notice(f"{name} of the last stage is in no computation: not traced")
         if self._reference is None:
             self._find_reference(self._hand_over(scheduler))
+        if self.not_initial:
+            self._notice(self.not_initial)
+        self._measure_initial()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this run starts from a checkpoint."""
+        return _loads(self.args)
+
+    def _measure_initial(self) -> None:
+        """Initial values belong to the run; they are told with the first traced iteration."""
+        assert self._writer is not None
+        for one in self.initial:
+            key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
+            where = one.placement, one.boxes, one.logical_shape
+            self._measured.append(Measured(key, *where, None, moments=one.moments))
+            if self.settings.save_candidate:
+                entry = Entry(
+                    key,
+                    one.logical_shape,
+                    one.dtype,
+                    logical_shape=one.logical_shape,
+                    placement=one.placement,
+                    boxes=one.boxes,
+                    sums=dataclasses.astuple(one.moments),
+                )
+                self._writer.add(entry, None)
 
     def _hand_over(self, scheduler: Any) -> dict[str, Any]:
         directory = self.settings.directory / "start"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -21,10 +22,10 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.integration import low_precision
 from megatron_ttrace.integration.session import Session
 from megatron_ttrace.placement.mesh import SINGLE
-from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.reference.perturb import perturbed
 from megatron_ttrace.trace.sink import WriteSink
-from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
 
 class ReferenceSession(Session):
@@ -52,12 +53,21 @@ class ReferenceSession(Session):
         scheduler.num_steps = started["schedule"]
         scheduler.step(increment=0)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the candidate hands its own start over."""
+        return self._order.get("started") is not None
+
     def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
         """Do everything at the first step: the batches of untraced ones are fetched and left."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         count = get_num_microbatches()
         writer = TraceWriter(self._directory, 0)
+        for one in self.initial:
+            key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
+            sums = dataclasses.astuple(one.moments)
+            writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
         moved: dict[TraceKey, tuple[Measured, list[float]]] = {}
         done = 0
         for block in self.blocks():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
 from megatron_ttrace.capture.names import canonical_names, unwrap
 from megatron_ttrace.capture.optimizer import Snapshot, owned_by
 from megatron_ttrace.capture.sharded_weights import buffers_of, parts_of, publish
@@ -39,6 +40,8 @@ class Session:
         self.errors: list[str] = []
         self.start: Path | None = None
         self.start_step: float | None = None
+        self.initial: list[Initial] = []
+        self.not_initial = ""
         self._model: TracedModel | None = None
         self._scheduler: Any = None
 
@@ -67,9 +70,17 @@ class Session:
             gated=bool(get_model_config(chunks[0]).gated_linear_unit),
         )
         self._scheduler = scheduler
+        self.not_initial = uninitialised(self.args, is_loaded=self.is_loaded)
+        if not self.not_initial:
+            self.initial = initial_values(self._model)
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
         """Called before Megatron's ``step``-th training step; an exit code when that is all."""
+        raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this side starts from a checkpoint."""
         raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
 
     def blocks(self) -> list[list[int]]:

@@ -5,6 +5,8 @@ A step is a chain of cause and effect: start values, forward, loss, backward, gr
 failure in one stage makes everything after it differ, so culprits are looked for stage by stage and
 the first stage that has any is the answer.
 
+Megatron's own initial values, which nothing of the traced step comes from, are looked at apart.
+
 - start: a parameter or a token differs before anything was computed;
 - missing: a module or parameter of the reference exists nowhere in the candidate;
 - forward: all of a module's inputs pass, an output fails, and no module inside it explains that;
@@ -53,6 +55,22 @@ def localise(
         failing iteration, in execution order; one per module, standing for its worst tensor. Empty
         when nothing failed.
     """
+    # The traced step starts from other values: nothing in it is a consequence of initial ones.
+    initial = [
+        (verdict, owner(verdict.name), "it is wrong before anything was computed")
+        for verdict in verdicts
+        if verdict.verdict.is_failure and verdict.kind is Kind.INITIAL
+    ]
+    verdicts = [verdict for verdict in verdicts if verdict.kind is not Kind.INITIAL]
+    return [
+        *_one_per_module(initial, Direction.START, explain, verdicts),
+        *_of_steps(verdicts, explain, isolated=isolated),
+    ]
+
+
+def _of_steps(
+    verdicts: Sequence[Verdict], explain: Explain | None, *, isolated: bool
+) -> list[Culprit]:
     failed = [verdict for verdict in verdicts if verdict.verdict.is_failure]
     if not failed:
         return []

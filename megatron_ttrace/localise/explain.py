@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.sinks import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.errors import TTraceError
@@ -117,6 +118,8 @@ class Explainer:
             return UNKNOWN
 
     def _explain(self, verdict: Verdict) -> str:
+        if verdict.kind is Kind.INITIAL:
+            return _sentence(Finding(verdict.note, initial.cause(verdict)), verdict.key)
         if verdict.verdict is Outcome.MISSING:
             lost = self._missing(verdict)
             return _sentence(lost, verdict.key) if lost else UNKNOWN
@@ -134,7 +137,7 @@ class Explainer:
 
     def evidence(self, key: TraceKey) -> Evidence | None:
         """What is known of a failed tensor; ``None`` when its shards were not kept."""
-        if self._candidate is None or key not in self._reference:
+        if self._candidate is None or key not in self._reference or key.kind is Kind.INITIAL:
             return None
         meshes = self._meshes()
         entry = self._reference.entry(key)

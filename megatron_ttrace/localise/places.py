@@ -53,6 +53,8 @@ _MAPPINGS = "core/tensor_parallel/mappings.py"
 _BUFFER = "core/distributed/param_and_grad_buffer.py"
 
 PLACES = (
+    Place("core/tensor_parallel/random.py:model_parallel_cuda_manual_seed", ("random state",)),
+    Place(f"{_BUFFER}:_ParamAndGradBuffer", ("initial values",)),
     Place("core/transformer/transformer_block.py:get_num_layers_to_build", ("layers",)),
     Place("core/optimizer/__init__.py:_get_param_groups_and_buffers", ("zero",), _UPDATE),
     Place(

@@ -89,7 +89,7 @@ def depth_key(layer: str) -> tuple[int, tuple[tuple[int, int, str], ...]]:
 
 def margin_of(verdict: Verdict) -> float | None:
     """The margin for ranking: a failure that could not be measured is worse than any number."""
-    if verdict.verdict is Outcome.UNCHECKED:
+    if verdict.verdict is Outcome.UNCHECKED or verdict.is_luck:
         return None
     if verdict.margin is None:
         return math.inf if verdict.verdict.is_failure else None

@@ -31,7 +31,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.records import Kind, TraceKey
 
-FORMAT = 1
+FORMAT = 2
 _CHUNK_BYTES = 256 << 20
 
 

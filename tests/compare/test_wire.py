@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.placement.boxes import Box
@@ -29,6 +30,13 @@ sums = st.builds(
 boxes = st.lists(dims, max_size=3).map(
     lambda sizes: Box(tuple(sizes), tuple(n + 1 for n in sizes), tuple(sizes) or (7,))
 )
+moments = st.builds(
+    Moments,
+    n=dims,
+    **dict.fromkeys(("sum", "squares", "cubes", "fourths", "least", "most"), numbers),
+    nonfinite=dims,
+    checksum=st.integers(0, 2**64 - 1),
+)
 findings = st.builds(
     Measured,
     key=st.builds(
@@ -45,6 +53,7 @@ findings = st.builds(
     sums=st.none() | sums,
     problem=st.sampled_from(["", "extra", "shape"]),
     note=st.text(max_size=9),
+    moments=st.none() | moments,
 )
 
 

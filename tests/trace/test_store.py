@@ -256,9 +256,9 @@ def test_no_directory_at_all(tmp_path):
         ("{", "meta.json cannot be read"),
         ("[]", "meta.json cannot be read"),
         ('"text"', "meta.json cannot be read"),
-        ('{"format": 1}', "meta.json cannot be read"),
-        ('{"format": 1, "files": ["a"]}', "meta.json cannot be read"),
-        ('{"format": 2}', "was written in trace format 2, this version reads 1"),
+        ('{"format": 2}', "meta.json cannot be read"),
+        ('{"format": 2, "files": ["a"]}', "meta.json cannot be read"),
+        ('{"format": 1}', "was written in trace format 1, this version reads 2"),
         ('{"format": 99, "files": {}}', "was written in trace format 99"),
         ("{}", "was written in trace format None"),
     ],
@@ -320,7 +320,7 @@ def test_meta_keeps_what_it_is_given(tmp_path):
     written(tmp_path, {"a": torch.randn(5)}, meta={"role": "reference", "microbatches": 4})
     (tmp_path / "unrelated.txt").write_text("left alone")
     meta = read_meta(tmp_path)
-    assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 1)
+    assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 2)
     assert sorted(meta["files"]) == ["rank-00000.0000.safetensors", "rank-00000.index.jsonl"]
 
 

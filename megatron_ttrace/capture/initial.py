@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's own initial values, before a traced step writes its start over them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+
+from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare.measure import local_view
+from megatron_ttrace.compare.moments import Moments, moments_of
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.plan import describe
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Initial:
+    """How the initial values of this rank's part of a parameter are distributed."""
+
+    name: str
+    dtype: str
+    logical_shape: tuple[int, ...]
+    placement: str
+    boxes: tuple[Box, ...]
+    moments: Moments
+
+
+def initial_values(model: TracedModel) -> list[Initial]:
+    """The moments of all parameters that this rank holds; nothing is gathered."""
+    found = []
+    with torch.no_grad():
+        for _, place, data in model.held():
+            boxes = place.boxes(model.mesh)
+            pieces = (moments_of(local_view(data, box)) for box in boxes)
+            found.append(
+                Initial(
+                    place.name,
+                    str(data.dtype).removeprefix("torch."),
+                    place.logical_shape,
+                    describe(place.placement),
+                    boxes,
+                    sum(pieces, Moments()),
+                )
+            )
+    return found
+
+
+def uninitialised(args: argparse.Namespace, *, is_loaded: bool) -> str:
+    """Why a run's initial values say nothing; empty when they do."""
+    if is_loaded:
+        return "the run starts from a checkpoint: initial values are not judged"
+    if not getattr(args, "perform_initialization", True):
+        return "--no-initialization: initial values are not judged"
+    return ""

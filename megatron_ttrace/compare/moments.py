@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few sums that say how a tensor's values are distributed; parts of it add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_ttrace.compare.measure import checksum
+
+_CHUNK = 1 << 16
+_MASK = (1 << 64) - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over values, in float64; ``checksum`` is of their bits."""
+
+    n: int = 0
+    sum: float = 0.0
+    squares: float = 0.0
+    cubes: float = 0.0
+    fourths: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+    nonfinite: int = 0
+    checksum: int = 0
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Moments:
+        """The inverse of ``dataclasses.astuple``, also after a round trip through JSON."""
+        n, one, two, three, four, least, most, nonfinite, checksum = values
+        sums = float(one), float(two), float(three), float(four)
+        return cls(int(n), *sums, float(least), float(most), int(nonfinite), int(checksum))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(
+            self.n + other.n,
+            self.sum + other.sum,
+            self.squares + other.squares,
+            self.cubes + other.cubes,
+            self.fourths + other.fourths,
+            min(self.least, other.least),
+            max(self.most, other.most),
+            self.nonfinite + other.nonfinite,
+            (self.checksum * 1_000_003 + other.checksum) & _MASK,
+        )
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all values are one value."""
+        return self.least == self.most
+
+    @property
+    def mean(self) -> float:
+        """Of the values."""
+        return self.sum / self.n
+
+    @property
+    def scatter(self) -> float:
+        """Sum of squared deviations from the mean."""
+        return 0.0 if self.is_constant else max(self.squares - self.sum * self.mean, 0.0)
+
+    @property
+    def std(self) -> float:
+        """Standard deviation, unbiased in the square."""
+        return math.sqrt(self.scatter / (self.n - 1)) if self.n > 1 else 0.0
+
+    @property
+    def kurtosis(self) -> float:
+        """Fourth central moment over the squared second one: 3 for a normal distribution."""
+        m = self.mean
+        fourth = self.fourths - 4 * m * self.cubes + 6 * m**2 * self.squares - 3 * self.n * m**4
+        return fourth * self.n / self.scatter**2 if self.scatter else 0.0
+
+
+def moments_of(data: torch.Tensor) -> Moments:
+    """The moments of a tensor's elements, in chunks and with one read of the device.
+
+    Of one with NaN or infinity only their number is known.
+    """
+    flat = data.detach().reshape(-1)
+    if not flat.numel():
+        return Moments()
+    powers = torch.zeros(4, dtype=torch.float64, device=flat.device)
+    least, most = torch.aminmax(flat.float())
+    for chunk in flat.split(_CHUNK):
+        x = chunk.double()
+        square = x * x
+        powers += torch.stack(
+            (x.sum(), square.sum(), torch.dot(square, x), torch.dot(square, square))
+        )
+    found = torch.cat((powers, torch.stack((least, most)).double()))
+    if not bool(torch.isfinite(found).all()):
+        return Moments(flat.numel(), nonfinite=int((~torch.isfinite(flat)).sum().item()))
+    return Moments.of((flat.numel(), *found.tolist(), 0, checksum(data)))

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initial values: wrong ones are found, and random numbers raise no alarm."""
+
+import math
+import re
+from statistics import NormalDist
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mpmath import betainc, mp  # comes with torch
+
+from megatron_ttrace.compare.initial import FEW, LIMIT, cause, distance, judge, notices
+from megatron_ttrace.compare.measure import local_view
+from megatron_ttrace.compare.moments import Moments, moments_of
+from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.placement.mesh import SINGLE, mesh_of
+from megatron_ttrace.placement.plan import Step, describe, plan
+from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.records import Kind, Outcome, TraceKey
+
+EPS = 2.0**-23
+SHAPE = (64, 64)
+NAME = "decoder.layers.0.mlp.linear_fc1.weight"
+DIVIDED = (Step("tp", Shard(0)),)
+
+
+def key_of(name=NAME):
+    """Of a parameter's initial values."""
+    return TraceKey(1, -1, Kind.INITIAL, name)
+
+
+def drawn(seed, *shape, std=0.02, dtype=torch.float32):
+    """Random numbers as an initialiser draws them."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * std).to(dtype)
+
+
+def typical(n, std=1.0):
+    """The moments of ``n`` numbers that lie as evenly as normal ones can."""
+    quantile = NormalDist(0.0, std).inv_cdf
+    return moments_of(torch.tensor([quantile((i + 0.5) / n) for i in range(n)]).double())
+
+
+def reference_of(data, name=NAME):
+    """What the reference has to say of one parameter."""
+    return {key_of(name): (tuple(data.shape), moments_of(data))}
+
+
+def held(rank, data, shape=SHAPE, placement=(), mesh=SINGLE, name=NAME):
+    """What one rank measures of its own tensor."""
+    boxes = plan(shape, placement, mesh)
+    moments = sum((moments_of(local_view(data, box)) for box in boxes), Moments())
+    where = describe(placement), boxes, tuple(shape)
+    return rank, Measured(key_of(name), *where, None, moments=moments)
+
+
+def shards(*parts, shape=SHAPE, name=NAME):
+    """Tensor-parallel ranks with a part each."""
+    return [
+        held(rank, part, shape, DIVIDED, mesh_of(rank, len(parts), tp=len(parts)), name)
+        for rank, part in enumerate(parts)
+    ]
+
+
+def verdicts_of(expected, *holders):
+    """The verdicts by name."""
+    measured: dict[int, list[Measured]] = {}
+    for rank, one in holders:
+        measured.setdefault(rank, []).append(one)
+    return {verdict.name: verdict for verdict in judge(expected, measured, EPS)}
+
+
+def verdict_of(expected, *holders):
+    """The only verdict."""
+    [verdict] = verdicts_of(expected, *holders).values()
+    return verdict
+
+
+REFERENCE = reference_of(drawn(1, *SHAPE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_random_numbers_pass(dtype):
+    """Of the same distribution, in two parts or in one."""
+    whole = verdict_of(REFERENCE, held(0, drawn(2, *SHAPE, dtype=dtype)))
+    parts = verdict_of(
+        REFERENCE, *shards(drawn(3, 32, 64, dtype=dtype), drawn(4, 32, 64, dtype=dtype))
+    )
+    for verdict in (whole, parts):
+        assert verdict.verdict is Outcome.PASS
+        assert 0.0 < verdict.margin < 1.0
+        assert verdict.margin == pytest.approx(verdict.rel_err / verdict.tolerance)
+        assert verdict.is_luck
+    assert parts.ranks == (0, 1)
+
+
+def test_same_values_have_no_error():
+    """Where a layout draws the reference's numbers."""
+    assert verdict_of(REFERENCE, held(0, drawn(1, *SHAPE))).rel_err == 0.0
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_lost_values(value):
+    """A constant in place of random numbers."""
+    verdict = verdict_of(REFERENCE, held(0, torch.full(SHAPE, value)))
+    assert (verdict.verdict, verdict.margin) == (Outcome.DIVERGED, math.inf)
+    assert verdict.note.startswith(f"initial values are lost: all {value:g}; in the reference mean")
+    assert cause(verdict) == "initial values"
+
+
+def test_one_shard_of_many():
+    """Its rank is named, and the right ones do not hide it."""
+    parts = [drawn(10 + part, 64, 64, std=0.03 if part == 9 else 0.02) for part in range(16)]
+    shape = (16 * 64, 64)
+    verdict = verdict_of(reference_of(drawn(1, *shape)), *shards(*parts, shape=shape))
+    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (9,))
+    assert re.search(r"std 0\.0(30|29)\d*; in the reference .* std 0\.02", verdict.note)
+    assert verdict.margin > 1.0
+
+
+def test_one_lost_shard():
+    """Half of the values are zero: neither constant nor as they should be."""
+    verdict = verdict_of(REFERENCE, *shards(drawn(2, 32, 64), torch.zeros(32, 64)))
+    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (1,))
+    assert "all 0" in verdict.note
+
+
+@pytest.mark.parametrize("size", [1.1, 0.9])
+def test_ten_percent_of_4096(size):
+    """A standard deviation that is a tenth off lies beyond the bound, for typical samples."""
+    statistic, _ = distance(typical(4096, size), typical(4096))
+    assert statistic > LIMIT
+
+
+@pytest.mark.parametrize(("size", "share"), [(1.1, 0.45), (0.9, 0.7), (1.15, 0.99), (0.85, 0.99)])
+def test_how_often_it_is_found(size, share):
+    """Samples scatter: at the bound about half of them are beyond it, at 15 % all."""
+    found = [
+        distance(moments_of(drawn(seed, 4096, std=size)), moments_of(drawn(-seed, 4096, std=1.0)))
+        for seed in range(1, 201)
+    ]
+    assert sum(statistic > LIMIT for statistic, _ in found) >= share * len(found)
+
+
+@pytest.mark.parametrize("n", [512, 4096, 1 << 16])
+def test_mean(n):
+    """An offset of the bound is at the bound, in standard deviations."""
+    plain = typical(n)
+    offset = 6 * math.sqrt(2 / n)
+    values = torch.tensor([NormalDist().inv_cdf((i + 0.5) / n) for i in range(n)]).double()
+    below, _ = distance(moments_of(values + 0.98 * offset), plain)
+    beyond, unit = distance(moments_of(values + 1.1 * offset), plain)
+    assert below < LIMIT < beyond
+    assert math.sqrt(LIMIT) * unit == pytest.approx(offset)
+
+
+def tail(n, m):
+    """The exact probability that two normal samples of ``n`` and ``m`` are beyond the bound.
+
+    Student's and the F distribution's tails are incomplete beta functions.
+    """
+    mp.dps = 30
+    free = n + m - 2
+    t_squared = free * mp.expm1(mp.mpf(LIMIT) / free)
+    total = betainc(free / 2, 0.5, 0, free / (free + t_squared), regularized=True)
+    for d, e in ((n - 1, m - 1), (m - 1, n - 1)):
+
+        def beyond(log_ratio, d=d, e=e):
+            pooled = (d * mp.exp(log_ratio) + e) / (d + e)
+            return (d + e) * mp.log(pooled) - d * log_ratio - LIMIT
+
+        low, high = mp.mpf(0), mp.mpf(400)
+        for _ in range(120):
+            middle = (low + high) / 2
+            low, high = (middle, high) if beyond(middle) < 0 else (low, middle)
+        total += betainc(e / 2, d / 2, 0, e / (e + d * mp.exp(high)), regularized=True)
+    return float(total)
+
+
+@pytest.mark.parametrize(
+    ("n", "m"), [(FEW, FEW), (FEW, 512), (16, 16), (64, 128), (512, 512), (4096, 8192)]
+)
+def test_false_alarms(n, m):
+    """Fewer than one in 10^8 tensors, for every number of elements."""
+    assert 1e-9 < tail(n, m) < 1e-8
+
+
+@pytest.mark.parametrize("n", [FEW, 20, 300])
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand])
+def test_bound_by_simulation(n, draw):
+    """Where it can be counted: beyond x with a probability of exp(-x/2) a side at most."""
+    torch.manual_seed(n)
+    found = [distance(moments_of(draw(n)), moments_of(draw(n)))[0] for _ in range(2000)]
+    for x in (4.0, 7.0):
+        # Four sides: two means, two variances; three standard deviations of the count.
+        bound = 4 * math.exp(-x / 2)
+        assert sum(one > x for one in found) / 2000 < bound + 3 * math.sqrt(bound / 2000)
+
+
+@given(st.integers(FEW, 200), st.integers(FEW, 200), st.floats(1e-4, 1e4), st.integers(0, 999))
+def test_no_units(n, m, size, seed):
+    """Another unit changes nothing, nor does the sign."""
+    one, other = drawn(seed, n, std=1.0).double(), drawn(seed + 1, m, std=2.0).double()
+    plain, _ = distance(moments_of(one), moments_of(other))
+    scaled, _ = distance(moments_of(one * -size), moments_of(other * -size))
+    assert scaled == pytest.approx(plain, rel=1e-6, abs=1e-9)
+
+
+def test_replicas():
+    """Ranks that hold the same part start with the same bits, whatever they are."""
+    same, other = drawn(2, *SHAPE), drawn(3, *SHAPE)
+    good = verdict_of(REFERENCE, held(0, same), held(1, same))
+    assert (good.verdict, good.ranks) == (Outcome.PASS, (0, 1))
+    bad = verdict_of(REFERENCE, held(0, same), held(1, other), held(2, same))
+    assert (bad.verdict, bad.ranks) == (Outcome.REPLICA_CONFLICT, (0, 1, 2))
+    assert cause(bad) == "random state"
+
+
+def test_equal_shards():
+    """All tensor-parallel ranks drew the same numbers."""
+    part = drawn(2, 32, 64)
+    verdict = verdict_of(REFERENCE, *shards(part, part))
+    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (0, 1))
+    assert "on rank 0 are bit by bit those of another part of it on rank 1" in verdict.note
+    assert cause(verdict) == "random state"
+
+
+@pytest.mark.parametrize("leaf", ["local_experts.{}.linear_fc1.weight", "linear_fc1.weight{}"])
+def test_equal_experts(leaf):
+    """Two experts with one start; that the reference has such a pair as well excuses it."""
+    data = drawn(2, *SHAPE)
+    names = [f"decoder.layers.0.mlp.experts.{leaf.format(i)}" for i in (0, 1)]
+    holders = [held(rank, data, name=name) for rank, name in enumerate(names)]
+    apart = {**reference_of(drawn(5, *SHAPE), names[0]), **reference_of(data, names[1])}
+    found = verdicts_of(apart, *holders)
+    assert {one.verdict for one in found.values()} == {Outcome.DIVERGED}
+    assert f"bit by bit those of {names[1]} on rank 1" in found[names[0]].note
+    meant = {**reference_of(data, names[0]), **reference_of(data, names[1])}
+    assert {one.verdict for one in verdicts_of(meant, *holders).values()} == {Outcome.PASS}
+
+
+def test_equal_layers():
+    """Two layers with one start: each is right by itself, but it is told."""
+    data = drawn(2, *SHAPE)
+    names = [f"decoder.layers.{i}.mlp.experts.linear_fc1.weight{1 - i}" for i in (0, 1)]
+    apart = {**reference_of(drawn(5, *SHAPE), names[0]), **reference_of(drawn(6, *SHAPE), names[1])}
+    holders = [held(rank, data, name=name) for rank, name in enumerate(names)]
+    found = verdicts_of(apart, *holders)
+    assert {one.verdict for one in found.values()} == {Outcome.PASS}
+    assert f"bit by bit those of {names[1]} on rank 1" in found[names[0]].note
+    [told] = notices(list(found.values()))
+    assert told.startswith(f"2 parameters begin with another layer's numbers: {names[0]}: ")
+    assert not notices([verdict_of(REFERENCE, held(0, data))])
+
+
+def test_constants():
+    """Norm weights are one, biases zero: exactly, on every rank."""
+    ones = reference_of(torch.ones(64))
+    assert verdict_of(ones, held(0, torch.ones(64), (64,))).verdict is Outcome.PASS
+    right, wrong = torch.ones(32), torch.ones(32).index_fill(0, torch.tensor([3]), 1.0 + 1e-6)
+    verdict = verdict_of(ones, *shards(right, wrong, shape=(64,)))
+    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (1,))
+    assert (verdict.rel_err, verdict.tolerance, verdict.margin) == (math.inf, 0.0, math.inf)
+    assert not math.isnan(verdict.rel_err_eps)
+
+
+def test_not_finite():
+    """In the candidate it is found, in the reference nothing can be said."""
+    bad = drawn(2, *SHAPE).index_fill(0, torch.tensor([3]), math.nan)
+    found = verdict_of(REFERENCE, held(0, drawn(2, *SHAPE)), held(1, bad))
+    assert (found.verdict, found.ranks) == (Outcome.NONFINITE, (1,))
+    assert verdict_of(reference_of(bad), held(0, bad)).verdict is Outcome.UNCHECKED
+
+
+@pytest.mark.parametrize(
+    ("expected", "holders", "why"),
+    [
+        ({}, [held(0, drawn(2, *SHAPE))], "only one of the runs has it"),
+        (REFERENCE, [], "only one of the runs has it"),
+        (REFERENCE, [held(0, drawn(2, 4, 4), (4, 4))], "the whole tensor is (64, 64)"),
+        (REFERENCE, shards(drawn(2, 32, 64), drawn(3, 32, 64))[:1], "not all of it"),
+        (
+            REFERENCE,
+            [*shards(drawn(2, 32, 64), drawn(3, 32, 64)), held(2, drawn(4, *SHAPE))],
+            "its parts overlap",
+        ),
+        (reference_of(drawn(1, 7)), [held(0, drawn(2, 7), (7,))], "fewer than 8"),
+        (reference_of(drawn(1, 7)), [held(0, torch.zeros(7), (7,))], "fewer than 8"),
+        (reference_of(drawn(1, 1)), [held(0, drawn(2, 1), (1,))], "one value"),
+    ],
+)
+def test_nothing_to_say(expected, holders, why):
+    """Then it says why, and is no failure."""
+    verdict = verdict_of(expected, *holders)
+    assert verdict.verdict is Outcome.UNCHECKED
+    assert why in verdict.note
