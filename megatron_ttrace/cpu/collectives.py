@@ -4,10 +4,13 @@
 Gloo moves and reduces the same numbers. It has its own names and types for some arguments:
 split sizes of an all-to-all must be Python integers (the MoE dispatcher passes what it has, which
 can be tensors), lists of unequal parts are refused, there is no NCCL backend to ask for, and no
-device to bind a group to.
+device to bind a group to. Of two coalesced reductions of one buffer, undefined with NCCL, it makes
+one: those are refused here.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -115,6 +118,24 @@ def _install_uneven() -> None:
     _patch("reduce_scatter", scatter)
 
 
+def _install_coalescing() -> None:
+    manager = dist.distributed_c10d._coalescing_manager
+
+    @functools.wraps(manager)
+    @contextlib.contextmanager
+    def coalescing(group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with manager(group, *args, **kwargs) as work:
+            yield work
+            world = dist.distributed_c10d._world
+            group = group if group is not None else dist.distributed_c10d._get_default_group()
+            waiting = world.pg_coalesce_state.get(group, [])
+            buffers = [one.tensor.data_ptr() for one in waiting if one.dst_tensor is None]
+            if len(set(buffers)) < len(buffers):
+                raise RuntimeError("two coalesced reductions of one buffer: undefined with NCCL")
+
+    _patch("_coalescing_manager", coalescing)
+
+
 def install() -> None:
     """Replace the collectives gloo takes differently, and what makes process groups."""
     if not dist.is_available():
@@ -141,6 +162,7 @@ def install() -> None:
 
     _patch("all_to_all_single", all_to_all)
     _install_uneven()
+    _install_coalescing()
     for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
         _patch(name, _with_gloo(getattr(dist, name)))
 

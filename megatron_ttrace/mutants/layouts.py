@@ -50,9 +50,17 @@ LAYOUTS = (
     Layout("te-tp2-sp", 2, "llama-te", f"{matrix.TP2} {matrix.SP}"),
     Layout("pp2", 2, "gpt", matrix.PP2),
     Layout("pp2-vpp2", 2, "gpt", _VPP2),
-    Layout("pp2-mtp", 2, "llama-te", f"{matrix.PP2} --mtp-num-layers 1 {matrix.ZERO}"),
+    Layout("pp2-mtp", 2, "llama-te", f"{matrix.PP2} {matrix.MTP} --mtp-detach-heads {matrix.ZERO}"),
+    Layout("tp2-mtp", 2, "llama-te", f"{matrix.TP2} {matrix.MTP}"),
+    Layout("tp2-sp-dsa", 2, "dsa-te", f"{matrix.TP2} {matrix.SP}"),
     Layout("dp2", 2, "gpt", f"--overlap-grad-reduce {_BUCKETS}"),
     Layout("dp2-tokens", 2, "gpt", "--calculate-per-token-loss"),
+    Layout(
+        "dp2-accumulate",
+        2,
+        "gpt",
+        "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all",
+    ),
     Layout("dp2-zero", 2, "gpt", matrix.ZERO),
     Layout(
         "dp2-zero-overlap", 2, "gpt", f"{matrix.ZERO} {matrix.OVERLAP} {_BUCKETS} {_DEEP} --bf16"

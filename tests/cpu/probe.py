@@ -153,8 +153,21 @@ def collectives(rank: int, where: str) -> dict[str, Any]:
     dist.all_to_all_single(exchanged, torch.full((3,), mine), wanted, splits[rank], group=group)
     halves = torch.zeros(1, dtype=torch.bfloat16)
     dist.reduce_scatter_tensor(halves, torch.full((2,), mine, dtype=torch.bfloat16), group=group)
+    summed = [torch.full((2,), mine), torch.full((1,), mine)]
+    with dist._coalescing_manager(group):
+        for one in summed:
+            dist.all_reduce(one, group=group)
+    try:
+        with dist._coalescing_manager(group):
+            for _ in range(2):
+                dist.all_reduce(summed[0], group=group)
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
     found = {
         "backend": dist.get_backend(group),
+        "coalesced": [one.tolist() for one in summed],
+        "coalesced twice": refused,
         "all_gather": [part.flatten().tolist() for part in gathered],
         "reduce_scatter": scattered.tolist(),
         "inputs kept": [part.tolist() for part in parts],

@@ -104,6 +104,8 @@ def test_collectives_of_forked_ranks(facts, rank):
     assert seen["reduce_scatter"] == [3.0] * (1 if rank == 0 else 3)
     assert seen["all_to_all"] == ([1.0, 2.0] if rank == 0 else [1.0, 1.0, 2.0, 2.0])
     assert seen["bf16"] == [3.0]
+    assert seen["coalesced"] == [[3.0, 3.0], [3.0]]
+    assert "undefined with NCCL" in seen["coalesced twice"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
