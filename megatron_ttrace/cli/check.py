@@ -8,13 +8,10 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ttrace import flags
 from megatron_ttrace.errors import TTraceError
-
-if TYPE_CHECKING:
-    from megatron_ttrace.launching.job import Job
 
 _EPILOG = """\
 example:
@@ -80,15 +77,8 @@ def run(args: argparse.Namespace) -> int:
         from rich.console import Console
 
         _, verdicts = files.load_report(job.directory)
-        terminal.render(summary, verdicts, Console(), job.directory, _isolating(job))
+        terminal.render(summary, verdicts, Console(), job.directory, job.isolating())
     return int(summary.verdict.exit_code)
-
-
-def _isolating(job: Job) -> list[str]:
-    """The command that checks the same job with modules isolated, in a directory of its own."""
-    words = ["ttrace", "check", "--nproc-per-node", str(job.nproc)]
-    words += ["--ttrace-dir", f"{job.directory}-isolated", "--ttrace-isolate", *job.flags]
-    return [*words, "--", str(job.script), *job.arguments]
 
 
 def _split(args: argparse.Namespace, words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
             environment={"TTRACE_CACHE": str((args.directory / "references").resolve())},
         )
         summary = jobs.run(job, fork=fork, say=say)
-        terminal.render(summary, files.load_report(directory)[1], console, directory)
+        verdicts = files.load_report(directory)[1]
+        terminal.render(summary, verdicts, console, directory, job.isolating())
         outcomes.append(expected(summary))
     console.rule("demo")
     healthy, found = outcomes

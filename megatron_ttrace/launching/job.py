@@ -42,6 +42,12 @@ class Job:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     limit: float | None = None
 
+    def isolating(self) -> list[str]:
+        """The command that checks this job with modules isolated, in a directory of its own."""
+        words = ["ttrace", "check", "--nproc-per-node", str(self.nproc)]
+        words += ["--ttrace-dir", f"{self.directory}-isolated", "--ttrace-isolate", *self.flags]
+        return [*words, "--", str(self.script), *self.arguments]
+
 
 class OutOfTimeError(TTraceError):
     """The job was still running at its limit."""

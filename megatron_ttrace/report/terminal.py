@@ -27,7 +27,7 @@ MAX_ALIKE = 6
 MAX_OTHERS = 5
 MAX_REASONS = 4
 MAX_NOTICES = 5
-MAX_COMMAND = 12
+MAX_COMMAND = 16
 _LABEL = 11
 
 _STYLES = {
@@ -267,8 +267,9 @@ def _next_steps(page: _Page, summary: Summary, directory: Path, isolating: Seque
         )
         command = shell_lines(isolating, page.width - _LABEL)
         if not 0 < len(command) <= MAX_COMMAND:
-            fresh = shlex.quote(f"{directory}-isolated")
-            command = [f"the same with --ttrace-isolate --ttrace-dir {clean(fresh, NOTE_LIMIT)}"]
+            fresh = clean(shlex.quote(f"{directory}-isolated"), NOTE_LIMIT)
+            page.field("", f"the same with --ttrace-isolate --ttrace-dir {fresh}", "bold")
+            return
         for line in command:
             page.line((f"{'':{_LABEL}}{line}", "bold"))
 

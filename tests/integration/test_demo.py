@@ -2,18 +2,29 @@
 """``ttrace demo``: the healthy run passes, the bug is found, within the promised time."""
 
 import json
+import os
+import resource
 import time
 from pathlib import Path
 
 from tests.integration.jobs import ttrace
 
 
+def cpu_seconds() -> float:
+    """What finished children have used, and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_demo(tmp_path: Path) -> None:
     """Both outcomes stand in the files, and the report names the embedding."""
-    began = time.monotonic()
+    idle = os.getloadavg()[0] < (os.cpu_count() or 1)
+    began, spent = time.monotonic(), cpu_seconds()
     done = ttrace("demo", "--directory", "demo", cwd=tmp_path, WANDB_MODE="offline")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert time.monotonic() - began < 120
+    # On a machine that does other things the clock says nothing of the demo.
+    assert time.monotonic() - began < 120 or not idle
+    assert cpu_seconds() - spent < 120
     healthy, sick = (
         json.loads((tmp_path / "demo" / name / "summary.json").read_text())
         for name in ("healthy", "sick")

@@ -4,9 +4,12 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.__main__ import build_parser
+from megatron_ttrace.cli import check
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.launching import job as jobs
 from megatron_ttrace.launching import ranks
@@ -170,3 +173,15 @@ def test_out_of_time(tmp_path):
         pid = int(ranks.log_of(tmp_path / "out" / "logs", rank).read_text())
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_the_isolating_command_is_one_that_check_reads():
+    """The same job and flags, in a directory of its own."""
+    job = Job(Path("a.py"), ("--lr", "1e-3"), 2, Path("out"), ("--ttrace-bug=11",))
+    program, *words = job.isolating()
+    args = build_parser().parse_args(words)
+    ours, theirs = check._split(args, args.script[2:])
+    assert program == "ttrace"
+    assert (args.command, args.nproc_per_node, args.script[:2]) == ("check", 2, ["--", "a.py"])
+    assert (ours.ttrace_isolate, ours.ttrace_bug, ours.ttrace_dir) == (True, "11", "out-isolated")
+    assert theirs == ["--lr", "1e-3"]

@@ -105,6 +105,7 @@ def test_a_command_can_be_copied(diverged: Check) -> None:
     file = io.StringIO()
     terminal.render(*diverged, Console(file=file), Path("out"), words * 10)
     assert "the same with --ttrace-isolate" in file.getvalue()
+    assert max(map(len, text_of(diverged, Path("a" * 100)).splitlines())) <= 80
 
 
 def test_a_divergence_without_culprit_shows_the_worst(diverged: Check) -> None:
