@@ -73,5 +73,5 @@ def test_the_tutorial(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "tutorial.md").read_text()
     printed = "\n".join(documents.check(block, tmp_path) for block in TUTORIAL)
     said = " ".join(printed.split())
-    for line in re.findall(r"^(?:culprit|direction|reason|cause) +.*$", text, re.MULTILINE):
+    for line in re.findall(r"^(?:culprit|direction|reason|cause|tensors) +.*$", text, re.MULTILINE):
         assert " ".join(line.split()) in said

@@ -151,7 +151,8 @@ class LayerRow:
 class Column:
     """One column of the heat map: a tensor that every layer has.
 
-    A parameter after the step stands with its change: both are what the step made of it.
+    A parameter's own initial values stand with those it has before the step, and its values after
+    the step with its change: what it starts from, and what the step makes of it.
     """
 
     direction: Direction
@@ -173,6 +174,8 @@ def place_of(verdict: Verdict) -> tuple[str, Column]:
     kind = verdict.kind
     if kind is Kind.PARAM and verdict.direction is Direction.UPDATE:
         kind = Kind.PARAM_DELTA
+    elif kind is Kind.INITIAL:
+        kind = Kind.PARAM
     return layer_of(verdict.name), Column(verdict.direction, tail_of(verdict.name), kind)
 
 

@@ -174,6 +174,7 @@ def test_a_parameter_after_the_step_is_part_of_the_update() -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     found = table.heat_map(
         [
+            make_verdict(name, Kind.INITIAL),
             make_verdict(name, Kind.PARAM),
             make_verdict(name, Kind.PARAM_DELTA),
             make_verdict(name, Kind.PARAM, index=1, verdict=Outcome.DIVERGED),
@@ -184,6 +185,6 @@ def test_a_parameter_after_the_step_is_part_of_the_update() -> None:
         for (_, column), group in found.cells.items()
     }
     assert cells == {
-        (Direction.START, Kind.PARAM): (1, 0),
+        (Direction.START, Kind.PARAM): (2, 0),
         (Direction.UPDATE, Kind.PARAM_DELTA): (2, 1),
     }
