@@ -150,6 +150,7 @@ def payload(
         "index": [v.index for v in picked],
         "outcome": [outcomes[v.verdict] for v in picked],
         "colour": [figures.colour_class(v) for v in picked],
+        "luck": [int(v.is_luck) for v in picked],
         "rel_err": [_short(v.rel_err) for v in picked],
         "rel_err_eps": [_short(v.rel_err_eps) for v in picked],
         "tolerance": [_short(v.tolerance) for v in picked],

@@ -259,6 +259,21 @@ def test_panels_share_the_width(
     assert not browser.js("document.documentElement.scrollWidth > innerWidth")
 
 
+@needs_chromium
+def test_a_start_that_is_luck_does_not_stand_for_its_cell(
+    browser: chromium.Browser, tmp_path: Path
+) -> None:
+    """The page orders verdicts as the tables do: margins of random numbers come last."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    verdicts = [
+        make_verdict(name, Kind.INITIAL, rel_err=0.9, tolerance=1.0),
+        make_verdict(name, Kind.PARAM, rel_err=0.0, tolerance=1.0),
+    ]
+    show(browser, (make_summary(verdicts), verdicts), tmp_path)
+    browser.click("#map rect[data-c]")
+    assert browser.js("document.querySelector('#detail h3').textContent") == f"{name} param.0"
+
+
 def wide_check(check: Check) -> Check:
     """The check with modules enough for the columns that a real model has."""
     summary, verdicts = check

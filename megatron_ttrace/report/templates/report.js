@@ -42,7 +42,7 @@
   // The same order as table.severity in Python: failures, passes, unchecked; then the margin.
   const level = (row) => (fails(row) ? 2 : outcome(row) === "pass" ? 1 : 0);
   const size = (row) => {
-    if (data.margin[row] === null) return fails(row) ? Infinity : -1;
+    if (data.margin[row] === null || data.luck[row]) return fails(row) ? Infinity : -1;
     const value = num(data.margin[row]);
     return Number.isNaN(value) ? Infinity : value;
   };
