@@ -154,6 +154,8 @@ class Session:
             snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
             scheduler = copy.copy(vars(self._scheduler))
             yield
+            # A gather that the optimizer's step began would write over what is put back.
+            self._settle()
             vars(self._scheduler).update(scheduler)
             if snapshot is not None:
                 snapshot.restore()

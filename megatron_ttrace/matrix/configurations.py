@@ -150,6 +150,13 @@ LAYOUTS = (
     Layout("pp2-dp2-zero", 4, f"{PP2} {ZERO}"),
     Layout("pp2-dp2-zero-overlap", 4, f"{PP2} {ZERO} {OVERLAP}"),
     Layout(
+        "pp2-vpp2-dp2-zero-step",
+        4,
+        f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 {ZERO} {OVERLAP} "
+        "--overlap-param-gather-with-optimizer-step --ckpt-format torch",
+        ("gpt",),
+    ),
+    Layout(
         "recompute-uniform",
         2,
         f"{TP2} --num-layers 4 --recompute-granularity full --recompute-method uniform "

@@ -43,7 +43,7 @@ class Mutant:
     @property
     def package(self) -> str:
         """The part of Megatron it is in: what the module's name has after ``megatron.core``."""
-        words = self.module.split(".")[2:-1]
+        words = self.module.split(".")[2:]
         return ".".join(words[:2] if words[:1] == ["transformer"] else words[:1])
 
     @property

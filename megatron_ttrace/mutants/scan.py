@@ -45,11 +45,17 @@ def modules() -> list[tuple[str, Path]]:
         raise TTraceError("megatron-core is not installed: see ttrace doctor")
     root = Path(spec.origin).parent
     return [
-        (".".join(("megatron.core", *path.relative_to(root).with_suffix("").parts)), path)
+        (_name(path.relative_to(root)), path)
         for package in PACKAGES
         for path in sorted(root.joinpath(*package.split(".")[2:]).rglob("*.py"))
         if path.name != "__init__.py" or path.stat().st_size > 0
     ]
+
+
+def _name(path: Path) -> str:
+    """A package's own file goes by the package's name: by another it would be another module."""
+    parts = ("megatron.core", *path.with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
 
 
 def scan_source(module: str, text: str) -> Iterator[Mutant]:

@@ -44,12 +44,18 @@ FSDP = [
     *("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
     *("--data-parallel-sharding-strategy", "optim_grads_params"),
 ]
+STEP = [
+    *("--pipeline-model-parallel-size", "2", "--num-layers", "4"),
+    *("--num-virtual-stages-per-pipeline-rank", "2", "--ckpt-format", "torch"),
+    *(*ZERO, "--overlap-param-gather-with-optimizer-step"),
+]
+"""An update whose gather has begun when the step ends."""
 
 
 @pytest.mark.parametrize(
     ("sharding", "dtype"),
-    [(ZERO, []), (ZERO, ["--bf16"]), (FSDP, ["--bf16"])],
-    ids=["fp32", "bf16", "fsdp-bf16"],
+    [(ZERO, []), (ZERO, ["--bf16"]), (STEP, ["--bf16"]), (FSDP, ["--bf16"])],
+    ids=["fp32", "bf16", "step-bf16", "fsdp-bf16"],
 )
 def test_a_traced_run_trains_the_same(
     tmp_path: Path, sharding: list[str], dtype: list[str]

@@ -113,3 +113,10 @@ def test_explained_survivors_exist(found):
     explained = [name for survivor in survivors.load() for name in survivor.ids]
     assert not set(explained) - ids
     assert len(set(explained)) == len(explained)
+
+
+def test_modules_are_the_ones_in_use():
+    """A package's own file is the package: imported as ``.__init__`` it would be a second one."""
+    names = [name for name, _ in modules()]
+    assert "megatron.core.optimizer" in names
+    assert not [name for name in names if name.endswith("__init__")]
