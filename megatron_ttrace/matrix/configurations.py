@@ -133,6 +133,7 @@ LAYOUTS = (
     Layout("tp2", 2, TP2),
     Layout("tp2-sp", 2, f"{TP2} {SP}", ("gpt",)),
     Layout("tp4", 4, "--tensor-model-parallel-size 4"),
+    Layout("tp2-cpu-initialization", 2, f"{TP2} --use-cpu-initialization", dtypes=("fp32",)),
     Layout("pp2", 2, PP2),
     Layout("pp4", 4, "--pipeline-model-parallel-size 4 --num-layers 4"),
     Layout("pp2-vpp2", 2, f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
@@ -189,6 +190,14 @@ LAYOUTS = (
     Layout("tp2-sp-ep2-etp2", 4, f"{TP2} {SP} {EP2}", GROUPED),
     Layout("tp2-sp-ep2-etp2-alltoall", 4, f"{TP2} {SP} {EP2} {ALLTOALL}", ("moe-te",)),
     Layout("tp2-sp-ep4", 4, f"{TP2} {SP} --expert-model-parallel-size 4 {ETP1}", ("moe-te",)),
+    Layout(
+        "ep2-cpu-initialization",
+        2,
+        f"{EP2} --use-cpu-initialization",
+        ("moe",),
+        finding="`--use-cpu-initialization` with expert parallelism",
+        dtypes=("fp32",),
+    ),
     Layout("pp2-ep2", 4, f"{PP2} {EP2} {ALLTOALL}", ("moe", "moe-deep")),
     Layout(
         "pp2-vpp2-ep2",
