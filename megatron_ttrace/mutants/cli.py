@@ -221,8 +221,7 @@ def _show(rows: Sequence[Row], report: dict[str, Any]) -> None:
     console.print(
         f"{report['scanned']} found by scanning, {report['reached']} of {report['chosen']} reached "
         f"by some job, {report['run']} run in {report['seconds']:.0f} s; killed "
-        f"{report['score']:.1%}, of the silent ones {report['silent_score']:.1%}; counting the "
-        f"dormant ones {report['strict_score']:.1%}"
+        f"{report['score']:.1%}, of the silent ones {report['silent_score']:.1%}"
     )
 
 

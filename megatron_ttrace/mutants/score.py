@@ -22,7 +22,7 @@ class Score:
         diverged: killed by the check.
         crashed, hung: killed, and nobody needs a checker for that.
         equivalent: survived and proven to be no fault.
-        dormant: survived, and proven that no job of the campaign wakes it.
+        dormant: survived, for no job of the campaign wakes it; counts as missed.
         survived: the others.
     """
 
@@ -40,22 +40,21 @@ class Score:
 
     @property
     def score(self) -> float:
-        """Killed of all faults that some job wakes; 1 when there are none."""
-        return _share(self.killed, self.survived)
+        """Killed of all that are not proven equivalent; 1 when there are none."""
+        return _share(self.killed, self._missed)
 
     @property
     def silent_score(self) -> float:
         """The same of those that neither crash nor hang."""
-        return _share(self.diverged, self.survived)
+        return _share(self.diverged, self._missed)
 
     @property
-    def strict_score(self) -> float:
-        """The same as :attr:`score`, with the dormant ones counted as missed."""
-        return _share(self.killed, self.survived + self.dormant)
+    def _missed(self) -> int:
+        return self.survived + self.dormant
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
-        shares = ("score", "silent_score", "strict_score")
+        shares = ("score", "silent_score")
         return {
             **dataclasses.asdict(self),
             "killed": self.killed,
