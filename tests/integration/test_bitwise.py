@@ -54,7 +54,12 @@ STEP = [
 
 @pytest.mark.parametrize(
     ("sharding", "dtype"),
-    [(ZERO, []), (ZERO, ["--bf16"]), (STEP, ["--bf16"]), (FSDP, ["--bf16"])],
+    [
+        (ZERO, []),
+        (ZERO, ["--bf16"]),
+        pytest.param(STEP, ["--bf16"], marks=pytest.mark.nightly),
+        (FSDP, ["--bf16"]),
+    ],
     ids=["fp32", "bf16", "step-bf16", "fsdp-bf16"],
 )
 def test_a_traced_run_trains_the_same(

@@ -72,6 +72,7 @@ def test_faults(tmp_path: Path) -> None:
     assert same == {name: culprit["explanation"] for name, culprit in culprits.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "layout",
     [
@@ -85,7 +86,7 @@ def test_faults(tmp_path: Path) -> None:
     ],
 )
 def test_healthy(layout: str, tmp_path: Path) -> None:
-    """Every parameter is judged, and none is off."""
+    """Every parameter is judged, and none is off; the layouts' own tests have no alarm either."""
     if "fsdp" in layout:
         pytest.importorskip("einops")
     summary, initial, said = check(SCRIPT, *layout.split(), cwd=tmp_path)
