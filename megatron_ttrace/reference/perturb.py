@@ -51,18 +51,22 @@ def split_head(
 
     def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         own, logits = args[0] if args else kwargs["input_"], output[0]
-        weight = kwargs.get("weight")
-        weight = module.weight if weight is None else weight
+        shared = kwargs.get("weight")
+        weight: torch.Tensor = module.weight if shared is None else shared
         if own.dtype.itemsize != 2 or not (own.requires_grad and logits.requires_grad):
             return
         cut = int(torch.randint(1, len(weight), (), generator=generator))
         seen: list[torch.Tensor] = []
         logits.register_hook(seen.append)
 
-        def add_up(gradient: torch.Tensor) -> torch.Tensor:
+        def add_up(gradient: torch.Tensor) -> torch.Tensor | None:
+            if not seen:
+                return None
             above = seen.pop()
-            parts = above[..., :cut] @ weight[:cut], above[..., cut:] @ weight[cut:]
-            return torch.add(*parts).view_as(gradient)
+            parts = above[..., :cut] @ weight[:cut] + above[..., cut:] @ weight[cut:]
+            # Others than the head may have read the hidden states: only its share changes.
+            change = (parts.float() - (above @ weight).float()).view_as(gradient)
+            return torch.add(gradient.float(), change).to(gradient.dtype)
 
         own.register_hook(add_up)
 

@@ -101,3 +101,17 @@ def test_the_heads_gradient_is_added_up_in_two_parts(dtype, tied):
         found.add(round(float(hidden.grad.double() - 1) / step, 1))
     # Behind the first word two small ones count together; behind the second each is lost.
     assert len(found) == 1 if dtype is torch.float32 else found == {0.0, 1.0}
+
+
+def test_others_that_read_the_hidden_states_keep_their_share():
+    """The head's part of the gradient changes, by rounding; what else is in it stays."""
+    generator = torch.Generator().manual_seed(1)
+    head = Head(torch.randn(64, 8, generator=generator).bfloat16())
+    hidden = torch.randn(4, 8, generator=generator).bfloat16().requires_grad_()
+    above = torch.randn(4, 64, generator=generator).bfloat16()
+    handle = split_head(head, generator)
+    logits, _ = head(hidden)
+    ((logits * above).sum() + (8 * hidden).sum()).backward()
+    handle.remove()
+    expected = (above @ head.weight).detach() + 8
+    assert 0 < float((hidden.grad - expected).float().norm() / expected.float().norm()) < 0.02
