@@ -156,6 +156,11 @@ class Verdict:
         """Where in the step the tensor stands; a parameter is read before the step and after it."""
         return direction_of(self.kind, self.index)
 
+    @classmethod
+    def of(cls, key: TraceKey, **said: Any) -> Self:
+        """What is said of one tensor."""
+        return cls(key.iteration, key.microbatch, key.kind, key.name, key.index, **said)
+
     @property
     def is_luck(self) -> bool:
         """Whether the margin of a pass says how random numbers fell, not how near a fault is."""

@@ -110,12 +110,8 @@ def _judge(
             # Another layer with the same start is no wrong start of this one. It is told.
             found = dataclasses.replace(found, note=elsewhere[0])
     error, tolerance = found.error, found.tolerance
-    return Verdict(
-        iteration=key.iteration,
-        microbatch=key.microbatch,
-        kind=key.kind,
-        name=key.name,
-        index=key.index,
+    return Verdict.of(
+        key,
         verdict=found.outcome,
         rel_err=error,
         rel_err_eps=None if error is None else error / eps,

@@ -125,12 +125,8 @@ def _judge(
         if conflicts:
             notes.append(f"replicas differ in rounding on ranks {_list(conflicts)}")
         speaks = ranks
-    return Verdict(
-        iteration=key.iteration,
-        microbatch=key.microbatch,
-        kind=key.kind,
-        name=key.name,
-        index=key.index,
+    return Verdict.of(
+        key,
         verdict=outcome,
         rel_err=worst,
         rel_err_eps=worst / eps,
@@ -200,12 +196,8 @@ def _verdict(
     placement: str = "",
     note: str = "",
 ) -> Verdict:
-    return Verdict(
-        iteration=key.iteration,
-        microbatch=key.microbatch,
-        kind=key.kind,
-        name=key.name,
-        index=key.index,
+    return Verdict.of(
+        key,
         verdict=outcome,
         rel_err=None,
         rel_err_eps=None,

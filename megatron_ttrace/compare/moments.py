@@ -87,7 +87,7 @@ def moments_of(data: torch.Tensor) -> Moments:
     if not flat.numel():
         return Moments()
     powers = torch.zeros(4, dtype=torch.float64, device=flat.device)
-    least, most = torch.aminmax(flat.float())
+    least, most = torch.aminmax(flat)
     for chunk in flat.split(_CHUNK):
         x = chunk.double()
         square = x * x

@@ -129,7 +129,9 @@ def _install_coalescing() -> None:
             world = dist.distributed_c10d._world
             group = group if group is not None else dist.distributed_c10d._get_default_group()
             waiting = world.pg_coalesce_state.get(group, [])
-            buffers = [one.tensor.data_ptr() for one in waiting if one.dst_tensor is None]
+            in_place = (one.tensor for one in waiting if one.dst_tensor is None)
+            # Empty tensors have no address of their own.
+            buffers = [tensor.data_ptr() for tensor in in_place if tensor.numel()]
             if len(set(buffers)) < len(buffers):
                 raise RuntimeError("two coalesced reductions of one buffer: undefined with NCCL")
 

@@ -155,7 +155,7 @@ def collectives(rank: int, where: str) -> dict[str, Any]:
     dist.reduce_scatter_tensor(halves, torch.full((2,), mine, dtype=torch.bfloat16), group=group)
     summed = [torch.full((2,), mine), torch.full((1,), mine)]
     with dist._coalescing_manager(group):
-        for one in summed:
+        for one in (*summed, torch.zeros(0), torch.zeros(0)):
             dist.all_reduce(one, group=group)
     try:
         with dist._coalescing_manager(group):
