@@ -12,6 +12,10 @@ class ExitCode(IntEnum):
     COULD_NOT_CHECK = 2
 
 
+DEBUG = "TTRACE_DEBUG"
+"""Environment variable: when set, errors are shown with their traceback."""
+
+
 class TTraceError(Exception):
     """Something the user can mend: bad input, a wrong environment, a crashed reference.
 

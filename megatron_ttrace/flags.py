@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from megatron_ttrace.errors import TTraceError
 ROLES = ("candidate", "reference")
 _MOST_ITERATIONS = 1000
 INITS = ("reveal", "megatron")
+DEFAULT_TIMEOUT = 1800.0
+DEFAULT_ALLOW_UNCHECKED = 0.10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,9 @@ class Settings:
         init: start values: ``reveal`` (nothing at zero or one) or ``megatron`` (its distributions).
         seeds: number of perturbed reference replays that the tolerances are estimated from.
         wandb: whether to log to Weights & Biases.
+        timeout: seconds after which anything that is waited for counts as lost.
+        allow_unchecked: share of tensors, between 0 and 1, that may be ``unchecked`` in an
+            equivalent run.
         role: ``candidate`` for what the user starts, ``reference`` for the run we start.
         overrides: JSON file with the values a reference run must take over; internal.
     """
@@ -48,6 +54,8 @@ class Settings:
     init: str = "reveal"
     seeds: int = 4
     wandb: bool = True
+    timeout: float = DEFAULT_TIMEOUT
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED
     role: str = "candidate"
     overrides: Path | None = None
 
@@ -129,6 +137,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--ttrace-no-wandb", action="store_true", help="Do not log the verdicts to W&B."
     )
+    group.add_argument(
+        "--ttrace-timeout",
+        default=DEFAULT_TIMEOUT,
+        type=float,
+        metavar="SECONDS",
+        help="Give up on a reference run or a rank that has not answered for this long.",
+    )
+    group.add_argument(
+        "--ttrace-allow-unchecked",
+        default=DEFAULT_ALLOW_UNCHECKED,
+        type=float,
+        metavar="SHARE",
+        help="Share of tensors that may be unchecked; above it the answer is 'could not check'.",
+    )
     group.add_argument("--ttrace-role", default="candidate", choices=ROLES, help=argparse.SUPPRESS)
     group.add_argument("--ttrace-overrides", default=None, help=argparse.SUPPRESS)
     return parser
@@ -162,6 +184,12 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     """
     if args.ttrace_seeds < 1:
         raise TTraceError(f"--ttrace-seeds {args.ttrace_seeds}: at least 1 replay is needed")
+    if not 0 < args.ttrace_timeout < math.inf:
+        raise TTraceError(f"--ttrace-timeout {args.ttrace_timeout}: give seconds above 0")
+    if not 0 <= args.ttrace_allow_unchecked <= 1:
+        raise TTraceError(
+            f"--ttrace-allow-unchecked {args.ttrace_allow_unchecked}: give a share from 0 to 1"
+        )
     reference = Path(args.ttrace_reference) if args.ttrace_reference else None
     if reference is not None and not reference.is_dir():
         raise TTraceError(
@@ -180,6 +208,8 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         init=args.ttrace_init,
         seeds=args.ttrace_seeds,
         wandb=not args.ttrace_no_wandb,
+        timeout=args.ttrace_timeout,
+        allow_unchecked=args.ttrace_allow_unchecked,
         role=args.ttrace_role,
         overrides=Path(args.ttrace_overrides) if args.ttrace_overrides else None,
     )

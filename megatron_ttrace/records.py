@@ -364,6 +364,63 @@ class Residual:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """A package as it was imported: its version, where it lies, and its commit in a git checkout.
+
+    ``commit`` is empty outside a checkout; ``dirty`` says that tracked files differ from it.
+    """
+
+    version: str
+    path: str
+    commit: str = ""
+    dirty: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Enough to know which run this was and to repeat it.
+
+    Attributes:
+        id: 16 hexadecimal digits; every file of the run carries it.
+        command: the whole command line, as words.
+        script: path of the training script.
+        script_sha256: of the script's content.
+        megatron: the Megatron that ran.
+        ttrace: this package.
+        host: name of the host of the rank that wrote the summary.
+        user: who ran it.
+        date: UTC, ISO 8601, when the run began.
+        environment: those environment variables that can change a number or a path.
+        seed: Megatron's ``--seed``.
+    """
+
+    id: str
+    command: tuple[str, ...]
+    script: str
+    script_sha256: str
+    megatron: Code
+    ttrace: Code
+    host: str
+    user: str
+    date: str
+    environment: dict[str, str]
+    seed: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        return dataclasses.asdict(self) | {"command": list(self.command)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`."""
+        values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        values["command"] = tuple(values["command"])
+        values["megatron"] = Code(**values["megatron"])
+        values["ttrace"] = Code(**values["ttrace"])
+        return cls(**values)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
     """The content of ``summary.json``.
@@ -384,10 +441,12 @@ class Summary:
     notices: tuple[str, ...] = ()
     exactness: Exactness | None = None
     residuals: tuple[Residual, ...] = ()
+    run: Run | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""
         return {
+            "run": self.run.to_json() if self.run else None,
             "verdict": self.verdict.value,
             "counts": dict(self.counts),
             "culprits": [culprit.to_json() for culprit in self.culprits],
@@ -414,6 +473,7 @@ class Summary:
             notices=tuple(data.get("notices", ())),
             exactness=Exactness.from_json(data["exactness"]) if data.get("exactness") else None,
             residuals=tuple(Residual.from_json(one) for one in data.get("residuals", ())),
+            run=Run.from_json(data["run"]) if data.get("run") else None,
         )
 
 
