@@ -177,7 +177,8 @@ def test_an_unsupported_megatron(tmp_path: Path) -> None:
     fake.write_text(
         "import megatron_ttrace.versions as v\nv.megatron_core_version = lambda: '0.16.1'\n"
     )
-    done = check(tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])]))
+    path = os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])])
+    done = check(tmp_path, PYTHONPATH=path, cold=True)
     refused(done, "megatron-core 0.16.1 is not supported", "0.19.0")
 
 
