@@ -22,6 +22,8 @@ _DIGITS = 32
 _BUFFER = 4 << 20
 """Bytes read at a time: small enough to be hashed while they are in the CPU's cache."""
 _THREADS = 4
+_WORTH_THREADS = 32 << 20
+"""Bytes above which threads cost less than they save."""
 
 
 def _head(body: bytes) -> bytes:
@@ -81,7 +83,7 @@ def checksums_of_files(paths: Iterable[Path]) -> list[tuple[int, str]]:
     """:func:`checksum_of_file` of each path, by several threads. Raises ``OSError``."""
     listed = list(paths)
     threads = min(_THREADS, os.cpu_count() or 1, len(listed))
-    if threads <= 1:
+    if threads <= 1 or sum(path.stat().st_size for path in listed) < _WORTH_THREADS:
         return [checksum_of_file(path) for path in listed]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(checksum_of_file, listed))
