@@ -57,8 +57,10 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError(f"--nproc-per-node {args.nproc_per_node}: at least 1 rank is needed")
     ours, theirs = _split(args, script[1:])
     flags.settings_from_args(ours)
+    from megatron_ttrace.integration import shared
     from megatron_ttrace.launching import job as jobs
 
+    shared.require_free(Path(ours.ttrace_dir))
     say = _silent if args.quiet or args.json else _progress()
     fork = jobs.prepare(ours.ttrace_device)
     job = jobs.Job(

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.compare.conclusion import conclude
     from megatron_ttrace.compare.offline import measure_saved
+    from megatron_ttrace.integration import shared
     from megatron_ttrace.placement.mesh import Mesh
     from megatron_ttrace.report import publish
     from megatron_ttrace.trace.store import TraceReader
@@ -75,9 +76,16 @@ def run(args: argparse.Namespace) -> int:
         timings={"measure": time.monotonic() - began},
     )
     output = args.output or args.candidate.parent
-    output.mkdir(parents=True, exist_ok=True)
     console = Console(file=io.StringIO()) if args.json else None
-    publish(summary, verdicts, output, wandb=args.wandb, console=console)
+    with shared.claim_report(output, candidate.meta["run"]):
+        publish(
+            summary,
+            verdicts,
+            output,
+            wandb=args.wandb,
+            console=console,
+            run_id=candidate.meta["run"],
+        )
     if args.json:
         print(json.dumps(summary.to_json(), indent=1))
     return int(summary.verdict.exit_code)

@@ -210,10 +210,10 @@ class CandidateSession(Session):
 
     def _find_reference(self, started: dict[str, Any] | None) -> None:
         began = time.monotonic()
-        directory = Path(
-            self._agree(lambda: str(launch.ensure(self.args, self.settings, started=started)))
+        directory, checksum = self._agree(
+            lambda: launch.announcement(launch.ensure(self.args, self.settings, started=started))
         )
-        self._reference = TraceReader(directory)
+        self._reference = TraceReader(Path(directory), announced=checksum)
         self._tolerances = tolerance.of_reference(self._reference)
         self._timings["reference"] = time.monotonic() - began
         self._writer = TraceWriter(self.settings.directory / "candidate", dist.get_rank())

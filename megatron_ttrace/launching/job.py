@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.integration import shared
 from megatron_ttrace.launching import forkserver, ranks
 from megatron_ttrace.launching.logs import died_of
 from megatron_ttrace.records import Summary
@@ -75,41 +75,58 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         OutOfTimeError: when it took longer than its limit; its ranks are ended.
         TTraceError: when there is no answer, with the reason.
     """
-    from megatron_ttrace.report import files
-
     if not job.script.is_file():
         raise TTraceError(f"{job.script}: no such script")
-    try:
-        job.directory.mkdir(parents=True, exist_ok=True)
-        for stale in (files.SUMMARY, files.VERDICTS):
-            with contextlib.suppress(FileNotFoundError):
-                (job.directory / stale).unlink()
-        shutil.rmtree(job.directory / "candidate", ignore_errors=True)
-    except OSError as error:
-        raise TTraceError(
-            f"--ttrace-dir {job.directory} is not writable ({error.strerror}): choose another"
-        ) from error
+    with shared.claim(job.directory) as claim:
+        return _run(job, claim.run, fork, say)
+
+
+def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summary:
+    """Run a check in a directory that is held for it."""
     logs = job.directory / "logs"
     command = (
         *(ranks.python(), str(job.script), *job.arguments),
         *("--ttrace", "--ttrace-exit", "--ttrace-dir", str(job.directory), *job.flags),
     )
+    environment = {**job.environment, shared.VARIABLE: run_id}
     echo = _Echo(ranks.log_of(logs, 0), say, job.limit)
     began = time.monotonic()
     for _ in range(2):
         codes = ranks.run_ranks(
-            job.nproc, command, logs, fork=fork, environment=job.environment, progress=echo
+            job.nproc, command, logs, fork=fork, environment=environment, progress=echo
         )
         echo.flush()
         if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):
             break
-    if set(codes) <= {0, 1} and len(set(codes)) == 1:
-        with contextlib.suppress(TTraceError):
-            summary = files.read_summary(job.directory / files.SUMMARY)
-            return dataclasses.replace(
-                summary, timings={**summary.timings, "wall": time.monotonic() - began}
-            )
-    raise TTraceError(_why(codes, logs))
+    summary = _believed(job.directory, run_id, codes, logs)
+    return dataclasses.replace(
+        summary, timings={**summary.timings, "wall": time.monotonic() - began}
+    )
+
+
+def _believed(directory: Path, run_id: str, codes: Sequence[int | None], logs: Path) -> Summary:
+    """The answer of a run whose ranks ended with ``codes``.
+
+    All ranks ended with 0 or all with 1, and this very run's summary, undamaged and beside the
+    verdicts that it was written with, says the same.
+
+    Raises:
+        TTraceError: otherwise.
+    """
+    from megatron_ttrace.report import files
+
+    answers = set(codes)
+    if answers not in ({int(ExitCode.EQUIVALENT)}, {int(ExitCode.DIVERGED)}):
+        raise TTraceError(_why(codes, logs))
+    if not (directory / files.SUMMARY).exists():
+        raise TTraceError(_why(codes, logs))
+    summary = files.answer_of(directory, run_id)
+    if {int(summary.verdict.exit_code)} != answers:
+        raise TTraceError(
+            f"the ranks ended with exit code {codes[0]}, but {directory / files.SUMMARY} says "
+            f"{summary.verdict.value!r}: run the check again (logs: {logs})"
+        )
+    return summary
 
 
 class _Echo:

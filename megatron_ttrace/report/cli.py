@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     """
     summary, verdicts = files.load_report(args.directory)
     if args.html is not None:
-        html.write(args.html, summary, verdicts)
+        html.write(args.html, summary, verdicts, files.run_of(args.directory))
     if args.junit is not None:
-        junit.write(args.junit, summary, verdicts)
+        junit.write(args.junit, summary, verdicts, files.run_of(args.directory))
     try:
         if args.json:
             print(json.dumps(_machine(summary, verdicts), indent=2, allow_nan=False), flush=True)

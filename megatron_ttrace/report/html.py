@@ -32,17 +32,17 @@ OPEN_ROWS = 12
 _NAME_LIMIT = 240
 
 
-def write(path: Path, summary: Summary, verdicts: Sequence[Verdict]) -> None:
+def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> None:
     """Write the page atomically.
 
     Raises:
         TTraceError: when the directory cannot be written.
     """
-    text = render(summary, verdicts)
+    text = render(summary, verdicts, run)
     files.write_atomically(Path(path), lambda file: files.put(file, text))
 
 
-def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
+def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     """The page as text."""
     found = table.heat_map(verdicts)
     figure = figures.heat_map_figure(found, _origins(summary, verdicts))
@@ -55,6 +55,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
             script_json(payload(verdicts, figure, chosen) | _residuals(summary, verdicts))
         ),
         summary=summary,
+        run_id=run or (summary.run.id if summary.run else ""),
         headline=wording.RESULT_SENTENCES[summary.verdict],
         worst=_worst_margin(verdicts),
         layout_text=wording.layout_text(summary.config),
