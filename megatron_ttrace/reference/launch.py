@@ -18,7 +18,9 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.flags import Settings
-from megatron_ttrace.launching.logs import died_of
+from megatron_ttrace.launching.logs import died_of, how_it_ended
+from megatron_ttrace.launching.tether import tethered
+from megatron_ttrace.launching.waiting import Patience, Waited
 from megatron_ttrace.reference import fingerprint
 from megatron_ttrace.reference.arguments import overrides_of
 from megatron_ttrace.trace.store import atomic_write, read_meta
@@ -26,8 +28,8 @@ from megatron_ttrace.trace.store import atomic_write, read_meta
 _TAIL = 12
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_")
 
-Runner = Callable[[Sequence[str], dict[str, str], Path], int]
-"""Runs a command line with an environment and a log file; returns the exit code."""
+Runner = Callable[[Sequence[str], dict[str, str], Path, float], int]
+"""Runs a command line with an environment, a log file and a time limit; returns the exit code."""
 
 
 def ensure(
@@ -110,16 +112,15 @@ def _make(
     log = settings.directory / "reference.log"
     print(f"ttrace: making the reference on one device (log: {log})", flush=True)
     began = time.monotonic()
-    code = runner()(command, _environment(), log)
+    code = runner()(command, _environment(), log, settings.timeout)
     if code != 0 and port_was_taken(log):
-        code = runner()(command, _environment(), log)
+        code = runner()(command, _environment(), log, settings.timeout)
     if code != 0:
-        died = died_of(log)
+        died = died_of(log) if code > 0 else ""
         if died:
             raise TTraceError(f"the reference run failed: {died} (log: {log})")
         raise TTraceError(
-            f"the reference run failed with exit code {code}; its last lines, from {log}:\n"
-            + tail(log)
+            f"the reference run {how_it_ended(code)}; its last lines, from {log}:\n" + tail(log)
         )
     if not _fits(home, name):
         raise TTraceError(f"the reference run ended without a complete trace; see {log}")
@@ -133,12 +134,33 @@ def runner() -> Runner:
     return forkserver.request if forkserver.available() else run_subprocess
 
 
-def run_subprocess(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
-    """Run to the end in a fresh process, all output into ``log``."""
+def run_subprocess(
+    command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None = None
+) -> int:
+    """Run to the end in a fresh process, all output into ``log``. It dies with this process.
+
+    Raises:
+        TTraceError: when it has not ended after ``timeout`` seconds; it is ended then.
+    """
     with log.open("w", encoding="utf-8") as output:
-        return subprocess.run(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
-        ).returncode
+        process = subprocess.Popen(
+            tethered(command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    waited = Waited("the reference run", process.pid, log, is_reference=True)
+    patience = Patience(timeout, lambda line: print(f"ttrace: {line}", flush=True))
+    try:
+        while True:
+            try:
+                return process.wait(0.2)
+            except subprocess.TimeoutExpired:
+                patience.look([waited])
+    finally:
+        process.kill()
+        process.wait()
 
 
 def tail(log: Path, lines: int = _TAIL) -> str:
