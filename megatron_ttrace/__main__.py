@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -68,12 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _guarded(argv)
     signals.install()
     streams.steady()
-    try:
-        return _guarded(None)
-    finally:
-        # The streams take everything, but what they still hold should not wait for the very end.
-        sys.stdout.flush()
-        sys.stderr.flush()
+    code = _guarded(None)
+    # The streams take everything, but what they still hold should not wait for the very end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if signals.received():
+        # Taking down torch and Megatron in an orderly way lasts for seconds on a busy machine.
+        os._exit(code)
+    return code
 
 
 def _guarded(argv: Sequence[str] | None) -> int:
@@ -112,17 +115,23 @@ def _guarded(argv: Sequence[str] | None) -> int:
 
 def _tell(text: str) -> None:
     """An error on standard error; with its traceback only where that is asked for."""
-    import os
     import traceback
 
     from megatron_ttrace.errors import DEBUG
-    from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
 
     if os.environ.get(DEBUG):
         traceback.print_exc()
     # A log's last lines belong to some errors. Their text is foreign.
-    lines = "\n".join(clean(line, NOTE_LIMIT) for line in text.splitlines())
+    lines = "\n".join(map(_clean, text.splitlines()))
     print(f"ttrace: {lines}", file=sys.stderr, flush=True)
+
+
+def _clean(line: str) -> str:
+    try:
+        from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+    except Exception:  # noqa: BLE001 - what is told may be that this cannot be imported
+        return ascii(line)[1:-1]
+    return clean(line, NOTE_LIMIT)
 
 
 if __name__ == "__main__":

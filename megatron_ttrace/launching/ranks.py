@@ -16,9 +16,9 @@ from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.launching import forkserver, signals
+from megatron_ttrace.launching.child import free_port
 from megatron_ttrace.launching.tether import tethered
 from megatron_ttrace.launching.waiting import Patience, Waited
-from megatron_ttrace.reference.launch import free_port
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0

@@ -8,8 +8,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +16,8 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.flags import Settings
+from megatron_ttrace.launching.child import free_port, run_subprocess
 from megatron_ttrace.launching.logs import died_of, how_it_ended
-from megatron_ttrace.launching.tether import tethered
-from megatron_ttrace.launching.waiting import Patience, Waited
 from megatron_ttrace.reference import fingerprint
 from megatron_ttrace.reference.arguments import overrides_of
 from megatron_ttrace.trace.store import atomic_write, read_meta
@@ -134,35 +131,6 @@ def runner() -> Runner:
     return forkserver.request if forkserver.available() else run_subprocess
 
 
-def run_subprocess(
-    command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None = None
-) -> int:
-    """Run to the end in a fresh process, all output into ``log``. It dies with this process.
-
-    Raises:
-        TTraceError: when it has not ended after ``timeout`` seconds; it is ended then.
-    """
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            tethered(command),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    waited = Waited("the reference run", process.pid, log, is_reference=True)
-    patience = Patience(timeout, lambda line: print(f"ttrace: {line}", flush=True))
-    try:
-        while True:
-            try:
-                return process.wait(0.2)
-            except subprocess.TimeoutExpired:
-                patience.look([waited])
-    finally:
-        process.kill()
-        process.wait()
-
-
 def tail(log: Path, lines: int = _TAIL) -> str:
     """The last lines of a log that hold anything."""
     try:
@@ -179,13 +147,6 @@ def port_was_taken(log: Path) -> bool:
         return "EADDRINUSE" in log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _program() -> list[str]:
