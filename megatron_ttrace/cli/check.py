@@ -20,7 +20,7 @@ example:
       --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 1 \\
       --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 128
 
-exit code: 0 equivalent, 1 diverged, 2 could not check
+exit code: 0 equivalent, 1 diverged, 2 could not check, 130 interrupted by Ctrl-C
 """
 _OWN = ("ttrace", "ttrace_exit", "ttrace_dir", "ttrace_role", "ttrace_overrides")
 
@@ -41,6 +41,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     flags.add_arguments(parser)
+    parser.add_argument(
+        "--timeout",
+        dest="ttrace_timeout",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="SECONDS",
+        help="the same as --ttrace-timeout: how long a reference run may take, and how long ranks "
+        f"may write nothing ({flags.DEFAULT_TIMEOUT:.0f})",
+    )
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="what to run"
     )

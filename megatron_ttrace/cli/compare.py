@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_ttrace import inputs
 from megatron_ttrace.errors import TTraceError
 
 _EPILOG = """\
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.trace.store import TraceReader
 
     began = time.monotonic()
+    for folder in (args.reference, args.candidate):
+        inputs.require_regular_folder(folder)
     reference, candidate = TraceReader(args.reference), TraceReader(args.candidate)
     for trace, role in ((reference, "reference"), (candidate, "candidate")):
         if trace.meta.get("role") != role:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ttrace import inputs
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_bytes is not None and args.max_bytes < 1:
         raise TTraceError(f"--max-bytes {args.max_bytes}: must be at least 1")
     files = text.find_files(args.sources, args.glob)
+    inputs.require_regular(files)
     documents = text.read_documents(files, args.max_bytes)
     corpus = text.write_corpus(documents, args.output, append_eod=args.append_eod)
     flags = text.training_flags(args.output, megatron_core_version())

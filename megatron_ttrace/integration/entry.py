@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ttrace import cpu, flags
+from megatron_ttrace import cpu, flags, inputs
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 _enabled = False
@@ -92,6 +92,10 @@ def _prepare(args: argparse.Namespace) -> argparse.Namespace:
     """Between Megatron's parsing and its validation: derive, adapt, install."""
     is_first = int(os.environ.get("RANK", "0")) == 0
     settings = flags.settings_from_args(args) if args.ttrace else None
+    if settings is not None:
+        inputs.require_regular_data(args)
+        if settings.reference is not None:
+            inputs.require_regular_folder(settings.reference)
     if settings is not None and settings.role == "reference":
         from megatron_ttrace.reference import arguments as reference_arguments
 

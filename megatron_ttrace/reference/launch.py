@@ -14,8 +14,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +23,8 @@ from typing import Any
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.flags import Settings
 from megatron_ttrace.integration import shared
-from megatron_ttrace.launching.logs import died_of
+from megatron_ttrace.launching.child import free_port, run_subprocess
+from megatron_ttrace.launching.logs import died_of, how_it_ended
 from megatron_ttrace.reference import fingerprint
 from megatron_ttrace.reference.arguments import overrides_of
 from megatron_ttrace.trace.locks import Lock
@@ -37,8 +36,8 @@ _POLL_SECONDS = 0.2
 _BUILDING, _OLD = ".building-", ".old-"
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_")
 
-Runner = Callable[[Sequence[str], dict[str, str], Path], int]
-"""Runs a command line with an environment and a log file; returns the exit code."""
+Runner = Callable[[Sequence[str], dict[str, str], Path, float], int]
+"""Runs a command line with an environment, a log file and a time limit; returns the exit code."""
 
 
 def ensure(
@@ -230,16 +229,15 @@ def _make(
     log = settings.directory / "reference.log"
     print(f"ttrace: making the reference on one device (log: {log})", flush=True)
     began = time.monotonic()
-    code = runner()(command, _environment(), log)
+    code = runner()(command, _environment(), log, settings.timeout)
     if code != 0 and port_was_taken(log):
-        code = runner()(command, _environment(), log)
+        code = runner()(command, _environment(), log, settings.timeout)
     if code != 0:
-        died = died_of(log)
+        died = died_of(log) if code > 0 else ""
         if died:
             raise TTraceError(f"the reference run failed: {died} (log: {log})")
         raise TTraceError(
-            f"the reference run failed with exit code {code}; its last lines, from {log}:\n"
-            + tail(log)
+            f"the reference run {how_it_ended(code)}; its last lines, from {log}:\n" + tail(log)
         )
     if (flaw := _flaw(home, name)) is not None:
         raise TTraceError(
@@ -254,14 +252,6 @@ def runner() -> Runner:
     from megatron_ttrace.launching import forkserver
 
     return forkserver.request if forkserver.available() else run_subprocess
-
-
-def run_subprocess(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
-    """Run to the end in a fresh process, all output into ``log``."""
-    with log.open("w", encoding="utf-8") as output:
-        return subprocess.run(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
-        ).returncode
 
 
 def tail(log: Path, lines: int = _TAIL) -> str:
@@ -280,13 +270,6 @@ def port_was_taken(log: Path) -> bool:
         return "EADDRINUSE" in log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _program() -> list[str]:

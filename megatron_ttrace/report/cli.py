@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_ttrace import inputs
 from megatron_ttrace.records import Summary, Verdict
 from megatron_ttrace.report import files, html, junit, table, terminal
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TTraceError: when the files are missing, cut off or foreign, or an output is unwritable.
     """
+    inputs.require_regular_folder(args.directory)
     summary, verdicts = files.load_report(args.directory)
     if args.html is not None:
         html.write(args.html, summary, verdicts, files.run_of(args.directory))

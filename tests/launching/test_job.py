@@ -86,7 +86,9 @@ def test_the_first_to_die_is_the_cause(tmp_path):
 def test_killed_without_last_words(tmp_path):
     """A signal, with the tail of the log."""
     found = why(tmp_path, [-signal.SIGKILL, None], "step 1\nstep 2\n", "")
-    assert found.startswith("rank 0 was killed by signal 9 with exit code -9; its last lines")
+    assert found.startswith(
+        "rank 0 was killed by signal 9 (SIGKILL, out of memory?); its last lines"
+    )
     assert "step 2" in found
 
 
