@@ -172,9 +172,27 @@ class Ranks:
 
         Raises:
             GivenUpError: on every rank, when any had none to give.
+            EndError: when the collective failed.
         """
         text = self.together(what, lambda: channel.encode(value()))
-        return channel.gather(text, device)
+        if self.size == 1:
+            return [channel.decode(text, 0)]
+        with self.watching():
+            size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+            sizes = [int(one.item()) for one in self._gather(what, size)]
+            mine = self.together(what, lambda: channel.buffer(text, max(sizes), device))
+            everyone = self._gather(what, mine)
+            return [
+                channel.decode(bytes(sent[:length].cpu().numpy()), rank)
+                for rank, (sent, length) in enumerate(zip(everyone, sizes, strict=True))
+            ]
+
+    def _gather(self, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A collective: who fails in it has left the others there."""
+        try:
+            return channel.gather(tensor)
+        except Exception as error:
+            raise self.end(error, what) from error
 
     def give_up(self, error: BaseException, what: str) -> GivenUpError | EndError:
         """Announce that this rank failed; returns what is to be raised."""

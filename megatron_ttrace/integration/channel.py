@@ -21,30 +21,27 @@ def encode(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def gather(text: bytes, device: torch.device) -> list[Any]:
-    """Everybody's encoded value, decoded, by rank, on every rank.
+def buffer(text: bytes, size: int, device: torch.device) -> torch.Tensor:
+    """A message in a tensor of ``size`` bytes."""
+    made = torch.zeros(size, dtype=torch.uint8, device=device)
+    if text:
+        made[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return made
+
+
+def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Everybody's tensor, by rank, on every rank: a collective."""
+    everyone = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor)
+    return everyone
+
+
+def decode(text: bytes, rank: int) -> Any:
+    """The JSON value in what a rank sent.
 
     Raises:
-        TTraceError: when what arrived cannot be decoded.
+        TTraceError: when there is none.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [_decode(text, 0)]
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    size = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    longest = max(int(s.item()) for s in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: mine.numel()] = mine
-    everyone = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded)
-    return [
-        _decode(bytes(text[: int(s.item())].cpu().numpy()), rank)
-        for rank, (text, s) in enumerate(zip(everyone, sizes, strict=True))
-    ]
-
-
-def _decode(text: bytes, rank: int) -> Any:
     try:
         return json.loads(text.decode())
     except ValueError as error:
