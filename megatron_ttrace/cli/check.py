@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.launching import job as jobs
 
     say = _silent if args.quiet or args.json else _progress()
-    fork = jobs.prepare(ours.ttrace_device)
+    if not Path(script[0]).is_file():
+        raise TTraceError(f"{script[0]}: no such script")
+    fork = jobs.prepare(ours.ttrace_device, Path(script[0]))
     job = jobs.Job(
         script=Path(script[0]),
         arguments=tuple(theirs),

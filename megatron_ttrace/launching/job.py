@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.integration import provenance
 from megatron_ttrace.launching import forkserver, ranks
+from megatron_ttrace.launching import script as scripts
 from megatron_ttrace.launching.logs import died_of
 from megatron_ttrace.records import Summary
 from megatron_ttrace.reference.launch import port_was_taken, tail
+from megatron_ttrace.resources import launch_dir
 
 _OURS = re.compile(r"^ttrace: (.*)$")
 
@@ -25,7 +28,7 @@ class Job:
     """What to check.
 
     Attributes:
-        script: a Megatron training script that calls ``megatron_ttrace.enable()``.
+        script: a Megatron training script.
         arguments: its arguments, without ours.
         nproc: number of ranks.
         directory: the ``--ttrace-dir``.
@@ -53,13 +56,18 @@ class OutOfTimeError(TTraceError):
     """The job was still running at its limit."""
 
 
-def prepare(device: str = "auto") -> bool:
-    """Import Megatron here when ranks can be forked; returns whether they can."""
+def prepare(device: str = "auto", script: Path | None = None) -> bool:
+    """Import Megatron here when ranks can be forked; returns whether they can.
+
+    Args:
+        device: of the job.
+        script: whose Megatron it is; by default that of our own ``pretrain_gpt.py``.
+    """
     from megatron_ttrace import cpu
 
     if not cpu.needed(device):
         return False
-    forkserver.preload()
+    forkserver.preload(script or launch_dir() / "pretrain_gpt.py")
     return True
 
 
@@ -90,15 +98,20 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
             f"--ttrace-dir {job.directory} is not writable ({error.strerror}): choose another"
         ) from error
     logs = job.directory / "logs"
+    if fork and (why := forkserver.refuses(job.script)):
+        say(f"{job.script} runs in fresh processes: {why}")
+        fork = False
+    program = (ranks.python(), str(job.script)) if fork else scripts.command(job.script)
     command = (
-        *(ranks.python(), str(job.script), *job.arguments),
+        *(*program, *job.arguments),
         *("--ttrace", "--ttrace-exit", "--ttrace-dir", str(job.directory), *job.flags),
     )
     echo = _Echo(ranks.log_of(logs, 0), say, job.limit)
+    environment = {provenance.COMMAND: provenance.command_line(), **job.environment}
     began = time.monotonic()
     for _ in range(2):
         codes = ranks.run_ranks(
-            job.nproc, command, logs, fork=fork, environment=job.environment, progress=echo
+            job.nproc, command, logs, fork=fork, environment=environment, progress=echo
         )
         echo.flush()
         if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):
