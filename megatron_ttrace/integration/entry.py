@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 from megatron_ttrace import cpu, flags
@@ -24,8 +21,6 @@ from megatron_ttrace.cpu import helpers_cpp
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.integration import provenance
 
-_ARGUMENTS = "megatron.training.arguments"
-_WANT_BACKEND = ("megatron", "transformer_engine", "apex")
 _enabled = False
 _said: set[str] = set()
 
@@ -36,54 +31,20 @@ def enable() -> None:
     if _enabled:
         return
     _enabled = True
-    _activate()
+    activate()
     with exits_on_user_error():
         if _early_flags(sys.argv[1:]).ttrace:
             _check_versions()
         _wrap_parse_args()
 
 
-def enable_on_import() -> None:
-    """Do what :func:`enable` does for a script that does not call it.
-
-    Megatron may lie in a folder that the script itself puts on ``sys.path``, so nothing of it is
-    imported before the script does.
-    """
-    if "megatron.core" in sys.modules:  # a fork of a process that imported it
-        enable()
-    else:
-        sys.meta_path.insert(0, _Awaiting())
+def is_enabled() -> bool:
+    """Whether :func:`enable` ran in this process."""
+    return _enabled
 
 
-class _Awaiting:
-    """Import hook: the CPU backend before Megatron, our flags after its parser."""
-
-    _active = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Called for every module that is about to be imported."""
-        del path, target
-        if _enabled:
-            return None
-        if name in _WANT_BACKEND and not self._active:
-            self._active = True
-            _activate()
-        if name != _ARGUMENTS:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            self._loader = spec.loader
-            self._execute = spec.loader.exec_module
-            spec.loader.exec_module = self._execute_and_enable  # type: ignore[method-assign]
-        return spec
-
-    def _execute_and_enable(self, module: ModuleType) -> None:
-        self._execute(module)
-        enable()
-
-
-def _activate() -> None:
+def activate() -> None:
+    """The part of :func:`enable` that must come before anything of Megatron is imported."""
     provenance.begin()
     with exits_on_user_error():
         if cpu.needed(_early_flags(sys.argv[1:]).ttrace_device):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -21,9 +22,13 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 MEGATRON = ("megatron.core", "megatron.training")
 """The packages that must be the script's own choice."""
+
+_PARSER = "megatron.training.arguments"
+_BACKEND = ("megatron", "transformer_engine", "apex")
 
 is_program = False
 """Whether this file is the program of this process."""
@@ -93,9 +98,7 @@ def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[:] = path
     if "--ttrace" in arguments:
-        from megatron_ttrace.integration import entry
-
-        entry.enable_on_import()
+        _enable_on_import()
     file = os.path.abspath(script)
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=file, __builtins__=__builtins__)
@@ -103,6 +106,57 @@ def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
         code = compile(source.read(), file, "exec", dont_inherit=True)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)  # noqa: S102 - this is what running a script is
+
+
+def _enable_on_import() -> None:
+    """Do what ``megatron_ttrace.enable()`` does, for a script that does not call it.
+
+    Megatron may lie in a folder that the script itself puts on ``sys.path``, so nothing of it is
+    imported before the script does.
+    """
+    if "megatron.core" in sys.modules:  # a fork of a process that imported it
+        from megatron_ttrace.integration import entry
+
+        entry.enable()
+    else:
+        sys.meta_path.insert(0, _Awaiting())
+
+
+class _Awaiting:
+    """Import hook: the CPU backend before Megatron, our flags after Megatron's parser."""
+
+    _active = False
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Called for every module that is about to be imported; finds none but the parser's."""
+        del path, target
+        if name not in (*_BACKEND, _PARSER):
+            return None
+        if name in _BACKEND and self._active:
+            return None
+        # Not at the top: this imports torch.
+        from megatron_ttrace.integration import entry
+
+        if entry.is_enabled():
+            return None
+        if not self._active:
+            self._active = True
+            entry.activate()
+        if name != _PARSER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_enable(module: types.ModuleType) -> None:
+                execute(module)
+                entry.enable()
+
+            spec.loader.exec_module = execute_and_enable  # type: ignore[method-assign]
+        return spec
 
 
 @contextlib.contextmanager

@@ -193,7 +193,8 @@ def _content(paths: Iterable[Path]) -> str:
 
 
 def _folder_of(package: str) -> Path:
-    return Path(scripts.imported()[package]).parent
+    found = scripts.imported()
+    return Path(found.get(package) or scripts.origins(sys.path)[package]).parent
 
 
 def _tree(folder: Path) -> str:

@@ -54,7 +54,7 @@ def code_text(code: Code) -> str:
     text = f"{clean(code.version, 60)} in {clean(code.path, NOTE_LIMIT)}"
     if not code.commit:
         return text
-    return f"{text}, commit {clean(code.commit, 12)}{' (modified)' if code.dirty else ''}"
+    return f"{text}, commit {clean(code.commit[:12])}{' (modified)' if code.dirty else ''}"
 
 
 def run_pairs(run: Run | None) -> list[tuple[str, str]]:
