@@ -16,7 +16,7 @@ from megatron_ttrace.launching.ranks import log_of, run_ranks
 
 def main(nproc: int, command: list[str]) -> int:
     """Run and repeat the logs."""
-    forkserver.preload()
+    forkserver.preload(Path(command[0]))
     with tempfile.TemporaryDirectory() as home:
         codes = run_ranks(nproc, [sys.executable, *command], Path(home), fork=True)
         for rank in range(nproc):

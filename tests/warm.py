@@ -105,7 +105,7 @@ def _serve(listening: socket.socket) -> None:
     from megatron_ttrace.launching import forkserver
 
     parent = os.getppid()
-    forkserver.preload()
+    forkserver.preload(ROOT / "launch" / "pretrain_gpt.py")
     base = [entry for entry in sys.path if "site-packages" in entry or "lib" in Path(entry).parts]
     running: dict[int, socket.socket] = {}
     while os.getppid() == parent:

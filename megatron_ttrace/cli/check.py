@@ -39,6 +39,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--nproc-per-node", type=int, default=1, metavar="N", help="number of ranks (default 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument(
+        "--no-fork",
+        action="store_true",
+        help="start every rank as a fresh process, also where forking would save time",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     flags.add_arguments(parser)
     parser.add_argument(
@@ -71,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
 
     shared.require_free(Path(ours.ttrace_dir))
     say = _silent if args.quiet or args.json else _progress()
-    fork = jobs.prepare(ours.ttrace_device)
+    if not Path(script[0]).is_file():
+        raise TTraceError(f"{script[0]}: no such script")
+    fork = not args.no_fork and jobs.prepare(ours.ttrace_device, Path(script[0]))
     job = jobs.Job(
         script=Path(script[0]),
         arguments=tuple(theirs),

@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
 
     say("importing Megatron")
-    fork = jobs.prepare()
+    script = args.script or launch_dir() / "pretrain_gpt.py"
+    fork = jobs.prepare(script=script)
     say("making a data set of this Python's standard library")
     prefix = text.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
     words = f"{_ARGUMENTS} {text.training_flags(prefix, megatron_core_version())}".split()
-    script = args.script or launch_dir() / "pretrain_gpt.py"
     console = Console()
     outcomes: list[bool] = []
     alarm = False

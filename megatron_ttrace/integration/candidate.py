@@ -22,7 +22,7 @@ from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.integration import low_precision, quiet, shared
+from megatron_ttrace.integration import low_precision, provenance, quiet, shared
 from megatron_ttrace.integration.agreement import Ranks
 from megatron_ttrace.integration.session import Session
 from megatron_ttrace.records import STEP_LEVEL, Kind, Summary, TraceKey, Verdict
@@ -47,6 +47,8 @@ class CandidateSession(Session):
         self._isolates = settings.isolate or low_precision.is_isolated(args)
         if self._isolates and not settings.isolate:
             self._notice(low_precision.NOTICE)
+        if settings.reference is not None and settings.allow_other_megatron:
+            self._notice("the reference may have been made by another Megatron")
         if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
             raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
         if getattr(args, "use_torch_fsdp2", False):
@@ -279,7 +281,7 @@ class CandidateSession(Session):
                     "config": config,
                 },
             )
-        return conclude(
+        summary, verdicts = conclude(
             self._reference,
             self._tolerances,
             {rank: decode(message) for rank, (_, message) in enumerate(heard)},
@@ -289,6 +291,7 @@ class CandidateSession(Session):
             timings=self._timings,
             notices=self._notices,
         )
+        return dataclasses.replace(summary, run=provenance.collect(self.args)), verdicts
 
     def _config(self) -> dict[str, Any]:
         args = self.args
@@ -321,7 +324,7 @@ class CandidateSession(Session):
             gradient_factor=self._gradient_factor(),
             deterministic=self.device.type == "cpu"
             or bool(getattr(args, "deterministic_mode", False)),
-            same_code=not self.settings.reference_args,
+            same_code=not (self.settings.reference_args or self.settings.allow_other_megatron),
         )
 
     def _dispatcher(self) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.launching import script as scripts
 from megatron_ttrace.launching import signals, tether
 from megatron_ttrace.versions import quiet_imports
 
@@ -29,21 +29,35 @@ _VARIABLE = "TTRACE_FORKSERVER"
 _MARGIN_SECONDS = 10.0
 
 
-def preload() -> None:
-    """Import what every rank needs, in the parent, without starting a thread."""
+def preload(script: Path) -> None:
+    """Import what every rank of ``script`` needs, in the parent, without starting a thread."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
 
-    cpu.activate()
-    import torch
+    with scripts.as_search_path_of(script), quiet_imports():
+        cpu.activate()
+        import torch
 
-    torch.set_num_threads(1)
-    with quiet_imports():
+        torch.set_num_threads(1)
         import megatron.core.models.gpt
         import megatron.training.training  # noqa: F401
 
         import megatron_ttrace.integration.candidate
         import megatron_ttrace.integration.reference_run  # noqa: F401
+
+
+def refuses(script: Path) -> str:
+    """Why a fork of this process would not be ``python SCRIPT``; empty when it would be.
+
+    The modules imported here must be the very ones that the script would import.
+    """
+    path = scripts.search_path(script)
+    here, there = scripts.imported(), scripts.origins(path)
+    for name in scripts.MEGATRON:
+        if here.get(name) != there.get(name):
+            return f"it has {name} from {there.get(name, 'nowhere')}"
+    module = scripts.shadowed(script, path)
+    return f"it has a module {module} of its own" if module else ""
 
 
 def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
@@ -82,9 +96,7 @@ def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: 
         os.environ.clear()
         os.environ.update(environment)
         _, script, *arguments = command
-        sys.argv = [script, *arguments]
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
+        scripts.run(script, arguments, scripts.search_path(script))
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

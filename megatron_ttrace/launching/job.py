@@ -14,12 +14,14 @@ from pathlib import Path
 
 from megatron_ttrace import flags
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.integration import shared
+from megatron_ttrace.integration import provenance, shared
 from megatron_ttrace.launching import forkserver, ranks, signals
+from megatron_ttrace.launching import script as scripts
 from megatron_ttrace.launching.logs import died_of, how_it_ended, usage_error
 from megatron_ttrace.launching.waiting import OutOfTimeError, Patience
 from megatron_ttrace.records import Summary
 from megatron_ttrace.reference.launch import port_was_taken, tail
+from megatron_ttrace.resources import launch_dir
 
 __all__ = ["Job", "OutOfTimeError", "prepare", "run"]
 
@@ -36,7 +38,7 @@ class Job:
     """What to check.
 
     Attributes:
-        script: a Megatron training script that calls ``megatron_ttrace.enable()``.
+        script: a Megatron training script.
         arguments: its arguments, without ours.
         nproc: number of ranks.
         directory: the ``--ttrace-dir``.
@@ -72,15 +74,20 @@ class Job:
         return [*words, "--", str(self.script), *self.arguments]
 
 
-def prepare(device: str = "auto") -> bool:
-    """Import Megatron here when ranks can be forked; returns whether they can."""
+def prepare(device: str = "auto", script: Path | None = None) -> bool:
+    """Import Megatron here when ranks can be forked; returns whether they can.
+
+    Args:
+        device: of the job.
+        script: whose Megatron it is; by default that of our own ``pretrain_gpt.py``.
+    """
     from megatron_ttrace import cpu
 
     if not cpu.needed(device):
         return False
     # Nothing is to be put in order yet, and imports swallow Ctrl-C.
     with signals.abrupt():
-        forkserver.preload()
+        forkserver.preload(script or launch_dir() / "pretrain_gpt.py")
     return True
 
 
@@ -106,11 +113,19 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
 def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summary:
     """Run a check in a directory that is held for it."""
     logs = job.directory / "logs"
+    if fork and (why := forkserver.refuses(job.script)):
+        say(f"{job.script} runs in fresh processes: {why}")
+        fork = False
+    program = (ranks.python(), str(job.script)) if fork else scripts.command(job.script)
     command = (
-        *(ranks.python(), str(job.script), *job.arguments),
+        *(*program, *job.arguments),
         *("--ttrace", "--ttrace-exit", "--ttrace-dir", str(job.directory), *job.flags),
     )
-    environment = {**job.environment, shared.VARIABLE: run_id}
+    environment = {
+        provenance.COMMAND: provenance.command_line(),
+        **job.environment,
+        shared.VARIABLE: run_id,
+    }
     echo = _Echo(ranks.log_of(logs, 0), say, job.limit)
     began = time.monotonic()
     for _ in range(2):

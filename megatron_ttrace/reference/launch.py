@@ -23,6 +23,7 @@ from typing import Any
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.flags import Settings
 from megatron_ttrace.integration import shared
+from megatron_ttrace.launching import script as scripts
 from megatron_ttrace.launching.child import free_port, run_subprocess
 from megatron_ttrace.launching.logs import died_of, how_it_ended
 from megatron_ttrace.reference import fingerprint
@@ -59,7 +60,13 @@ def ensure(
         wanted["start"] = {name: value for name, value in started.items() if name != "directory"}
     if settings.reference is not None:
         meta = read_meta(settings.reference)
-        different = fingerprint.differences(wanted, meta.get("identity", {}))
+        theirs = meta.get("identity", {})
+        other = fingerprint.other_megatron(wanted, theirs)
+        if other and not settings.allow_other_megatron:
+            raise TTraceError(f"--ttrace-reference {settings.reference}: {other}")
+        different = fingerprint.differences(
+            wanted, theirs, any_megatron=settings.allow_other_megatron
+        )
         if different:
             raise TTraceError(
                 f"--ttrace-reference {settings.reference} is of another configuration: "
@@ -273,6 +280,8 @@ def port_was_taken(log: Path) -> bool:
 
 
 def _program() -> list[str]:
+    if scripts.is_program:
+        return scripts.command(sys.argv[0])
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name not in (None, "__main__"):
         return [sys.executable, "-m", spec.name.removesuffix(".__main__")]

@@ -75,6 +75,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
         layers=[_layer(row) for row in rows[:MAX_ROWS]],
         open_rows=OPEN_ROWS,
         more_layers=max(0, len(rows) - MAX_ROWS),
+        run=wording.run_pairs(summary.run),
         config=_pairs(summary.config),
         versions=_pairs(summary.versions),
         timings=[(clean(k), f"{v:.2f} s") for k, v in summary.timings.items()],

@@ -58,6 +58,9 @@ def render(
         _culprits(page, summary, verdicts)
     _counts(page, summary, verdicts)
     page.field("layout", wording.layout_text(summary.config))
+    if summary.run:
+        page.field("Megatron", wording.code_text(summary.run.megatron))
+        page.field("checked by", f"megatron_ttrace {wording.code_text(summary.run.ttrace)}")
     if summary.verdict is Result.EQUIVALENT:
         _worst(page, verdicts)
     if summary.exactness and summary.exactness.expected:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ttrace.records import (
     STEP_LEVEL,
+    Code,
     Culprit,
     Direction,
     Exactness,
     Kind,
     Outcome,
     Result,
+    Run,
     Summary,
     Verdict,
 )
 from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
 
+COMMAND_LIMIT = 20_000
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
 
 OUTCOME_WORDS = {
@@ -43,6 +47,32 @@ RESULT_SENTENCES = {
     Result.DIVERGED: "not equivalent to the reference",
     Result.COULD_NOT_CHECK: "no answer: the check could not be made",
 }
+
+
+def code_text(code: Code) -> str:
+    """``0.19.0 in /opt/Megatron-LM/megatron, commit 98e688712345 (modified)``."""
+    text = f"{clean(code.version, 60)} in {clean(code.path, NOTE_LIMIT)}"
+    if not code.commit:
+        return text
+    return f"{text}, commit {clean(code.commit[:12])}{' (modified)' if code.dirty else ''}"
+
+
+def run_pairs(run: Run | None) -> list[tuple[str, str]]:
+    """Everything about a run, labelled, as a page shows it."""
+    if run is None:
+        return []
+    named = {
+        "Megatron": code_text(run.megatron),
+        "megatron_ttrace": code_text(run.ttrace),
+        "command": shlex.join(run.command),
+        "script": f"{run.script} (sha256 {run.script_sha256 or 'unknown'})",
+        "run": run.id,
+        "date": run.date,
+        "user": f"{run.user} on {run.host}",
+        "seed": str(run.seed),
+        **run.environment,
+    }
+    return [(clean(name, 60), clean(value, COMMAND_LIMIT)) for name, value in named.items()]
 
 
 def sci(value: float | None) -> str:
