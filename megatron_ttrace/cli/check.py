@@ -42,6 +42,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     flags.add_arguments(parser)
     parser.add_argument(
+        "--allow-unchecked",
+        dest="ttrace_allow_unchecked",
+        default=flags.DEFAULT_ALLOW_UNCHECKED,
+        type=float,
+        metavar="SHARE",
+        help="the same as --ttrace-allow-unchecked",
+    )
+    parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="what to run"
     )
     parser.set_defaults(run=run)

@@ -62,7 +62,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
         reasons=[(wording.reason_text(r), n) for r, n in table.unchecked_reasons(verdicts)],
         exactness=wording.exactness_text(summary.exactness) if summary.exactness else "",
         inexact=bool(summary.exactness and summary.exactness.lost),
-        notices=[clean(notice, NOTE_LIMIT) for notice in summary.notices],
+        notices=wording.notices(summary),
         culprits=_culprits(summary, verdicts),
         more_culprits=max(0, len(table.by_cause(summary.culprits)) - MAX_CULPRITS),
         figure=figure,
