@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ttrace import versions
 from megatron_ttrace.compare.conclusion import _is_evidence, conclude, not_enough
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.sinks import Measured
@@ -41,6 +42,12 @@ def verdict(kind: Kind, outcome: Outcome, index: int = 0) -> Verdict:
 def test_only_computed_tensors_that_pass_are_evidence(kind, outcome, index, expected) -> None:
     """A run whose computed tensors are all unchecked is not equivalent by default."""
     assert _is_evidence(verdict(kind, outcome, index)) is expected
+
+
+@pytest.fixture
+def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for them imports Megatron, which takes many seconds."""
+    monkeypatch.setattr(versions, "installed", dict)
 
 
 class Job:
@@ -82,6 +89,7 @@ class Job:
         return summary
 
 
+@pytest.mark.usefixtures("no_versions")
 def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
     """Three of twelve are blind: how many, why, and what would accept it; a quarter does."""
     job = Job(tmp_path, blind=3, seen=9)
@@ -98,6 +106,7 @@ def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
     assert accepted.unexercised == (NotExercised(Unexercised.UNCHECKED, 3, 12),)
 
 
+@pytest.mark.usefixtures("no_versions")
 def test_a_divergence_stays_one(tmp_path: Path) -> None:
     """However little was checked: what was found is wrong."""
     summary = Job(tmp_path, blind=9, seen=3).answer(0.10, error=0.5)
@@ -105,6 +114,7 @@ def test_a_divergence_stays_one(tmp_path: Path) -> None:
     assert summary.notices == ()
 
 
+@pytest.mark.usefixtures("no_versions")
 def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     """Everything is blind: allowing that is no check."""
     summary = Job(tmp_path, blind=3, seen=0).answer(1.0)
