@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.unexercised import NotExercised
 
 
 class Kind(StrEnum):
@@ -428,7 +429,7 @@ class Summary:
     ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
     the settings of the check, ``execution_order`` the modules in the order the reference ran them.
     ``exactness`` is ``None`` where nothing is known of it. ``residuals`` are those of failed
-    tensors, as far as their shards were kept.
+    tensors, as far as their shards were kept. ``unexercised`` is what a pass says nothing about.
     """
 
     verdict: Result
@@ -442,6 +443,7 @@ class Summary:
     exactness: Exactness | None = None
     residuals: tuple[Residual, ...] = ()
     run: Run | None = None
+    unexercised: tuple[NotExercised, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""
@@ -455,6 +457,7 @@ class Summary:
             "timings": self.timings,
             "execution_order": list(self.execution_order),
             "notices": list(self.notices),
+            "not_exercised": [one.to_json() for one in self.unexercised],
             "exactness": self.exactness.to_json() if self.exactness else None,
             "residuals": [residual.to_json() for residual in self.residuals],
         }
@@ -474,6 +477,7 @@ class Summary:
             exactness=Exactness.from_json(data["exactness"]) if data.get("exactness") else None,
             residuals=tuple(Residual.from_json(one) for one in data.get("residuals", ())),
             run=Run.from_json(data["run"]) if data.get("run") else None,
+            unexercised=tuple(NotExercised.from_json(one) for one in data.get("not_exercised", ())),
         )
 
 

@@ -21,6 +21,7 @@ from megatron_ttrace.records import (
     TraceKey,
     Verdict,
 )
+from megatron_ttrace.unexercised import NotExercised, Unexercised
 
 numbers = st.none() | st.floats(allow_nan=False)
 ranks = st.lists(st.integers(0, 2**20), max_size=4).map(tuple)
@@ -78,6 +79,15 @@ summaries = st.builds(
         ranks=ranks,
         rel_err=numbers,
     ),
+    unexercised=st.lists(
+        st.builds(
+            NotExercised,
+            what=st.sampled_from(Unexercised),
+            value=st.none() | st.floats(0, 1e9),
+            names=st.lists(st.text(max_size=5), max_size=2).map(tuple),
+        ),
+        max_size=2,
+    ).map(tuple),
 )
 
 
@@ -103,6 +113,7 @@ def test_the_contracts_fields():
     ).split()
     summary = Summary(Result.EQUIVALENT, {}, (), {}, {}, {}).to_json()
     assert {"verdict", "counts", "culprits", "config", "versions", "timings"} <= set(summary)
+    assert summary["not_exercised"] == []
     fields = {field.name for field in dataclasses.fields(Culprit)}
     assert {"name", "kind", "direction", "reason", "explanation"} <= fields
 

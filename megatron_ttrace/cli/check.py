@@ -56,6 +56,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         f"may write nothing ({flags.DEFAULT_TIMEOUT:.0f})",
     )
     parser.add_argument(
+        "--allow-unchecked",
+        dest="ttrace_allow_unchecked",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="SHARE",
+        help="the same as --ttrace-allow-unchecked",
+    )
+    parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="what to run"
     )
     parser.set_defaults(run=run)

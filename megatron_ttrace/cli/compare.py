@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace import inputs
+from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import TTraceError
 
 _EPILOG = """\
@@ -38,6 +38,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="where to write the report (default: beside)"
     )
+    parser.add_argument(
+        "--allow-unchecked",
+        "--ttrace-allow-unchecked",
+        type=float,
+        default=flags.DEFAULT_ALLOW_UNCHECKED,
+        metavar="SHARE",
+        help="share of tensors that may be unchecked (default %(default)s); above it the answer "
+        "is 'could not check'",
+    )
     parser.add_argument("--wandb", action="store_true", help="log the report to W&B, too")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(run=run)
@@ -58,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.report import publish
     from megatron_ttrace.trace.store import TraceReader
 
+    if not 0 <= args.allow_unchecked <= 1:
+        raise TTraceError(f"--allow-unchecked {args.allow_unchecked}: give a share from 0 to 1")
     began = time.monotonic()
     for folder in (args.reference, args.candidate):
         inputs.require_regular_folder(folder)
@@ -77,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         mesh=Mesh.from_dict(candidate.meta["meshes"][0]),
         config=candidate.meta["config"],
         timings={"measure": time.monotonic() - began},
+        allow_unchecked=args.allow_unchecked,
     )
     output = args.output or args.candidate.parent
     console = Console(file=io.StringIO()) if args.json else None

@@ -18,6 +18,7 @@ from megatron_ttrace.capture.summands import summands
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.conclusion import conclude
 from megatron_ttrace.compare.exactness import Arithmetic
+from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import decode, encode
@@ -42,8 +43,8 @@ class CandidateSession(Session):
         self._measured: list[Measured] = []
         self._timings: dict[str, float] = {}
         self._notices: list[str] = []
-        if quiet.has_dropout(args):
-            self._notice("dropout is switched off in the traced steps")
+        if quiet.has_dropout(args) and dist.get_rank() == 0:
+            print("ttrace: dropout is switched off in the traced steps", flush=True)
         self._isolates = settings.isolate or low_precision.is_isolated(args)
         if self._isolates and not settings.isolate:
             self._notice(low_precision.NOTICE)
@@ -290,6 +291,7 @@ class CandidateSession(Session):
             config=config,
             timings=self._timings,
             notices=self._notices,
+            allow_unchecked=self.settings.allow_unchecked,
         )
         return dataclasses.replace(summary, run=provenance.collect(self.args)), verdicts
 
@@ -309,6 +311,7 @@ class CandidateSession(Session):
             "init": self.settings.init,
             "reference": str(self.settings.directory / "reference"),
             "arithmetic": self._arithmetic().to_json(),
+            "requested": Requested.of(args, self.model.chunks).to_json(),
         }
 
     def _arithmetic(self) -> Arithmetic:

@@ -27,6 +27,7 @@ MAX_ALIKE = 6
 MAX_OTHERS = 5
 MAX_REASONS = 4
 MAX_NOTICES = 5
+MAX_UNEXERCISED = 8
 MAX_COMMAND = 16
 _LABEL = 11
 
@@ -72,6 +73,11 @@ def render(
         page.field("notice", clean(notice, NOTE_LIMIT), "yellow")
     if len(summary.notices) > MAX_NOTICES:
         page.field("", f"{len(summary.notices) - MAX_NOTICES} more notices in {files.SUMMARY}")
+    for one in summary.unexercised[:MAX_UNEXERCISED]:
+        page.field("notice", wording.not_exercised_text(one), "yellow")
+    if len(summary.unexercised) > MAX_UNEXERCISED:
+        more = len(summary.unexercised) - MAX_UNEXERCISED
+        page.field("", f"{more} more not exercised in {files.SUMMARY}", "yellow")
     if summary.verdict is not Result.EQUIVALENT and verdicts:
         _layers(page, verdicts)
     _next_steps(page, summary, directory, isolating)
