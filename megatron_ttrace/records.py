@@ -419,7 +419,7 @@ class Summary:
         for name in sorted(found.keys() | self.counts.keys()):
             if self.counts and found[name] != self.counts.get(name, 0):
                 return (
-                    f"{found[name]} verdicts are {name!r}, counted were {self.counts.get(name, 0)}"
+                    f"{found[name]} verdicts are {name!r}, {self.counts.get(name, 0)} were counted"
                 )
         return ""
 

@@ -24,14 +24,31 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import AXES, Mesh
 from megatron_ttrace.placement.partial import axis_of_summand
-from megatron_ttrace.records import Kind
+from megatron_ttrace.records import Kind, TraceKey
 from megatron_ttrace.report.sanitise import clean
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.store import Entry, TraceReader
 
 MOST_CELLS = 1 << 24
 """Cells that the boxes of one rank may cut a tensor into; real ones have a few thousand."""
 MOST_DIMS = 8
+
+_Shape = tuple[Count, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Line:
+    """What of an index line is calculated with."""
+
+    shape: _Shape
+    logical_shape: _Shape
+    boxes: tuple[Box, ...]
+    placement: str
+    dtype: str
+    file: str
+    tensor: str
+    misfit: str
 
 
 def measure_saved(reference: TraceReader, candidate: TraceReader) -> dict[int, list[Measured]]:
@@ -42,8 +59,9 @@ def measure_saved(reference: TraceReader, candidate: TraceReader) -> dict[int, l
     """
     for rank, entries in reference.ranks.items():
         for number, entry in enumerate(entries):
-            if entry.key.kind is Kind.INITIAL:
-                with _told(reference, rank, number):
+            with _told(reference, rank, number):
+                _check_types(entry)
+                if entry.key.kind is Kind.INITIAL:
                     _moments(entry)
     found: dict[int, list[Measured]] = {}
     for rank, entries in candidate.ranks.items():
@@ -120,6 +138,7 @@ def _told(trace: TraceReader, rank: int, number: int) -> Iterator[None]:
 
 def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry, rank: int) -> Measured:
     key = entry.key
+    _check_types(entry)
     if key.kind is Kind.INITIAL:
         moments = _moments(entry)
         return Measured(
@@ -154,6 +173,12 @@ def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry, rank:
     ranks = meshes_of(candidate)[rank].size(axis)
     share = sketch_of_share(local, logical, entry.boxes, entry.factor, ranks)
     return dataclasses.replace(found, sketch=share)
+
+
+def _check_types(entry: Entry) -> None:
+    """Nothing but integers is calculated with. Raises ``CodecError``."""
+    codec.decode(_Line, {name: getattr(entry, name) for name in _Line.__slots__})
+    codec.decode(TraceKey, codec.encode(entry.key))
 
 
 def _tensor(trace: TraceReader, entry: Entry) -> torch.Tensor:

@@ -215,6 +215,8 @@ def _record(wanted: Any) -> Decoder:
     agree = getattr(wanted, "contradiction", None)
 
     def decode_record(value: Any) -> Any:
+        if type(value) is wanted:
+            value = {field.name: getattr(value, field.name) for field, _ in fields}
         if not isinstance(value, dict):
             raise _wrong("an object", value)
         if not known >= value.keys():
