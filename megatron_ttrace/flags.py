@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
@@ -14,6 +16,15 @@ from megatron_ttrace.errors import TTraceError
 ROLES = ("candidate", "reference")
 _MOST_ITERATIONS = 1000
 INITS = ("reveal", "megatron")
+MOST_SEEDS = 1000
+MOST_TIMEOUT = 366 * 86400.0
+MOST_RANKS = 4096
+"""Ranks of one machine that ``ttrace`` itself starts."""
+_MOST_PATH, _MOST_NAME = 4096, 255
+_INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
+_NUMBER = re.compile(
+    r"[+-]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][+-]?[0-9]{1,3})?"
+)
 DEFAULT_TIMEOUT = 1800.0
 DEFAULT_ALLOW_UNCHECKED = 0.10
 
@@ -62,6 +73,52 @@ class Settings:
     overrides: Path | None = None
 
 
+def path(text: str) -> Path:
+    """A path from the command line, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: when no file system takes it.
+    """
+    parts = text.split("/")
+    printable = ascii(text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{printable} holds a zero byte")
+    if len(os.fsencode(text)) >= _MOST_PATH or any(
+        len(os.fsencode(part)) > _MOST_NAME for part in parts
+    ):
+        raise argparse.ArgumentTypeError(f"{printable} is too long for a path")
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{printable} holds unprintable characters")
+    return Path(text)
+
+
+def _path_text(text: str) -> str:
+    """As :func:`path`; Megatron's arguments stay text, for they are copied as text."""
+    return str(path(text)) if text else text
+
+
+def integer(least: int = -(1 << 63), most: int = (1 << 63) - 1) -> Callable[[str], int]:
+    """For argparse: an integer between two, in ASCII digits."""
+
+    def convert(text: str) -> int:
+        value = int(text) if _INTEGER.fullmatch(text) else None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!a}: give an integer from {least} to {most}"
+            )
+        return value
+
+    return convert
+
+
+def number(text: str) -> float:
+    """For argparse: a finite number, in ASCII digits."""
+    value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text[:40]!a}: give a number")
+    return value
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the ``ttrace`` group to Megatron's parser and return the parser, as Megatron does."""
     group = parser.add_argument_group(
@@ -75,6 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--ttrace-dir",
         default="ttrace-out",
+        type=_path_text,
         metavar="DIR",
         help="Where traces and reports are written (visible to all ranks).",
     )
@@ -87,6 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--ttrace-reference",
         default=None,
+        type=_path_text,
         metavar="DIR",
         help="Use this reference trace instead of making one.",
     )
@@ -137,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--ttrace-seeds",
         default=4,
-        type=int,
+        type=integer(),
         metavar="N",
         help="Perturbed replays of the reference that tolerances are estimated from.",
     )
@@ -147,14 +206,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--ttrace-timeout",
         default=DEFAULT_TIMEOUT,
-        type=float,
+        type=number,
         metavar="SECONDS",
         help="Give up on a reference run or a rank that has not answered for this long.",
     )
     group.add_argument(
         "--ttrace-allow-unchecked",
         default=DEFAULT_ALLOW_UNCHECKED,
-        type=float,
+        type=number,
         metavar="SHARE",
         help="Share of tensors that may be unchecked; above it the answer is 'could not check'.",
     )
@@ -170,13 +229,14 @@ def parse_iterations(text: str) -> tuple[int, ...]:
         TTraceError: when the text is no list of positive numbers and ascending ranges.
     """
     chosen: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+    shown = ascii(text if len(text) <= 40 else f"{text[:40]}...")
+    for part in text.split(",", _MOST_ITERATIONS):
+        match = re.fullmatch(r" *([0-9]{1,12})(?: *- *([0-9]{1,12}))? *", part)
         first = int(match[1]) if match else 0
         last = int(match[2] or match[1]) if match else 0
         if first < 1 or last < first or last - first > _MOST_ITERATIONS:
             raise TTraceError(
-                f"--ttrace-iterations {text!r}: give numbers or ranges from 1, e.g. 1 or 1-2,5, "
+                f"--ttrace-iterations {shown}: give numbers or ranges from 1, e.g. 1 or 1-2,5, "
                 f"of at most {_MOST_ITERATIONS} iterations"
             )
         chosen.update(range(first, last + 1))
@@ -191,8 +251,12 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     """
     if args.ttrace_seeds < 1:
         raise TTraceError(f"--ttrace-seeds {args.ttrace_seeds}: at least 1 replay is needed")
-    if not 0 < args.ttrace_timeout < math.inf:
-        raise TTraceError(f"--ttrace-timeout {args.ttrace_timeout}: give seconds above 0")
+    if args.ttrace_seeds > MOST_SEEDS:
+        raise TTraceError(f"--ttrace-seeds {args.ttrace_seeds}: give at most {MOST_SEEDS} replays")
+    if not 0 < args.ttrace_timeout <= MOST_TIMEOUT:
+        raise TTraceError(
+            f"--ttrace-timeout {args.ttrace_timeout}: give seconds above 0, at most a year"
+        )
     if not 0 <= args.ttrace_allow_unchecked <= 1:
         raise TTraceError(
             f"--ttrace-allow-unchecked {args.ttrace_allow_unchecked}: give a share from 0 to 1"

@@ -8,12 +8,15 @@ field names of :class:`Verdict` and :class:`Summary` are a contract (docs/flags-
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
+from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Bounds, Count, Rank, Size
 from megatron_ttrace.unexercised import NotExercised
 
 
@@ -98,6 +101,11 @@ class Outcome(StrEnum):
 STEP_LEVEL = -1
 """Microbatch number of tensors that belong to the whole step (parameters, gradients, moments)."""
 
+Microbatch = Annotated[int, Bounds(STEP_LEVEL, (1 << 63) - 1)]
+"""Number of a microbatch in the global batch, or :data:`STEP_LEVEL`."""
+
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
+
 
 SCORES, CHOICE = 0, 1
 """Indices of a router's ``routing`` tensors: scores that experts are chosen by, and the choice."""
@@ -111,11 +119,11 @@ class TraceKey:
     :data:`STEP_LEVEL` for tensors that belong to the step.
     """
 
-    iteration: int
-    microbatch: int
+    iteration: Count
+    microbatch: Microbatch
     kind: Kind
     name: str
-    index: int = 0
+    index: Count = 0
 
     def __str__(self) -> str:
         where = "" if self.microbatch == STEP_LEVEL else f" microbatch {self.microbatch}"
@@ -132,19 +140,19 @@ class Verdict:
     speaks of (the worst ones of a failure, all holders of a pass). ``shape`` is the logical shape.
     """
 
-    iteration: int
-    microbatch: int
+    iteration: Count
+    microbatch: Microbatch
     kind: Kind
     name: str
-    index: int
+    index: Count
     verdict: Outcome
-    rel_err: float | None
-    rel_err_eps: float | None
-    tolerance: float | None
-    margin: float | None
-    ranks: tuple[int, ...]
+    rel_err: Size | None
+    rel_err_eps: Size | None
+    tolerance: Size | None
+    margin: Size | None
+    ranks: tuple[Rank, ...]
     placement: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     note: str = ""
 
     @property
@@ -169,19 +177,12 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object in the contract's field order; infinities and NaN become strings."""
-        return {f.name: _json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return codec.encode(self)  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``KeyError``/``ValueError`` on a foreign line."""
-        values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
-        values["kind"] = Kind(values["kind"])
-        values["verdict"] = Outcome(values["verdict"])
-        for name in ("rel_err", "rel_err_eps", "tolerance", "margin"):
-            values[name] = None if values[name] is None else float(values[name])
-        values["ranks"] = tuple(values["ranks"])
-        values["shape"] = tuple(values["shape"])
-        return cls(**values)
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError`` on a foreign line."""
+        return codec.decode(cls, data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,15 +198,15 @@ class Culprit:
     direction: Direction
     reason: str
     explanation: str
-    iteration: int
-    microbatch: int
-    index: int
+    iteration: Count
+    microbatch: Microbatch
+    index: Count
     verdict: Outcome
-    ranks: tuple[int, ...]
-    rel_err: float | None
-    rel_err_eps: float | None
-    tolerance: float | None
-    margin: float | None
+    ranks: tuple[Rank, ...]
+    rel_err: Size | None
+    rel_err_eps: Size | None
+    tolerance: Size | None
+    margin: Size | None
 
     def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
         """The failure that stands for this module: its own tensor's, or its parameter's."""
@@ -229,19 +230,12 @@ class Culprit:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""
-        return {f.name: _json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return codec.encode(self)  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of :meth:`to_json`."""
-        values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
-        values["kind"] = Kind(values["kind"])
-        values["direction"] = Direction(values["direction"])
-        values["verdict"] = Outcome(values["verdict"])
-        for name in ("rel_err", "rel_err_eps", "tolerance", "margin"):
-            values[name] = None if values[name] is None else float(values[name])
-        values["ranks"] = tuple(values["ranks"])
-        return cls(**values)
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)
 
 
 class Result(StrEnum):
@@ -265,37 +259,36 @@ class Exactness:
     named with its ranks and its relative error. No tolerance enters: rounding is no excuse here.
     """
 
-    expected: int
-    lost: int
+    expected: Count
+    lost: Count
     first: str = ""
-    ranks: tuple[int, ...] = ()
-    rel_err: float | None = None
+    ranks: tuple[Rank, ...] = ()
+    rel_err: Size | None = None
+
+    def contradiction(self) -> str:
+        """Why these numbers cannot be true; empty if they can."""
+        if self.lost > self.expected:
+            return f"{self.lost} lost of {self.expected} expected"
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""
-        return {f.name: _json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return codec.encode(self)  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of :meth:`to_json`."""
-        error = data.get("rel_err")
-        return cls(
-            expected=data["expected"],
-            lost=data["lost"],
-            first=data.get("first", ""),
-            ranks=tuple(data.get("ranks", ())),
-            rel_err=None if error is None else float(error),
-        )
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Element:
     """One element of a failed tensor: its logical index, both values, and who holds it."""
 
-    index: tuple[int, ...]
+    index: tuple[Count, ...]
     reference: float
     candidate: float
-    rank: int
+    rank: Rank
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,56 +306,22 @@ class Residual:
         boxes: rank, and the logical slices that it holds.
     """
 
-    key: TraceKey
-    total: int
-    exact: int
+    key: TraceKey = dataclasses.field(metadata={"flat": True})
+    total: Count
+    exact: Count
     lowest: int
-    counts: tuple[int, ...]
+    counts: tuple[Count, ...]
     worst: tuple[Element, ...]
-    boxes: tuple[tuple[int, str], ...]
+    boxes: tuple[tuple[Rank, str], ...]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""
-        key = dataclasses.asdict(self.key) | {"kind": self.key.kind.value}
-        worst = [
-            {f.name: _json(getattr(one, f.name)) for f in dataclasses.fields(one)}
-            for one in self.worst
-        ]
-        return key | {
-            "total": self.total,
-            "exact": self.exact,
-            "lowest": self.lowest,
-            "counts": list(self.counts),
-            "worst": worst,
-            "boxes": [list(box) for box in self.boxes],
-        }
+        return codec.encode(self)  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of :meth:`to_json`."""
-        return cls(
-            TraceKey(
-                data["iteration"],
-                data["microbatch"],
-                Kind(data["kind"]),
-                data["name"],
-                data["index"],
-            ),
-            data["total"],
-            data["exact"],
-            data["lowest"],
-            tuple(data["counts"]),
-            tuple(
-                Element(
-                    tuple(one["index"]),
-                    float(one["reference"]),
-                    float(one["candidate"]),
-                    one["rank"],
-                )
-                for one in data["worst"]
-            ),
-            tuple((rank, text) for rank, text in data["boxes"]),
-        )
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,18 +367,18 @@ class Run:
     environment: dict[str, str]
     seed: int
 
+    def contradiction(self) -> str:
+        """Why this names no run; empty if it does."""
+        return "" if _RUN_ID.fullmatch(self.id) else "id: expected 16 hexadecimal digits"
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""
-        return dataclasses.asdict(self) | {"command": list(self.command)}
+        return codec.encode(self)  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of :meth:`to_json`."""
-        values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
-        values["command"] = tuple(values["command"])
-        values["megatron"] = Code(**values["megatron"])
-        values["ttrace"] = Code(**values["ttrace"])
-        return cls(**values)
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -429,62 +388,48 @@ class Summary:
     ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
     the settings of the check, ``execution_order`` the modules in the order the reference ran them.
     ``exactness`` is ``None`` where nothing is known of it. ``residuals`` are those of failed
-    tensors, as far as their shards were kept. ``unexercised`` is what a pass says nothing about.
+    tensors, as far as their shards were kept. ``not_exercised`` is what a pass says nothing about.
     """
 
     verdict: Result
-    counts: dict[str, int]
+    counts: dict[str, Count]
     culprits: tuple[Culprit, ...]
     config: dict[str, Any]
     versions: dict[str, str]
-    timings: dict[str, float]
+    timings: dict[str, Annotated[float, Bounds(0.0, nan=True)]]
     execution_order: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     exactness: Exactness | None = None
     residuals: tuple[Residual, ...] = ()
     run: Run | None = None
-    unexercised: tuple[NotExercised, ...] = ()
+    not_exercised: tuple[NotExercised, ...] = ()
+
+    def contradiction(self) -> str:
+        """Why this summary cannot be true; empty if it can."""
+        outcomes = {outcome.value: outcome for outcome in Outcome}
+        unknown = [name for name in self.counts if name not in outcomes]
+        if unknown:
+            return f"counts: no outcome is called {codec.shown(unknown[0])}"
+        failed = sum(n for name, n in self.counts.items() if outcomes[name].is_failure)
+        if self.verdict is Result.EQUIVALENT and (failed or self.culprits):
+            return f"verdict: equivalent, with {failed} failures and {len(self.culprits)} culprits"
+        return ""
+
+    def disagreement(self, verdicts: Iterable[Verdict]) -> str:
+        """Why these verdicts are not those that were counted; empty if they are."""
+        found = Counter(verdict.verdict.value for verdict in verdicts)
+        for name in sorted(found.keys() | self.counts.keys()):
+            if self.counts and found[name] != self.counts.get(name, 0):
+                return (
+                    f"{found[name]} verdicts are {name!r}, {self.counts.get(name, 0)} were counted"
+                )
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for ``summary.json``."""
-        return {
-            "run": self.run.to_json() if self.run else None,
-            "verdict": self.verdict.value,
-            "counts": dict(self.counts),
-            "culprits": [culprit.to_json() for culprit in self.culprits],
-            "config": self.config,
-            "versions": self.versions,
-            "timings": self.timings,
-            "execution_order": list(self.execution_order),
-            "notices": list(self.notices),
-            "not_exercised": [one.to_json() for one in self.unexercised],
-            "exactness": self.exactness.to_json() if self.exactness else None,
-            "residuals": [residual.to_json() for residual in self.residuals],
-        }
+        return codec.encode(self)  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse of :meth:`to_json`."""
-        return cls(
-            verdict=Result(data["verdict"]),
-            counts=data["counts"],
-            culprits=tuple(Culprit.from_json(c) for c in data["culprits"]),
-            config=data["config"],
-            versions=data["versions"],
-            timings=data["timings"],
-            execution_order=tuple(data.get("execution_order", ())),
-            notices=tuple(data.get("notices", ())),
-            exactness=Exactness.from_json(data["exactness"]) if data.get("exactness") else None,
-            residuals=tuple(Residual.from_json(one) for one in data.get("residuals", ())),
-            run=Run.from_json(data["run"]) if data.get("run") else None,
-            unexercised=tuple(NotExercised.from_json(one) for one in data.get("not_exercised", ())),
-        )
-
-
-def _json(value: Any) -> Any:
-    """JSON has no infinities: they travel as the strings that ``float()`` reads back."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, tuple):
-        return list(value)
-    return value
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)

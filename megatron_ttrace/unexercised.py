@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
-from typing import Any, Self
 
 
 class Unexercised(StrEnum):
@@ -44,38 +43,3 @@ class NotExercised:
     value: float | None = None
     limit: float | None = None
     names: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return {
-            "what": self.what.value,
-            "value": self.value,
-            "limit": self.limit,
-            "names": list(self.names),
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: on anything that :meth:`to_json` does not write.
-        """
-        if not isinstance(data, dict):
-            raise ValueError(f"not an object: {data!r:.40}")
-        names = data.get("names", [])
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"names is no list of strings: {names!r:.40}")
-        value, limit = _number(data.get("value")), _number(data.get("limit"))
-        return cls(Unexercised(str(data.get("what"))), value, limit, tuple(names))
-
-
-_LARGEST = 1e300
-
-
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not abs(value) <= _LARGEST:
-        raise ValueError(f"not a finite number: {value!r:.40}")
-    return float(value)

@@ -11,19 +11,24 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.records import (
     STEP_LEVEL,
+    Code,
     Culprit,
     Direction,
+    Element,
     Exactness,
     Kind,
     Outcome,
+    Residual,
     Result,
+    Run,
     Summary,
     TraceKey,
     Verdict,
 )
+from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.unexercised import NotExercised, Unexercised
 
-numbers = st.none() | st.floats(allow_nan=False)
+numbers = st.none() | st.floats(min_value=0, allow_nan=False)
 ranks = st.lists(st.integers(0, 2**20), max_size=4).map(tuple)
 verdicts = st.builds(
     Verdict,
@@ -59,6 +64,53 @@ culprits = st.builds(
     tolerance=numbers,
     margin=numbers,
 )
+residuals = st.builds(
+    Residual,
+    key=st.builds(
+        TraceKey,
+        st.integers(1, 9),
+        st.integers(STEP_LEVEL, 9),
+        st.sampled_from(Kind),
+        st.text(max_size=20),
+        st.integers(0, 9),
+    ),
+    total=st.integers(0, 99),
+    exact=st.integers(0, 99),
+    lowest=st.integers(-99, 99),
+    counts=ranks,
+    worst=st.lists(
+        st.builds(
+            Element,
+            index=ranks,
+            reference=st.floats(allow_nan=False),
+            candidate=st.floats(allow_nan=False),
+            rank=st.integers(0, 99),
+        ),
+        max_size=2,
+    ).map(tuple),
+    boxes=st.lists(st.tuples(st.integers(0, 99), st.text(max_size=9)), max_size=2).map(tuple),
+)
+code = st.builds(
+    Code,
+    version=st.text(max_size=9),
+    path=st.text(max_size=9),
+    commit=st.text(max_size=9),
+    dirty=st.booleans(),
+)
+runs = st.builds(
+    Run,
+    id=st.text("0123456789abcdef", min_size=16, max_size=16),
+    command=st.lists(st.text(max_size=9), max_size=3).map(tuple),
+    script=st.text(max_size=9),
+    script_sha256=st.text(max_size=9),
+    megatron=code,
+    ttrace=code,
+    host=st.text(max_size=9),
+    user=st.text(max_size=9),
+    date=st.text(max_size=9),
+    environment=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+    seed=st.integers(-1, 2**32),
+)
 words = st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)
 summaries = st.builds(
     Summary,
@@ -78,8 +130,10 @@ summaries = st.builds(
         first=st.text(max_size=20),
         ranks=ranks,
         rel_err=numbers,
-    ),
-    unexercised=st.lists(
+    ).filter(lambda one: not one.contradiction()),
+    residuals=st.lists(residuals, max_size=2).map(tuple),
+    run=st.none() | runs,
+    not_exercised=st.lists(
         st.builds(
             NotExercised,
             what=st.sampled_from(Unexercised),
@@ -88,7 +142,7 @@ summaries = st.builds(
         ),
         max_size=2,
     ).map(tuple),
-)
+).filter(lambda one: not one.contradiction())
 
 
 @given(verdicts)
@@ -169,14 +223,57 @@ def test_keys_in_words():
 
 
 @pytest.mark.parametrize(
-    "change", [{"kind": "nonsense"}, {"verdict": "nonsense"}, {"rel_err": "words"}]
+    "change",
+    [
+        {"kind": "nonsense"},
+        {"verdict": "nonsense"},
+        {"rel_err": "words"},
+        {"margin": -1.0},
+        {"tolerance": "nan"},
+        {"ranks": [-1]},
+        {"ranks": [True]},
+        {"ranks": "12"},
+        {"shape": [1 << 63]},
+        {"index": 1.0},
+        {"name": None},
+        {"more": 1},
+    ],
 )
 def test_a_foreign_line_is_refused(change):
     """Never half a verdict."""
     verdict = Verdict(1, 0, Kind.LOSS, "a", 0, Outcome.PASS, *[math.inf] * 4, (), "", (), "")
     line = {**verdict.to_json(), **change}
-    with pytest.raises(ValueError):  # noqa: PT011 - the words are Python's
+    with pytest.raises(CodecError):
         Verdict.from_json(line)
+    line = verdict.to_json()
     del line["name"]
-    with pytest.raises((KeyError, ValueError)):
+    with pytest.raises(CodecError, match="name: is missing"):
         Verdict.from_json(line)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"counts": {"diverged": 1}}, "equivalent, with 1 failures"),
+        ({"counts": {"pass": -1}}, r"counts\['pass'\]: expected an integer"),
+        ({"counts": {"fine": 1}}, "no outcome is called 'fine'"),
+        ({"run": {"id": "x"}}, "run.command: is missing"),
+        ({"exactness": {"expected": 1, "lost": 2}}, "exactness: 2 lost of 1"),
+        ({"culprits": [{}]}, r"culprits\[0\].direction: is missing"),
+        ({"config": []}, "config: expected an object, got a list of 0"),
+    ],
+)
+def test_a_summary_that_cannot_be_true_is_refused(change, reason):
+    """The message names the field."""
+    data = Summary(Result.EQUIVALENT, {"pass": 1}, (), {}, {}, {}).to_json()
+    with pytest.raises(CodecError, match=reason):
+        Summary.from_json({**data, **change})
+
+
+def test_verdicts_are_counted_by_outcome():
+    """A summary of another run's verdicts is noticed although their number is the same."""
+    verdict = Verdict(1, 0, Kind.LOSS, "a", 0, Outcome.PASS, *[0.0] * 4, (), "", (), "")
+    counted = Summary(Result.EQUIVALENT, {"pass": 1}, (), {}, {}, {})
+    assert counted.disagreement([verdict]) == ""
+    other = dataclasses.replace(verdict, verdict=Outcome.UNCHECKED)
+    assert counted.disagreement([other]) == "0 verdicts are 'pass', 1 were counted"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_ttrace import flags, inputs
@@ -33,10 +33,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
-    parser.add_argument("candidate", type=Path, metavar="CANDIDATE_DIR")
+    parser.add_argument("reference", type=flags.path, metavar="REFERENCE_DIR")
+    parser.add_argument("candidate", type=flags.path, metavar="CANDIDATE_DIR")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="where to write the report (default: beside)"
+        "--output",
+        type=flags.path,
+        metavar="DIR",
+        help="where to write the report (default: beside)",
     )
     parser.add_argument(
         "--allow-unchecked",
@@ -61,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.compare.conclusion import conclude
-    from megatron_ttrace.compare.offline import measure_saved
+    from megatron_ttrace.compare.offline import epsilon_of, measure_saved, meshes_of
     from megatron_ttrace.integration import shared
-    from megatron_ttrace.placement.mesh import Mesh
     from megatron_ttrace.report import publish
+    from megatron_ttrace.report.sanitise import clean
     from megatron_ttrace.trace.store import TraceReader
 
     if not 0 <= args.allow_unchecked <= 1:
@@ -80,16 +83,25 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError(
             f"{args.candidate} holds failed tensors only: trace with --ttrace-save-candidate"
         )
-    summary, verdicts = conclude(
-        reference,
-        tolerance.of_reference(reference),
-        measure_saved(reference, candidate),
-        candidate=args.candidate,
-        mesh=Mesh.from_dict(candidate.meta["meshes"][0]),
-        config=candidate.meta["config"],
-        timings={"measure": time.monotonic() - began},
-        allow_unchecked=args.allow_unchecked,
-    )
+    epsilon_of(reference)
+    meshes = meshes_of(candidate)
+    try:
+        summary, verdicts = conclude(
+            reference,
+            tolerance.of_reference(reference),
+            measure_saved(reference, candidate),
+            candidate=args.candidate,
+            mesh=meshes[0],
+            config=_config(candidate.meta.get("config")),
+            timings={"measure": time.monotonic() - began},
+            allow_unchecked=args.allow_unchecked,
+        )
+    except (ArithmeticError, ValueError) as error:
+        # Numbers that are each in range, and not of one run.
+        raise TTraceError(
+            f"{args.candidate} and {args.reference} contradict themselves or each other "
+            f"({clean(error)}): run the traced job again"
+        ) from error
     output = args.output or args.candidate.parent
     console = Console(file=io.StringIO()) if args.json else None
     with shared.claim_report(output, candidate.meta["run"]):
@@ -104,3 +116,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary.to_json(), indent=1))
     return int(summary.verdict.exit_code)
+
+
+def _config(found: Any) -> dict[str, Any]:
+    """The candidate's configuration, as far as the comparison reads it.
+
+    Raises:
+        CodecError: when it is not one.
+    """
+    from megatron_ttrace.compare.exactness import Arithmetic
+    from megatron_ttrace.trace import codec
+
+    config = codec.decoder(dict[str, Any])(found)
+    if isinstance(config.get("arithmetic"), Mapping):
+        Arithmetic.from_json(config["arithmetic"])
+    return dict(config)

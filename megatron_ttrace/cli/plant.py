@@ -6,15 +6,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
-from megatron_ttrace import inputs
+from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 SIZES = (0.5, 0.9, 1.1, 2.0, 5.0)
 FOUND = 0.99
 """Share of errors of two tolerances and more that must be found."""
+MOST_TRIALS = 1_000_000
 FLAGGED = 0.01
 """Share of errors of half a tolerance that may be flagged."""
 
@@ -40,12 +40,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
-    parser.add_argument("candidate", type=Path, metavar="CANDIDATE_DIR")
+    parser.add_argument("reference", type=flags.path, metavar="REFERENCE_DIR")
+    parser.add_argument("candidate", type=flags.path, metavar="CANDIDATE_DIR")
     parser.add_argument(
-        "--trials", type=int, default=500, metavar="N", help="errors of each sort (default 500)"
+        "--trials",
+        type=flags.integer(),
+        default=500,
+        metavar="N",
+        help="errors of each sort (default 500)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the random places")
+    parser.add_argument(
+        "--seed", type=flags.integer(least=0), default=1, help="of the random places"
+    )
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
     parser.set_defaults(run=run)
     return parser
@@ -53,15 +59,24 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Plant, judge, count."""
-    if args.trials < 1:
-        raise TTraceError(f"--trials {args.trials}: at least 1 is needed")
+    if not 1 <= args.trials <= MOST_TRIALS:
+        raise TTraceError(f"--trials {args.trials}: give 1 to {MOST_TRIALS}")
     from megatron_ttrace.compare.planting import Field, sweep
+    from megatron_ttrace.report.sanitise import clean
 
     for folder in (args.reference, args.candidate):
         inputs.require_regular_folder(folder)
-    field = Field(args.reference, args.candidate)
+    try:
+        field = Field(args.reference, args.candidate)
+        planted = sweep(field, SIZES, args.trials, args.seed)
+    except (ArithmeticError, ValueError) as error:
+        # Numbers that are each in range, and not of one run.
+        raise TTraceError(
+            f"{args.candidate} and {args.reference} contradict themselves or each other "
+            f"({clean(error)}): run the traced job again"
+        ) from error
     rows = []
-    for (shape, size), trials in sweep(field, SIZES, args.trials, args.seed).items():
+    for (shape, size), trials in planted.items():
         row = {
             "shape": shape,
             "size": None if math.isnan(size) else size,

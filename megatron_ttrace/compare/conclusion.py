@@ -118,7 +118,7 @@ def conclude(
         notices=tuple(said),
         exactness=exact,
         residuals=residuals(verdicts, culprits, explainer.evidence),
-        unexercised=exercised.unexercised(requested, observed, mesh, verdicts),
+        not_exercised=exercised.unexercised(requested, observed, mesh, verdicts),
     )
     return summary, verdicts
 

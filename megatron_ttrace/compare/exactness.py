@@ -24,6 +24,7 @@ from megatron_ttrace.records import (
     TraceKey,
     Verdict,
 )
+from megatron_ttrace.trace import codec
 
 NOTE = "not bitwise equal, though this layout does not reorder its arithmetic"
 
@@ -67,12 +68,13 @@ class Arithmetic:
 
     def to_json(self) -> dict[str, Any]:
         """For the configuration in ``summary.json``."""
-        return dataclasses.asdict(self)
+        found: dict[str, Any] = codec.encode(self)
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Arithmetic:
-        """The inverse of :meth:`to_json`."""
-        return cls(**{**data, "splits_sums": tuple(data["splits_sums"])})
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)
 
 
 def reordered(key: TraceKey, job: Arithmetic, *, later: bool = False) -> str:

@@ -19,7 +19,7 @@ import torch
 from megatron_ttrace.compare import tolerance as tolerances_of
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import measure
-from megatron_ttrace.compare.offline import measure_saved
+from megatron_ttrace.compare.offline import epsilon_of, measure_saved
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
@@ -156,7 +156,7 @@ class Field:
             sums = measure(local, whole, kept.boxes, self._factors[rank, key])
             holders = {**holders, rank: [dataclasses.replace(kept, sums=sums)]}
         shape = self._reference.entry(key).shape
-        eps = float(self._reference.meta["epsilon"])
+        eps = epsilon_of(self._reference)
         return judge([(key, shape)], holders, self._tolerances, eps)[0]
 
     def plant(self, shape: str, size: float, generator: torch.Generator) -> Trial:
@@ -220,7 +220,14 @@ class Field:
     @property
     def job(self) -> tuple[int, float]:
         """Number of layers and machine epsilon of the compute dtype."""
-        return int(self._candidate.meta["config"]["layers"]), float(self._reference.meta["epsilon"])
+        config = self._candidate.meta.get("config")
+        layers = config.get("layers") if isinstance(config, dict) else None
+        if type(layers) is not int or layers < 0:
+            raise TTraceError(
+                f"{self._candidate.directory}/meta.json is damaged (config.layers: expected a "
+                "number of layers): run the traced job again"
+            )
+        return layers, epsilon_of(self._reference)
 
     def _unit(self, rank: int, entry: Entry) -> float:
         """Norm of the difference that makes an error of one tolerance of this rank's part."""

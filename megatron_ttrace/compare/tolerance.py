@@ -20,11 +20,14 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.records import CHOICE, SCORES, Kind, Microbatch, TraceKey
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Bounds, Count
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
@@ -193,6 +196,16 @@ def is_exact(key: TraceKey) -> bool:
     return key.kind is Kind.TOKENS or (key.kind is Kind.PARAM and key.index == 0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Line:
+    """One line of ``tolerances.jsonl``; numbers are written as Python writes them."""
+
+    key: tuple[Count, Microbatch, Kind, str, Count]
+    n: Count
+    norm: Annotated[float, Bounds(0.0, nan=True, text=True)]
+    moved: tuple[Annotated[float, Bounds(0.0, nan=True, text=True)], ...]
+
+
 def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
     """Write ``tolerances.jsonl`` of a reference."""
     lines = [
@@ -213,26 +226,31 @@ def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) 
     """Read ``tolerances.jsonl``; ``how`` as of :class:`Tolerances`.
 
     Raises:
-        TTraceError: when the file is absent or damaged.
+        TTraceError: when the file is absent or damaged, or is of another trace.
     """
     path = directory / FILE
     moved: dict[TraceKey, Moved] = {}
+    known = dict(dtypes)
     try:
-        with path.open(encoding="utf-8") as lines:
-            for text in lines:
-                line = json.loads(text)
-                iteration, microbatch, kind, name, index = line["key"]
-                key = TraceKey(iteration, microbatch, Kind(kind), name, index)
-                moved[key] = Moved(
-                    line["n"], float(line["norm"]), tuple(float(m) for m in line["moved"])
-                )
+        for value in codec.lines(path):
+            line = codec.decode(_Line, value)
+            key = TraceKey(*line.key)
+            if key in moved:
+                raise codec.CodecError("the same tensor a second time")
+            if key not in known:
+                raise codec.CodecError("no such tensor in the trace")
+            if line.n == 0 and line.norm:
+                raise codec.CodecError("norm: no element, but a norm")
+            moved[key] = Moved(line.n, line.norm, line.moved)
     except FileNotFoundError:
         raise TTraceError(
             f"{path} is missing, {directory} is no reference trace: give one made by --ttrace"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise TTraceError(f"{path} is damaged ({error}): make the reference again") from error
-    return Tolerances(moved, dict(dtypes), **how)
+    except (OSError, codec.CodecError) as error:
+        raise TTraceError(
+            f"{path}:{len(moved) + 1} is damaged ({error}): make the reference again"
+        ) from error
+    return Tolerances(moved, known, **how)
 
 
 def of_reference(reference: TraceReader) -> Tolerances:

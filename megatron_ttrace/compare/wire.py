@@ -4,13 +4,54 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.records import Kind, Microbatch, TraceKey
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Bounds, CodecError, Count, Word
+
+_Total = Annotated[float, Bounds(0.0, nan=True)]
+_SUMS = tuple[Count, _Total, _Total, _Total, float, _Total, Count, Word, Count]
+_MOMENTS = tuple[Count, float, _Total, float, _Total, float, float, Count, Word]
+_Shape = tuple[Count, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Message:
+    """``rows`` name their layout (placement, boxes, shape) by its number."""
+
+    layouts: tuple[tuple[str, tuple[tuple[_Shape, _Shape, _Shape], ...], _Shape], ...]
+    rows: tuple[
+        tuple[
+            Count,
+            Microbatch,
+            Kind,
+            str,
+            Count,
+            Count,
+            _SUMS | None,
+            str,
+            str,
+            tuple[float, ...],
+            _MOMENTS | None,
+        ],
+        ...,
+    ]
+
+
+def sums_of(values: Sequence[Any]) -> Sums:
+    """Sums that were written as a list. Raises ``CodecError``."""
+    return Sums(*codec.decoder(_SUMS)(values))
+
+
+def moments_of(values: Sequence[Any]) -> Moments:
+    """Moments that were written as a list. Raises ``CodecError``."""
+    return Moments(*codec.decoder(_MOMENTS)(values))
 
 
 def encode(measured: list[Measured]) -> dict[str, Any]:
@@ -18,56 +59,49 @@ def encode(measured: list[Measured]) -> dict[str, Any]:
     layouts: dict[Any, int] = {}
     rows = []
     for one in measured:
-        layout = (one.placement, one.boxes, one.logical_shape)
-        number = layouts.setdefault(layout, len(layouts))
+        number = layouts.setdefault((one.placement, one.boxes, one.logical_shape), len(layouts))
         sums, moments = (
-            None if found is None else [_text(v) for v in dataclasses.astuple(found)]
+            None if found is None else dataclasses.astuple(found)
             for found in (one.sums, one.moments)
         )
-        key = [one.key.iteration, one.key.microbatch, one.key.kind.value, one.key.name]
-        said = one.problem, one.note, one.sketch
-        rows.append([*key, one.key.index, number, sums, *said, moments])
-    return {
-        "layouts": [
-            [placement, [[b.logical, b.extent, b.local] for b in boxes], shape]
-            for placement, boxes, shape in layouts
-        ],
-        "rows": rows,
-    }
-
-
-def decode(message: dict[str, Any]) -> list[Measured]:
-    """The inverse of :func:`encode`."""
-    layouts = [
-        (
-            placement,
-            tuple(Box(tuple(g), tuple(e), tuple(o)) for g, e, o in boxes),
-            tuple(shape),
-        )
-        for placement, boxes, shape in message["layouts"]
-    ]
-    found = []
-    for row in message["rows"]:
-        iteration, microbatch, kind, name, index, number, sums, problem, note, sketch, moments = row
-        placement, boxes, shape = layouts[number]
-        found.append(
-            Measured(
-                key=TraceKey(iteration, microbatch, Kind(kind), name, index),
-                placement=placement,
-                boxes=boxes,
-                logical_shape=shape,
-                sums=None if sums is None else Sums.of(sums),
-                problem=problem,
-                note=note,
-                sketch=tuple(sketch),
-                moments=None if moments is None else Moments.of(moments),
-            )
-        )
+        key = dataclasses.astuple(one.key)
+        rows.append((*key, number, sums, one.problem, one.note, one.sketch, moments))
+    found: dict[str, Any] = codec.encode(
+        {
+            "layouts": [
+                (placement, [(box.logical, box.extent, box.local) for box in boxes], shape)
+                for placement, boxes, shape in layouts
+            ],
+            "rows": rows,
+        }
+    )
     return found
 
 
-def _text(value: float | int) -> float | int | str:
-    """Infinities and NaN have no JSON number."""
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    return value
+def decode(message: Any) -> list[Measured]:
+    """The inverse of :func:`encode`. Raises ``CodecError`` on a foreign message."""
+    said = codec.decode(_Message, message)
+    layouts = [
+        (placement, tuple(Box(*box) for box in boxes), shape)
+        for placement, boxes, shape in said.layouts
+    ]
+    found = []
+    for row in said.rows:
+        key, (number, sums, problem, note, sketch, moments) = TraceKey(*row[:5]), row[5:]
+        if number >= len(layouts):
+            raise CodecError(f"layout {number} of {len(layouts)}")
+        placement, boxes, shape = layouts[number]
+        found.append(
+            Measured(
+                key=key,
+                placement=placement,
+                boxes=boxes,
+                logical_shape=shape,
+                sums=None if sums is None else Sums(*sums),
+                problem=problem,
+                note=note,
+                sketch=sketch,
+                moments=None if moments is None else Moments(*moments),
+            )
+        )
+    return found

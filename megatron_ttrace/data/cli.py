@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ttrace import inputs
+from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
@@ -33,13 +32,17 @@ def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "sources", metavar="FILE_OR_DIR", nargs="+", type=Path, help="files, or folders of files"
+        "sources",
+        metavar="FILE_OR_DIR",
+        nargs="+",
+        type=flags.path,
+        help="files, or folders of files",
     )
     parser.add_argument(
         "--output",
         metavar="PREFIX",
         required=True,
-        type=Path,
+        type=flags.path,
         help="where to write PREFIX.bin and PREFIX.idx",
     )
     parser.add_argument(
@@ -49,7 +52,10 @@ def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
         help="which files of a folder to take (default: all but hidden ones)",
     )
     parser.add_argument(
-        "--max-bytes", metavar="N", type=int, help="stop after N bytes of text (default: take all)"
+        "--max-bytes",
+        metavar="N",
+        type=flags.integer(),
+        help="stop after N bytes of text (default: take all)",
     )
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the token 256"
@@ -75,11 +81,11 @@ def run(args: argparse.Namespace) -> int:
     inputs.require_regular(files)
     documents = text.read_documents(files, args.max_bytes)
     corpus = text.write_corpus(documents, args.output, append_eod=args.append_eod)
-    flags = text.training_flags(args.output, megatron_core_version())
+    trained_with = text.training_flags(args.output, megatron_core_version())
     if args.json:
-        found = {"documents": corpus.documents, "tokens": corpus.tokens, "flags": flags}
+        found = {"documents": corpus.documents, "tokens": corpus.tokens, "flags": trained_with}
         print(json.dumps({"prefix": str(corpus.prefix), **found}))
     else:
         print(f"{corpus.prefix}.bin, .idx: {corpus.documents} documents, {corpus.tokens} tokens")
-        print(f"train with: {flags}")
+        print(f"train with: {trained_with}")
     return int(ExitCode.EQUIVALENT)

@@ -9,7 +9,9 @@ makes samples cross document boundaries, and ``--eod-mask-loss`` and packing do 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
+import stat
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +25,9 @@ from megatron_ttrace.errors import TTraceError
 
 EOD = 256
 """The token after a document: the first number that no byte has."""
+
+MOST_BYTES = 256 << 20
+"""Bytes of one document: they are held in memory, twice as large, to be written."""
 
 VOCAB_SIZE = EOD + 1
 _DTYPE = numpy.uint16  # the smallest that holds them all, and what Megatron's tool would choose
@@ -61,15 +66,7 @@ def find_files(sources: Sequence[Path], pattern: str = "*") -> list[Path]:
     files: list[Path] = []
     for source in sources:
         if source.is_dir():
-            matches = sorted(
-                path
-                for path in source.rglob(pattern)
-                if path.is_file()
-                and not any(
-                    part.startswith(".") or part == "__pycache__"
-                    for part in path.relative_to(source).parts
-                )
-            )
+            matches = _matches(source, pattern)
             if not matches:
                 raise TTraceError(f"{source}: no file in this folder matches {pattern!r}")
             files.extend(matches)
@@ -78,6 +75,32 @@ def find_files(sources: Sequence[Path], pattern: str = "*") -> list[Path]:
         else:
             raise TTraceError(f"{source}: no such file or folder")
     return files
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    """The regular files below a folder whose name matches; sorted."""
+    if not pattern or "/" in pattern or "\0" in pattern or pattern == "..":
+        raise TTraceError(f"--glob {pattern[:60]!a}: give a pattern of names, e.g. '*.py'")
+    found = []
+    # Unlike pathlib's, this walk follows no links and passes over folders that it cannot read.
+    for home, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        for name in fnmatch.filter(names, "*" if pattern == "**" else pattern):
+            path = Path(home, name)
+            if not _is_hidden(name) and _is_regular(path):
+                found.append(path)
+    return sorted(found)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
 
 
 def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Iterator[bytes]:
@@ -95,8 +118,17 @@ def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Itera
         if left is not None and left <= 0:
             return
         try:
+            # A pipe would be waited for, and a device has no end.
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):
+                raise TTraceError(f"{path}: not a regular file")
+            if (found.st_size if left is None else min(left, found.st_size)) > MOST_BYTES:
+                raise TTraceError(
+                    f"{path}: more than {MOST_BYTES:,} bytes, too many for one document; "
+                    "split it, or give --max-bytes"
+                )
             with path.open("rb") as file:
-                content = file.read(-1 if left is None else left)
+                content = file.read(MOST_BYTES if left is None else min(left, MOST_BYTES))
         except OSError as error:
             raise TTraceError(f"{path}: cannot be read: {error.strerror or error}") from error
         if content:

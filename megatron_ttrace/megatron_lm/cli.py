@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ttrace import inputs
+from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.megatron_lm import patch
 
@@ -33,7 +32,9 @@ def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkout", metavar="CHECKOUT", type=Path, help="a clone of Megatron-LM")
+    parser.add_argument(
+        "checkout", metavar="CHECKOUT", type=flags.path, help="a clone of Megatron-LM"
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="only say whether it would work")
     action.add_argument("--reverse", action="store_true", help="take the flag out again")

@@ -13,8 +13,11 @@ from pathlib import Path
 from megatron_ttrace import resources
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.megatron_lm import unified_diff
+from megatron_ttrace.trace import codec
 
 _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
+_MOST_BYTES = 16 << 20
+"""Of a file in a checkout: a script has a few thousand."""
 _PATCH_NAME = re.compile(r"core_v(\d+)\.(\d+)\.(\d+)\.patch")
 
 
@@ -56,7 +59,9 @@ def find(checkout: Path) -> Checkout:
     patch = unified_diff.parse(path.read_text(encoding="utf-8"))
     script = checkout / patch.path
     try:
-        content = script.read_bytes()
+        content = codec.read(script, _MOST_BYTES)
+    except codec.CodecError as error:
+        raise TTraceError(f"{script}: {error}") from error
     except OSError as error:
         raise TTraceError(f"{script}: cannot be read: {error.strerror or error}") from error
     return Checkout(version=version, patch_file=path, patch=patch, script=script, content=content)
@@ -121,12 +126,17 @@ def write(checkout: Checkout, content: bytes) -> bool:
 def _version(checkout: Path) -> str:
     # Read, not imported: importing it would import all of that checkout's Megatron.
     try:
-        text = (checkout / _PACKAGE_INFO).read_text(encoding="utf-8")
+        text = codec.read(checkout / _PACKAGE_INFO, _MOST_BYTES).decode("utf-8", "replace")
+    except codec.CodecError as error:
+        raise TTraceError(f"{checkout / _PACKAGE_INFO}: {error}") from error
     except OSError as error:
         raise TTraceError(
             f"{checkout}: not a checkout of Megatron-LM: it has no {_PACKAGE_INFO.as_posix()}"
         ) from error
-    numbers = [re.search(rf"^{part} = (\d+)", text, re.M) for part in ("MAJOR", "MINOR", "PATCH")]
+    numbers = [
+        re.search(rf"^{part} = ([0-9]{{1,4}})\b", text, re.M)
+        for part in ("MAJOR", "MINOR", "PATCH")
+    ]
     found = [match[1] for match in numbers if match]
     if len(found) != len(numbers):
         raise TTraceError(f"{checkout / _PACKAGE_INFO}: no version found in this file")

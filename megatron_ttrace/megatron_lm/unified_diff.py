@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
+_HUNK = re.compile(r"@@ -([0-9]{1,9})(?:,([0-9]{1,9}))? \+([0-9]{1,9})(?:,([0-9]{1,9}))? @@")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,26 +60,43 @@ def parse(text: str) -> Patch:
     """Read a patch of one file; text before its header is commentary.
 
     Raises:
-        ValueError: when there is no file header or no hunk.
+        ValueError: when there is no file header or no hunk, a hunk has other lines than its header
+            counts, or the file lies outside of the checkout.
     """
     path: str | None = None
-    hunks: list[tuple[int, list[str]]] = []
-    for line in text.splitlines():
+    hunks: list[tuple[re.Match[str], list[str]]] = []
+    # Not splitlines: it takes a form feed, or a separator of another script, for the end of a line.
+    for line in text.replace("\r\n", "\n").removesuffix("\n").split("\n"):
         match = _HUNK.match(line)
         if match:
-            hunks.append((int(match[1]) - 1, []))
+            hunks.append((match, []))
         elif hunks:
             hunks[-1][1].append(line)
         elif line.startswith("+++ b/"):
+            if path is not None:
+                raise ValueError("a diff of more than one file")
             path = line.removeprefix("+++ b/")
     if path is None or not hunks:
         raise ValueError("not a unified diff of one file")
-    return Patch(path=path, hunks=tuple(_hunk(start, lines) for start, lines in hunks))
+    if not _is_inside(path):
+        raise ValueError(f"{path[:60]!a} is not a path below a checkout")
+    return Patch(path=path, hunks=tuple(_hunk(match, lines) for match, lines in hunks))
 
 
-def _hunk(start: int, lines: list[str]) -> Hunk:
+def _is_inside(path: str) -> bool:
+    return path.isprintable() and not {"", ".", ".."} & set(path.split("/"))
+
+
+def _hunk(header: re.Match[str], lines: list[str]) -> Hunk:
     # Editors and mailers like to strip the blank that stands for an empty line of context.
-    return Hunk(start=start, lines=tuple((line[:1] or " ", line[1:]) for line in lines))
+    found = tuple((line[:1] or " ", line[1:]) for line in lines)
+    if signs := {sign for sign, _ in found} - {" ", "-", "+"}:
+        raise ValueError(f"{header[0]}: a line begins with {min(signs)!a}")
+    before = sum(sign != "+" for sign, _ in found)
+    after = sum(sign != "-" for sign, _ in found)
+    if not before or (before, after) != (int(header[2] or 1), int(header[4] or 1)):
+        raise ValueError(f"{header[0]}: the hunk has {before} and {after} lines")
+    return Hunk(start=max(int(header[1]) - 1, 0), lines=found)
 
 
 def fits(patch: Patch, content: bytes) -> bool:

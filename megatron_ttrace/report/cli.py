@@ -8,12 +8,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from megatron_ttrace import inputs
+from megatron_ttrace import flags, inputs
+from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.records import Summary, Verdict
 from megatron_ttrace.report import files, html, junit, table, terminal
 
@@ -36,9 +36,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the --ttrace-dir of the check")
-    parser.add_argument("--html", type=Path, metavar="PATH", help="write the HTML page to PATH")
-    parser.add_argument("--junit", type=Path, metavar="PATH", help="write JUnit XML to PATH")
+    parser.add_argument(
+        "directory", type=flags.path, metavar="DIR", help="the --ttrace-dir of the check"
+    )
+    parser.add_argument(
+        "--html", type=flags.path, metavar="PATH", help="write the HTML page to PATH"
+    )
+    parser.add_argument("--junit", type=flags.path, metavar="PATH", help="write JUnit XML to PATH")
     parser.add_argument(
         "--json", action="store_true", help="print the summary and the failing rows as JSON"
     )
@@ -54,6 +58,11 @@ def run(args: argparse.Namespace) -> int:
     """
     inputs.require_regular_folder(args.directory)
     summary, verdicts = files.load_report(args.directory)
+    if reason := summary.disagreement(verdicts):
+        raise TTraceError(
+            f"{args.directory}: {files.VERDICTS} and {files.SUMMARY} are not of one run "
+            f"({reason}): run the check again"
+        )
     if args.html is not None:
         html.write(args.html, summary, verdicts, files.run_of(args.directory))
     if args.junit is not None:

@@ -73,10 +73,10 @@ def render(
         page.field("notice", clean(notice, NOTE_LIMIT), "yellow")
     if len(summary.notices) > MAX_NOTICES:
         page.field("", f"{len(summary.notices) - MAX_NOTICES} more notices in {files.SUMMARY}")
-    for one in summary.unexercised[:MAX_UNEXERCISED]:
+    for one in summary.not_exercised[:MAX_UNEXERCISED]:
         page.field("notice", wording.not_exercised_text(one), "yellow")
-    if len(summary.unexercised) > MAX_UNEXERCISED:
-        more = len(summary.unexercised) - MAX_UNEXERCISED
+    if len(summary.not_exercised) > MAX_UNEXERCISED:
+        more = len(summary.not_exercised) - MAX_UNEXERCISED
         page.field("", f"{more} more not exercised in {files.SUMMARY}", "yellow")
     if summary.verdict is not Result.EQUIVALENT and verdicts:
         _layers(page, verdicts)

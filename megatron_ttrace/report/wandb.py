@@ -342,7 +342,7 @@ def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, A
         "ttrace/tensors": sum(counts.values()),
         "ttrace/failures": sum(counts.get(o.value, 0) for o in Outcome if o.is_failure),
         "ttrace/unchecked": counts.get(Outcome.UNCHECKED.value, 0),
-        "ttrace/not_exercised": len(summary.unexercised),
+        "ttrace/not_exercised": len(summary.not_exercised),
     }
     if summary.run:
         fields["ttrace/megatron"] = wording.code_text(summary.run.megatron)

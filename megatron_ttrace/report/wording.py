@@ -261,7 +261,7 @@ def _number(value: float | None) -> str:
 def notices(summary: Summary) -> list[str]:
     """Everything that a reader must know beside the answer, one sentence each."""
     said = [clean(notice, NOTE_LIMIT) for notice in summary.notices]
-    return said + [not_exercised_text(one) for one in summary.unexercised]
+    return said + [not_exercised_text(one) for one in summary.not_exercised]
 
 
 _REASONS = {

@@ -175,7 +175,7 @@ def test_the_file_keeps_every_number(tmp_path):
 def test_a_damaged_file_is_named(tmp_path, damage):
     """One clear line, with what to do."""
     (tmp_path / tolerance.FILE).write_text(damage + "\n")
-    with pytest.raises(TTraceError, match=r"tolerances.jsonl is damaged .*: make the reference"):
+    with pytest.raises(TTraceError, match=r"tolerances.jsonl:1 is damaged .*: make the reference"):
         read(tmp_path, [])
 
 

@@ -193,7 +193,7 @@ def test_what_was_not_exercised_is_told(healthy: Check, what: Unexercised) -> No
     """Each in words, in 80 columns, without a place for a number left open."""
     names = tuple(f"decoder.layers.{layer}.mlp.router" for layer in range(7))
     one = NotExercised(what, 1234, 5000, names)
-    text = text_of((dataclasses.replace(healthy[0], unexercised=(one,)), healthy[1]), width=80)
+    text = text_of((dataclasses.replace(healthy[0], not_exercised=(one,)), healthy[1]), width=80)
     assert text.startswith("ttrace  equivalent  ")
     assert "notice     not exercised: " in text
     assert max(map(len, text.splitlines())) <= 80
@@ -217,7 +217,7 @@ def test_what_was_not_exercised_is_told(healthy: Check, what: Unexercised) -> No
 )
 def test_the_numbers_are_told(healthy: Check, one: NotExercised, said: str) -> None:
     """Measured ones in three digits, counts as counts, names up to three."""
-    summary = dataclasses.replace(healthy[0], unexercised=(one,) * 10)
+    summary = dataclasses.replace(healthy[0], not_exercised=(one,) * 10)
     text = " ".join(text_of((summary, healthy[1])).split())
     assert f"notice not exercised: {said}" in text
     assert "2 more not exercised in summary.json" in text

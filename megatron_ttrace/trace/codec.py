@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen dataclasses to JSON values and back, validated from their type hints.
+
+What is read may have been damaged, or written by somebody else, so nothing is converted: a number
+is no text, a boolean no number, and a field that the record lacks is an error. The exceptions are
+what JSON cannot say: tuples are lists, enumerations their values, and floats that are not finite
+the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
+
+pydantic would do most of this. It refuses lone surrogates, which the names of a foreign model's
+modules may hold, takes lists for tuples strictly only from text, and costs every command 90 ms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import stat
+import types
+import typing
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+LINE_LIMIT = 16 << 20
+"""Bytes of a line, the most that is read of one."""
+FILE_LIMIT = 1 << 30
+"""Bytes of a file that is read as a whole."""
+DEPTH_LIMIT = 32
+"""Nesting of values whose type is not known (:data:`typing.Any`)."""
+_DIGITS = 20
+"""Digits of the largest 64-bit integer."""
+_NUMBER = re.compile(r"-?(?:inf|nan|[0-9]{1,40}(?:\.[0-9]{1,40})?(?:e[+-]?[0-9]{1,4})?)")
+
+Decoder = Callable[[Any], Any]
+
+
+class CodecError(ValueError):
+    """A value that is not what its field wants; the message begins with the field's path."""
+
+    def __init__(self, reason: str, path: str = "") -> None:
+        self.reason, self.path = reason, path
+        super().__init__(f"{path.removeprefix('.')}: {reason}" if path else reason)
+
+    def inside(self, step: str) -> CodecError:
+        """The same error, seen from the value that contains this one."""
+        return CodecError(self.reason, step + self.path)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a number may be; for ``Annotated``.
+
+    ``nan``: whether NaN is allowed; ``text``: whether any float may be written as a string.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    nan: bool = False
+    text: bool = False
+
+
+_INT64 = Bounds(-(1 << 63), (1 << 63) - 1)
+
+Count = Annotated[int, Bounds(0, (1 << 63) - 1)]
+"""A number of things."""
+Rank = Annotated[int, Bounds(0, (1 << 31) - 1)]
+"""The number of a rank."""
+Word = Annotated[int, Bounds(0, (1 << 64) - 1)]
+"""64 bits, unsigned: a checksum."""
+Size = Annotated[float, Bounds(0.0, math.inf)]
+"""An error, a tolerance, a duration; infinite where it has no bound."""
+
+
+def parse(text: str | bytes) -> Any:
+    """The value of one JSON text.
+
+    Stricter than :mod:`json`: no name twice in an object, no NaN or infinity, no number that
+    64 bits do not hold.
+
+    Raises:
+        CodecError: when the text is no such JSON.
+    """
+    if len(text) > FILE_LIMIT:
+        raise CodecError(f"{len(text)} bytes are too many")
+    try:
+        return json.loads(
+            text.decode("utf-8") if isinstance(text, bytes) else text,
+            object_pairs_hook=_object,
+            parse_int=_int,
+            parse_float=_float,
+            parse_constant=_constant,
+        )
+    except CodecError:
+        raise
+    except RecursionError:
+        raise CodecError("nested too deeply") from None
+    except ValueError as error:
+        raise CodecError(f"not JSON ({str(error)[:80]})") from None
+
+
+def read(path: Path, most: int = FILE_LIMIT) -> bytes:
+    """A file's content.
+
+    Raises:
+        OSError: when it cannot be read.
+        CodecError: when it is not a regular file (a pipe would be waited for), or larger than
+            ``most`` bytes.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CodecError("not a regular file")
+    if found.st_size > most:
+        raise CodecError(f"{found.st_size} bytes, more than the {most} that are read")
+    with path.open("rb") as file:
+        return file.read(most + 1)
+
+
+def lines(path: Path) -> Iterator[Any]:
+    """The values of a JSONL file, one at a time; a line without its end counts as cut off.
+
+    Raises:
+        OSError: when the file cannot be read.
+        CodecError: as :func:`read` and :func:`parse`.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CodecError("not a regular file")
+    with path.open("rb") as file:
+        while line := file.readline(LINE_LIMIT + 1):
+            if len(line) > LINE_LIMIT:
+                raise CodecError(f"longer than {LINE_LIMIT} bytes")
+            if not line.endswith(b"\n"):
+                raise CodecError("cut off (no end of line)")
+            yield parse(line)
+
+
+def encode(value: Any) -> Any:
+    """A record (or a tuple, an enumeration, a number ...) as what :mod:`json` writes strictly."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (tuple, list)):
+        return [encode(item) for item in value]
+    if isinstance(value, dict):
+        return {name: encode(item) for name, item in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        item = encode(getattr(value, field.name))
+        found |= item if field.metadata.get("flat") else {field.name: item}
+    return found
+
+
+def decode[T](wanted: Callable[..., T], value: Any) -> T:
+    """The inverse of :func:`encode`.
+
+    Fields with a default may be absent. The fields of a record in a field with the metadata
+    ``flat`` stand beside the others. A record with a method ``contradiction`` is asked whether its
+    fields agree with each other; an empty answer says so.
+
+    Raises:
+        CodecError: with the path of the offending field.
+    """
+    found: T = decoder(wanted)(value)
+    return found
+
+
+@functools.cache
+def decoder(wanted: Any) -> Decoder:
+    """The function that validates and converts values of one type; made once."""
+    origin, args = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Annotated:
+        bounds = next((one for one in args[1:] if isinstance(one, Bounds)), None)
+        return _number(args[0], bounds) if bounds else decoder(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return _either(args)
+    if origin is tuple:
+        return _list(decoder(args[0])) if args[1:] == (...,) else _fixed(tuple(map(decoder, args)))
+    if origin is dict:
+        return _dict(decoder(args[1]))
+    if wanted is int:
+        return _number(int, _INT64)
+    if wanted is float:
+        return _number(float, Bounds(nan=True))
+    if wanted in (str, bool):
+        return _exactly(wanted)
+    if wanted is Any:
+        return _any
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        return _enum(wanted)
+    if dataclasses.is_dataclass(wanted):
+        return _record(wanted)
+    raise TypeError(f"{wanted}: no record can hold this")
+
+
+def _record(wanted: Any) -> Decoder:
+    hints = typing.get_type_hints(wanted, include_extras=True)
+    fields = [(f, decoder(hints[f.name])) for f in dataclasses.fields(wanted)]
+    flat = {
+        f.name: [one.name for one in dataclasses.fields(hints[f.name])]
+        for f, _ in fields
+        if f.metadata.get("flat")
+    }
+    known = {f.name for f, _ in fields if f.name not in flat}.union(*flat.values())
+    required = {
+        f.name
+        for f, _ in fields
+        if f.default is f.default_factory is dataclasses.MISSING and f.name not in flat
+    }
+    agree = getattr(wanted, "contradiction", None)
+
+    def decode_record(value: Any) -> Any:
+        if type(value) is wanted:
+            value = {field.name: getattr(value, field.name) for field, _ in fields}
+        if not isinstance(value, dict):
+            raise _wrong("an object", value)
+        if not known >= value.keys():
+            raise CodecError(f"no such field: {shown(next(iter(value.keys() - known)))}")
+        if not value.keys() >= required:
+            raise CodecError("is missing", f".{min(required - value.keys())}")
+        found = {}
+        for field, convert in fields:
+            name = field.name
+            if name in flat:
+                found[name] = convert({part: value[part] for part in flat[name] if part in value})
+            elif name in value:
+                try:
+                    found[name] = convert(value[name])
+                except CodecError as error:
+                    raise error.inside(f".{name}") from None
+        record = wanted(**found)
+        if agree is not None and (reason := agree(record)):
+            raise CodecError(reason)
+        return record
+
+    return decode_record
+
+
+def _number(wanted: type, bounds: Bounds) -> Decoder:
+    is_float, least, most = wanted is float, bounds.least, bounds.most
+    what = "a number" if is_float else "an integer"
+    if math.isfinite(least):
+        limit = f"{most}" if math.isfinite(most) else ""
+        what += f" from {least} to {limit}" if limit else f" of at least {least:g}"
+
+    def decode_number(value: Any) -> Any:
+        kind = type(value)
+        if is_float:
+            if kind is str and (value in ("inf", "-inf", "nan") or bounds.text):
+                value = float(value) if _NUMBER.fullmatch(value) else None
+            elif kind is int and -(1 << 64) < value < 1 << 64:
+                value = float(value)
+            elif kind is not float:
+                raise _wrong(what, value)
+            if value is not None and (least <= value <= most or (bounds.nan and value != value)):
+                return value
+            raise _wrong(what, value)
+        if kind is int and least <= value <= most:
+            return value
+        raise _wrong(what, value)
+
+    return decode_number
+
+
+def _either(args: tuple[Any, ...]) -> Decoder:
+    inner = [arg for arg in args if arg is not type(None)]
+    if len(inner) != 1 or len(args) != 2:
+        raise TypeError(f"{args}: a record's field is of one type, or of one and None")
+    convert = decoder(inner[0])
+    return lambda value: None if value is None else convert(value)
+
+
+def _list(convert: Decoder) -> Decoder:
+    def decode_list(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong("a list", value)
+        found: list[Any] = []
+        try:
+            for item in value:
+                found.append(convert(item))
+        except CodecError as error:
+            raise error.inside(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return decode_list
+
+
+def _fixed(converts: tuple[Decoder, ...]) -> Decoder:
+    def decode_fixed(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or len(value) != len(converts):
+            raise _wrong(f"a list of {len(converts)}", value)
+        found: list[Any] = []
+        try:
+            for convert, item in zip(converts, value, strict=True):
+                found.append(convert(item))
+        except CodecError as error:
+            raise error.inside(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return decode_fixed
+
+
+def _dict(convert: Decoder) -> Decoder:
+    def decode_dict(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise _wrong("an object", value)
+        found = {}
+        for name, item in value.items():
+            try:
+                found[name] = convert(item)
+            except CodecError as error:
+                raise error.inside(f"[{shown(name)}]") from None
+        return found
+
+    return decode_dict
+
+
+def _exactly(wanted: type) -> Decoder:
+    what = "text" if wanted is str else "true or false"
+
+    def decode_exactly(value: Any) -> Any:
+        if type(value) is not wanted:
+            raise _wrong(what, value)
+        return value
+
+    return decode_exactly
+
+
+def _enum(wanted: type[Enum]) -> Decoder:
+    members = {one.value: one for one in wanted}
+
+    def decode_enum(value: Any) -> Enum:
+        if (type(value) is not str and type(value) is not wanted) or value not in members:
+            raise _wrong(f"one of {', '.join(map(str, members))}", value)
+        return members[value]
+
+    return decode_enum
+
+
+def _any(value: Any, depth: int = 0) -> Any:
+    """Anything that JSON can say, but not nested without end."""
+    if depth > DEPTH_LIMIT:
+        raise CodecError("nested too deeply")
+    inner = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, list, tuple)):
+        for item in inner:
+            _any(item, depth + 1)
+    return value
+
+
+def _wrong(wanted: str, value: Any) -> CodecError:
+    return CodecError(f"expected {wanted}, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A foreign value in a few printable words."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return ascii(value if len(value) <= 40 else f"{value[:19]}...{value[-18:]}")
+    if isinstance(value, dict):
+        return "an object"
+    return f"a list of {len(value)}" if isinstance(value, (list, tuple)) else type(value).__name__
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CodecError(f"the name {shown(twice)} stands twice in an object")
+    return found
+
+
+def _int(text: str) -> int:
+    if len(text) > _DIGITS + 1 or not -(1 << 63) <= (value := int(text)) < 1 << 64:
+        raise CodecError(f"an integer of {len(text)} digits does not fit into 64 bits")
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise CodecError("a number is too large for 64 bits")
+    return value
+
+
+def _constant(text: str) -> float:
+    raise CodecError(f"{text} is not JSON")

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small run whose answer is known, and one way to damage each of its files.
+
+The candidate of two ranks has one wrong tensor: whatever is damaged, the answer must never be
+"equivalent".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.compare import wire
+from megatron_ttrace.compare.moments import moments_of
+from megatron_ttrace.compare.offline import measure_saved
+from megatron_ttrace.compare.sinks import CompareSink, Layout, step_level
+from megatron_ttrace.compare.tolerance import Moved, write
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.megatron_lm import unified_diff
+from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.plan import Step
+from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.sink import WriteSink
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from tests.faults.fuzz import mutations
+from tests.faults.fuzz.harness import Attempt, WrongError, command
+
+EQUIVALENT = 0
+_OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)
+_WRONG = (0, Kind.OUTPUT, "decoder.layers.1", 0)
+_GRAD = (0, Kind.GRAD_OUTPUT, "decoder.layers.0", 0)
+_PARTIAL = (0, Kind.GRAD_INPUT, "decoder.layers.0", 0)
+_WEIGHT = step_level(Kind.MAIN_GRAD, "w")
+_START = step_level(Kind.PARAM, "w")
+_TOKENS = (0, Kind.TOKENS, "tokens", 0)
+_CONFIG = {
+    "layers": 2,
+    "seq_length": 16,
+    "isolate": False,
+    "arithmetic": {"splits_sums": ["tp"], "pp": 1, "dp": 1},
+}
+
+
+def build(home: Path) -> Path:
+    """The traces and the report of a check of two tensor-parallel ranks that diverged."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(8, 6, generator=generator)
+    known = {
+        _TOKENS: torch.arange(32).reshape(2, 16),
+        _START: weight,
+        _OUT: torch.randn(16, 2, 6, generator=generator),
+        _WRONG: torch.randn(16, 2, 6, generator=generator),
+        _GRAD: torch.randn(16, 2, 6, generator=generator).bfloat16(),
+        _PARTIAL: torch.randn(16, 2, 6, generator=generator),
+        _WEIGHT: weight + 1,
+    }
+    reference_dir, candidate_dir = home / "reference", home / "candidate"
+    writer = TraceWriter(reference_dir, 0)
+    sink = WriteSink(writer, 1)
+    for place, data in known.items():
+        sink.tensor((place,), data)
+    writer.add(_initial(weight), None)
+    writer.close()
+    moved = {
+        TraceKey(1, *place): Moved(data.numel(), float(data.double().norm()), (0.003,))
+        for place, data in known.items()
+        if place != _TOKENS
+    }
+    write(reference_dir, moved)
+    seal(reference_dir, {"role": "reference", "epsilon": 2.0**-7, "microbatches": 1})
+    reference = TraceReader(reference_dir)
+    meshes = [mesh_of(rank, 2, tp=2) for rank in range(2)]
+    for rank, mesh in enumerate(meshes):
+        writer = TraceWriter(candidate_dir, rank)
+        layout = Layout(mesh, 16, False, 2.0, summands={("decoder.layers.0", 0): "tp"})
+        compare = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
+        for place, data in known.items():
+            if place in (_WEIGHT, _START):
+                part = data.chunk(2)[rank].clone()
+                compare.placed(place, part, data.shape, (Step("tp", Shard(0)),))
+            elif place in (_TOKENS, _PARTIAL):
+                compare.tensor((place,), data)
+            else:
+                part = data.chunk(2)[rank] * (2 if place == _GRAD else 1)
+                compare.tensor((place,), part * 1.5 if place == _WRONG and rank else part)
+        writer.add(_initial(weight), None)
+        writer.close()
+    seal(
+        candidate_dir,
+        {
+            "role": "candidate",
+            "complete": True,
+            "config": _CONFIG,
+            "meshes": [_mesh(mesh) for mesh in meshes],
+        },
+    )
+    argv = ["compare", str(reference_dir), str(candidate_dir), "--output", str(home / "report")]
+    if command(argv) != 1:
+        raise AssertionError("the undamaged run has to be told from its reference")
+    return home
+
+
+def _initial(weight: torch.Tensor) -> Entry:
+    found = moments_of(weight)
+    sums = tuple(getattr(found, name) for name in found.__slots__)
+    key = TraceKey(1, *step_level(Kind.INITIAL, "w"))
+    box = ((0, 0), (8, 6), (0, 0))
+    from megatron_ttrace.placement.boxes import Box
+
+    return Entry(key, (8, 6), "float32", logical_shape=(8, 6), boxes=(Box(*box),), sums=sums)
+
+
+def _mesh(mesh: object) -> dict[str, object]:
+    import dataclasses
+
+    found: dict[str, object] = codec.encode(dataclasses.asdict(mesh))  # type: ignore[call-overload]
+    return found
+
+
+def _never_equivalent(code: int) -> int:
+    if code == EQUIVALENT:
+        raise WrongError("a run that diverged is called equivalent")
+    return code
+
+
+def trace_file(home: Path, side: str, name: str, *, resealed: bool, plant: bool = False) -> Attempt:
+    """Damage a file of a trace, and compare.
+
+    Args:
+        home: of the run.
+        side: ``reference`` or ``candidate``.
+        name: of the file.
+        resealed: whether ``meta.json`` is of the damaged file: then the parsers behind it are
+            reached. Some such damage cannot be told from another run, so a verdict is no error.
+        plant: whether to plant errors instead.
+    """
+
+    def attempt(dice: random.Random) -> int:
+        work = _copy(home)
+        path = work / side / name
+        data = path.read_bytes()
+        changed = _header(data, dice) if path.suffix == ".safetensors" else None
+        changed = mutations.damage(data, dice) if changed is None else changed
+        if changed == data:
+            return 2
+        path.write_bytes(changed)
+        if resealed:
+            _reseal(work / side)
+        traces = [str(work / "reference"), str(work / "candidate")]
+        if plant:
+            command(["plant", *traces, "--trials", "1"])
+            return 2
+        code = command(["compare", *traces, "--output", str(work / "out"), "--json"])
+        return code if resealed else _never_equivalent(code)
+
+    return attempt
+
+
+def meta(home: Path, side: str, *, resealed: bool) -> Attempt:
+    """Damage ``meta.json``; resealed, its values instead of its bytes."""
+
+    def attempt(dice: random.Random) -> int:
+        work = _copy(home)
+        path = work / side / "meta.json"
+        if resealed:
+            found = mutations.change(_unsealed(path), dice)
+            if not isinstance(found, dict):
+                return 2
+            try:
+                seal(work / side, found)
+            except (TypeError, ValueError, AttributeError):
+                return 2
+        else:
+            path.write_bytes(mutations.damage(path.read_bytes(), dice))
+        traces = [str(work / "reference"), str(work / "candidate")]
+        code = command(["compare", *traces, "--output", str(work / "out"), "--json"])
+        # What is changed with a right seal may be the run of another configuration.
+        return code if resealed else _never_equivalent(code)
+
+    return attempt
+
+
+def report(home: Path, name: str) -> Attempt:
+    """Damage a file of a report, and show it."""
+
+    def attempt(dice: random.Random) -> int:
+        work = _copy(home)
+        path = work / "report" / name
+        path.write_bytes(mutations.damage(path.read_bytes(), dice))
+        how = dice.choice(([], [], ["--json"], ["--html", str(work / "x.html")]))
+        how = [*how, *dice.choice(([], [], ["--junit", str(work / "x.xml")]))]
+        return _never_equivalent(command(["report", str(work / "report"), *how]))
+
+    return attempt
+
+
+def messages(home: Path) -> Attempt:
+    """Damage what a rank tells the others."""
+    reference, candidate = TraceReader(home / "reference"), TraceReader(home / "candidate")
+    sent = json.dumps(wire.encode(measure_saved(reference, candidate)[0])).encode() + b"\n"
+
+    def attempt(dice: random.Random) -> int:
+        try:
+            wire.decode(codec.parse(mutations.damage(sent, dice)))
+        except codec.CodecError:
+            return 2
+        return 0
+
+    return attempt
+
+
+def patch(home: Path) -> Attempt:
+    """Damage a patch, the script that it is for, or what says which release that is."""
+    from megatron_ttrace import resources
+
+    folder = resources.patches_dir() / "megatron-lm"
+    diff = max(folder.glob("*.patch")).read_text(encoding="utf-8")
+    change = unified_diff.parse(diff)
+    script = "\n".join(change.hunks[0].before) + "\n"
+
+    def attempt(dice: random.Random) -> int:
+        if dice.random() < 0.5:
+            text = mutations.damage(diff.encode(), dice).decode("utf-8", "replace")
+            try:
+                found = unified_diff.parse(text)
+                unified_diff.apply(found, script.encode())
+            except (ValueError, unified_diff.DoesNotFitError):
+                return 2
+            return 0
+        work = home / f"checkout-{os.getpid()}"
+        shutil.rmtree(work, ignore_errors=True)
+        info = work / "megatron/core/package_info.py"
+        info.parent.mkdir(parents=True)
+        info.write_bytes(_maybe(b"MAJOR = 0\nMINOR = 18\nPATCH = 0\n", dice))
+        (work / change.path).write_bytes(_maybe(script.encode(), dice))
+        return command(["patch", str(work), *dice.choice(([], ["--check"], ["--reverse"]))])
+
+    return attempt
+
+
+def data(home: Path) -> Attempt:
+    """Files of all sorts as data."""
+
+    def attempt(dice: random.Random) -> int:
+        work = home / f"data-{os.getpid()}"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        sources = [_source(work, number, dice) for number in range(dice.randrange(1, 4))]
+        output = dice.choice((work / "out", work / "a" / "b", sources[0] / "x", Path("/proc/x")))
+        how = dice.choice(([], ["--append-eod"], ["--max-bytes", dice.choice(NUMBERS)]))
+        glob = dice.choice(
+            ([], ["--glob", dice.choice(("*", "", "[", "**", "../*", "/x", "\x00"))])
+        )
+        sources += [Path(dice.choice(PATHS))] * (dice.random() < 0.2)
+        words = [f"./{one}" if str(one).startswith("-") else str(one) for one in sources]
+        return command(["data", *words, "--output", str(output), *how, *glob])
+
+    return attempt
+
+
+NUMBERS = (
+    *("0", "-1", "nan", "inf", "-inf", "1e400", "9" * 5000, "99999999999", "1.5", "", " ", "٣"),
+    *("0x10", "1_000", "\x00", "--", "1e-400", str(1 << 63), str(-(1 << 64))),
+)
+PATHS = (
+    *("", ".", "/", "/dev/null/x", "/proc/self/mem", "\x00", "a\x00b", "x" * 5000, "\x1b[2J", "~"),
+    *("/dev/stdin/x", "\udc80", "a\nb", "../" * 2000, "/nonexistent"),
+)
+_FLAGS = {
+    "--ttrace-seeds": NUMBERS,
+    "--ttrace-iterations": (*NUMBERS, "1-" + "9" * 5000, "2-1", "1,,2", "1-99999999", "-", ","),
+    "--ttrace-timeout": NUMBERS,
+    "--ttrace-allow-unchecked": NUMBERS,
+    "--ttrace-reference": PATHS,
+    "--ttrace-dir": PATHS,
+    "--ttrace-device": ("gpu", "\x1b[2J"),
+    "--ttrace-init": ("none", ""),
+    "--ttrace-role": ("x",),
+    "--ttrace-bug": ("\x1b[2J", "", "99"),
+}
+
+
+def flags(home: Path) -> Attempt:
+    """Values that no flag takes, and paths that no file has."""
+    import argparse
+
+    from megatron_ttrace import flags as ours
+
+    def attempt(dice: random.Random) -> int:
+        number, path = dice.choice(NUMBERS), dice.choice(PATHS)
+        flag = dice.choice(sorted(_FLAGS))
+        value = dice.choice(_FLAGS[flag])
+        match dice.randrange(6):
+            case 0:
+                return command(["plant", path, path, "--trials", number])
+            case 1:
+                return command(["plant", *_sides(home), "--trials", "1", f"--seed={number}"])
+            case 2:
+                return command(["report", path, dice.choice(("--html", "--junit")), path])
+            case 3:
+                return command(["compare", *_sides(home)[:1], path])
+            case 4:
+                where = ["compare", *_sides(home), "--output", path, "--json"]
+                return _never_equivalent(command(where))
+        try:
+            parsed = ours.add_arguments(_Quiet()).parse_args([f"{flag}={value}"])
+            ours.settings_from_args(parsed)
+        except (TTraceError, SystemExit, argparse.ArgumentError):
+            return 2
+        return 0
+
+    return attempt
+
+
+def _Quiet() -> object:  # noqa: N802
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> None:  # type: ignore[override]
+            raise SystemExit(2)
+
+    return Parser()
+
+
+def _sides(home: Path) -> list[str]:
+    return [str(home / "reference"), str(home / "candidate")]
+
+
+def targets(home: Path) -> dict[str, list[Attempt]]:
+    """Every parser, by name; inputs are shared out among its attempts."""
+    index = "rank-00000.index.jsonl"
+    header = "rank-00000.0000.safetensors"
+
+    def both(make: Callable[[bool], Attempt]) -> list[Attempt]:
+        return [make(False), make(True)]
+
+    return {
+        "verdicts": [report(home, "verdicts.jsonl")],
+        "summary": [report(home, "summary.json")],
+        "tolerances": both(
+            lambda sealed: trace_file(home, "reference", "tolerances.jsonl", resealed=sealed)
+        ),
+        "wire": [messages(home)],
+        "patch": [patch(home)],
+        "data": [data(home)],
+        "flags": [flags(home)],
+        "plant": [
+            trace_file(home, side, name, resealed=True, plant=True)
+            for side, name in (
+                ("reference", "tolerances.jsonl"),
+                ("candidate", index),
+                ("reference", index),
+                ("candidate", header),
+            )
+        ],
+        "index": [
+            one
+            for side in ("reference", "candidate")
+            for one in both(
+                lambda sealed, side=side: trace_file(home, side, index, resealed=sealed)
+            )
+        ],
+        "meta": [
+            one
+            for side in ("reference", "candidate")
+            for one in both(lambda sealed, side=side: meta(home, side, resealed=sealed))
+        ],
+        "header": [
+            one
+            for side in ("reference", "candidate")
+            for one in both(
+                lambda sealed, side=side: trace_file(home, side, header, resealed=sealed)
+            )
+        ],
+    }
+
+
+def _copy(home: Path) -> Path:
+    """A copy of the run for one input; links to the files that are not damaged would be shared."""
+    work = home / f"work-{os.getpid()}"
+    shutil.rmtree(work, ignore_errors=True)
+    for name in ("reference", "candidate", "report"):
+        (work / name).mkdir(parents=True)
+        for path in (home / name).iterdir():
+            if path.suffix != ".html":
+                shutil.copyfile(path, work / name / path.name)
+    return work
+
+
+def _unsealed(path: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("files", "format", "checksum"):
+        found.pop(name, None)
+    return found
+
+
+def _reseal(directory: Path) -> None:
+    seal(directory, _unsealed(directory / "meta.json"))  # type: ignore[arg-type]
+
+
+def _header(content: bytes, dice: random.Random) -> bytes | None:
+    """Damage the JSON at the beginning of a safetensors file; its length is written before it."""
+    if dice.random() < 0.3:
+        return None
+    size = int.from_bytes(content[:8], "little")
+    head = mutations.damage(content[8 : 8 + size], dice)
+    rest = content[8 + size :]
+    wrong = dice.choice((0, 1 << 40, (1 << 64) - 1, 1))
+    told = wrong if dice.random() < 0.1 else len(head)
+    return told.to_bytes(8, "little") + head + rest
+
+
+def _maybe(content: bytes, dice: random.Random) -> bytes:
+    return mutations.damage(content, dice) if dice.random() < 0.7 else content
+
+
+def _source(work: Path, number: int, dice: random.Random) -> Path:
+    path = work / f"{number}-{dice.choice(('a', '\x1b[2J', 'ü', '\udc80', '-x'))}"
+    match dice.randrange(7):
+        case 0:
+            path.mkdir()
+        case 1:
+            path.mkdir()
+            (path / "loop").symlink_to(path)
+            os.mkfifo(path / "pipe")
+            (path / "b.txt").write_bytes(b"text")
+        case 2:
+            os.mkfifo(path)
+        case 3:
+            path.symlink_to(work / "nowhere")
+        case 4:
+            path.write_bytes(b"")
+        case 5:
+            with path.open("wb") as file:
+                file.truncate(dice.choice((1 << 16, 1 << 40)))
+        case _:
+            path.write_bytes(dice.randbytes(dice.randrange(1, 5000)))
+    return path
