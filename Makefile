@@ -9,10 +9,12 @@ RELEASE_TESTS := tests/integration/test_releases.py tests/integration/test_demo.
   tests/integration/test_bitwise.py tests/cpu/test_training.py
 # More threads than cores make small jobs of several ranks slower, and sums differ with the number.
 export OMP_NUM_THREADS = 1
+# Test processes at a time. Each imports Megatron once and forks what it runs (tests/warm.py).
+JOBS ?= 2
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-versions lint format nightly clean
+.PHONY: help venv demo test unit test-versions lint format nightly clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -24,7 +26,10 @@ demo: venv ## check a correct run and a broken one, and show both reports
 	$(VENV)/bin/ttrace demo
 
 test: lint ## lint, then all tests but the nightly ones
-	$(PYTEST) -m "not nightly and not releases"
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not nightly and not releases"
+
+unit: venv ## the tests that train nothing
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not nightly and not releases"
 
 test-versions: venv ## chosen tests with every megatron-core release that is supported
 	@set -e; for release in $$($(PYTHON) -c \
@@ -44,7 +49,7 @@ format: venv ## let ruff mend what it can
 	$(VENV)/bin/ruff format .
 
 nightly: venv ## every test, the long ones included
-	$(PYTEST) --timeout 3600
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) .*.lock build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

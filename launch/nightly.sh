@@ -14,7 +14,7 @@
 # trend.html, logs. TTRACE_NIGHTLY_PULL=1 updates the checkout first. A night that is still running
 # when the next one begins is left alone.
 #
-# exit code: 0 all good, 1 a bug was missed or a healthy job raised an alarm, 2 could not run
+# exit code: 0 all good, 1 a healthy job diverged, 2 a bug was missed or could not run
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import os
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from megatron_ttrace import __version__
-from megatron_ttrace.errors import ExitCode, TTraceError
+# Nothing else here: until ``main`` runs, Ctrl-C is Python's own, with a traceback.
+from megatron_ttrace import streams
+from megatron_ttrace.launching import signals
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
 
 COMMANDS = (
     "megatron_ttrace.cli.check",
@@ -28,14 +32,23 @@ COMMANDS = (
     "megatron_ttrace.cli.demo",
 )
 """Modules with ``add_parser(subparsers)``; parsing imports neither torch nor Megatron."""
+_EPILOG = (
+    "exit codes: 0 equivalent, 1 diverged, 2 could not check; 128 + N when ended by signal N "
+    "(130: Ctrl-C)"
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
+    import argparse
+    import importlib
+
+    from megatron_ttrace import __version__
+
     parser = argparse.ArgumentParser(
         prog="ttrace",
         description="Is this Megatron run numerically the single-device run?",
-        epilog="exit codes: 0 equivalent, 1 diverged, 2 could not check",
+        epilog=_EPILOG,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ttrace {__version__}")
@@ -46,16 +59,79 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code."""
-    args = build_parser().parse_args(argv)
+    """Run a command and return its exit code.
+
+    Args:
+        argv: the words of the command. ``None``: this process is the command, and its arguments,
+            signals and standard streams are handled.
+    """
+    if argv is not None:
+        return _guarded(argv)
+    signals.install()
+    streams.steady()
+    code = _guarded(None)
+    # The streams take everything, but what they still hold should not wait for the very end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if signals.received():
+        # Taking down torch and Megatron in an orderly way lasts for seconds on a busy machine.
+        os._exit(code)
+    return code
+
+
+def _guarded(argv: Sequence[str] | None) -> int:
+    """Any end but that of a command's own answer is one line, and never exit code 1."""
+    from megatron_ttrace.errors import ExitCode, TTraceError
+
+    parsing = True
     try:
-        return int(args.run(args))
+        args = build_parser().parse_args(argv)
+        parsing = False
+        with signals.orderly():
+            code = int(args.run(args))
     except TTraceError as error:
-        print(f"ttrace: {error}", file=sys.stderr)
-        return int(ExitCode.COULD_NOT_CHECK)
-    except KeyboardInterrupt:
-        print("ttrace: interrupted", file=sys.stderr)
-        return int(ExitCode.COULD_NOT_CHECK)
+        if not signals.received():
+            _tell(str(error))
+            return int(ExitCode.COULD_NOT_CHECK)
+    except KeyboardInterrupt as stopped:
+        if not isinstance(stopped, signals.Stopped):
+            _tell("interrupted")
+            return 128 + 2
+    except (Exception, SystemExit) as error:
+        if parsing and isinstance(error, SystemExit):
+            raise  # argparse has said what is wrong, or helped
+        if not signals.received():
+            said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            _tell(f"internal error: {said} (set TTRACE_DEBUG=1 for the traceback)")
+            return int(ExitCode.COULD_NOT_CHECK)
+    else:
+        if not signals.received():
+            return code
+    # Whatever came out of it: what ended the command is the signal.
+    stopped_by = signals.Stopped(signals.received())
+    _tell(str(stopped_by))
+    return stopped_by.exit_code
+
+
+def _tell(text: str) -> None:
+    """An error on standard error; with its traceback only where that is asked for."""
+    import traceback
+
+    from megatron_ttrace.errors import DEBUG
+
+    if os.environ.get(DEBUG):
+        traceback.print_exc()
+    # A log's last lines belong to some errors. Their text is foreign.
+    lines = "\n".join(map(_clean, text.splitlines()))
+    print(f"ttrace: {lines}", file=sys.stderr, flush=True)
+
+
+def _clean(line: str) -> str:
+    try:
+        from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+    except Exception:  # noqa: BLE001 - what is told may be that this cannot be imported
+        return ascii(line)[1:-1]
+    return clean(line, NOTE_LIMIT)
 
 
 if __name__ == "__main__":

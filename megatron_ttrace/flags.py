@@ -38,6 +38,7 @@ class Settings:
         iterations: the training iterations to trace, 1-based, ascending.
         reference: an existing reference trace, or ``None`` to make one.
         reference_args: Megatron arguments appended to the derived reference arguments.
+        allow_other_megatron: whether ``reference`` may be of another Megatron than this run's.
         save_candidate: keep the candidate's tensors for ``ttrace compare``.
         isolate: feed every module the reference's inputs, so that no error propagates.
         exit_after: stop after the check with the contract's exit code.
@@ -57,6 +58,7 @@ class Settings:
     iterations: tuple[int, ...] = (1,)
     reference: Path | None = None
     reference_args: str = ""
+    allow_other_megatron: bool = False
     save_candidate: bool = False
     isolate: bool = False
     exit_after: bool = False
@@ -146,6 +148,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_path_text,
         metavar="DIR",
         help="Use this reference trace instead of making one.",
+    )
+    group.add_argument(
+        "--ttrace-allow-other-megatron",
+        action="store_true",
+        help="Accept a --ttrace-reference that another Megatron made.",
     )
     group.add_argument(
         "--ttrace-reference-args",
@@ -264,6 +271,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         iterations=parse_iterations(args.ttrace_iterations),
         reference=reference,
         reference_args=args.ttrace_reference_args,
+        allow_other_megatron=args.ttrace_allow_other_megatron,
         save_candidate=args.ttrace_save_candidate,
         isolate=args.ttrace_isolate,
         exit_after=args.ttrace_exit,

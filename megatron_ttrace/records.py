@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, Count, Rank, Size
+from megatron_ttrace.unexercised import NotExercised
 
 
 class Kind(StrEnum):
@@ -387,7 +388,7 @@ class Summary:
     ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
     the settings of the check, ``execution_order`` the modules in the order the reference ran them.
     ``exactness`` is ``None`` where nothing is known of it. ``residuals`` are those of failed
-    tensors, as far as their shards were kept.
+    tensors, as far as their shards were kept. ``not_exercised`` is what a pass says nothing about.
     """
 
     verdict: Result
@@ -401,6 +402,7 @@ class Summary:
     exactness: Exactness | None = None
     residuals: tuple[Residual, ...] = ()
     run: Run | None = None
+    not_exercised: tuple[NotExercised, ...] = ()
 
     def contradiction(self) -> str:
         """Why this summary cannot be true; empty if it can."""

@@ -22,11 +22,12 @@ def megatron_core_version() -> str:
     """The version of the Megatron that would be imported.
 
     A Megatron-LM checkout on ``PYTHONPATH`` shadows an installed wheel, so the package itself is
-    asked and not the metadata.
+    asked and not the metadata. What Megatron appends after a ``+`` is left out: it is the commit of
+    whatever git repository lies around it, for an environment inside a project that project's.
     """
     from megatron.core.package_info import __version__
 
-    return str(__version__)
+    return str(__version__).partition("+")[0]
 
 
 def check_supported() -> None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import warm
 from tests.integration.jobs import ROOT, environment
 
 _BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```bash\n(.*?)```", re.DOTALL)
@@ -55,8 +56,11 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
             (folder / name).symlink_to(ROOT / name)
     tools = folder / ".tools"
     tools.mkdir(exist_ok=True)
+    through = f"{sys.executable} -S {ROOT / 'tests' / 'warm.py'} {warm.address()}"
     for name, words in (("ttrace", "-m megatron_ttrace"), ("python", "")):
-        (tools / name).write_text(f'#!/bin/bash\nexec {sys.executable} {words} "$@"\n')
+        # What python is told to run in a word or two is quicker cold.
+        cold = f'[[ $1 == -c ]] && exec {sys.executable} "$@"\n' if not words else ""
+        (tools / name).write_text(f'#!/bin/bash\n{cold}exec {through} {words} "$@"\n')
         (tools / name).chmod(0o755)
     env = environment(WANDB_MODE="offline")
     return subprocess.run(

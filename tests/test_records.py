@@ -26,6 +26,7 @@ from megatron_ttrace.records import (
     Verdict,
 )
 from megatron_ttrace.trace.codec import CodecError
+from megatron_ttrace.unexercised import NotExercised, Unexercised
 
 numbers = st.none() | st.floats(min_value=0, allow_nan=False)
 ranks = st.lists(st.integers(0, 2**20), max_size=4).map(tuple)
@@ -132,6 +133,15 @@ summaries = st.builds(
     ).filter(lambda one: not one.contradiction()),
     residuals=st.lists(residuals, max_size=2).map(tuple),
     run=st.none() | runs,
+    not_exercised=st.lists(
+        st.builds(
+            NotExercised,
+            what=st.sampled_from(Unexercised),
+            value=st.none() | st.floats(0, 1e9),
+            names=st.lists(st.text(max_size=5), max_size=2).map(tuple),
+        ),
+        max_size=2,
+    ).map(tuple),
 ).filter(lambda one: not one.contradiction())
 
 
@@ -157,6 +167,7 @@ def test_the_contracts_fields():
     ).split()
     summary = Summary(Result.EQUIVALENT, {}, (), {}, {}, {}).to_json()
     assert {"verdict", "counts", "culprits", "config", "versions", "timings"} <= set(summary)
+    assert summary["not_exercised"] == []
     fields = {field.name for field in dataclasses.fields(Culprit)}
     assert {"name", "kind", "direction", "reason", "explanation"} <= fields
 

@@ -204,12 +204,10 @@ def run(
 
 
 def exit_code(rows: Sequence[Row]) -> ExitCode:
-    """1 when an expectation failed, else 2 when a case could not be run."""
-    if any(not row.met and not row.error for row in rows):
+    """1 when a run without a bug diverged, else 2 when a case is not as expected or not run."""
+    if any(row.healthy is not None and row.healthy.verdict is Result.DIVERGED for row in rows):
         return ExitCode.DIVERGED
-    if any(row.error for row in rows):
-        return ExitCode.COULD_NOT_CHECK
-    return ExitCode.EQUIVALENT
+    return ExitCode.EQUIVALENT if all(row.met for row in rows) else ExitCode.COULD_NOT_CHECK
 
 
 def worst_margin(verdicts: Iterable[Verdict]) -> float:

@@ -31,7 +31,13 @@ class Served:
             if it is not None and hasattr(it, "iterable")
         ]
         self._sources = [wrapper.iterable for wrapper in self._wrappers]
-        self._fetched = [[next(source) for _ in range(count)] for source in self._sources]
+        self._fetched: list[list[Any]] = [[] for _ in self._sources]
+        try:
+            for source, items in zip(self._sources, self._fetched, strict=True):
+                items.extend(next(source) for _ in range(count))
+        except BaseException:
+            self.serve()  # what was fetched is not lost to training
+            raise
 
     @property
     def batches(self) -> list[Batch]:

@@ -100,27 +100,49 @@ class DispatchTap:
         result = self._steps[2](self._dispatcher, *args, **kwargs)
         asked, self._asked = self._asked, None
         if asked is not None:
-            self._guard(self._follow, *asked)
+            hidden, routing, probs = asked
+            names = self._guard(self._names, hidden.shape[0], hidden.shape[1])
+            if names is None:
+                names = torch.zeros(hidden.shape[0], hidden.shape[1], 2)
+            # On every rank, also on one whose tracing failed: the others' names come this way.
+            try:
+                carried, counts = self._carry(names.to(hidden.device), routing, probs.detach())
+            except Exception as error:  # noqa: BLE001 - tracing never harms training
+                self._guard(_reraise, error)
+                return result
+            self._guard(self._follow, carried, counts)
         return result
 
-    @torch.no_grad()
-    def _follow(self, hidden: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor) -> None:
-        sequence, samples = hidden.shape[0], hidden.shape[1]
-        microbatch = self._microbatch()
-        position = self._sink.positions((sequence, samples)).to(hidden.device)
+    def _names(self, sequence: int, samples: int) -> torch.Tensor:
+        position = self._sink.positions((sequence, samples))
+        microbatch = torch.full_like(position, self._microbatch() + 1)
         # Float32 is carried by every dispatcher and exact for these numbers; 0 is left to padding.
-        names = torch.stack((torch.full_like(position, microbatch + 1), position), dim=-1).float()
+        return torch.stack((microbatch, position), dim=-1).float().view(sequence, samples, 2)
+
+    @torch.no_grad()
+    def _carry(
+        self, names: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
+        """Send the names the way of the tokens: a collective."""
         shadow = copy.copy(self._dispatcher)
         shadow.shared_experts = None
         before, across, after = self._steps
-        carried, weights = before(shadow, names.view(sequence, samples, 2), routing, probs.detach())
+        carried, weights = before(shadow, names, routing, probs)
         carried, weights = across(shadow, carried, weights)
         carried, counts, _ = after(shadow, carried, weights)
+        return carried, counts
+
+    def _follow(self, carried: torch.Tensor, counts: Any) -> None:
+        microbatch = self._microbatch()
         rows = carried.detach().round().to("cpu", torch.int64).numpy()
         counts = np.asarray(torch.as_tensor(counts).to("cpu", torch.int64))
         experts = np.arange(self._first_expert, self._first_expert + len(counts))
         index = TokenIndex(rows[:, 0] - 1, rows[:, 1].copy(), np.repeat(experts, counts))
         self._sink.dispatched(microbatch, self._experts, index)
+
+
+def _reraise(error: Exception) -> None:
+    raise error
 
 
 class RouterTap:

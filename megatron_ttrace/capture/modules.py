@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -112,16 +113,21 @@ class ModuleTap:
         self._failed = False
 
     def __enter__(self) -> ModuleTap:
-        for names in self._chunks:
-            state = _ChunkState(names.repeated)
-            for name, module in names.modules.items():
-                self._attach(state, name, module, names)
+        try:
+            for names in self._chunks:
+                state = _ChunkState(names.repeated)
+                for name, module in names.modules.items():
+                    self._attach(state, name, module, names)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        with ExitStack() as stack:  # the others are removed also when one cannot be
+            for handle in self._handles:
+                stack.callback(handle.remove)
+            self._handles.clear()
 
     def _attach(self, state: _ChunkState, name: str, module: torch.nn.Module, names: Names) -> None:
         is_root = name == ROOT

@@ -100,8 +100,8 @@ def _pairs(models: Any, mains: Any) -> Iterator[tuple[torch.nn.Parameter, torch.
 class Snapshot:
     """Everything a training step changes, kept so that the step can be replayed.
 
-    Model parameters and buffers, main parameters, moments, the optimizer's scalar settings, and the
-    random states.
+    Model parameters and buffers, main parameters, moments, the optimizer's scalar settings, the
+    loss scale, and the random states.
     """
 
     def __init__(self, chunks: list[torch.nn.Module], optimizer: Any) -> None:
@@ -115,10 +115,7 @@ class Snapshot:
             if getattr(leaf, "optimizer", None) is not None
         ]
         self._states = [
-            {
-                parameter: {name: _copied(value) for name, value in state.items()}
-                for parameter, state in inner.state.items()
-            }
+            {parameter: _copies(state) for parameter, state in inner.state.items()}
             for inner in self._inner
         ]
         self._settings = [
@@ -128,6 +125,8 @@ class Snapshot:
             ]
             for inner in self._inner
         ]
+        scalers = (getattr(leaf, "grad_scaler", None) for leaf in leaves_of(optimizer))
+        self._scalers = [(one, _copies(vars(one))) for one in scalers if one is not None]
         self._rng = torch.get_rng_state()
         self._cuda_rng = torch.cuda.get_rng_state() if torch.version.cuda and _has_gpu() else None
 
@@ -145,6 +144,8 @@ class Snapshot:
                     _restore_state(inner.state[parameter], state)
                 for group, values in zip(inner.param_groups, settings, strict=True):
                     _restore_state(group, {"params": group["params"], **values})
+            for scaler, values in self._scalers:
+                _restore_state(vars(scaler), values)
             publish(self._chunks)
         torch.set_rng_state(self._rng)
         if self._cuda_rng is not None:
@@ -159,6 +160,10 @@ def _restore_state(current: dict[str, Any], saved: dict[str, Any]) -> None:
             current[name].copy_(value)
         else:
             current[name] = _copied(value)
+
+
+def _copies(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) for name, value in values.items()}
 
 
 def _copied(value: Any) -> Any:

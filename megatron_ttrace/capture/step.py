@@ -76,6 +76,7 @@ class StepTap:
         microbatches: Sequence[int],
         on_error: Callable[[BaseException], None],
         settle: Callable[[], None],
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare.
 
@@ -85,18 +86,19 @@ class StepTap:
             microbatches: the reference's number of each of this rank's microbatches.
             on_error: told about an error of ours; the training step goes on.
             settle: finishes an update that Megatron leaves for the next forward pass (overlapped
-                parameter gather), so that updated parameters can be read.
+                parameter gather), so that updated parameters can be read. May be a collective.
+            ready: called when everything is in place, before the step; what it raises is raised.
         """
         self._model = model
         self._sink = sink
         self._microbatches = microbatches
         self._on_error = on_error
         self._settle = settle
+        self._ready = ready
         self._failed = False
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run one training step and capture it; returns what the step returned."""
-        self._attempt(self._parameters, 0)
         optimizer = self._model.optimizer
         original = optimizer.step
 
@@ -104,16 +106,19 @@ class StepTap:
             before = self._attempt(self._gradients)
             with clipped_by(self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))):
                 result = original(*args, **kwargs)
+            # On every rank, also on one whose tracing failed: the others wait for it there.
+            self._settle()
             self._attempt(self._update, before or {}, result)
             return result
 
-        tap = ModuleTap(self._model.names, self._sink, self._microbatches, self._error)
-        optimizer.step = traced_step
-        try:
-            with tap:
+        with ModuleTap(self._model.names, self._sink, self._microbatches, self._error):
+            self._attempt(self._parameters, 0)
+            self._ready()
+            optimizer.step = traced_step
+            try:
                 result = step()
-        finally:
-            del optimizer.step
+            finally:
+                del optimizer.step
         self._attempt(self._losses, result)
         self._attempt(self._buffers)
         self._attempt(self._parameters, 1)
@@ -158,7 +163,6 @@ class StepTap:
         return before
 
     def _update(self, before: dict[torch.nn.Parameter, torch.Tensor], result: Any) -> None:
-        self._settle()
         for parameter, place, owned in self._stepped():
             if parameter not in before:
                 continue

@@ -31,7 +31,8 @@ Every bug is re-created in Megatron's own code, in memory, in a small job on the
 checked without the bug (it must be equivalent) and with it (it must diverge at the expected
 place). The checker is not told that there is a bug.
 
-exit code: 0 all as expected, 1 an expectation failed, 2 a case could not be run
+exit code: 0 all as expected, 1 a job without a bug diverged, 2 a bug was missed or not explained as
+expected, or a case could not be run
 """
 _MODELS = ("gpt", "llama")
 _SIZES = ("small", "medium")

@@ -20,7 +20,7 @@ example:
       --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 1 \\
       --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 128
 
-exit code: 0 equivalent, 1 diverged, 2 could not check
+exit code: 0 equivalent, 1 diverged, 2 could not check, 130 interrupted by Ctrl-C
 """
 _OWN = ("ttrace", "ttrace_exit", "ttrace_dir", "ttrace_role", "ttrace_overrides")
 
@@ -39,8 +39,30 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--nproc-per-node", type=int, default=1, metavar="N", help="number of ranks (default 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument(
+        "--no-fork",
+        action="store_true",
+        help="start every rank as a fresh process, also where forking would save time",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     flags.add_arguments(parser)
+    parser.add_argument(
+        "--timeout",
+        dest="ttrace_timeout",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="SECONDS",
+        help="the same as --ttrace-timeout: how long a reference run may take, and how long ranks "
+        f"may write nothing ({flags.DEFAULT_TIMEOUT:.0f})",
+    )
+    parser.add_argument(
+        "--allow-unchecked",
+        dest="ttrace_allow_unchecked",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="SHARE",
+        help="the same as --ttrace-allow-unchecked",
+    )
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="what to run"
     )
@@ -57,10 +79,14 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError(f"--nproc-per-node {args.nproc_per_node}: at least 1 rank is needed")
     ours, theirs = _split(args, script[1:])
     flags.settings_from_args(ours)
+    from megatron_ttrace.integration import shared
     from megatron_ttrace.launching import job as jobs
 
+    shared.require_free(Path(ours.ttrace_dir))
     say = _silent if args.quiet or args.json else _progress()
-    fork = jobs.prepare(ours.ttrace_device)
+    if not Path(script[0]).is_file():
+        raise TTraceError(f"{script[0]}: no such script")
+    fork = not args.no_fork and jobs.prepare(ours.ttrace_device, Path(script[0]))
     job = jobs.Job(
         script=Path(script[0]),
         arguments=tuple(theirs),

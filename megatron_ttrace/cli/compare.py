@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ttrace import flags
+from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import TTraceError
 
 _EPILOG = """\
@@ -41,6 +41,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="DIR",
         help="where to write the report (default: beside)",
     )
+    parser.add_argument(
+        "--allow-unchecked",
+        "--ttrace-allow-unchecked",
+        type=float,
+        default=flags.DEFAULT_ALLOW_UNCHECKED,
+        metavar="SHARE",
+        help="share of tensors that may be unchecked (default %(default)s); above it the answer "
+        "is 'could not check'",
+    )
     parser.add_argument("--wandb", action="store_true", help="log the report to W&B, too")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(run=run)
@@ -56,11 +65,16 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.compare.conclusion import conclude
     from megatron_ttrace.compare.offline import epsilon_of, measure_saved, meshes_of
+    from megatron_ttrace.integration import shared
     from megatron_ttrace.report import publish
     from megatron_ttrace.report.sanitise import clean
     from megatron_ttrace.trace.store import TraceReader
 
+    if not 0 <= args.allow_unchecked <= 1:
+        raise TTraceError(f"--allow-unchecked {args.allow_unchecked}: give a share from 0 to 1")
     began = time.monotonic()
+    for folder in (args.reference, args.candidate):
+        inputs.require_regular_folder(folder)
     reference, candidate = TraceReader(args.reference), TraceReader(args.candidate)
     for trace, role in ((reference, "reference"), (candidate, "candidate")):
         if trace.meta.get("role") != role:
@@ -80,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
             mesh=meshes[0],
             config=_config(candidate.meta.get("config")),
             timings={"measure": time.monotonic() - began},
+            allow_unchecked=args.allow_unchecked,
         )
     except (ArithmeticError, ValueError) as error:
         # Numbers that are each in range, and not of one run.
@@ -89,7 +104,15 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     output = args.output or args.candidate.parent
     console = Console(file=io.StringIO()) if args.json else None
-    publish(summary, verdicts, output, wandb=args.wandb, console=console)
+    with shared.claim_report(output, candidate.meta["run"]):
+        publish(
+            summary,
+            verdicts,
+            output,
+            wandb=args.wandb,
+            console=console,
+            run_id=candidate.meta["run"],
+        )
     if args.json:
         print(json.dumps(summary.to_json(), indent=1))
     return int(summary.verdict.exit_code)

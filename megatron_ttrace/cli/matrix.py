@@ -27,7 +27,8 @@ example:
   ttrace matrix --all --seeds 1234,7,42
 
 exit code: 0 all equivalent (but for configurations that show a fault of Megatron's listed in
-docs/findings.md: those must diverge), 1 otherwise, 2 one could not be checked
+docs/findings.md: those must diverge), 1 a healthy one diverged, 2 nothing of that, but one could
+not be checked or a listed fault was not found
 """
 
 
@@ -108,14 +109,16 @@ def run(args: argparse.Namespace) -> int:
             print(f"[{number}/{len(jobs_to_run)}] {_line(row)}", flush=True)
     if not args.json:
         _total(rows)
-    if any(row.verdict is Result.COULD_NOT_CHECK for row in rows):
-        return int(ExitCode.COULD_NOT_CHECK)
-    return int(ExitCode.DIVERGED if any(map(_surprises, rows)) else ExitCode.EQUIVALENT)
+    return int(_exit_code(rows))
 
 
-def _surprises(row: Row) -> bool:
-    """Whether a configuration did other than it must; a finding must be found, or is outdated."""
-    return (row.verdict is Result.EQUIVALENT) == bool(row.finding)
+def _exit_code(rows: list[Row]) -> ExitCode:
+    """1 when a healthy configuration diverged, else 2 when one did not come out as it must."""
+    if any(row.verdict is Result.DIVERGED and not row.finding for row in rows):
+        return ExitCode.DIVERGED
+    expected = {True: Result.DIVERGED, False: Result.EQUIVALENT}
+    kept = all(row.verdict is expected[bool(row.finding)] for row in rows)
+    return ExitCode.EQUIVALENT if kept else ExitCode.COULD_NOT_CHECK
 
 
 def _seeds(text: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ttrace import inputs
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def _plant(args: argparse.Namespace) -> int:
 
     if args.trials < 1:
         raise TTraceError(f"--trials {args.trials}: at least 1 is needed")
+    for folder in args.planted:
+        inputs.require_regular_folder(folder)
     found = columns(Field(*args.planted), args.trials)
     if args.json:
         print(json.dumps([dataclasses.asdict(column) for column in found], indent=1))

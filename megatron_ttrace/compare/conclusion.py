@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace import versions
-from megatron_ttrace.compare import exactness, experts, initial
+from megatron_ttrace.compare import exactness, exercised, experts, initial
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.localise.culprits import localise
 from megatron_ttrace.localise.explain import Explainer
 from megatron_ttrace.localise.residual import residuals
@@ -31,6 +33,9 @@ from megatron_ttrace.records import (
 )
 from megatron_ttrace.trace.store import TraceReader
 
+_REASONS = 3
+"""Reasons for unchecked tensors that are named."""
+
 
 def conclude(
     reference: TraceReader,
@@ -43,6 +48,7 @@ def conclude(
     timings: dict[str, float],
     notices: Sequence[str] = (),
     errors: Sequence[str] = (),
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain.
 
@@ -56,6 +62,8 @@ def conclude(
         timings: for the report; what is done here is added.
         notices: for the report.
         errors: of the tracing itself; with any, the answer is "could not check".
+        allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
+            with more of them, and no culprit, the answer is "could not check".
     """
     began = time.monotonic()
     eps = float(reference.meta["epsilon"])
@@ -87,9 +95,14 @@ def conclude(
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         said.append("no computed tensor could be judged: every one of them is unchecked")
+    elif not culprits and (too_few := not_enough(verdicts, allow_unchecked)):
+        result = Result.COULD_NOT_CHECK
+        said.append(too_few)
     if errors:
         result = Result.COULD_NOT_CHECK
         said.append(f"tracing failed on {len(errors)} rank(s): {errors[0]}")
+    requested = exercised.Requested.from_config(config)
+    observed = exercised.observe(reference, tolerances, requested)
     summary = Summary(
         verdict=result,
         counts=dict(Counter(verdict.verdict.value for verdict in verdicts)),
@@ -105,8 +118,32 @@ def conclude(
         notices=tuple(said),
         exactness=exact,
         residuals=residuals(verdicts, culprits, explainer.evidence),
+        not_exercised=exercised.unexercised(requested, observed, mesh, verdicts),
     )
     return summary, verdicts
+
+
+def not_enough(verdicts: Sequence[Verdict], allowed: float) -> str:
+    """Why too few tensors were checked, and what would accept it; empty where enough were.
+
+    The share is of the tensors that the step computes (:func:`exercised.share`).
+    """
+    unchecked, judged = exercised.share(verdicts)
+    if unchecked <= allowed * judged:
+        return ""
+    reasons = Counter(
+        one.note.rsplit("; ", 1)[-1].partition(":")[0] or "no reason known"
+        for one in verdicts
+        if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
+    )
+    most = ", ".join(f"{reason} ({number:,})" for reason, number in reasons.most_common(_REASONS))
+    accepted = math.ceil(100 * unchecked / judged) / 100
+    return (
+        f"could not check enough: {unchecked:,} of {judged:,} tensors "
+        f"({100 * unchecked / judged:.1f} %) are unchecked, more than {100 * allowed:.4g} %; "
+        f"most: {most}; "
+        f"--ttrace-allow-unchecked {accepted:g} accepts it"
+    )
 
 
 def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> str:

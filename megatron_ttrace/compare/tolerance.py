@@ -257,6 +257,8 @@ def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) 
 
 def of_reference(reference: TraceReader) -> Tolerances:
     """The tolerances that lie beside a reference trace. Raises as :func:`read` does."""
+    if (reference.directory / FILE).exists():  # else `read` says what is wrong
+        reference.verify(FILE)
     entries = (entry for entries in reference.ranks.values() for entry in entries)
     dtypes = ((entry.key, entry.dtype) for entry in entries)
     if not reference.meta.get("fp8"):

@@ -1,20 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's C++ dataset helpers are used as the wheel ships them.
+"""Megatron's compiled dataset helper without a compiler.
 
-``initialize_megatron`` runs ``make`` inside the installed package on rank 0, and exits the process
-when that fails, as it does where there is no compiler or no write permission. The wheel carries the
-compiled extension: when it imports, there is nothing to build.
+``initialize_megatron`` runs ``make`` inside Megatron's package on rank 0, and exits the process
+when that fails, as it does where there is no compiler, no pybind11 or no write permission. A wheel
+carries the compiled extension; a checkout does not. Then an installed wheel's extension is used if
+it was built from the very same source, and else plain numpy (``data/indices.py``).
 """
 
 import importlib
+import importlib.machinery
 import importlib.util
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
+_NAME = "megatron.core.datasets.helpers_cpp"
+_SOURCE = "helpers.cpp"
+_COMPILERS = ("c++", "g++", "clang++")
 
-def skip_compilation() -> bool:
-    """Make ``compile_helpers`` do nothing when the extension imports; say whether it does."""
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-        return False
+
+def skip_compilation(*, where_impossible: bool = False) -> bool:
+    """Make ``compile_helpers`` do nothing, with a module in place that does what it compiles.
+
+    Args:
+        where_impossible: leave it to Megatron where the extension could be compiled.
+
+    Returns:
+        Whether compilation is skipped.
+    """
+    if _NAME not in sys.modules and importlib.util.find_spec(_NAME) is None:
+        if where_impossible and can_compile():
+            return False
+        _put_in_place()
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
     utils.compile_helpers = lambda: None
     return True
+
+
+def can_compile() -> bool:
+    """Whether ``make`` would find what it needs."""
+    has_compiler = any(shutil.which(name) for name in _COMPILERS)
+    return bool(
+        has_compiler and shutil.which("make") and importlib.util.find_spec("pybind11") is not None
+    )
+
+
+def compiled_elsewhere(source: Path) -> Path | None:
+    """An extension on ``sys.path`` that was compiled from a source like this one."""
+    content = source.read_bytes() if source.is_file() else None
+    for entry in sys.path:
+        folder = Path(entry, "megatron", "core", "datasets")
+        same = folder / _SOURCE
+        if content is None or not same.is_file() or same.read_bytes() != content:
+            continue
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            found = folder / f"helpers_cpp{suffix}"
+            if found.is_file():
+                return found
+    return None
+
+
+def _put_in_place() -> None:
+    package: Any = importlib.import_module("megatron.core.datasets")
+    found = compiled_elsewhere(Path(package.__path__[0], _SOURCE))
+    module: Any = None
+    if found is not None:
+        try:
+            spec = importlib.util.spec_from_file_location(_NAME, found)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError:  # built for another interpreter or C++ runtime
+            module = None
+    if module is None:
+        from megatron_ttrace.data import indices
+
+        module = indices
+    sys.modules[_NAME] = module
+    package.helpers_cpp = module

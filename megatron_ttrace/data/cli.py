@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megatron_ttrace import flags
+from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_bytes is not None and args.max_bytes < 1:
         raise TTraceError(f"--max-bytes {args.max_bytes}: must be at least 1")
     files = text.find_files(args.sources, args.glob)
+    inputs.require_regular(files)
     documents = text.read_documents(files, args.max_bytes)
     corpus = text.write_corpus(documents, args.output, append_eod=args.append_eod)
     trained_with = text.training_flags(args.output, megatron_core_version())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,13 @@ from megatron_ttrace.capture.summands import summands
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.conclusion import conclude
 from megatron_ttrace.compare.exactness import Arithmetic
+from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.integration import channel, low_precision, quiet, shared
+from megatron_ttrace.integration import low_precision, provenance, quiet, shared
+from megatron_ttrace.integration.agreement import Ranks
 from megatron_ttrace.integration.session import Session
 from megatron_ttrace.records import STEP_LEVEL, Kind, Summary, TraceKey, Verdict
 from megatron_ttrace.reference import fingerprint, launch
@@ -34,19 +35,21 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 class CandidateSession(Session):
     """Checks the run it is part of."""
 
-    def __init__(self, args: Any, settings: Any) -> None:
-        super().__init__(args, settings)
+    def __init__(self, args: Any, settings: Any, ranks: Ranks) -> None:
+        super().__init__(args, settings, ranks)
         self._reference: TraceReader | None = None
         self._tolerances: tolerance.Tolerances | None = None
         self._writer: TraceWriter | None = None
         self._measured: list[Measured] = []
         self._timings: dict[str, float] = {}
         self._notices: list[str] = []
-        if quiet.has_dropout(args):
-            self._notice("dropout is switched off in the traced steps")
+        if quiet.has_dropout(args) and dist.get_rank() == 0:
+            print("ttrace: dropout is switched off in the traced steps", flush=True)
         self._isolates = settings.isolate or low_precision.is_isolated(args)
         if self._isolates and not settings.isolate:
             self._notice(low_precision.NOTICE)
+        if settings.reference is not None and settings.allow_other_megatron:
+            self._notice("the reference may have been made by another Megatron")
         if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
             raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
         if getattr(args, "use_torch_fsdp2", False):
@@ -98,10 +101,11 @@ class CandidateSession(Session):
 
     def _hand_over(self, scheduler: Any) -> dict[str, Any]:
         directory = self.settings.directory / "start"
-        if dist.get_rank() == 0:
-            shutil.rmtree(directory, ignore_errors=True)
-        dist.barrier()
-        digests = channel.gather_json(handoff.write(self.model, directory), self.device)
+        told = "handing over the loaded state"
+        self.ranks.from_one(0, told, lambda: shutil.rmtree(directory, ignore_errors=True))
+        digests = self.ranks.exchange(
+            told, lambda: handoff.write(self.model, directory), self.device
+        )
         self.start, self.start_step = directory, handoff.steps_of(self.model)
         started = {
             "directory": str(directory.resolve()),
@@ -111,30 +115,33 @@ class CandidateSession(Session):
             "schedule": scheduler.num_steps,
             "content": fingerprint.digest({"ranks": digests}),
         }
-        if dist.get_rank() == 0:
-            seal(directory, {"role": "start", **started})
-        dist.barrier()
+        self.ranks.from_one(0, told, lambda: seal(directory, {"role": "start", **started}))
         return started
+
+    def traces(self, step: int) -> bool:
+        """Whether a block of traced iterations starts with this step."""
+        return any(block[0] == step for block in self.blocks())
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
         """Rehearse the block of traced iterations that starts with this step, if one does."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-        block = next((block for block in self.blocks() if block[0] == step), None)
-        if block is None:
-            return None
+        block = next(block for block in self.blocks() if block[0] == step)
         began = time.monotonic()
         count = get_num_microbatches()
         served = Served(iterator, count * len(block))
-        if step == 1 and self.args.overlap_grad_reduce:
-            self._warm_up(run, served)
-        with self.rehearsal(restore=not self.settings.exit_after):
-            self.equal_start()
-            self.serve(served)
-            for position, iteration in enumerate(block):
-                batches = served.batches[position * count : (position + 1) * count]
-                self._check(iteration, run, batches, count)
-        served.serve()
+        try:
+            self.ranks.together("fetching the batches")
+            if step == 1 and self.args.overlap_grad_reduce:
+                self._warm_up(run, served)
+            with self.rehearsal(restore=not self.settings.exit_after):
+                self.equal_start()
+                self.serve(served)
+                for position, iteration in enumerate(block):
+                    batches = served.batches[position * count : (position + 1) * count]
+                    self._check(iteration, run, batches, count)
+        finally:
+            served.serve()
         self._timings["traced steps"] = time.monotonic() - began
         if block[-1] != self.settings.iterations[-1]:
             return None
@@ -150,7 +157,9 @@ class CandidateSession(Session):
         """
         with self.rehearsal(restore=True):
             self.serve(served)
-            run()
+            self.ranks.together("warming up")
+            self.step(run)
+            self.ranks.together("warming up")
 
     def _check(
         self, iteration: int, run: Callable[[], Any], batches: list[Batch], count: int
@@ -197,11 +206,16 @@ class CandidateSession(Session):
 
     def _numbers(self, iteration: int, batches: list[Batch], count: int) -> list[int]:
         """The reference's microbatch numbers; ranks without data hear them from those with."""
-        assert self._reference is not None
+        reference = self._reference
+        assert reference is not None
         mesh = self.model.mesh
         dp, dp_rank = mesh.size("dp"), mesh.at("dp")
-        mine = match(batches, self._reference, iteration, dp, dp_rank) if batches else None
-        heard = channel.gather_json([dp_rank, mine], self.device)
+
+        def matched() -> list[Any]:
+            mine = match(batches, reference, iteration, dp, dp_rank) if batches else None
+            return [dp_rank, mine]
+
+        heard = self.ranks.exchange("matching microbatches", matched, self.device)
         known = [numbers for rank, numbers in heard if rank == dp_rank and numbers is not None]
         return known[0] if known else [local * dp + dp_rank for local in range(count)]
 
@@ -210,30 +224,19 @@ class CandidateSession(Session):
 
     def _find_reference(self, started: dict[str, Any] | None) -> None:
         began = time.monotonic()
-        directory = Path(
-            self._agree(lambda: str(launch.ensure(self.args, self.settings, started=started)))
+        directory, checksum = self._agree(
+            lambda: launch.announcement(launch.ensure(self.args, self.settings, started=started)),
+            "the reference run",
         )
-        self._reference = TraceReader(directory)
+        self._reference = TraceReader(Path(directory), announced=checksum)
         self._tolerances = tolerance.of_reference(self._reference)
         self._timings["reference"] = time.monotonic() - began
         self._writer = TraceWriter(self.settings.directory / "candidate", dist.get_rank())
+        self.ranks.together("reading the reference")
 
-    def _agree(self, work: Callable[[], Any]) -> Any:
-        """Do something on rank 0 and tell all ranks its result, or that it failed."""
-        self._agreed = getattr(self, "_agreed", 0) + 1
-        key = f"agree/{self._agreed}"
-        if dist.get_rank() != 0:
-            ok, value = channel.await_message(key)
-            if not ok:
-                raise TTraceError("")
-            return value
-        try:
-            value = work()
-        except BaseException:
-            channel.announce(key, [False, None])
-            raise
-        channel.announce(key, [True, value])
-        return value
+    def _agree(self, work: Callable[[], Any], what: str = "preparing the check") -> Any:
+        """Do something on rank 0; all ranks get its result, a JSON value, or give up."""
+        return self.ranks.from_one(0, what, work)
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
@@ -246,42 +249,27 @@ class CandidateSession(Session):
         The last rank is where Megatron keeps its W&B and TensorBoard writers.
         """
         began = time.monotonic()
+        heard = self.ranks.exchange("handing over what was measured", self._findings, self.device)
+        self._timings["gather"] = time.monotonic() - began
+        last = dist.get_world_size() - 1
+        return ExitCode(
+            self.ranks.from_one(last, "writing the report", lambda: self._report(heard))
+        )
+
+    def _findings(self) -> list[Any]:
         assert self._writer is not None
         if self.settings.save_candidate or len(self._writer):
             self._writer.close()
-        heard = channel.gather_json(
-            [self.errors, dataclasses.asdict(self.model.mesh), encode(self._measured)], self.device
-        )
-        self._timings["gather"] = time.monotonic() - began
-        code = ExitCode.EQUIVALENT
-        if dist.get_rank() == dist.get_world_size() - 1:
-            code = self._report(heard)
-        return ExitCode(self._from_last(code))
+        return [dataclasses.asdict(self.model.mesh), encode(self._measured)]
 
-    def _from_last(self, code: ExitCode) -> int:
-        flag = torch.tensor([int(code)], dtype=torch.int64, device=self.device)
-        dist.broadcast(flag, src=dist.get_world_size() - 1)
-        return int(flag.item())
-
-    def _report(self, heard: list[Any]) -> ExitCode:
-        try:
-            summary, verdicts = self._answer(heard)
-            self._publish(summary, verdicts)
-        except TTraceError as error:
-            print(f"ttrace: {error}", file=sys.stderr, flush=True)
-            return ExitCode.COULD_NOT_CHECK
-        except Exception as error:  # noqa: BLE001 - tracing never harms training
-            import traceback
-
-            traceback.print_exception(error)
-            print(f"ttrace: reporting failed ({error}); the run is UNCHECKED", file=sys.stderr)
-            return ExitCode.COULD_NOT_CHECK
-        return summary.verdict.exit_code
+    def _report(self, heard: list[Any]) -> int:
+        summary, verdicts = self._answer(heard)
+        self._publish(summary, verdicts)
+        return int(summary.verdict.exit_code)
 
     def _answer(self, heard: list[Any]) -> tuple[Summary, list[Verdict]]:
         assert self._reference is not None
         assert self._tolerances is not None
-        errors = [error for errors, _, _ in heard for error in errors]
         directory = self.settings.directory / "candidate"
         config = self._config()
         if any(directory.glob("*.index.jsonl")):
@@ -290,21 +278,22 @@ class CandidateSession(Session):
                 {
                     "role": "candidate",
                     "complete": self.settings.save_candidate,
-                    "meshes": [mesh for _, mesh, _ in heard],
+                    "meshes": [mesh for mesh, _ in heard],
                     "config": config,
                 },
             )
-        return conclude(
+        summary, verdicts = conclude(
             self._reference,
             self._tolerances,
-            {rank: decode(message) for rank, (_, _, message) in enumerate(heard)},
+            {rank: decode(message) for rank, (_, message) in enumerate(heard)},
             candidate=directory,
             mesh=self.model.mesh,
             config=config,
             timings=self._timings,
             notices=self._notices,
-            errors=errors,
+            allow_unchecked=self.settings.allow_unchecked,
         )
+        return dataclasses.replace(summary, run=provenance.collect(self.args)), verdicts
 
     def _config(self) -> dict[str, Any]:
         args = self.args
@@ -322,6 +311,7 @@ class CandidateSession(Session):
             "init": self.settings.init,
             "reference": str(self.settings.directory / "reference"),
             "arithmetic": self._arithmetic().to_json(),
+            "requested": Requested.of(args, self.model.chunks).to_json(),
         }
 
     def _arithmetic(self) -> Arithmetic:
@@ -337,7 +327,7 @@ class CandidateSession(Session):
             gradient_factor=self._gradient_factor(),
             deterministic=self.device.type == "cpu"
             or bool(getattr(args, "deterministic_mode", False)),
-            same_code=not self.settings.reference_args,
+            same_code=not (self.settings.reference_args or self.settings.allow_other_megatron),
         )
 
     def _dispatcher(self) -> str:

@@ -2,53 +2,53 @@
 """How ranks talk to each other about the check: JSON, never pickle.
 
 ``torch.distributed``'s object collectives pickle. Here text travels as byte tensors over the job's
-own backend, and one-off messages before training through the job's key-value store, where a rank
-may wait for longer than a collective's time-out.
+own backend. Ranks agree beforehand that all of them take part (``agreement.py``).
 """
 
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_PATIENCE = timedelta(hours=24)
+from megatron_ttrace.errors import TTraceError
 
 
-def gather_json(value: Any, device: torch.device) -> list[Any]:
-    """Everybody's ``value``, by rank, on every rank."""
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    if dist.get_world_size() == 1:
-        return [value]
-    size = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    longest = max(int(s.item()) for s in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: mine.numel()] = mine
-    everyone = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded)
-    return [
-        json.loads(bytes(text[: int(s.item())].cpu().numpy()).decode())
-        for text, s in zip(everyone, sizes, strict=True)
-    ]
+def encode(value: Any) -> bytes:
+    """A JSON value as it travels."""
+    return json.dumps(value).encode()
 
 
-def announce(key: str, value: Any) -> None:
-    """Leave a message for the other ranks."""
-    _store().set(f"ttrace/{key}", json.dumps(value))
+def buffer(text: bytes, size: int, device: torch.device) -> torch.Tensor:
+    """A message in a tensor of ``size`` bytes."""
+    made = torch.zeros(size, dtype=torch.uint8, device=device)
+    if text:
+        made[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return made
 
 
-def await_message(key: str) -> Any:
-    """Wait, for as long as it takes, for a message from another rank."""
-    store = _store()
-    store.wait([f"ttrace/{key}"], _PATIENCE)
-    return json.loads(store.get(f"ttrace/{key}").decode())
+def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Everybody's tensor, by rank, on every rank: a collective."""
+    everyone = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor)
+    return everyone
 
 
-def _store() -> Any:
+def decode(text: bytes, rank: int) -> Any:
+    """The JSON value in what a rank sent.
+
+    Raises:
+        TTraceError: when there is none.
+    """
+    try:
+        return json.loads(text.decode())
+    except ValueError as error:
+        raise TTraceError(f"what rank {rank} sent arrived damaged ({error})") from error
+
+
+def store() -> Any:
+    """The job's key-value store."""
     # The only handle on the store that init_process_group made; torch's own elastic code uses it.
     return dist.distributed_c10d._get_default_store()

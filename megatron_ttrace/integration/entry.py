@@ -16,8 +16,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ttrace import cpu, flags
+from megatron_ttrace import cpu, flags, inputs
+from megatron_ttrace.cpu import helpers_cpp
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.integration import provenance
 
 _enabled = False
 _said: set[str] = set()
@@ -29,13 +31,24 @@ def enable() -> None:
     if _enabled:
         return
     _enabled = True
-    early = _early_flags(sys.argv[1:])
+    activate()
     with exits_on_user_error():
-        if cpu.needed(early.ttrace_device):
-            cpu.activate()
-        if early.ttrace:
+        if _early_flags(sys.argv[1:]).ttrace:
             _check_versions()
         _wrap_parse_args()
+
+
+def is_enabled() -> bool:
+    """Whether :func:`enable` ran in this process."""
+    return _enabled
+
+
+def activate() -> None:
+    """The part of :func:`enable` that must come before anything of Megatron is imported."""
+    provenance.begin()
+    with exits_on_user_error():
+        if cpu.needed(_early_flags(sys.argv[1:]).ttrace_device):
+            cpu.activate()
 
 
 class exits_on_user_error:  # noqa: N801 - reads as a statement
@@ -92,6 +105,13 @@ def _prepare(args: argparse.Namespace) -> argparse.Namespace:
     """Between Megatron's parsing and its validation: derive, adapt, install."""
     is_first = int(os.environ.get("RANK", "0")) == 0
     settings = flags.settings_from_args(args) if args.ttrace else None
+    if settings is not None:
+        inputs.require_regular_data(args)
+        if settings.reference is not None:
+            inputs.require_regular_folder(settings.reference)
+        provenance.require_found()
+        if not cpu.needed(args.ttrace_device):
+            helpers_cpp.skip_compilation(where_impossible=True)
     if settings is not None and settings.role == "reference":
         from megatron_ttrace.reference import arguments as reference_arguments
 

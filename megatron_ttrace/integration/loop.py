@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.errors import DEBUG, ExitCode
 from megatron_ttrace.flags import Settings
+from megatron_ttrace.integration.agreement import Cause, EndError, GivenUpError, Ranks, say_end
 
 
 def install(args: argparse.Namespace, settings: Settings) -> None:
@@ -52,7 +54,7 @@ def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callabl
 
 
 class _Watch:
-    """One run under watch. Errors of ours end the watch, loudly, and never the training."""
+    """One run under watch. Errors of ours end the watch on all ranks, loudly, not the training."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -60,23 +62,26 @@ class _Watch:
         self._step = 0
 
     def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        session = self._attempt(self._make_session)
+        self._ranks = Ranks(self._settings.timeout)
+        session = self._attempt("preparing the check", self._make_session)
         result = original(*args, **kwargs)
         if session is not None:
             model, optimizer, scheduler = result
             self._session = session
-            self._attempt(lambda: session.begin(model, optimizer, scheduler))
+            self._attempt("preparing the check", lambda: session.begin(model, optimizer, scheduler))
         return result
 
     def around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._step += 1
         step = functools.partial(original, *args, **kwargs)
         session = self._session
-        if session is not None:
+        if session is not None and session.traces(self._step):
             iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
-            code = self._attempt(lambda: session.before_step(self._step, step, iterator))
+            code = self._attempt(
+                "checking", lambda: session.before_step(self._step, step, iterator)
+            )
             if code is not None and (self._settings.exit_after or session.is_reference):
-                leave(code)
+                self._leave(code)
             if session.finished:
                 self._session = None
         return step()
@@ -88,42 +93,50 @@ class _Watch:
         from megatron_ttrace.integration.reference_run import ReferenceSession
 
         kind = ReferenceSession if self._settings.role == "reference" else CandidateSession
-        return kind(get_args(), self._settings)
+        return kind(get_args(), self._settings, self._ranks)
 
-    def _attempt(self, work: Callable[[], Any]) -> Any:
-        """Run a part of the watch; on an error say so and give up watching (or exit with 2)."""
+    def _attempt(self, what: str, work: Callable[[], Any]) -> Any:
+        """Run a part of the watch on all ranks; when it fails on any, all give up (or exit)."""
         try:
-            return work()
-        except TTraceError as error:
-            self._give_up(str(error))
-        except Exception as error:  # noqa: BLE001 - tracing never harms training
-            self._give_up(f"{type(error).__name__}: {error}", details=traceback.format_exc())
+            return self._ranks.together(what, work)
+        except EndError as error:
+            _show(error)
+            say_end(error.cause, self._ranks.rank)
+            self._leave(ExitCode.COULD_NOT_CHECK)
+        except GivenUpError as error:
+            _show(error)
+            self._give_up(error.cause)
         return None
 
-    def _give_up(self, why: str, details: str = "") -> None:
+    def _give_up(self, cause: Cause) -> None:
         self._session = None
         stops = self._settings.exit_after or self._settings.role == "reference"
-        if details:
-            print(details, file=sys.stderr)
-        if why:  # empty: another rank says it
+        if self._ranks.rank in (0, cause.rank):
             ending = "" if stops else "; training goes on, UNCHECKED"
-            print(f"ttrace: {why}{ending}", file=sys.stderr, flush=True)
+            print(f"ttrace: {cause.line}{ending}", file=sys.stderr, flush=True)
         if stops:
-            leave(ExitCode.COULD_NOT_CHECK)
+            self._leave(ExitCode.COULD_NOT_CHECK)
+
+    def _leave(self, code: int) -> None:
+        """End this process with the contract's exit code, without Megatron's farewell.
+
+        ``os._exit`` after flushing: interpreter shutdown with live process groups can hang or
+        change the exit code, and every file of ours is closed by now.
+        """
+        if code != ExitCode.COULD_NOT_CHECK:
+            try:
+                self._ranks.together("leaving")
+            except (GivenUpError, EndError) as error:
+                if self._ranks.rank in (0, error.cause.rank):
+                    print(f"ttrace: {error}", file=sys.stderr, flush=True)
+                code = ExitCode.COULD_NOT_CHECK
+        self._ranks.farewell()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code))
 
 
-def leave(code: int) -> None:
-    """End this process with the contract's exit code, without Megatron's farewell.
-
-    ``os._exit`` after flushing: interpreter shutdown with live process groups can hang or change
-    the exit code, and every file of ours is closed by now.
-    """
-    import os
-
-    import torch.distributed as dist
-
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code != ExitCode.COULD_NOT_CHECK and dist.is_initialized():
-        dist.barrier()
-    os._exit(int(code))
+def _show(error: BaseException) -> None:
+    """Where an unexpected error came from, for who asks; only its own rank knows."""
+    if os.environ.get(DEBUG) and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,38 @@ def one_attempt() -> Iterator[None]:
     finally:
         vars(machine).clear()
         vars(machine).update(before)
+
+
+@contextmanager
+def metrics_kept() -> Iterator[None]:
+    """What a rehearsal adds to metrics that are logged with the step (MoE, MTP) is dropped."""
+    trackers = list(_trackers())
+    kept = [dict(tracker) for tracker in trackers]
+    for tracker in trackers:
+        tracker.clear()
+    try:
+        yield
+    finally:
+        for tracker, values in zip(trackers, kept, strict=True):
+            tracker.clear()
+            tracker.update(values)
+
+
+def _trackers() -> Iterator[dict[str, Any]]:
+    """Where modules sum up, over the microbatches of a step, what is logged at its end."""
+    with suppress(ImportError, AttributeError):
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        yield MTPLossLoggingHelper.tracker
+    with suppress(ImportError, AttributeError):
+        from megatron.core.transformer.moe import moe_logging  # 0.19
+
+        yield moe_logging.get_moe_metrics_tracker()._metrics
+        return
+    with suppress(ImportError, AttributeError):
+        from megatron.core.transformer.moe import moe_utils
+
+        yield moe_utils.get_moe_layer_wise_logging_tracker()
 
 
 def _accept(*args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
 from megatron_ttrace.capture.names import canonical_names, unwrap
 from megatron_ttrace.capture.optimizer import Snapshot, owned_by
-from megatron_ttrace.capture.sharded_weights import buffers_of, parts_of, publish
+from megatron_ttrace.capture.sharded_weights import WeightPart, buffers_of, parts_of, publish
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
+from megatron_ttrace.errors import DEBUG, TTraceError
 from megatron_ttrace.flags import Settings
 from megatron_ttrace.integration import low_precision, quiet
+from megatron_ttrace.integration.agreement import EndError, Ranks, one_line
 from megatron_ttrace.integration.mesh import current_mesh
 from megatron_ttrace.start import handoff
 from megatron_ttrace.start.moments import awaken, prime
@@ -33,9 +37,10 @@ class Session:
 
     is_reference = False
 
-    def __init__(self, args: argparse.Namespace, settings: Settings) -> None:
+    def __init__(self, args: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
         self.args = args
         self.settings = settings
+        self.ranks = ranks
         self.finished = False
         self.errors: list[str] = []
         self.start: Path | None = None
@@ -74,8 +79,12 @@ class Session:
         if not self.not_initial:
             self.initial = initial_values(self._model)
 
+    def traces(self, step: int) -> bool:
+        """Whether something is to be done before Megatron's ``step``-th training step."""
+        raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
+
     def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
-        """Called before Megatron's ``step``-th training step; an exit code when that is all."""
+        """Called before a step that :meth:`traces` names; an exit code when that is all."""
         raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
 
     @property
@@ -98,10 +107,25 @@ class Session:
         if self.start is not None:
             handoff.restore(self.model, self.start, self.start_step)
             return
+        parts = parts_of(self.model.chunks)
+        self.ranks.together("putting in the start values", lambda: self._fill(parts))
+        if parts:
+            publish(self.model.chunks)
+        else:
+            self.model.optimizer.reload_model_params()
+        if self.settings.init == "reveal":
+            owned = owned_by(self.model.optimizer)
+            awaken(owned.values(), self.args.lr)
+            prime(
+                [(place, owned[p]) for p, place in self.model.places() if p in owned],
+                self.model.mesh,
+                seed=self.args.seed,
+            )
+
+    def _fill(self, parts: Mapping[torch.nn.Parameter, WeightPart]) -> None:
         from megatron.core.utils import get_model_config
 
         config = get_model_config(self.model.chunks[0])
-        parts = parts_of(self.model.chunks)
         for parameter, place in self.model.places():
             part = parts.get(parameter)
             # Rounded to the model's precision first, as main weights that are copies are.
@@ -116,18 +140,6 @@ class Session:
             )
             if part:
                 part.stepped.copy_(target)
-        if parts:
-            publish(self.model.chunks)
-        else:
-            self.model.optimizer.reload_model_params()
-        if self.settings.init == "reveal":
-            owned = owned_by(self.model.optimizer)
-            awaken(owned.values(), self.args.lr)
-            prime(
-                [(place, owned[p]) for p, place in self.model.places() if p in owned],
-                self.model.mesh,
-                seed=self.args.seed,
-            )
 
     def serve(self, served: Served) -> None:
         """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary."""
@@ -138,33 +150,94 @@ class Session:
             served.serve()
 
     def rehearse(self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int]) -> None:
-        """One traced training step."""
-        StepTap(self.model, sink, microbatches, self._tracing_failed, self._settle).run(run)
+        """One traced training step; all ranks enter it, and leave it without an error of ours.
+
+        Raises:
+            GivenUpError: on every rank, when tracing failed on any.
+            EndError: when Megatron's own step failed.
+        """
+        StepTap(
+            self.model,
+            sink,
+            microbatches,
+            self._tracing_failed,
+            self._settle,
+            lambda: self.ranks.together("attaching to the model", self._refuse),
+        ).run(lambda: self.step(run))
+        self.ranks.together("tracing", self._refuse)
+
+    def step(self, run: Callable[[], Any]) -> Any:
+        """Megatron's own training step.
+
+        Raises:
+            EndError: when it fails. The other ranks may be in a collective that this one left:
+                there is no way back into training.
+        """
+        try:
+            return run()
+        except Exception as error:
+            traceback.print_exception(error)
+            wrong = TTraceError(f"Megatron's training step failed ({one_line(error)})")
+            raise self.ranks.end(wrong, "in a traced step") from error
 
     @contextmanager
     def rehearsal(self, *, restore: bool) -> Iterator[None]:
-        """Within this context training steps do not count; afterwards all is as it was."""
-        with ExitStack() as stack:
-            stack.enter_context(quiet.one_attempt())
-            stack.enter_context(quiet.without_dropout(self.model.chunks))
-            stack.enter_context(quiet.random_states_kept())
-            stack.enter_context(
-                low_precision.equal_scales(self.args, self.model.chunks, self.model.mesh)
-            )
-            snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
-            scheduler = copy.copy(vars(self._scheduler))
-            yield
-            # A gather that the optimizer's step began would write over what is put back.
-            self._settle()
-            vars(self._scheduler).update(scheduler)
-            if snapshot is not None:
-                snapshot.restore()
+        """Within this context training steps do not count; afterwards all is as it was.
+
+        Raises:
+            EndError: when it could not be made so, on any rank: nobody trains on.
+        """
+        with self.ranks.watching(), ExitStack() as kept:
+            try:
+                self._keep(kept, restore=restore)
+                yield
+            except EndError:
+                kept.pop_all()
+                raise
+            except BaseException as error:
+                self.ranks.give_up(error, "in the traced steps")
+                # An interrupted process ends: it does not wait for the others.
+                self._put_back(kept, waits=restore and isinstance(error, Exception))
+                raise
+            else:
+                self._put_back(kept, waits=restore)
+
+    def _keep(self, kept: ExitStack, *, restore: bool) -> None:
+        kept.enter_context(quiet.one_attempt())
+        kept.enter_context(quiet.without_dropout(self.model.chunks))
+        kept.enter_context(quiet.random_states_kept())
+        kept.enter_context(quiet.metrics_kept())
+        kept.enter_context(
+            low_precision.equal_scales(self.args, self.model.chunks, self.model.mesh)
+        )
+        snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
+        scheduler = copy.copy(vars(self._scheduler))
+        # What puts back may talk to other ranks: either all come to that or none.
+        self.ranks.together("keeping the training state")
+        if snapshot is not None:
+            kept.callback(snapshot.restore)
+        kept.callback(vars(self._scheduler).update, scheduler)
+        # A gather that the optimizer's step began would write over what is put back.
+        kept.callback(self._settle)
+
+    def _put_back(self, kept: ExitStack, *, waits: bool) -> None:
+        try:
+            kept.close()
+        except BaseException as error:
+            traceback.print_exception(error)
+            wrong = TTraceError(f"the training state could not be put back ({one_line(error)})")
+            raise self.ranks.end(wrong, "after the traced steps") from error
+        if waits:
+            self.ranks.all_back()
 
     def _tracing_failed(self, error: BaseException) -> None:
-        import traceback
+        self.errors.append(one_line(error))
+        if os.environ.get(DEBUG):
+            traceback.print_exception(error)
 
-        self.errors.append(f"{type(error).__name__}: {error}")
-        traceback.print_exception(error)
+    def _refuse(self) -> None:
+        if self.errors:
+            raise TTraceError(f"tracing failed: {self.errors[0]}")
 
     def _settle(self) -> None:
         """Gather updated parameters now if Megatron would do so in the next forward pass."""

@@ -1,39 +1,263 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``--ttrace-dir``: writable, and one and the same for the ranks of all nodes."""
+"""The ``--ttrace-dir``: it belongs to one run, and is the same for the ranks of all nodes.
+
+A run has an id of 16 hexadecimal digits that every file of it carries. ``ttrace check`` makes it
+and hands it to its ranks in the environment (:data:`VARIABLE`). Under ``torchrun`` or Slurm rank 0
+makes it. Whoever makes it holds two things:
+
+- ``.lock``: an exclusive lock, held by the launcher (or rank 0) alone as long as it lives. Its
+  forked children close their copies, so a stray process never blocks the next run.
+- ``.ranks``: a lock that all ranks share as long as they live. A launcher that was killed may
+  leave ranks behind that still write: the next run waits for them for a moment, then refuses.
+
+``.ttrace-run`` holds the id. Ranks of other nodes look for it there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.locks import Lock
 
 MARK = ".ttrace-run"
+LOCK = ".lock"
+RANKS = ".ranks"
+VARIABLE = "TTRACE_RUN_ID"
 _ATTEMPTS, _PAUSE = 20, 0.5
 """Network file systems show other nodes' files after some seconds."""
+_LEFTOVER = 5.0
+"""Seconds to wait for ranks whose launcher is gone. The kernel ends them within milliseconds."""
+
+_ID = re.compile("[0-9a-f]{16}")
+_REPORTS = ("summary.json", "verdicts.jsonl", "report.html", "junit.xml")
+_TRACES = ("candidate", "start")
+_OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
+_OF_LOGS = re.compile(r"rank-\d+\.log|.*\.request\.json")
+
+_run: str | None = None
+_held: dict[Path, list[Lock]] = {}
+"""Locks of this process, by directory."""
+
+
+def _forget() -> None:
+    global _run
+    _run = None
+    _held.clear()
+
+
+# A rank that is forked learns its run from its own environment.
+os.register_at_fork(after_in_child=_forget)
+
+
+def run_id() -> str:
+    """The id of the run that this process belongs to, 16 hexadecimal digits."""
+    if _run is None:
+        named = _named()
+        _adopt(named or secrets.token_hex(8))
+    assert _run is not None
+    return _run
+
+
+def _adopt(run: str) -> None:
+    global _run
+    _run = run
+
+
+def _named() -> str:
+    """The id that a launcher left in the environment; empty without one."""
+    named = os.environ.get(VARIABLE, "")
+    return named if _ID.fullmatch(named) else ""
+
+
+class Claim:
+    """A directory that is held for one run; a context manager that gives it back.
+
+    Attributes:
+        directory: the ``--ttrace-dir``.
+        run: the id of the run.
+    """
+
+    def __init__(self, directory: Path, run: str, lock: Lock) -> None:
+        self.directory = directory
+        self.run = run
+        self._lock = lock
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let the next run have the directory."""
+        self._lock.release()
+
+
+def claim(directory: Path) -> Claim:
+    """Take a directory for a new run and remove what an earlier run left in it.
+
+    Raises:
+        TTraceError: when another run uses it, or it cannot be written.
+    """
+    with _writing(directory):
+        lock = lock_of(directory)
+        try:
+            _await_ranks(directory)
+            lock.sign()
+            clean_up(directory)
+            run = secrets.token_hex(8)
+            (directory / MARK).write_text(run, encoding="utf-8")
+        except BaseException:
+            lock.release()
+            raise
+        return Claim(directory, run, lock)
+
+
+def require_free(directory: Path) -> None:
+    """Refuse a directory that another run uses now, before anything slow is done.
+
+    Raises:
+        TTraceError: when it is in use, or cannot be written.
+    """
+    lock_of(directory).release()
+
+
+def claim_report(directory: Path, run: str) -> Claim:
+    """Take a directory to write a report of saved traces into it; an old report is removed.
+
+    Args:
+        directory: where to write.
+        run: the id of the run that saved the candidate.
+
+    Raises:
+        TTraceError: when a run uses the directory, or it cannot be written.
+    """
+    with _writing(directory):
+        lock = lock_of(directory)
+        try:
+            lock.sign()
+            remove_reports(directory)
+        except BaseException:
+            lock.release()
+            raise
+        return Claim(directory, run, lock)
+
+
+def lock_of(directory: Path) -> Lock:
+    """The exclusive lock on a directory, which is made where it is missing.
+
+    Raises:
+        TTraceError: when another run uses it, or it cannot be written.
+    """
+    with _writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = Lock(directory / LOCK)
+        if not lock.acquire():
+            raise TTraceError(
+                f"{directory} is in use by another check ({lock.holder()}): "
+                "choose another directory, or wait for it"
+            )
+        if not lock.supported:
+            print(
+                f"ttrace: the file system of {directory} has no locks: "
+                "run only one check in it at a time",
+                flush=True,
+            )
+        return lock
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Errors of the file system as errors that a user can fix."""
+    try:
+        yield
+    except OSError as error:
+        raise TTraceError(
+            f"{directory} is not writable ({error.strerror or error}): choose another --ttrace-dir"
+        ) from error
+
+
+def _await_ranks(directory: Path) -> None:
+    ranks = Lock(directory / RANKS)
+    until = time.monotonic() + _LEFTOVER
+    while not ranks.acquire():
+        if time.monotonic() > until:
+            raise TTraceError(
+                f"--ttrace-dir {directory} is in use by ranks of an earlier run: "
+                "choose another directory, or end them"
+            )
+        time.sleep(0.05)
+    ranks.release()
+
+
+def clean_up(directory: Path) -> None:
+    """Remove the files that an earlier run left, and no others. Raises ``OSError``.
+
+    The reference stays: it is used again where it fits.
+    """
+    remove_reports(directory)
+    _unlink(directory / "reference.log")
+    _unlink(directory / "reference.request.json")
+    for name in _TRACES:
+        _remove_listed(directory / name, _OF_A_TRACE)
+    _remove_listed(directory / "logs", _OF_LOGS)
+
+
+def remove_reports(directory: Path) -> None:
+    """Remove the report that an earlier run left, half-written ones too. Raises ``OSError``."""
+    for name in _REPORTS:
+        _unlink(directory / name)
+        for half in directory.glob(f".{name}.*"):
+            _unlink(half)
+
+
+def _unlink(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        raise IsADirectoryError(0, f"{path.name} is a directory")
+    path.unlink(missing_ok=True)
+
+
+def _remove_listed(folder: Path, names: re.Pattern[str]) -> None:
+    """Remove our files in a folder, and the folder unless it holds others."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.is_dir():
+        for path in folder.iterdir():
+            if names.fullmatch(path.name):
+                _unlink(path)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def prepare(directory: Path) -> str:
-    """Make the directory and leave a mark in it; return what the mark says.
+    """Called on rank 0: claim the directory unless the launcher has; returns the run's id.
 
     Raises:
-        TTraceError: when it cannot be written.
+        TTraceError: when another run uses it, or it cannot be written.
     """
-    mark = secrets.token_hex(8)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / MARK).write_text(mark, encoding="utf-8")
-    except OSError as error:
-        raise TTraceError(
-            f"--ttrace-dir {directory} is not writable ({error.strerror}): choose another"
-        ) from error
-    return mark
+    for lock in _held.pop(directory.resolve(), []):
+        lock.release()
+    named = _named()
+    if named and _marked(directory) == named:
+        run = named
+    else:
+        own = claim(directory)
+        run = own.run
+        _held[directory.resolve()] = [own._lock]
+    _join(directory, run)
+    return run
 
 
 def require(directory: Path, mark: str) -> None:
-    """Check that this rank sees the directory that another rank marked.
+    """Check that this rank sees the directory that rank 0 prepared, and join its run.
 
     Raises:
         TTraceError: when it does not: the reference would be missing here.
@@ -41,12 +265,35 @@ def require(directory: Path, mark: str) -> None:
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE)
-        try:
-            if (directory / MARK).read_text(encoding="utf-8") == mark:
-                return
-        except OSError:
-            continue
+        if _marked(directory) == mark:
+            _join(directory, mark)
+            return
     raise TTraceError(
         f"--ttrace-dir {directory} on {socket.gethostname()} is not the one that rank 0 writes: "
         "choose a directory that all nodes share"
     )
+
+
+def _marked(directory: Path) -> str:
+    try:
+        with (directory / MARK).open("rb") as file:
+            return file.read(64).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _join(directory: Path, run: str) -> None:
+    """Belong to a run: take its id and a share of the ranks' lock."""
+    _adopt(run)
+    held = _held.setdefault(directory.resolve(), [])
+    if any(lock.path.name == RANKS for lock in held):
+        return
+    lock = Lock(directory / RANKS)
+    with _writing(directory):
+        # Whoever claims the directory tries this lock for a moment.
+        for _ in range(100):
+            if lock.acquire(shared=True):
+                held.append(lock)
+                return
+            time.sleep(0.01)
+    raise TTraceError(f"--ttrace-dir {directory} is being taken by another check: choose another")

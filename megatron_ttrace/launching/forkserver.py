@@ -9,34 +9,36 @@ a fork. A rank asks for its reference run over a socket that it inherits.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import runpy
+import select
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.launching import script as scripts
+from megatron_ttrace.launching import signals, tether
 from megatron_ttrace.versions import quiet_imports
 
 _VARIABLE = "TTRACE_FORKSERVER"
-_PR_SET_PDEATHSIG = 1
+_MARGIN_SECONDS = 10.0
 
 
-def preload() -> None:
-    """Import what every rank needs, in the parent, without starting a thread."""
+def preload(script: Path) -> None:
+    """Import what every rank of ``script`` needs, in the parent, without starting a thread."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
 
-    cpu.activate()
-    import torch
+    with scripts.as_search_path_of(script), quiet_imports():
+        cpu.activate()
+        import torch
 
-    torch.set_num_threads(1)
-    with quiet_imports():
+        torch.set_num_threads(1)
         import megatron.core.models.gpt
         import megatron.training.training  # noqa: F401
 
@@ -44,17 +46,48 @@ def preload() -> None:
         import megatron_ttrace.integration.reference_run  # noqa: F401
 
 
+def refuses(script: Path) -> str:
+    """Why a fork of this process would not be ``python SCRIPT``; empty when it would be.
+
+    The modules imported here must be the very ones that the script would import.
+    """
+    path = scripts.search_path(script)
+    here, there = scripts.imported(), scripts.origins(path)
+    for name in scripts.MEGATRON:
+        if here.get(name) != there.get(name):
+            return f"it has {name} from {there.get(name, 'nowhere')}"
+    module = scripts.shadowed(script, path)
+    return f"it has a module {module} of its own" if module else ""
+
+
 def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
-    """Fork a child that runs ``[python, script, *args]``, and return its process id."""
+    """Fork a child that runs ``[python, script, *args]``, and return its process id.
+
+    The child dies with this process (with the thread that forked it, as Linux counts).
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
-    if child:
-        return child
+    parent = os.getpid()
+    with signals.deferred():
+        child = os.fork()
+        if not child:
+            _run(parent, command, environment, log)
+        # Whoever of the two is first: the group exists when either goes on.
+        with contextlib.suppress(OSError):
+            os.setpgid(child, child)
+    return child
+
+
+def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: Path) -> NoReturn:
+    """The child, from its first instruction to its last."""
     code = 1
     try:
+        tether.die_with(parent)
+        signals.reset()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
         os.setpgid(0, 0)
-        _die_with_parent()
+        # A group in the background that reads from the terminal is stopped.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for stream in (1, 2):
             os.dup2(output, stream)
@@ -63,9 +96,7 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
         os.environ.clear()
         os.environ.update(environment)
         _, script, *arguments = command
-        sys.argv = [script, *arguments]
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
+        scripts.run(script, arguments, scripts.search_path(script))
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
@@ -74,18 +105,11 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
     except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel (Linux) to end this process when its parent dies, however it dies.
-
-    Ranks whose parent was killed would wait for each other for hours.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
 
 class Requests:
@@ -110,13 +134,21 @@ class Requests:
         if not message:
             return None
         path = Path(message.decode())
-        request: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        path.unlink()
+        try:
+            request: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            path.unlink()
+        except (OSError, ValueError) as error:
+            raise TTraceError(f"the request for a reference run is lost: {error}") from error
         return request["command"], request["environment"], Path(request["log"])
 
     def answer(self, code: int) -> None:
-        """Tell the rank that its reference run ended."""
-        self._ours.send(str(code).encode())
+        """Tell the rank that its reference run ended; one that died is not there to hear it."""
+        with contextlib.suppress(OSError):
+            self._ours.send(str(code).encode())
+
+    def fileno(self) -> int:
+        """Readable when there is a request, for ``select``."""
+        return self._ours.fileno()
 
     def close(self) -> None:
         """Close both ends."""
@@ -129,8 +161,20 @@ def available() -> bool:
     return _VARIABLE in os.environ
 
 
-def request(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
-    """Ask the parent to run a command to its end; returns its exit code."""
+def request(
+    command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None = None
+) -> int:
+    """Ask the parent to run a command to its end; returns its exit code.
+
+    Args:
+        command: ``[python, script, *args]``.
+        environment: of the process.
+        log: file for its output.
+        timeout: seconds after which the parent, who ends it earlier, counts as lost.
+
+    Raises:
+        TTraceError: when there is no answer.
+    """
     # Command lines outgrow a packet: the packet names a file.
     order = log.with_suffix(".request.json")
     order.write_text(
@@ -139,4 +183,8 @@ def request(command: Sequence[str], environment: dict[str, str], log: Path) -> i
     )
     with socket.socket(fileno=os.dup(int(os.environ[_VARIABLE]))) as line:
         line.send(str(order).encode())
+        # Not ``settimeout``: that would make the socket, which ranks share, non-blocking for all.
+        wait = None if timeout is None else timeout + _MARGIN_SECONDS
+        if not select.select([line], [], [], wait)[0]:
+            raise TTraceError(f"no reference after {timeout:.0f} s (log: {log})")
         return int(line.recv(64).decode())

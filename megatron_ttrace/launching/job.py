@@ -3,21 +3,34 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import re
-import shutil
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_ttrace import flags
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.launching import forkserver, ranks
-from megatron_ttrace.launching.logs import died_of
+from megatron_ttrace.integration import provenance, shared
+from megatron_ttrace.launching import forkserver, ranks, signals
+from megatron_ttrace.launching import script as scripts
+from megatron_ttrace.launching.logs import died_of, how_it_ended, usage_error
+from megatron_ttrace.launching.waiting import OutOfTimeError, Patience
 from megatron_ttrace.records import Summary
 from megatron_ttrace.reference.launch import port_was_taken, tail
+from megatron_ttrace.resources import launch_dir
+
+__all__ = ["Job", "OutOfTimeError", "prepare", "run"]
 
 _OURS = re.compile(r"^ttrace: (.*)$")
+_MARGIN_SECONDS = 10.0
+_UNBIDDEN = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+)
+"""Signals that no process sends itself when another rank is lost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +38,14 @@ class Job:
     """What to check.
 
     Attributes:
-        script: a Megatron training script that calls ``megatron_ttrace.enable()``.
+        script: a Megatron training script.
         arguments: its arguments, without ours.
         nproc: number of ranks.
         directory: the ``--ttrace-dir``.
         flags: further ``--ttrace-*`` flags.
         environment: added to each rank's environment.
-        limit: seconds after which the job is ended, or ``None``.
+        limit: seconds after which the job is ended, or ``None``. How long it may do nothing is
+            ``--ttrace-timeout``'s.
     """
 
     script: Path
@@ -42,6 +56,17 @@ class Job:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     limit: float | None = None
 
+    @property
+    def timeout(self) -> float:
+        """Of ``--ttrace-timeout``: seconds for a reference run, or without a sign of life.
+
+        Raises:
+            TTraceError: when one of our flags has a value that it cannot have.
+        """
+        parser = flags.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+        words = [*self.arguments, *self.flags]
+        return flags.settings_from_args(parser.parse_known_args(words)[0]).timeout
+
     def isolating(self) -> list[str]:
         """The command that checks this job with modules isolated, in a directory of its own."""
         words = ["ttrace", "check", "--nproc-per-node", str(self.nproc)]
@@ -49,17 +74,20 @@ class Job:
         return [*words, "--", str(self.script), *self.arguments]
 
 
-class OutOfTimeError(TTraceError):
-    """The job was still running at its limit."""
+def prepare(device: str = "auto", script: Path | None = None) -> bool:
+    """Import Megatron here when ranks can be forked; returns whether they can.
 
-
-def prepare(device: str = "auto") -> bool:
-    """Import Megatron here when ranks can be forked; returns whether they can."""
+    Args:
+        device: of the job.
+        script: whose Megatron it is; by default that of our own ``pretrain_gpt.py``.
+    """
     from megatron_ttrace import cpu
 
     if not cpu.needed(device):
         return False
-    forkserver.preload()
+    # Nothing is to be put in order yet, and imports swallow Ctrl-C.
+    with signals.abrupt():
+        forkserver.preload(script or launch_dir() / "pretrain_gpt.py")
     return True
 
 
@@ -75,41 +103,87 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         OutOfTimeError: when it took longer than its limit; its ranks are ended.
         TTraceError: when there is no answer, with the reason.
     """
-    from megatron_ttrace.report import files
-
     if not job.script.is_file():
-        raise TTraceError(f"{job.script}: no such script")
-    try:
-        job.directory.mkdir(parents=True, exist_ok=True)
-        for stale in (files.SUMMARY, files.VERDICTS):
-            with contextlib.suppress(FileNotFoundError):
-                (job.directory / stale).unlink()
-        shutil.rmtree(job.directory / "candidate", ignore_errors=True)
-    except OSError as error:
-        raise TTraceError(
-            f"--ttrace-dir {job.directory} is not writable ({error.strerror}): choose another"
-        ) from error
+        wrong = "is no regular file" if job.script.exists() else "no such script"
+        raise TTraceError(f"{job.script}: {wrong}")
+    with shared.claim(job.directory) as claim:
+        return _run(job, claim.run, fork, say)
+
+
+def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summary:
+    """Run a check in a directory that is held for it."""
     logs = job.directory / "logs"
+    if fork and (why := forkserver.refuses(job.script)):
+        say(f"{job.script} runs in fresh processes: {why}")
+        fork = False
+    program = (ranks.python(), str(job.script)) if fork else scripts.command(job.script)
     command = (
-        *(ranks.python(), str(job.script), *job.arguments),
+        *(*program, *job.arguments),
         *("--ttrace", "--ttrace-exit", "--ttrace-dir", str(job.directory), *job.flags),
     )
+    environment = {
+        provenance.COMMAND: provenance.command_line(),
+        **job.environment,
+        shared.VARIABLE: run_id,
+    }
     echo = _Echo(ranks.log_of(logs, 0), say, job.limit)
     began = time.monotonic()
     for _ in range(2):
+        observed = ranks.Observed()
         codes = ranks.run_ranks(
-            job.nproc, command, logs, fork=fork, environment=job.environment, progress=echo
+            job.nproc,
+            command,
+            logs,
+            fork=fork,
+            environment=environment,
+            progress=echo,
+            patience=_patience(job, fork, say),
+            observed=observed,
         )
         echo.flush()
         if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):
             break
-    if set(codes) <= {0, 1} and len(set(codes)) == 1:
-        with contextlib.suppress(TTraceError):
-            summary = files.read_summary(job.directory / files.SUMMARY)
-            return dataclasses.replace(
-                summary, timings={**summary.timings, "wall": time.monotonic() - began}
-            )
-    raise TTraceError(_why(codes, logs))
+    summary = _believed(job.directory, run_id, codes, logs, observed)
+    return dataclasses.replace(
+        summary, timings={**summary.timings, "wall": time.monotonic() - began}
+    )
+
+
+def _believed(
+    directory: Path,
+    run_id: str,
+    codes: Sequence[int | None],
+    logs: Path,
+    observed: ranks.Observed,
+) -> Summary:
+    """The answer of a run whose ranks ended with ``codes``.
+
+    All ranks ended with 0 or all with 1, and this very run's summary, undamaged and beside the
+    verdicts that it was written with, says the same.
+
+    Raises:
+        TTraceError: otherwise.
+    """
+    from megatron_ttrace.report import files
+
+    answers = set(codes)
+    if answers not in ({int(ExitCode.EQUIVALENT)}, {int(ExitCode.DIVERGED)}):
+        raise TTraceError(_why(codes, logs, observed))
+    if not (directory / files.SUMMARY).exists():
+        raise TTraceError(_why(codes, logs, observed))
+    summary = files.answer_of(directory, run_id)
+    if {int(summary.verdict.exit_code)} != answers:
+        raise TTraceError(
+            f"the ranks ended with exit code {codes[0]}, but {directory / files.SUMMARY} says "
+            f"{summary.verdict.value!r}: run the check again (logs: {logs})"
+        )
+    return summary
+
+
+def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
+    # Without the fork server rank 0 bounds the reference run, and is the first to give up.
+    margin = 0.0 if fork else _MARGIN_SECONDS
+    return Patience(job.timeout + margin, say, [job.directory / "reference.log"])
 
 
 class _Echo:
@@ -133,6 +207,8 @@ class _Echo:
 
     def flush(self) -> None:
         """Repeat what there is by now."""
+        from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             log.seek(self._offset)
             while line := log.readline():
@@ -141,27 +217,56 @@ class _Echo:
                 self._offset += len(line)
                 match = _OURS.match(line.decode(errors="replace").rstrip())
                 if match:
-                    self._say(match[1])
+                    self._say(clean(match[1], NOTE_LIMIT))
 
 
-def _why(codes: Sequence[int | None], logs: Path) -> str:
-    """One reason out of many logs: our own words first, else what a rank died of."""
-    told = [_told(ranks.log_of(logs, rank)) for rank in range(len(codes))]
-    for rank, reason in enumerate(told):
-        if codes[rank] == ExitCode.COULD_NOT_CHECK and reason:
-            return reason
+def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | None = None) -> str:
+    """One reason out of many logs and exit codes.
+
+    In this order: who was stopped; who was killed from outside; our own words; what the first of
+    the others died of. Ranks that we ended are not blamed.
+    """
+    observed = observed or ranks.Observed()
+    if observed.stopped:
+        are = "is" if len(observed.stopped) == 1 else "are"
+        log = observed.stopped_log
+        return f"{', '.join(observed.stopped[:4])} {are} stopped; the others gave up (log: {log})"
+    for end in observed.ends:
+        if -end.code in _UNBIDDEN:
+            log = ranks.log_of(logs, end.rank)
+            return (
+                f"rank {end.rank} {how_it_ended(end.code)}; its last lines, from {log}:\n"
+                f"{tail(log)}"
+            )
+    for rank, code in enumerate(codes):
+        if code == ExitCode.COULD_NOT_CHECK:
+            log = ranks.log_of(logs, rank)
+            refused = usage_error(log)
+            if refused:
+                return f"rank {rank} failed: {refused} (log: {log})"
+            reason = _told(log)
+            if reason:
+                return reason
     failed = [(rank, code) for rank, code in enumerate(codes) if code not in (0, None)]
     if failed:
-        # The others die of a lost connection to it: whoever wrote last words first is the cause.
-        rank, code = min(failed, key=lambda one: _last_written(ranks.log_of(logs, one[0])))
+        # The others die of a lost connection to it: whoever had last words first is the cause.
+        rank, code = min(failed, key=lambda one: _fell_silent(one[0], logs, observed))
         log = ranks.log_of(logs, rank)
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else "failed"
+        how = how_it_ended(code or 0)
         died = died_of(log)
         if died:
+            how = how if code is not None and code < 0 else "failed"
             return f"rank {rank} {how}: {died} (log: {log})"
-        last = f"its last lines, from {log}:\n{tail(log)}"
-        return f"rank {rank} {how} with exit code {code}; {last}"
+        return f"rank {rank} {how}; its last lines, from {log}:\n{tail(log)}"
     return f"the job ended without an answer; its last lines:\n{tail(ranks.log_of(logs, 0))}"
+
+
+def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:
+    """When a rank wrote its last words; a crash has none, there it is the end that counts."""
+    for end in observed.ends:
+        if end.rank == rank and end.code < 0 and -end.code != signal.SIGABRT:
+            return end.seen
+    return _last_written(ranks.log_of(logs, rank))
 
 
 def _last_written(log: Path) -> int:

@@ -4,17 +4,67 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit): ?(.*)$")
-_RANK = re.compile(r"^\[rank\d+\]: ")
+_TRACEBACK = "Traceback (most recent call last):"
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_USAGE = re.compile(r"^[^\s:]+: (error: .+)$")
+_LONGEST = 500
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words: a failure, or by which signal a process was killed."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        return f"was killed by signal {-code}"
+    guess = ", out of memory?" if -code == signal.SIGKILL else ""
+    return f"was killed by signal {-code} ({name}{guess})"
 
 
 def died_of(log: Path) -> str:
-    """The last exception of a log: Megatron's own words about what it refuses."""
+    """The last exception of a log, or its command line's error: Megatron's words of refusal."""
+    lines = _lines(log)
+    return (_raised(lines) or usage_error(log) or _looks_raised(lines))[:_LONGEST]
+
+
+def usage_error(log: Path) -> str:
+    """What argparse wrote last, as ``error: unrecognized arguments: --no-such-flag``."""
+    lines = _lines(log)
+    match = _USAGE.match(lines[-1]) if lines else None
+    return match[1][:_LONGEST] if match else ""
+
+
+def _lines(log: Path) -> list[str]:
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    for line in reversed(text.splitlines()):
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _raised(lines: list[str]) -> str:
+    """The line that ends the last traceback."""
+    said = [_RANK.sub("", line) for line in lines]
+    starts = [number for number, line in enumerate(said) if line == _TRACEBACK]
+    if not starts:
+        return ""
+    frames: list[str] = []
+    for line in said[starts[-1] + 1 :]:
+        if not line.startswith(" "):
+            # A bare "AssertionError" says nothing: where it was raised does.
+            told = ":" in line or not frames
+            return line if told else f"{line}: {frames[-1].strip()}"
+        if line.strip(" ^~"):
+            frames.append(line)
+    return ""
+
+
+def _looks_raised(lines: list[str]) -> str:
+    """The last line that names an exception, where the traceback is cut off."""
+    for line in reversed(lines):
         said = _RANK.sub("", line)
         if _ERROR.match(said):
-            return said[:500]
+            return said
     return ""

@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megatron_ttrace import flags
+from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.megatron_lm import patch
 
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TTraceError: when the checkout is not one, is of another release, or a line is in the way.
     """
+    inputs.require_regular_folder(args.checkout)
     checkout = patch.find(args.checkout)
     wanted = patch.unpatched(checkout) if args.reverse else patch.patched(checkout)
     changed = False if args.check else patch.write(checkout, wanted)

@@ -41,6 +41,7 @@ class Campaign:
         self._say = say
         self._known = survivors.load()
         self.unhealthy: dict[str, str] = {}
+        self.alarmed = False
         self._files = {module: str(path) for module, path in modules()}
         say("importing Megatron")
         if not jobs.prepare("cpu"):
@@ -50,7 +51,7 @@ class Campaign:
         """Run every layout healthy, recording lines.
 
         One that is not found equivalent can say nothing about mutants: it is left out, loudly, and
-        kept in :attr:`unhealthy`.
+        kept in :attr:`unhealthy`; :attr:`alarmed` says whether one was found diverged.
         """
         found = []
         for layout in layouts:
@@ -59,6 +60,7 @@ class Campaign:
             try:
                 summary = self._run(layout, {train.COVERAGE: str(folder)}, _MOST_SECONDS)
                 problem = "" if summary.verdict is Result.EQUIVALENT else _told(summary)
+                self.alarmed = self.alarmed or summary.verdict is Result.DIVERGED
             except TTraceError as error:
                 problem = _one_line(error)
             if problem:

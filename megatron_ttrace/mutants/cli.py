@@ -28,8 +28,8 @@ Faults are found by reading Megatron's source, put in one at a time, in memory, 
 small job on the CPU, and the job is checked. The checker is not told. A mutant counts where some
 job runs its line. Killed: the check says 'diverged', or the job crashes or hangs.
 
-exit code: 0 at least 95 % killed; 1 fewer, or an alarm without a mutant or on one that is proven
-harmless; 2 could not run
+exit code: 0 at least 95 % killed; 1 a job diverged without a mutant, or with one that is proven
+harmless; 2 fewer were killed, or a job could not run
 """
 _COUNT = 100
 _SEED = 1
@@ -174,7 +174,9 @@ def _run(mutants: Sequence[Mutant], scanned: int, args: argparse.Namespace) -> i
         _write(args.json, report)
     if args.json != "-":
         _show(rows, report)
-    return int(ExitCode.EQUIVALENT if report["passed"] else ExitCode.DIVERGED)
+    if campaign.alarmed or any(row.disproved for row in rows):
+        return int(ExitCode.DIVERGED)
+    return int(ExitCode.EQUIVALENT if report["passed"] else ExitCode.COULD_NOT_CHECK)
 
 
 def _write(file: str, content: Any) -> None:

@@ -25,8 +25,8 @@ examples:
 Files under DIR: history.sqlite (all nights), trend.html (yesterday beside today), logs of the
 parts, wandb/ (the night's run, when it is offline).
 
-exit code: 0 all good, 1 a bug was missed or a healthy job raised an alarm, 2 something could not
-be run
+exit code: 0 all good, 1 a healthy job diverged, 2 nothing of that, but a bug was missed or
+something could not be run
 """
 
 

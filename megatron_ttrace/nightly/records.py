@@ -93,11 +93,12 @@ class Night:
 
     @property
     def exit_code(self) -> ExitCode:
-        """1 for a missed bug or a false alarm, else 2 when something could not be run."""
-        if self.bad:
+        """1 for a false alarm, else 2 for a missed bug or what could not be run."""
+        if any(case.state is State.ALARM for case in self.cases):
             return ExitCode.DIVERGED
-        broken = any(case.state is State.BROKEN for case in self.cases)
-        if broken or not self.cases or any(not gap.by_choice for gap in self.gaps):
+        if any(case.state is not State.GOOD for case in self.cases):
+            return ExitCode.COULD_NOT_CHECK
+        if not self.cases or any(not gap.by_choice for gap in self.gaps):
             return ExitCode.COULD_NOT_CHECK
         return ExitCode.EQUIVALENT
 

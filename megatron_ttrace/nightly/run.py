@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_ttrace import versions
 from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.launching.tether import tethered
 from megatron_ttrace.nightly import rows
 from megatron_ttrace.nightly.records import Case, Gap, Night, Part, State
 
@@ -87,10 +88,10 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
         step = _step(part, options, directory)
         with contextlib.suppress(FileNotFoundError):
             step.results.unlink()
-        reason = _execute(step, left)
+        reason, code = _execute(step, left)
         found, more = _read(part, step.results)
-        if any(case.state is State.BROKEN for case in found):
-            reason = ""  # what could not be run speaks for itself
+        if code == ExitCode.COULD_NOT_CHECK and any(one.state is not State.GOOD for one in found):
+            reason = ""  # what was missed or could not be run speaks for itself
         cases += found
         scores |= more
         if reason or not found:
@@ -130,25 +131,31 @@ def _step(part: Part, options: Options, directory: Path) -> _Step:
     return _Step(("mutants", "run", *count, "--json", str(results), *work), log, results)
 
 
-def _execute(step: _Step, seconds: float | None) -> str:
-    """Run one of our commands; why it did not come to its end, if so.
+def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
+    """Run one of our commands; why it did not come to its end, if so, and its exit code.
 
-    Its ranks are in its process group, so that none of them outlives a night that is cut short.
+    It dies with this process, and its ranks with it, so that none outlives a night that is cut
+    short.
     """
     command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *step.arguments]
     with step.log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            tethered(command),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return f"stopped after {seconds:.0f} s, when the night's time was up"
+            return f"stopped after {seconds:.0f} s, when the night's time was up", None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return "" if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED) else _told(step.log, code)
+    reason = "" if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED) else _told(step.log, code)
+    return reason, code
 
 
 def _told(log: Path, code: int) -> str:

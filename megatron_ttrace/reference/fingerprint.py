@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,8 +18,12 @@ from typing import Any
 
 from megatron_ttrace import versions
 from megatron_ttrace.flags import Settings
+from megatron_ttrace.integration import provenance
+from megatron_ttrace.launching import script as scripts
 from megatron_ttrace.reference.arguments import QUIET, SINGLE_DEVICE, overrides_of
 
+_TOLD = "told"
+"""The part of an identity that is told and not compared."""
 _HARMLESS_PREFIXES = (
     "ttrace",
     "log_",
@@ -82,30 +87,60 @@ def identity(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
             "device": _device(),
         },
         "data": _data(args),
+        "environment": provenance.numeric_environment(),
         "code": {
             "script": _content([Path(sys.argv[0])]),
+            "modules beside the script": _content(_beside(Path(sys.argv[0]))),
             "megatron_ttrace": _content(_sources("megatron_ttrace")),
-            "megatron": _stamps(_sources("megatron.core"), _sources("megatron.training")),
+            **{name: _tree(_folder_of(name)) for name in scripts.MEGATRON},
         },
         "versions": versions.installed(),
+        _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
     }
 
 
 def digest(identity_: dict[str, Any]) -> str:
-    """A short name for an identity."""
+    """A short name for an identity. The same code at another path has the same."""
+    identity_ = {name: value for name, value in identity_.items() if name != _TOLD}
     text = json.dumps(identity_, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """What tells two identities apart, in words, most telling first."""
+def differences(
+    ours: dict[str, Any], theirs: dict[str, Any], *, any_megatron: bool = False
+) -> list[str]:
+    """What tells two identities apart, in words, most telling first.
+
+    Args:
+        ours: identity of the reference that is wanted.
+        theirs: identity of the reference that there is.
+        any_megatron: whether it does not matter which Megatron made it.
+    """
     found = []
-    for part in ("arguments", "ttrace", "data", "start", "versions", "code"):
+    for part in ("arguments", "ttrace", "data", "start", "environment", "versions", "code"):
         here, there = ours.get(part) or {}, theirs.get(part) or {}
         for name in sorted({*here, *there}):
+            if any_megatron and name in (*scripts.MEGATRON, "megatron-core"):
+                continue
             if here.get(name) != there.get(name):
                 found.append(f"{name} is {here.get(name)!r} here and {there.get(name)!r} there")
     return found
+
+
+def other_megatron(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """That a reference was made by another Megatron, in words; empty when it was the same."""
+    here, there = ours["code"], theirs.get("code") or {}
+    if all(here[name] == there.get(name) for name in scripts.MEGATRON):
+        return ""
+    return (
+        f"made by another Megatron, {_named(theirs)}; this run has {_named(ours)}. Leave the flag "
+        "out to make a fitting one, or add --ttrace-allow-other-megatron"
+    )
+
+
+def _named(identity_: dict[str, Any]) -> str:
+    version = (identity_.get("versions") or {}).get("megatron-core", "of unknown version")
+    return f"{version} in {(identity_.get(_TOLD) or {}).get('megatron', 'an unknown place')}"
 
 
 def _plain(value: Any) -> Any:
@@ -157,9 +192,37 @@ def _content(paths: Iterable[Path]) -> str:
     return total.hexdigest()[:16]
 
 
-def _stamps(*groups: list[Path]) -> str:
+def _folder_of(package: str) -> Path:
+    found = scripts.imported()
+    return Path(found.get(package) or scripts.origins(sys.path)[package]).parent
+
+
+def _tree(folder: Path) -> str:
+    """Names and contents of a package's Python files: about 8 MB for Megatron's core."""
     total = hashlib.sha256()
-    for path in (path for group in groups for path in group):
-        stat = path.stat()
-        total.update(f"{path}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+    for where, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(".py"):
+                path = os.path.join(where, name)
+                with open(path, "rb") as file:
+                    content = file.read()
+                head = f"{os.path.relpath(path, folder)}:{len(content)}:"
+                total.update(head.encode(errors="surrogateescape") + content)
     return total.hexdigest()[:16]
+
+
+def _beside(script: Path) -> list[Path]:
+    """Files of the modules that were imported from the script's folder, Megatron's left out."""
+    folder = script.resolve().parent
+    # An environment often lies beside a script; what is installed has versions.
+    others = [Path(sys.prefix).resolve(), *(_folder_of(name) for name in scripts.MEGATRON)]
+    found = set()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        path = Path(file).resolve()
+        if path.is_relative_to(folder) and not any(path.is_relative_to(other) for other in others):
+            found.add(path)
+    return sorted(found - {script.resolve()})

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find a reference for this run, or start the run that makes one."""
+"""Find a reference for this run, or start the run that makes one.
+
+A reference is built in a directory beside its final place and renamed into it when it is complete
+and verified; it never changes after that. ``DIR/reference`` may be a link into a cache that runs
+share: the link is replaced, and nothing is ever written through it. While one run builds an entry
+of the cache, others that want the same entry wait for it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,16 +22,23 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.flags import Settings
-from megatron_ttrace.launching.logs import died_of
+from megatron_ttrace.integration import shared
+from megatron_ttrace.launching import script as scripts
+from megatron_ttrace.launching.child import free_port, run_subprocess
+from megatron_ttrace.launching.logs import died_of, how_it_ended
 from megatron_ttrace.reference import fingerprint
 from megatron_ttrace.reference.arguments import overrides_of
-from megatron_ttrace.trace.store import atomic_write, read_meta
+from megatron_ttrace.trace.locks import Lock
+from megatron_ttrace.trace.sealing import CHECKSUM
+from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
 
 _TAIL = 12
+_POLL_SECONDS = 0.2
+_BUILDING, _OLD = ".building-", ".old-"
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_")
 
-Runner = Callable[[Sequence[str], dict[str, str], Path], int]
-"""Runs a command line with an environment and a log file; returns the exit code."""
+Runner = Callable[[Sequence[str], dict[str, str], Path, float], int]
+"""Runs a command line with an environment, a log file and a time limit; returns the exit code."""
 
 
 def ensure(
@@ -49,32 +60,148 @@ def ensure(
         wanted["start"] = {name: value for name, value in started.items() if name != "directory"}
     if settings.reference is not None:
         meta = read_meta(settings.reference)
-        different = fingerprint.differences(wanted, meta.get("identity", {}))
+        theirs = meta.get("identity", {})
+        other = fingerprint.other_megatron(wanted, theirs)
+        if other and not settings.allow_other_megatron:
+            raise TTraceError(f"--ttrace-reference {settings.reference}: {other}")
+        different = fingerprint.differences(
+            wanted, theirs, any_megatron=settings.allow_other_megatron
+        )
         if different:
             raise TTraceError(
                 f"--ttrace-reference {settings.reference} is of another configuration: "
                 + "; ".join(different[:3])
                 + ". Leave the flag out to make a fitting one"
             )
+        verify(settings.reference)
         return settings.reference
     directory = settings.directory / "reference"
     name = fingerprint.digest(wanted)
-    shared = os.environ.get("TTRACE_CACHE")
-    home = Path(shared) / name if shared else directory
-    if _fits(home, name):
-        print(f"ttrace: using the reference made earlier ({name})", flush=True)
-    else:
-        _make(home, name, wanted, args, settings, started)
-    if home != directory:
-        _link(directory, home)
+
+    def make(aside: Path) -> None:
+        _make(aside, name, wanted, args, settings, started)
+
+    cache = os.environ.get("TTRACE_CACHE")
+    if cache and _obtain(Path(cache) / name, name, make, settings.timeout):
+        _link(directory, Path(cache) / name)
+    elif not _obtain(directory, name, make, settings.timeout):
+        raise TTraceError(f"{directory} is being made by another run: choose another --ttrace-dir")
     return directory
 
 
-def _fits(directory: Path, name: str) -> bool:
+def announcement(directory: Path) -> tuple[str, str]:
+    """What rank 0 tells the others of the reference it verified: its place and its checksum."""
+    return str(directory), str(read_meta(directory)[CHECKSUM])
+
+
+def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float) -> bool:
+    """Find a reference at ``home`` or make one there; false when others kept it locked too long.
+
+    Args:
+        home: where it belongs.
+        name: its fingerprint.
+        make: makes it in a directory that it is given.
+        patience: seconds to wait for another run that is making the same one.
+
+    Raises:
+        TTraceError: when it cannot be made.
+    """
+    if _flaw(home, name) is None:
+        print(f"ttrace: using the reference made earlier ({name})", flush=True)
+        return True
     try:
-        return bool(read_meta(directory).get("fingerprint") == name)
-    except TTraceError:
-        return False
+        home.parent.mkdir(parents=True, exist_ok=True)
+        lock = Lock(home.parent / f".{home.name}.lock")
+        if not _wait(lock, name, patience):
+            return False
+        try:
+            lock.sign()
+            flaw = _flaw(home, name)
+            if flaw is None:
+                print(f"ttrace: using the reference made meanwhile ({name})", flush=True)
+                return True
+            if flaw:
+                print(f"ttrace: the reference made earlier is of no use: {flaw}", flush=True)
+            _require_ours(home)
+            _sweep(home.parent, home.name)
+            aside = home.parent / f".{home.name}{_BUILDING}{shared.run_id()}"
+            try:
+                make(aside)
+                _move(aside, home, name)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+            return True
+        finally:
+            lock.release()
+    except OSError as error:
+        raise TTraceError(
+            f"{home} cannot be written ({error.strerror or error}): "
+            "choose another --ttrace-dir or TTRACE_CACHE"
+        ) from error
+
+
+def _flaw(home: Path, name: str) -> str | None:
+    """Why a reference cannot be used; ``None`` when it can, empty when there is none."""
+    try:
+        if read_meta(home).get("fingerprint") != name:
+            return ""
+        verify(home)
+    except TTraceError as error:
+        return str(error) if (home / META).exists() else ""
+    return None
+
+
+def _wait(lock: Lock, name: str, patience: float) -> bool:
+    """Take a lock, after another run has given it back; false when that takes too long."""
+    until = time.monotonic() + patience
+    is_told = False
+    while not lock.acquire():
+        if not is_told:
+            print(
+                f"ttrace: waiting for the reference {name}, which {lock.holder()} is making",
+                flush=True,
+            )
+            is_told = True
+        if time.monotonic() > until:
+            print(f"ttrace: waited {patience:.0f} s for it: making an own copy", flush=True)
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _require_ours(home: Path) -> None:
+    """Refuse to replace a directory that somebody else made."""
+    if home.is_symlink() or not home.exists():
+        return
+    names = os.listdir(home) if home.is_dir() else ["a file"]
+    if names and not {META, "overrides.json"} & set(names):
+        raise TTraceError(f"{home} is not a reference of ours: remove it, or choose another place")
+
+
+def _sweep(parent: Path, own: str) -> None:
+    """Remove what killed builds left, unless its entry is locked; ``own`` is, by this process."""
+    for path in [*parent.glob(f".*{_BUILDING}*"), *parent.glob(f".*{_OLD}*")]:
+        name = path.name[1:].partition(_BUILDING)[0].partition(_OLD)[0]
+        lock = Lock(parent / f".{name}.lock")
+        if name == own or lock.acquire():
+            shutil.rmtree(path, ignore_errors=True)
+            lock.release()
+
+
+def _move(aside: Path, home: Path, name: str) -> None:
+    """Put a finished reference in its place. What was there is moved away, never changed."""
+    old = home.with_name(f".{home.name}{_OLD}{shared.run_id()}")
+    if home.is_symlink():
+        home.unlink()
+    elif home.exists():
+        home.rename(old)
+    try:
+        aside.rename(home)
+    except OSError:
+        # Where the file system has no locks another process may have been faster.
+        if _flaw(home, name) is not None:
+            raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _make(
@@ -85,8 +212,7 @@ def _make(
     settings: Settings,
     started: dict[str, Any] | None,
 ) -> None:
-    shutil.rmtree(home, ignore_errors=True)
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir()
     overrides = home / "overrides.json"
     atomic_write(
         overrides,
@@ -95,7 +221,7 @@ def _make(
                 "overrides": overrides_of(args),
                 "fingerprint": name,
                 "identity": wanted,
-                "directory": str(home),
+                "directory": str(home.resolve()),
                 "started": started,
             },
             default=str,
@@ -110,19 +236,21 @@ def _make(
     log = settings.directory / "reference.log"
     print(f"ttrace: making the reference on one device (log: {log})", flush=True)
     began = time.monotonic()
-    code = runner()(command, _environment(), log)
+    code = runner()(command, _environment(), log, settings.timeout)
     if code != 0 and port_was_taken(log):
-        code = runner()(command, _environment(), log)
+        code = runner()(command, _environment(), log, settings.timeout)
     if code != 0:
-        died = died_of(log)
+        died = died_of(log) if code > 0 else ""
         if died:
             raise TTraceError(f"the reference run failed: {died} (log: {log})")
         raise TTraceError(
-            f"the reference run failed with exit code {code}; its last lines, from {log}:\n"
-            + tail(log)
+            f"the reference run {how_it_ended(code)}; its last lines, from {log}:\n" + tail(log)
         )
-    if not _fits(home, name):
-        raise TTraceError(f"the reference run ended without a complete trace; see {log}")
+    if (flaw := _flaw(home, name)) is not None:
+        raise TTraceError(
+            f"the reference run ended without a complete trace ({flaw or 'no meta.json'}); "
+            f"see {log}"
+        )
     print(f"ttrace: reference made in {time.monotonic() - began:.1f} s", flush=True)
 
 
@@ -131,14 +259,6 @@ def runner() -> Runner:
     from megatron_ttrace.launching import forkserver
 
     return forkserver.request if forkserver.available() else run_subprocess
-
-
-def run_subprocess(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
-    """Run to the end in a fresh process, all output into ``log``."""
-    with log.open("w", encoding="utf-8") as output:
-        return subprocess.run(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
-        ).returncode
 
 
 def tail(log: Path, lines: int = _TAIL) -> str:
@@ -159,14 +279,9 @@ def port_was_taken(log: Path) -> bool:
         return False
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _program() -> list[str]:
+    if scripts.is_program:
+        return scripts.command(sys.argv[0])
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name not in (None, "__main__"):
         return [sys.executable, "-m", spec.name.removesuffix(".__main__")]
@@ -186,12 +301,27 @@ def _environment() -> dict[str, str]:
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
+        shared.VARIABLE: shared.run_id(),
     }
 
 
 def _link(directory: Path, home: Path) -> None:
-    if directory.is_symlink() or directory.is_file():
-        directory.unlink()
-    elif directory.exists():
-        shutil.rmtree(directory)
-    directory.symlink_to(home.resolve(), target_is_directory=True)
+    """Let ``directory`` be a link to ``home``, whatever it was before."""
+    try:
+        target = home.resolve()
+        if directory.is_symlink() and directory.readlink() == target:
+            return
+        link = directory.with_name(f".{directory.name}{_OLD}link-{shared.run_id()}")
+        link.unlink(missing_ok=True)
+        link.symlink_to(target, target_is_directory=True)
+        if directory.is_dir() and not directory.is_symlink():
+            _require_ours(directory)
+            old = directory.with_name(f".{directory.name}{_OLD}{shared.run_id()}")
+            directory.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
+        link.replace(directory)
+    except OSError as error:
+        raise TTraceError(
+            f"{directory} cannot be written ({error.strerror or error}): "
+            "choose another --ttrace-dir"
+        ) from error

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_ttrace.integration import shared
 from megatron_ttrace.records import Summary, Verdict
 from megatron_ttrace.report import files, terminal
 from megatron_ttrace.report.sanitise import clean
@@ -31,6 +32,7 @@ def publish(
     console: Console | None = None,
     wandb: bool = True,
     junit: bool = False,
+    run_id: str | None = None,
 ) -> None:
     """Write, log and print the report of a check.
 
@@ -43,6 +45,7 @@ def publish(
         console: where to print; standard output by default.
         wandb: whether to log to W&B at all.
         junit: whether to write ``junit.xml`` too.
+        run_id: id of the run; the summary's own by default, else this process's.
 
     Raises:
         TTraceError: when ``verdicts.jsonl`` or ``summary.json`` cannot be written.
@@ -54,8 +57,9 @@ def publish(
     # A summary of an earlier check must not stand beside the verdicts of this one, not even when
     # the job is killed between the two writes.
     files.remove(directory / files.SUMMARY)
-    files.write_verdicts(directory / files.VERDICTS, verdicts)
-    files.write_summary(directory / files.SUMMARY, summary)
+    run = run_id or (summary.run.id if summary.run else shared.run_id())
+    files.write_verdicts(directory / files.VERDICTS, verdicts, run)
+    files.write_summary(directory / files.SUMMARY, summary, run)
 
     def attempt(sink: str, work: Callable[[], str | None]) -> None:
         try:
@@ -71,12 +75,12 @@ def publish(
     def write_html() -> None:
         from megatron_ttrace.report.html import write
 
-        write(html_path, summary, verdicts)
+        write(html_path, summary, verdicts, run)
 
     def write_junit() -> None:
         from megatron_ttrace.report.junit import write
 
-        write(directory / files.JUNIT, summary, verdicts)
+        write(directory / files.JUNIT, summary, verdicts, run)
 
     def log_wandb() -> str:
         from megatron_ttrace.report.wandb import log

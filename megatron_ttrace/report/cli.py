@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ttrace import flags
+from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.records import Summary, Verdict
 from megatron_ttrace.report import files, html, junit, table, terminal
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TTraceError: when the files are missing, cut off or foreign, or an output is unwritable.
     """
+    inputs.require_regular_folder(args.directory)
     summary, verdicts = files.load_report(args.directory)
     if reason := summary.disagreement(verdicts):
         raise TTraceError(
@@ -63,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
             f"({reason}): run the check again"
         )
     if args.html is not None:
-        html.write(args.html, summary, verdicts)
+        html.write(args.html, summary, verdicts, files.run_of(args.directory))
     if args.junit is not None:
-        junit.write(args.junit, summary, verdicts)
+        junit.write(args.junit, summary, verdicts, files.run_of(args.directory))
     try:
         if args.json:
             print(json.dumps(_machine(summary, verdicts), indent=2, allow_nan=False), flush=True)

@@ -32,17 +32,17 @@ OPEN_ROWS = 12
 _NAME_LIMIT = 240
 
 
-def write(path: Path, summary: Summary, verdicts: Sequence[Verdict]) -> None:
+def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> None:
     """Write the page atomically.
 
     Raises:
         TTraceError: when the directory cannot be written.
     """
-    text = render(summary, verdicts)
+    text = render(summary, verdicts, run)
     files.write_atomically(Path(path), lambda file: files.put(file, text))
 
 
-def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
+def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     """The page as text."""
     found = table.heat_map(verdicts)
     figure = figures.heat_map_figure(found, _origins(summary, verdicts))
@@ -55,6 +55,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
             script_json(payload(verdicts, figure, chosen) | _residuals(summary, verdicts))
         ),
         summary=summary,
+        run_id=run or (summary.run.id if summary.run else ""),
         headline=wording.RESULT_SENTENCES[summary.verdict],
         worst=_worst_margin(verdicts),
         layout_text=wording.layout_text(summary.config),
@@ -62,7 +63,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
         reasons=[(wording.reason_text(r), n) for r, n in table.unchecked_reasons(verdicts)],
         exactness=wording.exactness_text(summary.exactness) if summary.exactness else "",
         inexact=bool(summary.exactness and summary.exactness.lost),
-        notices=[clean(notice, NOTE_LIMIT) for notice in summary.notices],
+        notices=wording.notices(summary),
         culprits=_culprits(summary, verdicts),
         more_culprits=max(0, len(table.by_cause(summary.culprits)) - MAX_CULPRITS),
         figure=figure,
@@ -74,6 +75,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
         layers=[_layer(row) for row in rows[:MAX_ROWS]],
         open_rows=OPEN_ROWS,
         more_layers=max(0, len(rows) - MAX_ROWS),
+        run=wording.run_pairs(summary.run),
         config=_pairs(summary.config),
         versions=_pairs(summary.versions),
         timings=[(clean(k), f"{v:.2f} s") for k, v in summary.timings.items()],

@@ -12,17 +12,17 @@ from megatron_ttrace.report import files, table, wording
 from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
 
 
-def write(path: Path, summary: Summary, verdicts: Sequence[Verdict]) -> None:
+def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> None:
     """Write the XML atomically.
 
     Raises:
         TTraceError: when the directory cannot be written.
     """
-    text = render(summary, verdicts)
+    text = render(summary, verdicts, run)
     files.write_atomically(Path(path), lambda file: files.put(file, text))
 
 
-def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
+def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     """The XML as text. A check that could not be made is an error, not a pass."""
     rows = sorted(
         table.layer_rows(verdicts),
@@ -38,6 +38,10 @@ def render(summary: Summary, verdicts: Sequence[Verdict]) -> str:
         skipped=str(sum(_is_skipped(row) for row in rows)),
         time=f"{sum(summary.timings.values()):.3f}",
     )
+    identity = run or (summary.run.id if summary.run else "")
+    if identity:
+        properties = ET.SubElement(suite, "properties")
+        ET.SubElement(properties, "property", name="ttrace.run", value=identity)
     if blocked:
         case = ET.SubElement(suite, "testcase", classname="ttrace", name="check")
         why = "; ".join(clean(notice, NOTE_LIMIT) for notice in summary.notices)

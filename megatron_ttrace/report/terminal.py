@@ -27,6 +27,7 @@ MAX_ALIKE = 6
 MAX_OTHERS = 5
 MAX_REASONS = 4
 MAX_NOTICES = 5
+MAX_UNEXERCISED = 8
 MAX_COMMAND = 16
 _LABEL = 11
 
@@ -58,6 +59,9 @@ def render(
         _culprits(page, summary, verdicts)
     _counts(page, summary, verdicts)
     page.field("layout", wording.layout_text(summary.config))
+    if summary.run:
+        page.field("Megatron", wording.code_text(summary.run.megatron))
+        page.field("checked by", f"megatron_ttrace {wording.code_text(summary.run.ttrace)}")
     if summary.verdict is Result.EQUIVALENT:
         _worst(page, verdicts)
     if summary.exactness and summary.exactness.expected:
@@ -69,6 +73,11 @@ def render(
         page.field("notice", clean(notice, NOTE_LIMIT), "yellow")
     if len(summary.notices) > MAX_NOTICES:
         page.field("", f"{len(summary.notices) - MAX_NOTICES} more notices in {files.SUMMARY}")
+    for one in summary.not_exercised[:MAX_UNEXERCISED]:
+        page.field("notice", wording.not_exercised_text(one), "yellow")
+    if len(summary.not_exercised) > MAX_UNEXERCISED:
+        more = len(summary.not_exercised) - MAX_UNEXERCISED
+        page.field("", f"{more} more not exercised in {files.SUMMARY}", "yellow")
     if summary.verdict is not Result.EQUIVALENT and verdicts:
         _layers(page, verdicts)
     _next_steps(page, summary, directory, isolating)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import netrc
 import os
+import shlex
 import threading
 import urllib.error
 import urllib.parse
@@ -103,7 +104,13 @@ def _own_run(
         directory=directory,
         project=project,
         job_type="ttrace",
-        config=_harmless({"layout": summary.config, "versions": summary.versions}),
+        config=_harmless(
+            {
+                "layout": summary.config,
+                "versions": summary.versions,
+                "run": summary.run.to_json() if summary.run else {},
+            }
+        ),
     )
 
 
@@ -335,7 +342,13 @@ def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, A
         "ttrace/tensors": sum(counts.values()),
         "ttrace/failures": sum(counts.get(o.value, 0) for o in Outcome if o.is_failure),
         "ttrace/unchecked": counts.get(Outcome.UNCHECKED.value, 0),
+        "ttrace/not_exercised": len(summary.not_exercised),
     }
+    if summary.run:
+        fields["ttrace/megatron"] = wording.code_text(summary.run.megatron)
+        fields["ttrace/megatron_ttrace"] = wording.code_text(summary.run.ttrace)
+        fields["ttrace/command"] = clean(shlex.join(summary.run.command), NOTE_LIMIT)
+        fields["ttrace/run"] = clean(summary.run.id)
     for outcome in Outcome:
         fields[f"ttrace/count/{outcome.value}"] = counts.get(outcome.value, 0)
     overall: list[float] = []

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ttrace.records import (
     STEP_LEVEL,
+    Code,
     Culprit,
     Direction,
     Exactness,
     Kind,
     Outcome,
     Result,
+    Run,
     Summary,
     Verdict,
 )
 from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.unexercised import NotExercised, Unexercised
 
+COMMAND_LIMIT = 20_000
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
 
 OUTCOME_WORDS = {
@@ -43,6 +48,32 @@ RESULT_SENTENCES = {
     Result.DIVERGED: "not equivalent to the reference",
     Result.COULD_NOT_CHECK: "no answer: the check could not be made",
 }
+
+
+def code_text(code: Code) -> str:
+    """``0.19.0 in /opt/Megatron-LM/megatron, commit 98e688712345 (modified)``."""
+    text = f"{clean(code.version, 60)} in {clean(code.path, NOTE_LIMIT)}"
+    if not code.commit:
+        return text
+    return f"{text}, commit {clean(code.commit[:12])}{' (modified)' if code.dirty else ''}"
+
+
+def run_pairs(run: Run | None) -> list[tuple[str, str]]:
+    """Everything about a run, labelled, as a page shows it."""
+    if run is None:
+        return []
+    named = {
+        "Megatron": code_text(run.megatron),
+        "megatron_ttrace": code_text(run.ttrace),
+        "command": shlex.join(run.command),
+        "script": f"{run.script} (sha256 {run.script_sha256 or 'unknown'})",
+        "run": run.id,
+        "date": run.date,
+        "user": f"{run.user} on {run.host}",
+        "seed": str(run.seed),
+        **run.environment,
+    }
+    return [(clean(name, 60), clean(value, COMMAND_LIMIT)) for name, value in named.items()]
 
 
 def sci(value: float | None) -> str:
@@ -177,6 +208,60 @@ def headline(summary: Summary) -> str:
         more = len(summary.culprits) - 1
         text += f"; {more} more culprit{'s' if more > 1 else ''}" if more else ""
     return text
+
+
+_NOT_EXERCISED = {
+    Unexercised.ONE_RANK: "parallelism (one rank is compared with one rank)",
+    Unexercised.SCHEDULE: "the pipeline's schedule (one microbatch on {limit} stages)",
+    Unexercised.DIFFERENT_DATA: "different data (all {value} microbatches hold the same tokens)",
+    Unexercised.SHARDED_OPTIMIZER: "the distributed optimizer (one rank holds all of its state)",
+    Unexercised.BUCKETS: "overlap between gradient buckets (there is one; --ddp-bucket-size "
+    "makes more)",
+    Unexercised.DROPOUT: "dropout (switched off in the traced steps)",
+    Unexercised.LOSS_MASK: "--eod-mask-loss (no token of the batches is masked)",
+    Unexercised.POSITION_RESET: "--reset-position-ids (no sample of the batches holds the start "
+    "of a second document)",
+    Unexercised.ATTENTION_RESET: "--reset-attention-mask (no mask of the batches separates "
+    "documents)",
+    Unexercised.TOKEN_WEIGHTS: "weighting microbatches by their tokens (each has {value})",
+    Unexercised.WINDOW: "the attention window (it reaches {value} tokens back, a sample has "
+    "{limit})",
+    Unexercised.SPARSE_ATTENTION: "sparse attention (it chooses up to {value} tokens, a sample has "
+    "{limit})",
+    Unexercised.RAMP_UP: "the ramp-up of the batch size (the traced step has {value} of {limit} "
+    "samples)",
+    Unexercised.IDLE_EXPERTS: "{value} of {limit} experts (no token was routed to them: {names})",
+    Unexercised.CAPACITY: "the capacity of experts (no token was dropped)",
+    Unexercised.CLIP: "gradient clipping (norm {value} never exceeded {limit})",
+    Unexercised.GRADIENTS: "{value} of {limit} gradients (zero in the reference: {names})",
+    Unexercised.UPDATE: "the optimizer's update (no parameter changed in the reference)",
+    Unexercised.UNCHECKED: "{value} of {limit} tensors ({share}): unchecked",
+}
+_NAMES = 3
+
+
+def not_exercised_text(one: NotExercised) -> str:
+    """What a pass says nothing about, and why: ``not exercised: gradient clipping (...)``."""
+    names = ", ".join(clean(name) for name in one.names[:_NAMES])
+    more = f", and {len(one.names) - _NAMES} more" if len(one.names) > _NAMES else ""
+    share = f"{100 * one.value / one.limit:.1f} %" if one.value and one.limit else ""
+    text = _NOT_EXERCISED[one.what].format(
+        value=_number(one.value), limit=_number(one.limit), share=share, names=names + more
+    )
+    return f"not exercised: {text}"
+
+
+def _number(value: float | None) -> str:
+    """Counts as such, measured numbers in three digits."""
+    if value is not None and math.isfinite(value) and value == int(value):
+        return f"{int(value):,}"
+    return factor(value)
+
+
+def notices(summary: Summary) -> list[str]:
+    """Everything that a reader must know beside the answer, one sentence each."""
+    said = [clean(notice, NOTE_LIMIT) for notice in summary.notices]
+    return said + [not_exercised_text(one) for one in summary.not_exercised]
 
 
 _REASONS = {

@@ -7,10 +7,22 @@ Layout of a trace directory::
     rank-00000.index.jsonl       one line per traced tensor, in execution order
     rank-00000.0000.safetensors  the tensors, in chunks
     tolerances.jsonl             (reference) how far perturbed replays moved each tensor
+    overrides.json               (reference) what the run that made it was told
 
 An index line names the tensor's key, where its data lies (``file``, ``tensor``), or, where the very
 same tensor was seen before under another name, the line it repeats (``same_as``). A candidate's
 line also holds its placement, boxes and gradient factor, so that it can be compared offline.
+
+``meta.json`` holds the id of the run, and size and XXH3-128 checksum of every other file. Its first
+line holds the checksum of all bytes after this line (``trace/sealing.py``). So no bit of a trace
+can change unnoticed:
+
+- :func:`verify` reads every file once. Whoever decides to use a trace calls it: rank 0 for a
+  reference that was made earlier, ``ttrace compare`` for both traces.
+- A rank that is told which ``meta.json`` rank 0 verified (``announced``) checks that it reads this
+  very one, and verifies the files that it parses. It does not read the tensors again.
+
+A file that has the name of a trace file and is not listed in ``meta.json`` is refused.
 No pickle anywhere: safetensors and JSON only.
 """
 
@@ -18,8 +30,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +42,37 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.integration.shared import run_id
+from megatron_ttrace.records import TraceKey
+from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, decode, encode, read_index
+from megatron_ttrace.trace.sealing import (
+    CHECKSUM,
+    checksums_of_files,
+    open_sealed,
+    seal_json,
+)
 
-FORMAT = 2
+__all__ = [
+    "FORMAT",
+    "META",
+    "Entry",
+    "TraceReader",
+    "TraceWriter",
+    "atomic_write",
+    "read_meta",
+    "seal",
+    "verify",
+]
+
+FORMAT = 3
+META = "meta.json"
 _CHUNK_BYTES = 256 << 20
+_MAX_META = 64 << 20
+_DIGEST = re.compile("[0-9a-f]{32}")
+_SEALED_SUFFIXES = (".safetensors", ".jsonl")
+_SEALED_NAMES = ("overrides.json",)
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """One index line: a tensor of a trace.
-
-    ``shape`` is the stored shape, ``logical_shape`` the whole tensor's (the same in a reference).
-    ``factor`` is what this run's values must be divided by to be the reference's. ``misfit`` says
-    why the tensor has no place in the reference, if it has none. ``sums`` is what was found of a
-    tensor that was judged by other means than its elements: no data is kept of it.
-    """
-
-    key: TraceKey
-    shape: tuple[int, ...]
-    dtype: str
-    file: str = ""
-    tensor: str = ""
-    same_as: int = -1
-    logical_shape: tuple[int, ...] = ()
-    placement: str = "Replicate"
-    boxes: tuple[Box, ...] = ()
-    factor: float = 1.0
-    misfit: str = ""
-    sums: tuple[float | int | str, ...] = ()
+_encode, _decode = encode, decode
 
 
 def atomic_write(path: Path, text: str) -> None:
@@ -117,41 +133,50 @@ class TraceWriter:
 
 
 def seal(directory: Path, meta: dict[str, Any]) -> None:
-    """Declare a trace complete: ``meta.json`` with the sizes of every file it consists of."""
+    """Declare a trace complete: ``meta.json`` with size and checksum of every file."""
+    paths = _trace_files(directory)
     files = {
-        path.name: path.stat().st_size
-        for path in sorted(directory.iterdir())
-        if path.suffix in (".safetensors", ".jsonl")
+        path.name: {"bytes": size, "xxh3_128": digest}
+        for path, (size, digest) in zip(paths, checksums_of_files(paths), strict=True)
     }
     atomic_write(
-        directory / "meta.json",
-        json.dumps({"format": FORMAT, **meta, "files": files}, indent=1) + "\n",
+        directory / META,
+        seal_json({"format": FORMAT, **meta, "run": run_id(), "files": files}),
+    )
+
+
+def _trace_files(directory: Path) -> list[Path]:
+    """Everything in a directory that is a trace's by its name."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.suffix in _SEALED_SUFFIXES or path.name in _SEALED_NAMES
     )
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """The meta data of a complete trace.
+    """The meta data of a complete trace. Names and sizes of all its files are checked.
 
     Raises:
-        TTraceError: when the directory holds no complete, undamaged trace.
+        TTraceError: when the directory holds no complete trace, or another file than it should.
     """
-    path = directory / "meta.json"
+    path = directory / META
     try:
-        meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        written = meta.get("format")
-        files = list(meta["files"].items()) if written == FORMAT else []
+        with path.open("rb") as file:
+            data = file.read(_MAX_META + 1)
+        if len(data) > _MAX_META:
+            raise ValueError(f"longer than {_MAX_META} bytes")
+        _check_format(directory, data)
+        meta = open_sealed(data)
+        files = _listed(meta)
     except FileNotFoundError:
         raise TTraceError(
             f"{directory} holds no complete trace (no meta.json): run the traced job again"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TTraceError(f"{path} cannot be read ({error}): run the traced job again") from error
-    if written != FORMAT:
-        raise TTraceError(
-            f"{directory} was written in trace format {written}, this version reads "
-            f"{FORMAT}: run the traced job again"
-        )
-    for name, size in files:
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise TTraceError(f"{path} cannot be read ({reason}): run the traced job again") from error
+    for name, (size, _) in files.items():
         found = directory / name
         if not found.is_file():
             raise TTraceError(f"{found} is missing: run the traced job again")
@@ -160,26 +185,130 @@ def read_meta(directory: Path) -> dict[str, Any]:
                 f"{found} is truncated ({found.stat().st_size} of {size} bytes): "
                 "run the traced job again"
             )
+    for found in _trace_files(directory):
+        if found.name not in files:
+            raise TTraceError(
+                f"{found} is not part of the trace beside it: remove it, "
+                "or run the traced job again"
+            )
     return meta
+
+
+def _check_format(directory: Path, data: bytes) -> None:
+    """Name another version's trace as such. It need not be sealed as ours are."""
+    document = json.loads(data)
+    if not isinstance(document, dict):
+        raise ValueError("not an object")
+    written = document.get("format")
+    if written != FORMAT:
+        shown = written if type(written) is int else "unknown"
+        raise TTraceError(
+            f"{directory} was written in trace format {shown}, this version reads "
+            f"{FORMAT}: run the traced job again"
+        )
+
+
+def _listed(meta: dict[str, Any]) -> dict[str, tuple[int, str]]:
+    """Size and checksum by file name. Raises ``ValueError`` unless all of it makes sense."""
+    files = meta.get("files")
+    if not isinstance(files, dict):
+        raise ValueError("no list of files")
+    if not isinstance(meta.get("run"), str):
+        raise ValueError("no id of a run")
+    listed = {}
+    for name, about in files.items():
+        if (name != Path(name).name or name.startswith(".")) or "\0" in name:
+            raise ValueError("a file name with a path in it")
+        size = about.get("bytes") if isinstance(about, dict) else None
+        digest = about.get("xxh3_128") if isinstance(about, dict) else None
+        if type(size) is not int or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise ValueError("a file without its size and checksum")
+        listed[name] = (size, digest)
+    return listed
+
+
+def verify(directory: Path) -> dict[str, Any]:
+    """Read every file of a trace once and compare its checksum; returns the meta data.
+
+    Raises:
+        TTraceError: when the directory holds no complete, undamaged trace.
+    """
+    meta = read_meta(directory)
+    _verify(directory, meta, meta["files"])
+    return meta
+
+
+def _verify(directory: Path, meta: dict[str, Any], names: Iterable[str]) -> None:
+    paths = [directory / name for name in names]
+    files = _listed(meta)
+    for path in paths:
+        if path.name not in files:
+            raise TTraceError(f"{path} is missing: run the traced job again")
+    try:
+        found = checksums_of_files(paths)
+    except OSError as error:
+        raise TTraceError(
+            f"{directory} cannot be read ({error.strerror or error}): run the traced job again"
+        ) from error
+    for path, one in zip(paths, found, strict=True):
+        if one != files[path.name]:
+            raise TTraceError(
+                f"{path} is damaged (its checksum does not match): run the traced job again"
+            )
 
 
 class TraceReader:
     """Random access to a complete trace; tensors are memory-mapped."""
 
-    def __init__(self, directory: Path, *, sealed: bool = True) -> None:
-        """Open a trace; ``sealed=False`` reads one that this very process is still writing."""
+    def __init__(
+        self, directory: Path, *, sealed: bool = True, announced: str | None = None
+    ) -> None:
+        """Open a trace.
+
+        Args:
+            directory: of the trace.
+            sealed: ``False`` reads one that this very process is still writing.
+            announced: checksum of the ``meta.json`` of a trace that another rank verified. Then
+                only the files that are parsed are verified, else all.
+
+        Raises:
+            TTraceError: when it is damaged, or not the one that was announced.
+        """
         self.directory = directory
-        self.meta = read_meta(directory) if sealed else {}
+        self.meta: dict[str, Any] = {}
         self._handles: dict[str, Any] = {}
         self.ranks: dict[int, list[Entry]] = {}
-        for path in sorted(directory.glob("rank-*.index.jsonl")):
-            rank = int(path.name.split(".")[0].removeprefix("rank-"))
-            self.ranks[rank] = _read_index(path)
+        if sealed:
+            self.meta = read_meta(directory) if announced is not None else verify(directory)
+            if announced is not None and self.checksum != announced:
+                raise TTraceError(
+                    f"{directory} is not the trace that rank 0 chose: another run has replaced it, "
+                    "or this node sees another directory; run the check again"
+                )
+        files = self.meta["files"] if sealed else None
+        names = sorted(files) if files is not None else sorted(os.listdir(directory))
+        indices = [name for name in names if INDEX_FILE.fullmatch(name)]
+        if announced is not None:
+            _verify(directory, self.meta, indices)
+        for name in indices:
+            match = INDEX_FILE.fullmatch(name)
+            assert match is not None
+            self.ranks[int(match[1])] = read_index(directory / name, files)
         self._where = {
             entry.key: (rank, number)
             for rank, entries in self.ranks.items()
             for number, entry in enumerate(entries)
         }
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of a sealed trace's ``meta.json``, which stands for the whole trace."""
+        return str(self.meta[CHECKSUM])
+
+    def verify(self, name: str) -> None:
+        """Compare the checksum of one file. Raises ``TTraceError`` when it does not match."""
+        if self.meta:
+            _verify(self.directory, self.meta, [name])
 
     def __contains__(self, key: TraceKey) -> bool:
         return key in self._where
@@ -211,79 +340,32 @@ class TraceReader:
         """The stored tensor, on the CPU, backed by the file.
 
         Raises:
-            TTraceError: when the file is damaged.
+            TTraceError: when the file is damaged, or holds another tensor than the index says.
         """
+        path = self.directory / entry.file
+        if not DATA_FILE.fullmatch(entry.file):
+            raise TTraceError(f"{self.directory} has no data of {entry.key}")
         try:
             handle = self._handles.get(entry.file)
             if handle is None:
-                handle = safe_open(self.directory / entry.file, framework="pt")
+                handle = safe_open(path, framework="pt")
                 self._handles[entry.file] = handle
             tensor: torch.Tensor = handle.get_tensor(entry.tensor)
-        except (SafetensorError, OSError) as error:
-            raise TTraceError(
-                f"{self.directory / entry.file} is damaged ({error}): run the traced job again"
-            ) from error
+        # What the library raises at a header of noise depends on the noise.
+        except (SafetensorError, OSError, ValueError, TypeError, LookupError) as error:
+            raise _damaged(path, error) from error
+        except (AttributeError, RuntimeError, OverflowError, MemoryError) as error:
+            raise _damaged(path, error) from error
+        same = (
+            math.prod(entry.shape) == tensor.numel()
+            if entry.same_as >= 0
+            else (tuple(tensor.shape) == entry.shape)
+        )
+        if not same or str(tensor.dtype) != f"torch.{entry.dtype}":
+            raise _damaged(path, "it holds another tensor than the index says")
         return tensor
 
 
-def _encode(entry: Entry) -> str:
-    key = entry.key
-    line: dict[str, Any] = {
-        "key": [key.iteration, key.microbatch, key.kind.value, key.name, key.index],
-        "shape": entry.shape,
-        "dtype": entry.dtype,
-    }
-    if entry.same_as >= 0:
-        line["same_as"] = entry.same_as
-    elif entry.file or entry.tensor:
-        line |= {"file": entry.file, "tensor": entry.tensor}
-    if entry.misfit:
-        line["misfit"] = entry.misfit
-    if entry.sums:
-        line["sums"] = entry.sums
-    if entry.boxes or entry.logical_shape:
-        line |= {
-            "logical_shape": entry.logical_shape,
-            "placement": entry.placement,
-            "boxes": [[box.logical, box.extent, box.local] for box in entry.boxes],
-            "factor": entry.factor,
-        }
-    return json.dumps(line)
-
-
-def _read_index(path: Path) -> list[Entry]:
-    entries: list[Entry] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for text in lines:
-                entry = _decode(json.loads(text))
-                if entry.same_as >= len(entries):
-                    raise ValueError(f"repeats line {entry.same_as}, which does not precede it")
-                entries.append(entry)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TTraceError(
-            f"{path}:{len(entries) + 1} is damaged ({error}): run the traced job again"
-        ) from error
-    return entries
-
-
-def _decode(line: dict[str, Any]) -> Entry:
-    iteration, microbatch, kind, name, index = line["key"]
-    shape = tuple(line["shape"])
-    return Entry(
-        key=TraceKey(iteration, microbatch, Kind(kind), name, index),
-        shape=shape,
-        dtype=line["dtype"],
-        file=line.get("file", ""),
-        tensor=line.get("tensor", ""),
-        same_as=line.get("same_as", -1),
-        logical_shape=tuple(line.get("logical_shape", shape)),
-        placement=line.get("placement", "Replicate"),
-        boxes=tuple(
-            Box(tuple(logical), tuple(extent), tuple(local))
-            for logical, extent, local in line.get("boxes", ())
-        ),
-        factor=line.get("factor", 1.0),
-        misfit=line.get("misfit", ""),
-        sums=tuple(line.get("sums", ())),
-    )
+def _damaged(path: Path, reason: object) -> TTraceError:
+    text = str(reason).splitlines()[0][:160] if str(reason) else type(reason).__name__
+    return TTraceError(f"{path} is damaged ({text}): run the traced job again")

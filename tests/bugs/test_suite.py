@@ -2,15 +2,14 @@
 """``ttrace bugs run``, whole, on small jobs."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ttrace.resources import patches_dir
+from tests import warm
+from tests.integration.jobs import environment
 
 ROOT = Path(__file__).parents[2]
 BUG = patches_dir() / "bugs" / "01-tp-embedding-mask.toml"
@@ -21,15 +20,7 @@ def ttrace(folder: Path | str, *words: str, timeout: float = 280) -> tuple[int, 
     """Run the command in a process of its own: the suite switches the CPU backend on."""
     driver = [str(ROOT / "tests" / "bugs" / "driver.py"), str(folder)]
     start = driver if folder else ["-m", "megatron_ttrace"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *start, *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    done = warm.run([*start, *words], cwd=ROOT, env=environment(), timeout=timeout)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetched batches are served again; the loader sees the same calls in the same order."""
 
+import pytest
 import torch
 
 from megatron_ttrace.capture.batches import Served, tensors_of
@@ -93,3 +94,27 @@ def test_items_of_any_form():
     assert tensors_of([3]) == {}
     assert tensors_of(one) == {"0": one}
     assert tensors_of(None) == {}
+
+
+def test_a_loader_that_fails_loses_nothing():
+    """What was fetched before it raised is what training gets next."""
+
+    class Flaky:
+        """Raises once, at the third batch."""
+
+        def __init__(self):
+            self.source, self.asked = loader([]), 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.asked += 1
+            if self.asked == 3:
+                raise OSError("lost for a moment")
+            return next(self.source)
+
+    iterator = Wrapper(Flaky())
+    with pytest.raises(OSError, match="moment"):
+        Served(iterator, 4)
+    assert [int(next(iterator)["tokens"][0]) for _ in range(4)] == [0, 1, 2, 3]

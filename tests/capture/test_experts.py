@@ -130,3 +130,15 @@ def test_a_choice_is_left_alone_where_there_is_no_other():
     assert torch.equal(values, scores.topk(2).values)
     assert torch.equal(chosen, scores.topk(2).indices)
     assert sink.found[0][3] == Groups(2, 1)
+
+
+def test_names_travel_also_from_a_rank_whose_tracing_failed(layer):
+    """The dispatch is a collective: the other ranks wait for this one."""
+    sink = Sink()
+    tap = DispatchTap(layer, "mlp.experts", lambda: 0, sink, lambda *_: None)
+    layer.token_dispatcher.run(
+        torch.randn(TOKENS, SAMPLES, 6), torch.ones(8, 2).bool(), torch.ones(8, 2)
+    )
+    assert layer.token_dispatcher.shapes == [(TOKENS, SAMPLES, 6), (TOKENS, SAMPLES, 2)]
+    assert sink.found == []
+    tap.remove()

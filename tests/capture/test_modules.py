@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from megatron_ttrace.capture.modules import tensors_in, with_tensors
+from megatron_ttrace.capture.modules import ModuleTap, tensors_in, with_tensors
 from megatron_ttrace.records import Kind
 from tests.capture.recorder import Block, Model, Recorder, batch, tapped
 
@@ -374,3 +374,38 @@ def test_exchanging_tensors_keeps_the_structure():
     assert found[1] == [None, c]
     assert found[2]["x"] == Pair(b, 7)
     assert isinstance(found[2]["x"], Pair)
+
+
+def test_a_tap_that_cannot_be_attached_leaves_no_hook(monkeypatch):
+    """Some hooks are in place already when it fails."""
+    model = Model()
+    tap = tapped([model], Recorder())
+    attach = ModuleTap._attach
+
+    def attach_some(self, state, name, module, names):
+        if name == "output_layer":
+            raise RuntimeError("no such attribute")
+        attach(self, state, name, module, names)
+
+    monkeypatch.setattr(ModuleTap, "_attach", attach_some)
+    with pytest.raises(RuntimeError, match="no such"), tap:
+        pass
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_one_hook_that_cannot_be_removed_keeps_no_other():
+    """The first error is told, and all others are gone."""
+
+    class Stuck:
+        def remove(self):
+            raise RuntimeError("stuck")
+
+    model = Model()
+    tap = tapped([model], Recorder())
+    with pytest.raises(RuntimeError, match="stuck"), tap:
+        tap._handles[:] = [Stuck(), *tap._handles, Stuck()]
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks

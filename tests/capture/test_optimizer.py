@@ -203,3 +203,15 @@ def test_settings_that_are_tensors_are_restored():
         group["step"] += 1
         snapshot.restore()
         assert float(group["step"]) == 3.0
+
+
+def test_the_loss_scale_is_restored():
+    """With float16 a step may change it, and what it counts towards the next change."""
+    model = nn.Linear(4, 4)
+    wrapper = plain(model)
+    scaler = types.SimpleNamespace(_scale=torch.tensor([8.0]), _growth_tracker=5)
+    wrapper.grad_scaler = scaler
+    snapshot = Snapshot([model], chained(wrapper))
+    scaler._scale, scaler._growth_tracker = scaler._scale / 2, 0
+    snapshot.restore()
+    assert (scaler._scale.tolist(), scaler._growth_tracker) == ([8.0], 5)

@@ -2,17 +2,15 @@
 """Megatron's own training loop, unmodified, on the CPU: several ranks compute what one does."""
 
 import importlib.metadata
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.integration.jobs import SCRIPT, torchrun
+
 pytest.importorskip("megatron.training")
 
-ROOT = Path(__file__).parents[2]
 JOB = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 3 "
@@ -28,17 +26,7 @@ LINE = re.compile(r"iteration +(\d+)/.*lm loss: (\S+).*grad norm: (\S+)")
 
 def train(ranks: int, words: str, folder: Path) -> list[tuple[float, float]]:
     """Loss and gradient norm of each iteration."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(ROOT / "launch" / "pretrain_gpt.py")]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    ran = subprocess.run(
-        [*command, *JOB.split(), *words.split()],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    ran = torchrun(ranks, SCRIPT, *JOB.split(), *words.split(), cwd=folder)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-5000:]
     assert "running Megatron on the CPU over gloo" in ran.stdout
     return [(float(loss), float(norm)) for _, loss, norm in LINE.findall(ran.stdout)]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "pretrain_gpt.py"
 
@@ -25,35 +27,36 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ttrace(
-    *words: object, cwd: Path, timeout: float = 280, **more: str
+    *words: object, cwd: Path, timeout: float = 280, cold: bool = False, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does."""
+    """Run the command as a user does; ``cold`` in a fresh interpreter (see tests/warm.py)."""
+    return _python("-m", "megatron_ttrace", *words, cwd=cwd, timeout=timeout, cold=cold, **more)
+
+
+def torchrun(
+    nproc: int, *words: object, cwd: Path, cold: bool = False, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a training script on ranks; ``cold``: under torchrun itself, in fresh interpreters."""
+    launcher: list[object] = ["-m", "tests.ranks", nproc]
+    if cold:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", nproc]
+        launcher += ["--master-port", "0", "--rdzv-backend", "c10d"]
+        launcher += ["--rdzv-endpoint", "127.0.0.1:0"]
+    return _python(*launcher, *words, cwd=cwd, timeout=280, cold=cold, **more)
+
+
+def _python(
+    *words: object, cwd: Path, timeout: float, cold: bool, **more: str
+) -> subprocess.CompletedProcess[str]:
+    if not cold:
+        return warm.run(words, cwd=cwd, env=environment(**more), timeout=timeout)
     return subprocess.run(
-        [sys.executable, "-m", "megatron_ttrace", *map(str, words)],
+        [sys.executable, *map(str, words)],
         cwd=cwd,
         env=environment(**more),
         capture_output=True,
         text=True,
         timeout=timeout,
-        check=False,
-    )
-
-
-def torchrun(
-    nproc: int, *words: object, cwd: Path, **more: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a training script under torchrun."""
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)),
-            *("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-            *map(str, words),
-        ],
-        cwd=cwd,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=280,
         check=False,
     )
 

@@ -177,7 +177,8 @@ def test_an_unsupported_megatron(tmp_path: Path) -> None:
     fake.write_text(
         "import megatron_ttrace.versions as v\nv.megatron_core_version = lambda: '0.16.1'\n"
     )
-    done = check(tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])]))
+    path = os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])])
+    done = check(tmp_path, PYTHONPATH=path, cold=True)
     refused(done, "megatron-core 0.16.1 is not supported", "0.19.0")
 
 
@@ -186,7 +187,24 @@ def test_dropout_is_off_in_traced_steps_and_that_is_said(tmp_path: Path) -> None
     job = [*TINY, "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     done = check(tmp_path, nproc=2, job=[*job, "--tensor-model-parallel-size", "2"])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "dropout is switched off" in done.stdout
+    assert "not exercised: dropout" in done.stdout
+
+
+def test_one_rank_against_one_rank_is_told(traced: Path) -> None:
+    """Equivalent, but not of anything parallel; the summary counts it, offline as well."""
+    told = {"what": "one_rank", "value": 1.0, "limit": None, "names": []}
+    assert told in json.loads((traced / "summary.json").read_text())["not_exercised"]
+    done = ttrace("compare", traced / "reference", traced / "candidate", cwd=traced)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "not exercised: parallelism (one rank" in done.stdout
+    assert told in json.loads((traced / "summary.json").read_text())["not_exercised"]
+
+
+def test_a_share_that_is_none(traced: Path) -> None:
+    """From 0 to 1, on both ways in."""
+    compare = ("compare", traced / "reference", traced / "candidate")
+    refused(ttrace(*compare, "--allow-unchecked=nan", cwd=traced), "give a share from 0 to 1")
+    refused(check(traced, "--allow-unchecked=2"), "give a share from 0 to 1")
 
 
 def test_without_exit_a_failed_check_lets_training_go_on(tmp_path: Path) -> None:

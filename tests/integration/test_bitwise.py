@@ -14,9 +14,9 @@ BITS = Path(__file__).with_name("bits.py")
 ZERO = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 
 
-def bits_of(mode: str, *words: object, cwd: Path) -> list[str]:
+def bits_of(mode: str, *words: object, cwd: Path, cold: bool = False) -> list[str]:
     """The numbers that a two-rank run logs."""
-    done = torchrun(2, BITS, mode, SCRIPT, *TINY, *words, cwd=cwd)
+    done = torchrun(2, BITS, mode, SCRIPT, *TINY, *words, cwd=cwd, cold=cold)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = [line[line.index("BITS") :] for line in done.stdout.splitlines() if "BITS" in line]
     assert len(found) >= 3
@@ -25,8 +25,8 @@ def bits_of(mode: str, *words: object, cwd: Path) -> list[str]:
 
 def test_without_the_flag_nothing_is_hooked(tmp_path: Path) -> None:
     """A run without --ttrace is bitwise a run without this package's integration."""
-    bare = bits_of("bare", *ZERO, cwd=tmp_path)
-    absent = bits_of("enabled", *ZERO, cwd=tmp_path)
+    bare = bits_of("bare", *ZERO, cwd=tmp_path, cold=True)
+    absent = bits_of("enabled", *ZERO, cwd=tmp_path, cold=True)
     assert bare == absent
 
 

@@ -29,3 +29,31 @@ def test_results_are_not_refused(machine):
         )
     assert vars(machine) == before
     assert "validate_result" not in vars(machine)
+
+
+def test_logged_metrics_are_not_added_to():
+    """Auxiliary losses and those of multi-token prediction are summed up over a step."""
+    import torch
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    before = torch.ones(2)
+    tracker["loss_values"] = before
+    with quiet.metrics_kept():
+        assert "loss_values" not in tracker
+        tracker["loss_values"] = torch.zeros(2)
+    assert tracker == {"loss_values": before}
+    tracker.clear()
+
+
+def test_logged_metrics_of_experts_are_not_added_to():
+    """The same for routers."""
+    import torch
+
+    logging = pytest.importorskip("megatron.core.transformer.moe.moe_logging")
+    tracker = logging.get_moe_metrics_tracker()
+    tracker.record("aux", torch.tensor(2.0), 1, 2)
+    with quiet.metrics_kept():
+        tracker.record("aux", torch.tensor(3.0), 1, 2)
+    assert tracker.metrics["aux"].values.tolist() == [2.0, 0.0]
+    tracker.clear()

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of several nodes must see the same --ttrace-dir."""
 
+import errno
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +49,148 @@ def test_not_writable(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(TTraceError, match="not writable"):
         shared.prepare(tmp_path / "out")
+
+
+def left_by_a_run(directory: Path) -> list[Path]:
+    """What a run leaves, and files of somebody else in the same places."""
+    ours = [
+        *("summary.json", "verdicts.jsonl", "report.html", "junit.xml", "reference.log"),
+        *(".summary.json.abc", "logs/rank-00000.log", "logs/rank-00000.request.json"),
+        *("candidate/meta.json", "candidate/rank-00000.index.jsonl", "candidate/meta.json.7.tmp"),
+        *("candidate/rank-00000.0000.safetensors", "start/meta.json"),
+    ]
+    theirs = ["logs/train.log", "reference/meta.json", "notes.txt"]
+    for name in [*ours, *theirs]:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("")
+    return [directory / name for name in theirs]
+
+
+def test_a_claimed_directory(tmp_path: Path) -> None:
+    """What an earlier run left is gone, other files stay; nobody else can claim it meanwhile."""
+    kept = left_by_a_run(tmp_path)
+    with shared.claim(tmp_path) as held:
+        found = {path for path in tmp_path.rglob("*") if path.is_file()}
+        assert found == {*kept, *(tmp_path / n for n in (".lock", ".ranks", shared.MARK))}
+        assert not (tmp_path / "candidate").exists()
+        assert len(held.run) == 16
+        left_by_a_run(tmp_path)
+        says = rf"is in use by another check \(process {os.getpid()} on "
+        for take in (
+            shared.claim,
+            shared.require_free,
+            lambda directory: shared.claim_report(directory, "a"),
+        ):
+            with pytest.raises(TTraceError, match=says) as caught:
+                take(tmp_path)
+            assert "\n" not in str(caught.value)
+        assert (tmp_path / "summary.json").exists()
+        assert (tmp_path / shared.MARK).read_text() == held.run
+    with shared.claim_report(tmp_path, held.run):
+        assert not (tmp_path / "summary.json").exists()
+        assert (tmp_path / "candidate" / "meta.json").exists()
+    shared.require_free(tmp_path)
+
+
+def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
+    """A link to another candidate goes, what it points to stays."""
+    left_by_a_run(tmp_path / "other")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "candidate").symlink_to(tmp_path / "other" / "candidate")
+    shared.claim(tmp_path / "out").release()
+    assert not (tmp_path / "out" / "candidate").is_symlink()
+    assert (tmp_path / "other" / "candidate" / "meta.json").exists()
+
+
+def in_a_process(directory: Path, code: str, **more: str) -> subprocess.Popen[str]:
+    """Python that has ``directory`` and ``shared``; returned when it has printed a line."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import os, signal, sys, time\nfrom pathlib import Path\n"
+            "from megatron_ttrace.integration import shared\n"
+            f"directory = Path({str(directory)!r})\n{code}",
+        ],
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return process
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line it prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_ranks_of_a_launcher(tmp_path: Path) -> None:
+    """They believe the id in their environment if the directory does, and clean nothing."""
+    with shared.claim(tmp_path) as held:
+        (tmp_path / "summary.json").write_text("")
+        code = "print(shared.prepare(directory), shared.run_id())"
+        rank = in_a_process(tmp_path, code, TTRACE_RUN_ID=held.run)
+        assert line_of(rank) == f"{held.run} {held.run}"
+        rank.wait()
+        assert (tmp_path / "summary.json").exists()
+        stray = in_a_process(
+            tmp_path,
+            "try:\n    shared.prepare(directory)\nexcept shared.TTraceError as e:\n    print(e)",
+            TTRACE_RUN_ID="0" * 16,
+        )
+        assert "is in use by another check" in line_of(stray)
+        stray.wait()
+
+
+def test_ranks_without_a_launcher(tmp_path: Path) -> None:
+    """Rank 0 claims the directory for as long as it lives; the others join."""
+    other = "; other = os.fork() or shared.require(directory, run) or print('joined', flush=True)"
+    code = f"run = shared.prepare(directory){other}; time.sleep(60)"
+    rank = in_a_process(tmp_path, code)
+    try:
+        assert line_of(rank) == "joined"
+        with pytest.raises(TTraceError, match="in use by another check"):
+            shared.claim(tmp_path)
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_ranks_that_outlive_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as one still writes, the directory is not given to another run."""
+    monkeypatch.setattr(shared, "_LEFTOVER", 0.2)
+    code = (
+        "held = shared.claim(directory)\nchild = os.fork()\nif not child:\n"
+        "    os.environ['TTRACE_RUN_ID'] = held.run\n"
+        "    shared.prepare(directory)\n    print(os.getpid(), flush=True)\n"
+        "    if not os.fork():\n        time.sleep(5)\n        os._exit(0)\n"
+        "time.sleep(60)"
+    )
+    launcher = in_a_process(tmp_path, code)
+    rank = int(line_of(launcher))
+    launcher.kill()
+    launcher.wait()
+    try:
+        with pytest.raises(TTraceError, match="in use by ranks of an earlier run"):
+            shared.claim(tmp_path)
+    finally:
+        os.kill(rank, signal.SIGKILL)
+    # What the rank forked keeps nothing.
+    monkeypatch.setattr(shared, "_LEFTOVER", 3.0)
+    shared.claim(tmp_path).release()
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, and the directory is free again."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(TTraceError, match=r"is not writable \(No space left on device\)"):
+            shared.claim(tmp_path)
+    shared.claim(tmp_path).release()
 
 
 def agents(folder: Path, directory: str) -> list[tuple[int, str]]:

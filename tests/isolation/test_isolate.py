@@ -2,9 +2,6 @@
 """``--ttrace-isolate``: tensors go on with the reference's values, graphs and runs stay whole."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,8 @@ from megatron_ttrace.capture.modules import ModuleTap, Place
 from megatron_ttrace.capture.names import canonical_names
 from megatron_ttrace.localise.isolate import clipped_by, substitute
 from megatron_ttrace.records import Kind
-from tests.integration.jobs import ROOT, SCRIPT, TINY
+from tests import warm
+from tests.integration.jobs import SCRIPT, TINY, environment
 
 HERE = Path(__file__).parent
 LLAMA = (
@@ -166,15 +164,8 @@ def run(folder: Path, *jobs: dict[str, Any]) -> list[tuple[dict[str, Any], list[
         for number, job in enumerate(jobs)
     ]
     (folder / "jobs.json").write_text(json.dumps(orders))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "driver.py"), str(folder / "jobs.json")],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    command = [HERE / "driver.py", folder / "jobs.json"]
+    done = warm.run(command, cwd=folder, env=environment(), timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return [
         (

@@ -4,6 +4,8 @@
 import os
 import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.launching import job as jobs
 from megatron_ttrace.launching import ranks
 from megatron_ttrace.launching.job import Job
-from megatron_ttrace.records import Result, Summary
+from megatron_ttrace.records import Result
 from megatron_ttrace.report import files
 
 TRACEBACK = """\
@@ -84,7 +86,9 @@ def test_the_first_to_die_is_the_cause(tmp_path):
 def test_killed_without_last_words(tmp_path):
     """A signal, with the tail of the log."""
     found = why(tmp_path, [-signal.SIGKILL, None], "step 1\nstep 2\n", "")
-    assert found.startswith("rank 0 was killed by signal 9 with exit code -9; its last lines")
+    assert found.startswith(
+        "rank 0 was killed by signal 9 (SIGKILL, out of memory?); its last lines"
+    )
     assert "step 2" in found
 
 
@@ -95,10 +99,18 @@ def test_no_log_at_all(tmp_path):
 
 
 ANSWER = """
-import json, pathlib, sys
+import os, pathlib, sys
 assert "--ttrace" in sys.argv and "--ttrace-exit" in sys.argv
 directory = pathlib.Path(sys.argv[sys.argv.index("--ttrace-dir") + 1])
 print("ttrace: measuring", flush=True)
+from megatron_ttrace.records import Result, Summary
+from megatron_ttrace.report import files
+
+def answer(result, run=None):
+    if sys.argv and os.environ["RANK"] == "0":
+        files.write_verdicts(directory / files.VERDICTS, [], run)
+        summary = Summary(result, {}, (), {}, {}, {"step": 1.0})
+        files.write_summary(directory / files.SUMMARY, summary, run)
 """
 
 
@@ -109,24 +121,54 @@ def job(tmp_path, code, **others):
     return Job(script, ("--lr", "1"), others.pop("nproc", 1), tmp_path / "out", **others)
 
 
-def summary(result):
-    """A summary as JSON in Python source."""
-    return repr(Summary(result, {}, (), {}, {}, {"step": 1.0}).to_json())
-
-
 @pytest.mark.parametrize(("result", "code"), [(Result.EQUIVALENT, 0), (Result.DIVERGED, 1)])
 def test_an_answer(tmp_path, result, code):
     """The summary that the ranks wrote, with the wall time; our lines are echoed."""
     said = []
-    text = (
-        f"{ANSWER}\n(directory / {files.SUMMARY!r}).write_text(json.dumps({summary(result)}))\n"
-        f"sys.exit({code})"
-    )
+    text = f"{ANSWER}\nanswer(Result.{result.name})\nsys.exit({code})"
     found = jobs.run(job(tmp_path, text, nproc=2), fork=False, say=said.append)
     assert found.verdict is result
     assert found.timings["step"] == 1.0
     assert found.timings["wall"] > 0
     assert said == ["measuring"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("answer(Result.EQUIVALENT)\nsys.exit(1)", "exit code 1, but .* says 'equivalent'"),
+        ("answer(Result.DIVERGED)", "exit code 0, but .* says 'diverged'"),
+        ("answer(Result.COULD_NOT_CHECK)", "exit code 0, but .* says 'could not check'"),
+        ("answer(Result.EQUIVALENT, 'f' * 16)", "is of another run"),
+        (
+            "answer(Result.EQUIVALENT)\n(directory / files.VERDICTS).write_text('{}')",
+            "verdicts.jsonl is damaged",
+        ),
+        ("(directory / files.SUMMARY).write_text('{')", "is cut off or not JSON"),
+    ],
+)
+def test_an_answer_that_is_not_believed(tmp_path, text, says):
+    """Exit codes and the summary of this very run must agree; else one line says why."""
+    with pytest.raises(TTraceError, match=says) as caught:
+        jobs.run(job(tmp_path, f"{ANSWER}\n{text}"), fork=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_at_once(tmp_path):
+    """The second is refused, and the first's files are left alone."""
+    text = (
+        f"{ANSWER}\nimport pathlib, time\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.05)\nanswer(Result.DIVERGED)\n"
+        "sys.exit(1)"
+    ).replace("'go'", repr(str(tmp_path / "go")))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(jobs.run, job(tmp_path, text), fork=False)
+        while not ranks.log_of(tmp_path / "out" / "logs", 0).exists():
+            time.sleep(0.05)
+        with pytest.raises(TTraceError, match="is in use by another check"):
+            jobs.run(job(tmp_path, text), fork=False)
+        (tmp_path / "go").write_text("")
+        assert first.result().verdict is Result.DIVERGED
 
 
 def test_an_answer_of_an_earlier_run_is_no_answer(tmp_path):

@@ -2,12 +2,12 @@
 """``ttrace mutants``, in processes of its own: it switches the CPU backend on."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
+from tests.integration.jobs import environment
 
 ROOT = Path(__file__).parents[2]
 DOUBLED = "tensor_parallel.mappings:_ReduceFromModelParallelRegion.forward:double-collective:*"
@@ -15,15 +15,8 @@ UNREACHED = "tensor_parallel.inference_layers:*"
 
 
 def ttrace(*words, timeout=280):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", "mutants", *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    command = ["-m", "megatron_ttrace", "mutants", *words]
+    done = warm.run(command, cwd=ROOT, env=environment(), timeout=timeout)
     return done.returncode, done.stdout, done.stderr
 
 

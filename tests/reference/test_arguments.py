@@ -91,6 +91,7 @@ def one_device(monkeypatch):
     """The device is asked for elsewhere."""
     monkeypatch.setattr(fingerprint, "_device", lambda: "cpu")
     monkeypatch.setattr(fingerprint, "_sources", lambda package: [])
+    monkeypatch.setattr(fingerprint, "_tree", lambda folder: "")
 
 
 def digest(settings=SETTINGS, **others):

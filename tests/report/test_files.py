@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.records import Kind, Outcome, Summary, Verdict
 from megatron_ttrace.report import files, publish
+from megatron_ttrace.trace.sealing import seal_json
 from tests.report.synthetic_report import make_summary, make_verdict
 
 Check = tuple[Summary, list[Verdict]]
@@ -40,7 +42,8 @@ def test_a_line_has_the_fields_of_the_contract(tmp_path: Path) -> None:
     """Other programs read these names."""
     files.write_verdicts(tmp_path / "v", [make_verdict()])
     assert list(json.loads((tmp_path / "v").read_text())) == [
-        field.name for field in dataclasses.fields(Verdict)
+        *(field.name for field in dataclasses.fields(Verdict)),
+        "run",
     ]
 
 
@@ -86,7 +89,15 @@ def test_any_name_survives(name: str, note: str, tmp_path_factory: pytest.TempPa
         (lambda d: (d / files.VERDICTS).write_text("[" * 99999 + "\n"), "line 1 is not a verdict"),
         (lambda d: (d / files.SUMMARY).write_text("{}"), "is not a ttrace summary"),
         (lambda d: (d / files.SUMMARY).write_text("[]"), "is not a ttrace summary"),
-        (lambda d: _replace_counts(d / files.SUMMARY), "is not a ttrace summary"),
+        (lambda d: _edit(d / files.SUMMARY, counts=[1]), "summary.json is damaged"),
+        (lambda d: _reseal(d / files.SUMMARY, counts=[1]), "is not a ttrace summary"),
+        (lambda d: _reseal(d / files.SUMMARY, run="a"), "is not a ttrace summary"),
+        (lambda d: _reseal(d / files.SUMMARY, run={"id": "0" * 16}), "are of different runs"),
+        (lambda d: _earlier(d / files.SUMMARY), "was written by an earlier version"),
+        (lambda d: _rewrite(d / files.VERDICTS, lambda x: x.pop("run")), "by an earlier version"),
+        (lambda d: _rewrite(d / files.VERDICTS, lambda x: x.update(run="a")), "of several runs"),
+        (lambda d: _rewrite(d / files.VERDICTS, lambda x: x.update(note="a")), "jsonl is damaged"),
+        (lambda d: _candidate(d, "0" * 16), "and the candidate of run 0000000000000000"),
     ],
 )
 def test_damaged_files_are_named(damage: object, message: str, diverged: Check, tmp_path: Path):
@@ -108,10 +119,52 @@ def _drop_line(path: Path) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
 
 
-def _replace_counts(path: Path) -> None:
+def _edit(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def _reseal(path: Path, **fields: object) -> None:
+    path.write_text(seal_json(json.loads(path.read_text()) | fields))
+
+
+def _earlier(path: Path) -> None:
     data = json.loads(path.read_text())
-    data["counts"] = [1]
+    del data["checksum"]
     path.write_text(json.dumps(data))
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    *lines, last = path.read_text().splitlines()
+    line = json.loads(last)
+    change(line)
+    path.write_text("".join(text + "\n" for text in [*lines, json.dumps(line)]))
+
+
+def _candidate(directory: Path, run: str) -> None:
+    (directory / "candidate").mkdir()
+    (directory / "candidate" / "meta.json").write_text(seal_json({"run": run}))
+
+
+def test_the_answer_of_one_run(diverged: Check, tmp_path: Path) -> None:
+    """The launcher takes no other run's summary, and none without its verdicts."""
+    publish(*diverged, tmp_path, wandb=False, junit=True, run_id="a" * 16)
+    assert files.answer_of(tmp_path, "a" * 16) == diverged[0]
+    assert files.run_of(tmp_path) == "a" * 16
+    assert (
+        '<meta name="ttrace-run" content="aaaaaaaaaaaaaaaa">' in (tmp_path / files.HTML).read_text()
+    )
+    assert (
+        '<property name="ttrace.run" value="aaaaaaaaaaaaaaaa"'
+        in (tmp_path / files.JUNIT).read_text()
+    )
+    with pytest.raises(TTraceError, match="is of another run"):
+        files.answer_of(tmp_path, "b" * 16)
+    _cut(tmp_path / files.VERDICTS, 1)
+    with pytest.raises(TTraceError, match="is damaged"):
+        files.answer_of(tmp_path, "a" * 16)
+    (tmp_path / files.VERDICTS).unlink()
+    with pytest.raises(TTraceError, match="cannot read"):
+        files.answer_of(tmp_path, "a" * 16)
 
 
 def test_no_directory(tmp_path: Path) -> None:

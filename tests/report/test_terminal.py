@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from megatron_ttrace.records import Exactness, Outcome, Result, Summary, Verdict
-from megatron_ttrace.report import publish, terminal
+from megatron_ttrace.report import html, publish, terminal
+from megatron_ttrace.unexercised import NotExercised, Unexercised
 from tests.report.synthetic_report import make_summary, make_verdict
 
 Check = tuple[Summary, list[Verdict]]
@@ -185,6 +186,43 @@ def test_exactness_has_a_line_of_its_own(healthy: Check, exactness: Exactness, s
     text = " ".join(text_of((summary, healthy[1])).split())
     assert text.startswith("ttrace equivalent")
     assert said in text
+
+
+@pytest.mark.parametrize("what", Unexercised)
+def test_what_was_not_exercised_is_told(healthy: Check, what: Unexercised) -> None:
+    """Each in words, in 80 columns, without a place for a number left open."""
+    names = tuple(f"decoder.layers.{layer}.mlp.router" for layer in range(7))
+    one = NotExercised(what, 1234, 5000, names)
+    text = text_of((dataclasses.replace(healthy[0], not_exercised=(one,)), healthy[1]), width=80)
+    assert text.startswith("ttrace  equivalent  ")
+    assert "notice     not exercised: " in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert not set("{}") & set(text)
+    assert "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (
+            NotExercised(Unexercised.CLIP, 0.3141, 1.0),
+            "gradient clipping (norm 0.314 never exceeded 1)",
+        ),
+        (NotExercised(Unexercised.UNCHECKED, 150, 5000), "150 of 5,000 tensors (3.0 %): unchecked"),
+        (
+            NotExercised(Unexercised.IDLE_EXPERTS, 5, 32, ("a", "b", "c", "d", "e")),
+            "5 of 32 experts (no token was routed to them: a, b, c, and 2 more)",
+        ),
+    ],
+)
+def test_the_numbers_are_told(healthy: Check, one: NotExercised, said: str) -> None:
+    """Measured ones in three digits, counts as counts, names up to three."""
+    summary = dataclasses.replace(healthy[0], not_exercised=(one,) * 10)
+    text = " ".join(text_of((summary, healthy[1])).split())
+    assert f"notice not exercised: {said}" in text
+    assert "2 more not exercised in summary.json" in text
+    page = html.render(summary, healthy[1])
+    assert page.count(f"not exercised: {said}") == 10
 
 
 def test_no_word_of_exactness_where_none_is_expected(healthy: Check) -> None:

@@ -4,18 +4,22 @@
 import ast
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from megatron_ttrace import trace
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace import index as index_module
 from megatron_ttrace.trace import store
+from megatron_ttrace.trace.sealing import seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal
 
 
@@ -173,7 +177,7 @@ ints = st.integers(0, 2**40)
         boxes=st.lists(
             st.tuples(ints, ints).map(lambda n: Box((n[0], 1), (n[1], 2), (n[0],))), max_size=2
         ).map(tuple),
-        factor=st.floats(allow_nan=False),
+        factor=st.floats(allow_nan=False, allow_infinity=False).filter(bool),
         misfit=st.text(max_size=9),
     )
 )
@@ -250,17 +254,28 @@ def test_no_directory_at_all(tmp_path):
     refused(tmp_path / "nowhere", "holds no complete trace")
 
 
+def of_files(files):
+    """A sealed ``meta.json`` that lists these files."""
+    return seal_json({"format": 3, "run": "0" * 16, "files": files})
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("{", "meta.json cannot be read"),
         ("[]", "meta.json cannot be read"),
         ('"text"', "meta.json cannot be read"),
-        ('{"format": 2}', "meta.json cannot be read"),
-        ('{"format": 2, "files": ["a"]}', "meta.json cannot be read"),
-        ('{"format": 1}', "was written in trace format 1, this version reads 2"),
-        ('{"format": 99, "files": {}}', "was written in trace format 99"),
-        ("{}", "was written in trace format None"),
+        ("[" * 99999, "meta.json cannot be read"),
+        ('{"format": 3, "files": {}}', r"cannot be read \(its checksum does not match\)"),
+        (seal_json({"format": 3}), r"cannot be read \(no list of files\)"),
+        (seal_json({"format": 3, "files": ["a"]}), r"cannot be read \(no list of files\)"),
+        (seal_json({"format": 3, "files": {}}), r"cannot be read \(no id of a run\)"),
+        (of_files({"../a.jsonl": {}}), r"cannot be read \(a file name with a path in it\)"),
+        (of_files({"..": {}}), r"cannot be read \(a file name with a path in it\)"),
+        (of_files({"a.jsonl": 3}), r"cannot be read \(a file without its size and checksum\)"),
+        ('{"format": 2, "files": {}}', "was written in trace format 2, this version reads 3"),
+        (seal_json({"format": 99, "files": {}}), "was written in trace format 99"),
+        ("{}", "was written in trace format unknown"),
     ],
 )
 def test_a_foreign_or_damaged_meta(tmp_path, text, says):
@@ -280,6 +295,33 @@ def test_bytes_that_are_no_text(tmp_path):
     refused(tmp_path, "meta.json cannot be read")
 
 
+GOOD = {
+    "key": [1, 0, "output", "b", 0],
+    "shape": [5],
+    "dtype": "float32",
+    "file": "rank-00000.0000.safetensors",
+    "tensor": "0",
+}
+
+
+def test_a_good_index_line(tmp_path):
+    """The line that the damaged ones are made of is read."""
+    index = written(tmp_path, {"a": torch.randn(5)}) / "rank-00000.index.jsonl"
+    boxes = [[[0], [5], [0]]]
+    index.write_text(index.read_text() + json.dumps(GOOD | {"boxes": boxes}) + "\n")
+    reseal(tmp_path)
+    read_all(tmp_path)
+
+
+def test_an_endless_index_line(tmp_path, monkeypatch):
+    """Memory is bounded."""
+    monkeypatch.setattr(index_module, "MAX_LINE", 1000)
+    index = written(tmp_path, {"a": torch.randn(5)}) / "rank-00000.index.jsonl"
+    index.write_text(index.read_text() + " " * 2000)
+    reseal(tmp_path)
+    refused(tmp_path, "index.jsonl:2 is damaged .longer than 1000 bytes")
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -293,10 +335,28 @@ def test_bytes_that_are_no_text(tmp_path):
         '{"key": [1, 0, "output", "a", 0], "shape": [], "dtype": "float32", "boxes": [[[0], [1]]]}',
         '{"key": [1, 0, "output", "a", 0], "shape": [], "dtype": "float32", "same_as": 5}',
         '{"key": [1, 0, "output", "a", 0], "shape": [], "dtype": "float32", "same_as": "b"}',
+        *(GOOD | {"key": [True, 0, "output", "a", 0]}, GOOD | {"key": [-1, 0, "output", "a", 0]}),
+        *(GOOD | {"key": [1, -2, "output", "a", 0]}, GOOD | {"key": [1, 0, [], "a", 0]}),
+        *(GOOD | {"key": [1, 0, "output", 7, 0]}, GOOD | {"key": [1.0, 0, "output", "a", 0]}),
+        *(GOOD | {"shape": [-1]}, GOOD | {"shape": [2**63]}, GOOD | {"shape": [0] * 65}),
+        *(GOOD | {"dtype": "load"}, GOOD | {"dtype": 3}, GOOD | {"dtype": []}),
+        *(GOOD | {"file": "../rank-00000.0000.safetensors"}, GOOD | {"file": "meta.json"}),
+        *(GOOD | {"file": "rank-00000.0009.safetensors"}, GOOD | {"file": 1}),
+        *(GOOD | {"factor": 0}, GOOD | {"factor": math.inf}, GOOD | {"factor": True}),
+        *(GOOD | {"factor": 10**400}, GOOD | {"sums": [None]}, GOOD | {"sums": [0] * 999}),
+        *(GOOD | {"boxes": [[[0], [6], [0]]]}, GOOD | {"boxes": [[[1], [5], [0]]]}),
+        *(GOOD | {"boxes": [[[0], [5], [1]]]}, GOOD | {"boxes": [[[0], [-5], [0]]]}),
+        *(GOOD | {"boxes": [[[0, 0], [5, 1], [0]]]}, GOOD | {"boxes": [[[0], [5], []]]}),
+        GOOD | {"boxes": [[[0], [5], [0, 0]]]},
+        {"key": GOOD["key"], "shape": [5], "dtype": "float32"},
+        {"key": GOOD["key"], "shape": [6], "dtype": "float32", "same_as": 0},
+        {"key": GOOD["key"], "shape": [5], "dtype": "int32", "same_as": 0},
+        "[" * 99999,
     ],
 )
 def test_a_damaged_index_line(tmp_path, line):
     """The file and the line are named."""
+    line = line if isinstance(line, str) else json.dumps(line)
     index = written(tmp_path, {"a": torch.randn(5)}) / "rank-00000.index.jsonl"
     index.write_text(index.read_text() + line + "\n")
     reseal(tmp_path)
@@ -304,15 +364,26 @@ def test_a_damaged_index_line(tmp_path, line):
 
 
 def test_damaged_data_of_the_right_size(tmp_path):
-    """A header of noise, and a file that lacks the tensor."""
+    """Noise, noise that was sealed, and a file that lacks the tensor."""
     file = data_file(written(tmp_path, {"a": torch.randn(50)}))
     file.write_bytes(b"\xff" * file.stat().st_size)
+    refused(tmp_path, r"safetensors is damaged \(its checksum does not match\)")
+    reseal(tmp_path)
     refused(tmp_path, r"safetensors is damaged")
     other = written(tmp_path / "other", {})
     index = other / "rank-00000.index.jsonl"
     index.write_text(store._encode(entry(torch.ones(1), file="none.safetensors", tensor="0")))
     reseal(other)
-    refused(other, r"none.safetensors is damaged")
+    refused(other, r"index.jsonl:1 is damaged \('file' is not a file of this trace\)")
+
+
+def test_data_of_another_kind_than_the_index_says(tmp_path):
+    """Shape and dtype of the file are compared with the index line's."""
+    for data in (torch.randn(6), torch.randn(5).double(), torch.randn(1, 5)):
+        written(tmp_path, {"a": torch.randn(5)})
+        save_file({"0": data}, data_file(tmp_path))
+        reseal(tmp_path)
+        refused(tmp_path, "it holds another tensor than the index says")
 
 
 def test_meta_keeps_what_it_is_given(tmp_path):
@@ -320,8 +391,9 @@ def test_meta_keeps_what_it_is_given(tmp_path):
     written(tmp_path, {"a": torch.randn(5)}, meta={"role": "reference", "microbatches": 4})
     (tmp_path / "unrelated.txt").write_text("left alone")
     meta = read_meta(tmp_path)
-    assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 2)
+    assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 3)
     assert sorted(meta["files"]) == ["rank-00000.0000.safetensors", "rank-00000.index.jsonl"]
+    assert re.fullmatch("[0-9a-f]{16}", meta["run"])
 
 
 def test_sealing_leaves_no_temporary_files(tmp_path):

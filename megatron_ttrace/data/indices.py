@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sample and blending indices of Megatron's GPT data sets, in numpy.
+
+The same functions, with the same names, signatures and results, as in the extension that Megatron
+compiles (``megatron/core/datasets/helpers.cpp``), for checkouts in which it was not compiled. Only
+blending is a loop in Python: about a microsecond for each sample and data set.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ttrace.errors import TTraceError
+
+__all__ = [
+    "build_blending_indices",
+    "build_blocks_mapping",
+    "build_exhaustive_blending_indices",
+    "build_mapping",
+    "build_sample_idx_int32",
+    "build_sample_idx_int64",
+]
+
+Integers = NDArray[Any]
+
+
+def build_sample_idx_int32(
+    sizes: Integers,
+    document_idx: Integers,
+    seq_length: int,
+    num_epochs: int,
+    tokens_per_epoch: int,
+    drop_last_partial_sequence: bool = True,
+    add_extra_token_to_sequence: int = 1,
+) -> Integers:
+    """Where each sample starts in the documents laid end to end.
+
+    Args:
+        sizes: tokens of each document.
+        document_idx: the documents in the order of all epochs.
+        seq_length: tokens of a sample, without the extra one.
+        num_epochs: number of epochs.
+        tokens_per_epoch: tokens of one epoch.
+        drop_last_partial_sequence: whether a last sample that is too short is left out.
+        add_extra_token_to_sequence: 1 when a sample ends with the first token of the next.
+
+    Returns:
+        ``[samples + 1, 2]``: a position in ``document_idx``, and an offset in that document.
+    """
+    return _build_sample_idx(
+        sizes,
+        document_idx,
+        seq_length,
+        num_epochs,
+        tokens_per_epoch,
+        drop_last_partial_sequence,
+        add_extra_token_to_sequence,
+    ).astype(np.int32)
+
+
+def build_sample_idx_int64(*args: Any, **kwargs: Any) -> Integers:
+    """:func:`build_sample_idx_int32` for more documents than 32 bits can count."""
+    return _build_sample_idx(*args, **kwargs)
+
+
+def _build_sample_idx(
+    sizes: Integers,
+    document_idx: Integers,
+    seq_length: int,
+    num_epochs: int,
+    tokens_per_epoch: int,
+    drop_last_partial_sequence: bool = True,
+    add_extra_token_to_sequence: int = 1,
+) -> Integers:
+    tokens = num_epochs * tokens_per_epoch - add_extra_token_to_sequence
+    if drop_last_partial_sequence:
+        samples = tokens // seq_length
+    else:
+        # The extension divides in single precision; so must whoever wants as many samples.
+        samples = math.ceil(float(np.float32(tokens) / np.float32(seq_length)))
+    lengths = np.asarray(sizes)[np.asarray(document_idx)].astype(np.int64)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    tokens_before = np.arange(samples + 1, dtype=np.int64) * seq_length
+    # A sample starts in the document in which its predecessor's last token, the extra one with it,
+    # lies; so one that starts at the very end of a document stays there without an extra token.
+    reach = tokens_before + (add_extra_token_to_sequence - 1)
+    document = np.searchsorted(ends, reach, side="right")
+    offset = np.empty_like(tokens_before)
+    inside = document < len(lengths)
+    offset[inside] = tokens_before[inside] - starts[document[inside]]
+    last = len(lengths) - 1
+    document[~inside] = last
+    offset[~inside] = lengths[last] - add_extra_token_to_sequence
+    document[0], offset[0] = 0, 0
+    return np.stack([document, offset], axis=1).astype(np.int64)
+
+
+def build_blending_indices(
+    dataset_index: Integers,
+    dataset_sample_index: Integers,
+    weights: NDArray[np.float64],
+    num_datasets: int,
+    size: int,
+    verbose: bool,
+) -> None:
+    """Fill in which data set each sample comes from, and its number there.
+
+    Each sample comes from the data set that lags behind its weight the most; the first of equals.
+
+    Args:
+        dataset_index: ``[size]``, written.
+        dataset_sample_index: ``[size]``, written.
+        weights: ``[num_datasets]``, their sum is 1.
+        num_datasets: number of data sets.
+        size: number of samples.
+        verbose: ignored: the extension prints the achieved ratios.
+    """
+    del verbose
+    shares = [float(weight) for weight in weights[:num_datasets]]
+    taken = [0] * num_datasets
+    every = range(num_datasets)
+    for sample in range(size):
+        position = float(max(sample, 1))
+        lag = [shares[one] * position - taken[one] for one in every]
+        chosen = lag.index(max(lag))
+        dataset_index[sample] = chosen
+        dataset_sample_index[sample] = taken[chosen]
+        taken[chosen] += 1
+
+
+def build_exhaustive_blending_indices(
+    dataset_index: Integers, dataset_sample_index: Integers, sizes: Integers, num_datasets: int
+) -> None:
+    """As :func:`build_blending_indices`, until ``sizes`` samples of each data set are taken.
+
+    Args:
+        dataset_index: ``[sum(sizes)]``, written.
+        dataset_sample_index: ``[sum(sizes)]``, written.
+        sizes: ``[num_datasets]``, each at least 1.
+        num_datasets: number of data sets.
+    """
+    wanted = [int(size) for size in sizes[:num_datasets]]
+    total = sum(wanted)
+    shares = [size / float(total) for size in wanted]
+    taken = [0] * num_datasets
+    unspent = list(range(num_datasets))
+    sample = 0
+    while unspent:
+        position = float(max(sample, 1))
+        lag = [shares[one] * position - taken[one] for one in unspent]
+        chosen = unspent[lag.index(max(lag))]
+        dataset_index[sample] = chosen
+        dataset_sample_index[sample] = taken[chosen]
+        taken[chosen] += 1
+        if taken[chosen] == wanted[chosen]:
+            unspent.remove(chosen)
+        sample += 1
+
+
+def build_mapping(*args: Any, **kwargs: Any) -> NoReturn:
+    """Not for GPT: masked data sets draw from C++'s generator."""
+    del args, kwargs
+    raise TTraceError(
+        "masked data sets need Megatron's compiled helper: pip install pybind11, then run "
+        "make in megatron/core/datasets of the checkout"
+    )
+
+
+build_blocks_mapping = build_mapping

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locks that the kernel releases however their holder dies.
+
+``flock`` belongs to an open file description, which a forked child shares. A child of a holder
+closes its copy, so that a process that outlives the holder never keeps the lock. Programs that are
+started do not inherit it at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_NOTE_LIMIT = 4096
+
+_open: set[int] = set()
+
+
+def _close_in_child() -> None:
+    # Closing a copy releases nothing as long as the holder has its own.
+    for handle in _open:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Lock:
+    """An advisory lock on a file that is made where it is missing, and never removed.
+
+    ``supported`` is false after :meth:`acquire` where the file system has no locks: everybody then
+    gets the lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.supported = True
+        self._handle: int | None = None
+        self._owner = 0
+
+    def acquire(self, *, shared: bool = False) -> bool:
+        """Take the lock if it is free; returns whether it is held now.
+
+        Raises:
+            OSError: when the file cannot be made.
+        """
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                os.close(handle)
+                raise
+            self.supported = False
+        self._handle, self._owner = handle, os.getpid()
+        _open.add(handle)
+        return True
+
+    def sign(self) -> None:
+        """Leave word of who holds the lock. Raises ``OSError``, e.g. on a full disk."""
+        assert self._handle is not None
+        note = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        text = json.dumps(note).encode()
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, text, 0)
+        os.fsync(self._handle)
+
+    def holder(self) -> str:
+        """Who holds the lock, in words, as far as its holder has signed."""
+        from megatron_ttrace.report.sanitise import clean
+
+        try:
+            with self.path.open("rb") as file:
+                note = json.loads(file.read(_NOTE_LIMIT))
+            pid, host, date = int(note["pid"]), str(note["host"]), str(note["date"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return "another process"
+        return f"process {pid} on {clean(host, 80)} since {clean(date, 40)}"
+
+    def release(self) -> None:
+        """Give the lock back, if this process holds it."""
+        handle, self._handle = self._handle, None
+        if handle is not None and self._owner == os.getpid() and handle in _open:
+            _open.discard(handle)
+            os.close(handle)

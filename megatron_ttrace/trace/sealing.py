@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON files that hold their own checksum, and checksums of other files.
+
+A sealed file begins with the line ``{"checksum": "<32 hexadecimal digits>",``. The digits are the
+XXH3-128 of all bytes that follow this line. Bytes are compared, not values: a flipped bit is
+noticed also where the parsed document would be the same, in the first line as well as after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+CHECKSUM = "checksum"
+_DIGITS = 32
+_BUFFER = 4 << 20
+"""Bytes read at a time: small enough to be hashed while they are in the CPU's cache."""
+_THREADS = 4
+_WORTH_THREADS = 32 << 20
+"""Bytes above which threads cost less than they save."""
+
+
+def _head(body: bytes) -> bytes:
+    return b'{"%s": "%s",\n' % (CHECKSUM.encode(), xxhash.xxh3_128_hexdigest(body).encode())
+
+
+_HEAD_SIZE = len(_head(b""))
+
+
+class SealError(ValueError):
+    """The bytes are not those that were sealed."""
+
+
+def seal_json(document: dict[str, Any], *, indent: int = 1) -> str:
+    """A non-empty JSON object as the text of a sealed file. Its first key is the checksum."""
+    content = {key: value for key, value in document.items() if key != CHECKSUM}
+    body = json.dumps(content, indent=indent)[1:].removeprefix("\n") + "\n"
+    return (_head(body.encode()) + body.encode()).decode()
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether these are the bytes of an undamaged sealed file."""
+    return data[:_HEAD_SIZE] == _head(data[_HEAD_SIZE:])
+
+
+def open_sealed(data: bytes) -> dict[str, Any]:
+    """The document of a sealed file.
+
+    Raises:
+        SealError: when a byte differs from what was sealed.
+    """
+    if not is_sealed(data):
+        raise SealError("its checksum does not match")
+    document: dict[str, Any] = json.loads(data)
+    return document
+
+
+def checksum_of(data: bytes) -> str:
+    """XXH3-128 of some bytes, as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def checksum_of_file(path: Path) -> tuple[int, str]:
+    """Size in bytes and XXH3-128 of a file. Raises ``OSError``."""
+    digest = xxhash.xxh3_128()
+    size = 0
+    buffer = bytearray(_BUFFER)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+            size += count
+    return size, digest.hexdigest()
+
+
+def checksums_of_files(paths: Iterable[Path]) -> list[tuple[int, str]]:
+    """:func:`checksum_of_file` of each path, by several threads. Raises ``OSError``."""
+    listed = list(paths)
+    threads = min(_THREADS, os.cpu_count() or 1, len(listed))
+    if threads <= 1 or sum(path.stat().st_size for path in listed) < _WORTH_THREADS:
+        return [checksum_of_file(path) for path in listed]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(checksum_of_file, listed))

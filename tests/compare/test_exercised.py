@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What did not act is told, what did act is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ttrace.compare.exercised import Observed, Requested, observe, share, unexercised
+from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.records import (
+    CHOICE,
+    SCORES,
+    STEP_LEVEL,
+    Kind,
+    Outcome,
+    TraceKey,
+)
+from megatron_ttrace.trace.sink import WriteSink
+from megatron_ttrace.trace.store import TraceReader, TraceWriter
+from megatron_ttrace.unexercised import NotExercised, Unexercised
+from tests.report.synthetic_report import make_verdict
+
+BUSY = Observed(
+    microbatches=8,
+    norms=(2.5, 0.5),
+    masks_loss=True,
+    restarts_positions=True,
+    hides_documents=True,
+    tokens=(60, 64),
+    experts=8,
+    idle={"a.router": 0, "b.router": 0},
+    dropped=3,
+    gradients=9,
+    updates=True,
+)
+EVERYTHING = Requested(
+    clip=1.0,
+    masks_ends=True,
+    resets_positions=True,
+    resets_attention=True,
+    per_token_loss=True,
+    seq_length=64,
+    window=8,
+    sparse=16,
+    drops_tokens=True,
+    sharded_optimizer=True,
+    overlap=True,
+    buckets=3,
+    final_batch=16,
+    micro_batch=2,
+)
+PP2_DP2 = mesh_of(0, 4, pp=2)
+DP2 = mesh_of(0, 2)
+TP2 = mesh_of(0, 2, tp=2)
+
+
+def told(requested: Requested = EVERYTHING, observed: Observed = BUSY, mesh=PP2_DP2, verdicts=()):
+    """What is not exercised, as words."""
+    return {one.what for one in unexercised(requested, observed, mesh, verdicts)}
+
+
+@pytest.mark.parametrize("mesh", [PP2_DP2, DP2, TP2, mesh_of(0, 2, cp=2)])
+def test_a_job_that_uses_what_it_asks_for_is_told_nothing(mesh) -> None:
+    """Every feature on, every one of them acting; and every feature off."""
+    asked = dataclasses.replace(EVERYTHING, sharded_optimizer=mesh != TP2)
+    assert told(asked, mesh=mesh) == set()
+    assert told(Requested(), Observed(microbatches=8), mesh=mesh) == set()
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen", "mesh", "expected"),
+    [
+        ({}, {}, mesh_of(0, 1), NotExercised(Unexercised.ONE_RANK, 1)),
+        (
+            {"final_batch": 4},
+            {"microbatches": 2},
+            PP2_DP2,
+            NotExercised(Unexercised.SCHEDULE, 1, 2),
+        ),
+        ({}, {"same_batches": True}, DP2, NotExercised(Unexercised.DIFFERENT_DATA, 8)),
+        ({}, {}, TP2, NotExercised(Unexercised.SHARDED_OPTIMIZER, 1)),
+        ({"buckets": 1}, {}, DP2, NotExercised(Unexercised.BUCKETS, 1)),
+        ({"dropout": True}, {}, DP2, NotExercised(Unexercised.DROPOUT)),
+        ({}, {"masks_loss": False}, DP2, NotExercised(Unexercised.LOSS_MASK)),
+        ({}, {"restarts_positions": False}, DP2, NotExercised(Unexercised.POSITION_RESET)),
+        ({}, {"hides_documents": False}, DP2, NotExercised(Unexercised.ATTENTION_RESET)),
+        ({}, {"tokens": (64, 64)}, DP2, NotExercised(Unexercised.TOKEN_WEIGHTS, 64)),
+        ({"window": 63}, {}, DP2, NotExercised(Unexercised.WINDOW, 63, 64)),
+        ({"sparse": 64}, {}, DP2, NotExercised(Unexercised.SPARSE_ATTENTION, 64, 64)),
+        ({"final_batch": 32}, {}, DP2, NotExercised(Unexercised.RAMP_UP, 16, 32)),
+        (
+            {},
+            {"idle": {"a.router": 0, "b.router": 2}},
+            DP2,
+            NotExercised(Unexercised.IDLE_EXPERTS, 2, 8, ("b.router",)),
+        ),
+        ({}, {"dropped": 0}, DP2, NotExercised(Unexercised.CAPACITY)),
+        ({}, {"norms": (0.3, 1.0)}, DP2, NotExercised(Unexercised.CLIP, 1.0, 1.0)),
+        (
+            {},
+            {"zero_gradients": ("w",)},
+            DP2,
+            NotExercised(Unexercised.GRADIENTS, 1, 9, ("w",)),
+        ),
+        ({}, {"updates": False}, DP2, NotExercised(Unexercised.UPDATE)),
+    ],
+)
+def test_each_is_told_by_itself(asked, seen, mesh, expected) -> None:
+    """One feature that did not act: its record, with its numbers, and nothing else."""
+    requested = dataclasses.replace(EVERYTHING, **asked)
+    observed = dataclasses.replace(BUSY, **seen)
+    assert unexercised(requested, observed, mesh) == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen", "mesh"),
+    [
+        # Not asked for.
+        ({"clip": 0.0}, {"norms": (0.3,)}, DP2),
+        ({"masks_ends": False}, {"masks_loss": False}, DP2),
+        ({"overlap": False, "buckets": 1}, {}, DP2),
+        ({"drops_tokens": False}, {"dropped": 0}, DP2),
+        ({"final_batch": 0}, {"microbatches": 2}, DP2),
+        # Not known.
+        ({}, {"masks_loss": None, "hides_documents": None, "restarts_positions": None}, DP2),
+        ({}, {"norms": ()}, DP2),
+        ({}, {"norms": (math.nan,)}, DP2),
+        ({}, {"norms": (0.5, math.inf)}, DP2),
+        ({}, {"dropped": None, "updates": None, "tokens": ()}, DP2),
+        ({"buckets": 0}, {}, DP2),
+        # A later stage of a pipeline has one bucket on purpose.
+        ({"buckets": 1}, {}, PP2_DP2),
+        # Clipped in one of the steps.
+        ({}, {"norms": (0.5, 1.01)}, DP2),
+    ],
+)
+def test_nothing_is_told_without_cause(asked, seen, mesh) -> None:
+    """What nobody asked for, what nobody can know, and what acted once."""
+    assert (
+        told(dataclasses.replace(EVERYTHING, **asked), dataclasses.replace(BUSY, **seen), mesh)
+        == set()
+    )
+
+
+def verdicts(unchecked: int, passed: int, given: int = 0):
+    """Verdicts of a step; ``given`` of them are of tensors that nothing computes."""
+    blind = make_verdict("a", Kind.OUTPUT, verdict=Outcome.UNCHECKED, note="blind: much")
+    start = make_verdict("a", Kind.PARAM, verdict=Outcome.UNCHECKED)
+    good = make_verdict("a", Kind.OUTPUT, verdict=Outcome.PASS)
+    return [blind] * unchecked + [good] * passed + [start] * given
+
+
+def test_the_share_is_of_computed_tensors() -> None:
+    """Start values are given; a share of 1 % is not told, more is."""
+    assert share(verdicts(1, 3, 5)) == (1, 4)
+    assert told(verdicts=verdicts(1, 99, 50)) == set()
+    found = unexercised(EVERYTHING, BUSY, DP2, verdicts(2, 98, 50))
+    assert found == (NotExercised(Unexercised.UNCHECKED, 2, 100),)
+
+
+class Trace:
+    """A reference's trace by hand."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer = TraceWriter(directory, 0)
+        self._moved: dict[TraceKey, Moved] = {}
+        self._dtypes: dict[TraceKey, str] = {}
+
+    def add(self, number: int, kind: Kind, name: str, value: torch.Tensor, index: int = 0) -> None:
+        """One tensor of iteration 1."""
+        WriteSink(self._writer, 1).placed((number, kind, name, index), value, value.shape, ())
+        key = TraceKey(1, number, kind, name, index)
+        self._moved[key] = Moved(value.numel(), float(value.float().norm()), (0.0,))
+        self._dtypes[key] = str(value.dtype).removeprefix("torch.")
+
+    def observe(self, requested: Requested = EVERYTHING) -> Observed:
+        """What the trace shows."""
+        self._writer.close()
+        reader = TraceReader(self._directory, sealed=False)
+        return observe(reader, Tolerances(self._moved, self._dtypes), requested)
+
+
+def causal(boundary: int = 0) -> torch.Tensor:
+    """Megatron's mask of a sample of four tokens; a document ends before ``boundary``."""
+    seen = torch.tril(torch.ones(1, 1, 4, 4))
+    seen[..., boundary:, :boundary] = 0
+    return seen < 0.5
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_batches_are_read(tmp_path: Path, acts: bool) -> None:
+    """Masks and positions act if they do in any of the microbatches."""
+    trace = Trace(tmp_path)
+    for number in range(2):
+        second = acts and number == 1
+        mask, positions = torch.ones(1, 4), torch.arange(4)[None]
+        if second:
+            mask[0, 1] = 0.0
+            positions = torch.tensor([[0, 1, 0, 1]])
+        trace.add(number, Kind.TOKENS, "tokens", torch.full((1, 4), 5 + second))
+        trace.add(number, Kind.TOKENS, "loss_mask", mask)
+        trace.add(number, Kind.TOKENS, "position_ids", positions)
+        trace.add(number, Kind.TOKENS, "attention_mask", causal(2 if second else 0))
+    found = trace.observe()
+    assert found.microbatches == 2
+    assert (found.masks_loss, found.restarts_positions, found.hides_documents) == (acts,) * 3
+    assert found.same_batches is not acts
+    assert found.tokens == ((4, 3) if acts else (4, 4))
+
+
+@pytest.mark.parametrize(("field", "expected"), [("labels", False), ("cu_seqlens", None)])
+def test_a_batch_without_a_mask(tmp_path: Path, field: str, expected: bool | None) -> None:
+    """Megatron's data set then separates no documents; another may do so by other means."""
+    trace = Trace(tmp_path)
+    trace.add(0, Kind.TOKENS, "tokens", torch.zeros(1, 4))
+    trace.add(0, Kind.TOKENS, field, torch.zeros(1, 4))
+    found = trace.observe()
+    assert found.hides_documents is expected
+    assert (found.masks_loss, found.restarts_positions, found.tokens) == (None, None, ())
+    assert not found.same_batches
+
+
+def test_experts_are_counted_over_the_step(tmp_path: Path) -> None:
+    """An expert that one of two microbatches feeds is not idle."""
+    trace = Trace(tmp_path)
+    for number, choice in enumerate([[[0, 1], [1, 0]], [[2, 0], [2, 0]]]):
+        trace.add(number, Kind.ROUTING, "mlp.router", torch.rand(2, 4), SCORES)
+        trace.add(number, Kind.ROUTING, "mlp.router", torch.tensor(choice), CHOICE)
+        trace.add(number, Kind.ROUTING, "mlp.experts", torch.zeros(4 - number, 2))
+    found = trace.observe()
+    assert (found.experts, found.idle, found.dropped) == (4, {"mlp.router": 1}, 1)
+
+
+def test_gradients_and_updates(tmp_path: Path) -> None:
+    """Zero gradients by name; one update is enough."""
+    trace = Trace(tmp_path)
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        trace.add(STEP_LEVEL, Kind.MAIN_GRAD, name, torch.full((3,), value))
+        trace.add(STEP_LEVEL, Kind.PARAM_DELTA, name, torch.full((3,), value))
+    trace.add(STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", torch.tensor(0.25))
+    found = trace.observe()
+    assert (found.gradients, found.zero_gradients, found.updates) == (2, ("a",), True)
+    assert found.norms == (0.25,)
+
+
+ARGS = Namespace(
+    hidden_dropout=0.0,
+    attention_dropout=0.1,
+    clip_grad=1.0,
+    eod_mask_loss=True,
+    reset_position_ids=False,
+    reset_attention_mask=False,
+    calculate_per_token_loss=False,
+    seq_length=64,
+    window_size=(16, 0),
+    experimental_attention_variant=None,
+    dsa_indexer_topk=2048,
+    moe_expert_capacity_factor=None,
+    use_distributed_optimizer=True,
+    overlap_grad_reduce=True,
+    rampup_batch_size=None,
+    global_batch_size=8,
+    micro_batch_size=2,
+)
+
+
+def test_arguments_survive_the_configuration() -> None:
+    """A saved candidate asks for what the running one asked for."""
+    chunk = Namespace(bucket_groups=[1, 2], expert_parallel_bucket_groups=[3])
+    requested = Requested.of(ARGS, [chunk, Namespace()])
+    assert requested == Requested(
+        dropout=True,
+        clip=1.0,
+        masks_ends=True,
+        seq_length=64,
+        window=16,
+        sharded_optimizer=True,
+        overlap=True,
+        buckets=3,
+        micro_batch=2,
+    )
+    assert Requested.from_config({"requested": requested.to_json()}) == requested
+    assert Requested.from_config({}) == Requested()
+
+
+@pytest.mark.parametrize("damaged", ["x", [], {"clip": "1"}, {"window": 1.5}, {"overlap": 1}])
+def test_a_damaged_configuration_is_refused(damaged) -> None:
+    """In one line."""
+    with pytest.raises(TTraceError, match="requested"):
+        Requested.from_config({"requested": damaged})

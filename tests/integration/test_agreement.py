@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks agree over a key-value store; here they are threads that share one."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.integration import agreement
+from megatron_ttrace.integration.agreement import Cause, EndError, GivenUpError, Ranks
+
+SIZE = 3
+
+
+class Lost:
+    """A store whose server is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        def gone(*args: object) -> None:
+            raise RuntimeError("connection reset by peer")
+
+        return gone
+
+
+def on_all(work: Callable[[Ranks], Any], *, timeout: float = 30.0) -> list[Any]:
+    """What each rank returned or raised."""
+    store = dist.HashStore()
+    found: list[Any] = [None] * SIZE
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(Ranks(timeout, store=store, rank=rank, size=SIZE))
+        except TTraceError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(SIZE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a rank hangs"
+    return found
+
+
+def boom() -> None:
+    """What nobody expects."""
+    raise ValueError("one\nbad  thing")
+
+
+def test_all_did() -> None:
+    """Everybody keeps what it made."""
+    assert on_all(lambda ranks: ranks.together("work", lambda: ranks.rank**2)) == [0, 1, 4]
+
+
+def test_one_rank_works_for_all() -> None:
+    """What one found out all hear, whatever JSON it is."""
+    found = on_all(lambda ranks: ranks.from_one(2, "work", lambda: {"of": ranks.rank}))
+    assert found == [{"of": 2}] * SIZE
+
+
+@pytest.mark.parametrize("sick", range(SIZE))
+@pytest.mark.parametrize("where", ["before", "within", "after", "nested"])
+def test_one_failed(sick: int, where: str) -> None:
+    """Wherever it fails: all give up, for its reason, and so do all later points."""
+
+    def work(ranks: Ranks) -> None:
+        def parts() -> None:
+            if ranks.rank == sick and where == "before":
+                boom()
+            ranks.together("one", boom if ranks.rank == sick and where == "within" else None)
+            if ranks.rank == sick and where == "after":
+                boom()
+            ranks.from_one(0, "two", lambda: 1)
+            if ranks.rank == sick and where == "nested":
+                raise TTraceError("choose another")
+
+        with pytest.raises(GivenUpError):
+            ranks.together("all", parts)
+        ranks.together("more")
+
+    began = time.monotonic()
+    found = on_all(work)
+    assert time.monotonic() - began < 10
+    assert all(isinstance(error, GivenUpError) for error in found)
+    assert len({str(error) for error in found}) == 1
+    assert {error.cause.rank for error in found} == {sick}
+    assert "\n" not in str(found[0])
+    assert ("choose another" if where == "nested" else "ValueError: one bad thing") in str(found[0])
+
+
+def test_the_one_that_works_fails() -> None:
+    """The others do not wait for its result."""
+    found = on_all(lambda ranks: ranks.from_one(1, "work", boom))
+    assert {error.cause.rank for error in found} == {1}
+
+
+def test_a_result_that_cannot_be_told() -> None:
+    """An object that is not JSON is a failure like any other."""
+    found = on_all(lambda ranks: ranks.from_one(0, "work", object))
+    assert all(isinstance(error, GivenUpError) for error in found)
+
+
+def test_a_lost_rank() -> None:
+    """Who does not come is named, after the time-out."""
+
+    def work(ranks: Ranks) -> None:
+        if ranks.rank != 1:
+            ranks.together("work")
+
+    found = on_all(work, timeout=0.3)
+    assert found[1] is None
+    assert "no answer from rank 1 within 0 s" in str(found[0])
+    assert isinstance(found[2], GivenUpError)
+
+
+def test_long_work_is_no_lost_rank() -> None:
+    """A rank that says now and then that it lives may take longer than the time-out."""
+    found = on_all(lambda ranks: ranks.from_one(0, "work", lambda: time.sleep(1.5)), timeout=0.5)
+    assert found == [None] * SIZE
+
+
+def test_nobody_trains_on() -> None:
+    """When one cannot put its state back, the others learn that at the next point."""
+
+    def work(ranks: Ranks) -> None:
+        if ranks.rank == 2:
+            raise ranks.end(ValueError("no memory"), "putting back")
+        ranks.together("next")
+
+    found = on_all(work)
+    assert all(isinstance(error, EndError) for error in found)
+    assert len({str(error) for error in found}) == 1
+
+
+def test_a_lost_store() -> None:
+    """The process that kept the store is gone: the job ends, in one line."""
+    ranks = Ranks(30.0, store=Lost(), rank=1, size=SIZE)
+    with pytest.raises(EndError, match="lost the connection"):
+        ranks.together("work")
+    ranks.give_up(ValueError("x"), "work")
+    ranks.farewell()
+
+
+def test_one_rank() -> None:
+    """Nobody to agree with, and no store."""
+    ranks = Ranks(1.0)
+    assert ranks.together("work", lambda: 5) == 5
+    assert ranks.from_one(0, "work", lambda: 6) == 6
+    ranks.all_back()
+    with ranks.watching(), pytest.raises(GivenUpError, match=r"^ValueError: one bad thing$"):
+        ranks.together("work", boom)
+    ranks.farewell()
+
+
+def test_rank_0_goes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the store while others still read."""
+    monkeypatch.setattr(agreement, "_FAREWELL_SECONDS", 20.0)
+    left: list[int] = []
+
+    def work(ranks: Ranks) -> None:
+        time.sleep(0.2 * ranks.rank)
+        ranks.farewell()
+        left.append(ranks.rank)
+
+    on_all(work)
+    assert left[-1] == 0 or left.index(0) >= SIZE - 2
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.integers(0, 9), st.text(), st.text(), st.text(), st.booleans())
+def test_a_cause_travels(rank: int, host: str, what: str, why: str, whole: bool) -> None:
+    """What is announced is what arrives."""
+    cause = Cause(rank, host, what, why, whole)
+    assert Cause.of_message(json.dumps(vars(cause))) == cause
+
+
+@given(json_values)
+def test_what_is_not_a_cause(value: Any) -> None:
+    """Anything else is refused with an ordinary error."""
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        Cause.of_message(json.dumps(value))

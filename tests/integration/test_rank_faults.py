@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank fails at one place: training goes on bit for bit, or the job ends with one line."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import ROOT, SCRIPT, TINY, environment
+
+OURS = "megatron_ttrace"
+HERE = Path(__file__).parent
+
+TENSOR = ("--tensor-model-parallel-size", "2")
+ZERO = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+FSDP = (
+    *("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
+    *("--data-parallel-sharding-strategy", "optim_grads_params"),
+)
+EXPERTS = (
+    *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
+    *("--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "1e-2"),
+)
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+FP8 = (
+    *("--fp8-format", "hybrid", "--bf16", "--transformer-impl", "transformer_engine"),
+    *("--fp8-recipe", "delayed", *TENSOR),
+)
+
+EXIT = (*TENSOR, "--ttrace-exit")
+"""Without ``--ttrace`` this flag does nothing."""
+
+CANDIDATE, SESSION = f"{OURS}.integration.candidate:", f"{OURS}.integration.session:Session."
+SINK, CAPTURE = f"{OURS}.compare.sinks:CompareSink.", f"{OURS}.capture."
+STORE = f"{OURS}.trace.store:"
+
+SHORT = [
+    (ZERO, f"{CANDIDATE}CandidateSession._check@1", "trains"),
+    (ZERO, f"{CAPTURE}step:StepTap._gradients@1", "trains"),
+    (ZERO, f"{CANDIDATE}conclude@1", "trains"),
+    (ZERO, f"{CAPTURE}optimizer:Snapshot.restore@1", "ends"),
+    (ZERO, "megatron.core.models.gpt.gpt_model:GPTModel.forward@1", "ends"),
+]
+
+PLACES = {
+    f"{CANDIDATE}CandidateSession.__init__": "trains",
+    f"{OURS}.integration.shared:require": "trains",
+    f"{STORE}TraceReader.__init__": "trains",
+    f"{OURS}.compare.tolerance:of_reference": "trains",
+    f"{SESSION}begin": "trains",
+    f"{CANDIDATE}CandidateSession._measure_initial": "trains",
+    f"{CAPTURE}batches:Served.__init__": "trains",
+    f"{SESSION}_keep": "trains",
+    f"{CAPTURE}optimizer:Snapshot.__init__": "trains",
+    f"{SESSION}equal_start": "trains",
+    f"{SESSION}_fill": "trains",
+    f"{SESSION}serve": "trains",
+    f"{CANDIDATE}CandidateSession._check": "trains",
+    f"{CANDIDATE}CandidateSession._numbers": "trains",
+    f"{CANDIDATE}match": "trains",
+    f"{SINK}__init__": "trains",
+    f"{SINK}placed": "trains",
+    f"{SINK}tensor": "trains",
+    f"{SINK}repeat": "trains",
+    f"{STORE}TraceReader.tensor": "trains",
+    f"{CAPTURE}modules:ModuleTap._attach": "trains",
+    f"{CAPTURE}modules:ModuleTap.__exit__": "trains",
+    f"{CAPTURE}step:StepTap._gradients": "trains",
+    f"{CAPTURE}step:StepTap._update": "trains",
+    f"{CAPTURE}step:StepTap._losses": "trains",
+    f"{SESSION}_settle": "ends",
+    f"{CAPTURE}optimizer:Snapshot.restore": "ends",
+    f"{CANDIDATE}CandidateSession._findings": "trains",
+    f"{CANDIDATE}encode": "trains",
+    f"{OURS}.integration.channel:gather": "ends",
+    f"{OURS}.integration.channel:buffer": "trains",
+    f"{OURS}.integration.channel:decode": "trains",
+    "megatron.core.models.gpt.gpt_model:GPTModel.forward": "ends",
+}
+"""Functions that run on every rank."""
+
+LONG = [
+    *((ZERO, f"{place}@{rank}", end) for place, end in PLACES.items() for rank in (0, 1)),
+    *((TENSOR, f"{place}@1", end) for place, end in PLACES.items()),
+    (ZERO, f"{CANDIDATE}CandidateSession._prepare_directory@0", "trains"),
+    (ZERO, f"{OURS}.reference.launch:ensure@0", "trains"),
+    (ZERO, f"{CANDIDATE}CandidateSession._publish@1", "trains"),
+    (ZERO, f"{SINK}tensor@1=70", "trains"),
+    (ZERO, f"{CAPTURE}step:StepTap._update@0=2", "trains"),
+    (ZERO, f"{STORE}TraceReader.tensor@1=3!full", "trains"),
+    (ZERO, f"{CANDIDATE}CandidateSession._findings@1!full", "trains"),
+    (ZERO, f"{SESSION}_fill@0!memory", "trains"),
+    (ZERO, f"{CANDIDATE}CandidateSession._check@1!kill", "dies"),
+    (ZERO, f"{OURS}.integration.shared:require@0!kill", "dies"),
+    (EXPERTS, f"{SINK}tensor@1=5", "trains"),
+    (EXPERTS, f"{SINK}positions@1", "trains"),
+    (EXPERTS, f"{CAPTURE}experts:DispatchTap._follow@0", "trains"),
+    (EXPERTS, f"{CAPTURE}experts:RouterTap.remove@1", "trains"),
+    (PIPELINE, f"{SINK}tensor@1=5", "trains"),
+    (PIPELINE, f"{CANDIDATE}CandidateSession._check@0", "trains"),
+    (PIPELINE, "megatron.core.models.gpt.gpt_model:GPTModel.forward@0", "ends"),
+    (FSDP, f"{SESSION}_fill@1", "trains"),
+    (FSDP, f"{SINK}tensor@0=5", "trains"),
+    (FSDP, f"{CAPTURE}optimizer:Snapshot.restore@0", "ends"),
+    (FP8, f"{SINK}replace@1=3", "trains"),
+    (EXIT, f"{CANDIDATE}CandidateSession._check@1", "exits"),
+    (EXIT, f"{SINK}tensor@1=5", "exits"),
+    (EXIT, f"{CANDIDATE}conclude@1", "exits"),
+    (FP8, f"{OURS}.integration.low_precision:restart_scales@1", "trains"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a job left.
+
+    Attributes:
+        codes: exit codes of its ranks.
+        seconds: it took.
+        logs: of its ranks.
+    """
+
+    codes: list[int | None]
+    seconds: float
+    logs: list[str]
+
+    @property
+    def bits(self) -> list[str]:
+        """The losses and gradient norms, to the bit."""
+        return re.findall(r"BITS .*", "\n".join(self.logs))
+
+    def lines(self, ending: str) -> list[set[str]]:
+        """What each rank said of ours that ends so."""
+        return [
+            set(re.findall(rf"^ttrace: (.*); {ending}$", log, re.MULTILINE)) for log in self.logs
+        ]
+
+
+def train(folder: Path, wanted: list[tuple[tuple[str, ...], str]]) -> list[Done]:
+    """Train each layout with its fault; the fault ``untraced`` is training without the checker."""
+    jobs = []
+    for number, (layout, fault) in enumerate(wanted):
+        directory = folder / str(number)
+        traced = ["--ttrace", "--ttrace-no-wandb", "--ttrace-dir", str(directory / "out")]
+        words = [] if fault == "untraced" else [*traced, "--ttrace-iterations", "1-2"]
+        jobs.append(
+            {
+                "directory": str(directory),
+                "limit": 150,
+                "nproc": 2,
+                "script": str(HERE / "faulty.py"),
+                "arguments": [str(SCRIPT), *TINY, *layout, *words],
+                "environment": {
+                    "FAULT": fault if "@" in fault else "",
+                    "TTRACE_CACHE": str(folder / "cache"),
+                },
+            }
+        )
+    folder.mkdir(exist_ok=True)
+    order = folder / "jobs.json"
+    order.write_text(json.dumps(jobs))
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "faults_driver.py"), str(order)],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [Done(**json.loads(line)) for line in ran.stdout.splitlines()]
+
+
+def judge(fault: str, expected: str, done: Done, untraced: Done) -> str:
+    """What is wrong with how a faulty job ended; empty when nothing is."""
+    rank = int(fault.partition("@")[2][0])
+    if "INJECTED" not in done.logs[rank]:
+        return "the fault was never reached"
+    if expected == "trains":
+        said = done.lines("training goes on, UNCHECKED")
+        if done.codes != [0, 0] or done.bits != untraced.bits:
+            return f"codes {done.codes}, losses {done.bits}, not {untraced.bits}"
+        if not said[0] or said[0] != said[rank] or len(said[0]) != 1:
+            return f"told {said}"
+        return "" if f"rank {rank} on " in str(said) or rank == 0 else f"told {said}"
+    if not set(done.bits) <= set(untraced.bits):
+        return f"trained on with other numbers: {done.bits}"
+    if expected == "exits":
+        told = re.search(rf"^ttrace: rank {rank} on .*", done.logs[0], re.MULTILINE)
+        return "" if done.codes == [2, 2] and told else f"codes {done.codes}"
+    if expected == "dies":
+        return "" if not set(done.codes) & {0, 1, "hangs"} else f"codes {done.codes}"
+    if None in done.codes or set(done.codes) & {0, 1, "hangs"}:
+        return f"codes {done.codes}"
+    said = done.lines("the job ends")
+    return "" if len(said[rank]) == 1 else f"told {said}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder, so that references are shared."""
+    return tmp_path_factory.mktemp("faults")
+
+
+def check(folder: Path, cases: list[tuple[tuple[str, ...], str, str]]) -> None:
+    """Run cases with the untraced run of each of their layouts, and judge all of them."""
+    layouts = list(dict.fromkeys(layout for layout, _, _ in cases))
+    wanted = [(layout, "untraced") for layout in layouts]
+    done = train(folder, [*wanted, *((layout, fault) for layout, fault, _ in cases)])
+    plain = dict(zip(layouts, done, strict=False))
+    for run in plain.values():
+        assert run.codes == [0, 0], run.logs
+        assert len(run.bits) == 3
+    wrong, table = [], []
+    for (layout, fault, expected), run in zip(cases, done[len(layouts) :], strict=True):
+        problem = judge(fault, expected, run, plain[layout])
+        table.append(
+            f"{' '.join(layout)[:40]:40} {fault:80} {expected:6} {run.seconds:5.1f} s {problem}"
+        )
+        if problem:
+            tails = "\n".join(log[-1500:] for log in run.logs)
+            wrong.append(f"{' '.join(layout)} {fault}: {problem}\n{tails}")
+    print("\n".join(table))
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_representative_faults(folder: Path) -> None:
+    """In the comparison, in a hook, in the report; restoring; and Megatron's own step."""
+    check(folder, SHORT)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(4))
+def test_faults_everywhere(folder: Path, part: int) -> None:
+    """Every function that all ranks run, on each rank and in several layouts."""
+    check(folder / f"{part}", LONG[part::4])
+
+
+def test_a_judge_that_can_fail() -> None:
+    """Silence, other losses, a hang, a fault that was never reached: each is noticed."""
+    log = "INJECTED\nBITS 1 a\nttrace: rank 1 on x, y: z; training goes on, UNCHECKED\n"
+    good = Done([0, 0], 1.0, [log.replace("INJECTED", ""), log])
+    plain = dataclasses.replace(good, logs=["BITS 1 a", "BITS 1 a"])
+    changed: Callable[..., Done] = lambda **to: dataclasses.replace(good, **to)  # noqa: E731
+    assert judge("f@1", "trains", good, plain) == ""
+    assert judge("f@1", "trains", changed(logs=[log, "BITS 1 a"]), plain)
+    assert judge("f@1", "trains", changed(logs=[log, log.replace(" a", " b")]), plain)
+    assert judge("f@1", "trains", changed(logs=["", log.replace("z;", "z,")]), plain)
+    assert judge("f@1", "trains", changed(codes=[0, 2]), plain)
+    assert judge("f@1", "ends", good, plain)
+    assert judge("f@1", "ends", changed(codes=["hangs"]), plain)
+    assert judge("f@1", "dies", changed(codes=[0, -9], logs=["", "INJECTED"]), plain)
+    assert judge("f@1", "exits", changed(codes=[2, 0]), plain)
+    ends = log.replace("training goes on, UNCHECKED", "the job ends")
+    assert judge("f@1", "ends", changed(codes=[2, 2], logs=[ends, ends]), plain) == ""

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that are interrupted: started in a session of their own, and what is left of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_MARK = "TTRACE_TEST_MARK"
+# A shell without job control starts background jobs with SIGINT ignored; so may be our parent.
+_FRESH = (
+    "import os, signal, sys\n"
+    "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
+    "    signal.signal(number, signal.SIG_DFL)\n"
+    "os.execvp(sys.argv[1], sys.argv[1:])\n"
+)
+
+
+class Command:
+    """A running command, which its descendants carry the mark of."""
+
+    def __init__(self, *words: object, cwd: Path, **more: object) -> None:
+        self.mark = uuid.uuid4().hex
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment |= {_MARK: self.mark, **more.pop("env", {})}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _FRESH, *map(str, words)],
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=more.pop("stdout", subprocess.PIPE),
+            stderr=more.pop("stderr", subprocess.PIPE),
+            text=True,
+            start_new_session=True,
+            **more,
+        )
+
+    def ctrl_c(self) -> None:
+        """As a terminal does: the whole group in the foreground gets it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self, timeout: float = 60) -> tuple[int, str, str]:
+        """Exit code and both outputs."""
+        out, errors = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out or "", errors or ""
+
+    def left(self, seconds: float = 5.0) -> list[str]:
+        """Descendants that still run after so long, with their command lines."""
+        deadline = time.monotonic() + seconds
+        while (found := self.running()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in found]
+
+    def running(self) -> list[int]:
+        """Process ids of everything that carries the mark; zombies do not run."""
+        wanted = f"{_MARK}={self.mark}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                    found += [int(folder.name)] if state not in "ZX" else []
+            except OSError:
+                continue
+        return found

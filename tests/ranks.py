@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tests.ranks N SCRIPT ARGS``: what torchrun does on one machine, by forking.
+
+All ranks' output goes to standard output and to standard error. Exit code 0 when every rank's is,
+else 1, as torchrun's.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_ttrace.launching import forkserver
+from megatron_ttrace.launching.ranks import log_of, run_ranks
+
+
+def main(nproc: int, command: list[str]) -> int:
+    """Run and repeat the logs."""
+    forkserver.preload(Path(command[0]))
+    with tempfile.TemporaryDirectory() as home:
+        codes = run_ranks(nproc, [sys.executable, *command], Path(home), fork=True)
+        for rank in range(nproc):
+            text = log_of(Path(home), rank).read_text(errors="replace")
+            sys.stdout.write(text)
+            sys.stderr.write(text)
+    return int(any(codes) or None in codes)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TTRACE_RUN_ID", None)
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to standard output and error decides no exit code; errors of ours are one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TTRACE = f"{sys.executable} -m megatron_ttrace"
+# A command that prints a lot and answers "diverged"; or does worse.
+TALKS = """
+import sys
+from megatron_ttrace import __main__ as entry
+class Parser:
+    def parse_args(self, argv):
+        return self
+    def run(self, args):
+        {body}
+        return 1
+entry.build_parser = Parser
+sys.exit(entry.main())
+"""
+PRINTS = "print('x' * 99 + '\\n' * 9999); print('told', file=sys.stderr)"
+
+
+def shell(line: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """As a user types it, under ``pipefail``."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def talks(tmp_path: Path, body: str) -> str:
+    """The command line of a command that does this."""
+    (tmp_path / "talks.py").write_text(TALKS.replace("{body}", body))
+    return f"{sys.executable} talks.py"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "errors"),
+    [
+        ("| head -1", "told\n"),
+        (">&-", "told\n"),
+        ("2>&-", ""),
+        (">&- 2>&- <&-", ""),
+        ("> /dev/null 2> /dev/full", ""),
+        (
+            "> /dev/full",
+            "ttrace: WARNING: standard output is lost: No space left on device\ntold\n",
+        ),
+        ("2> >(true)", ""),
+    ],
+)
+def test_the_answer_stands(tmp_path: Path, redirection: str, errors: str) -> None:
+    """Whoever reads it."""
+    done = shell(f"{talks(tmp_path, PRINTS)} {redirection}", tmp_path)
+    assert done.returncode == 1
+    assert sorted(done.stderr.splitlines()) == sorted(errors.splitlines())
+
+
+def test_a_closed_stream_is_not_taken_by_a_file(tmp_path: Path) -> None:
+    """What a command opens must not become its standard output."""
+    body = "f = open('victim', 'w'); import os; os.write(1, b'stray'); f.close()"
+    assert shell(f"{talks(tmp_path, body)} >&-", tmp_path).returncode == 1
+    assert (tmp_path / "victim").read_text() == ""
+
+
+@pytest.mark.parametrize("words", ["--help", "check --help", "--version", "bugs list --json"])
+def test_help_into_a_pipe(tmp_path: Path, words: str) -> None:
+    """Nobody reads it to its end."""
+    done = shell(f"{TTRACE} {words} | true", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_without_unicode(tmp_path: Path) -> None:
+    """A character that it lacks is shown in another way."""
+    body = "print('2 ε')"
+    done = shell(talks(tmp_path, body), tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (1, "2 \\u03b5\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise MemoryError", "MemoryError"),
+        ("sys.exit(1)", "SystemExit: 1"),
+        ("sys.exit(0)", "SystemExit: 0"),
+        ("raise ValueError('\\x1b[31mred')", "ValueError: \\x1b[31mred"),
+    ],
+)
+def test_an_internal_error(tmp_path: Path, body: str, said: str) -> None:
+    """One line without control characters, never exit code 1; the traceback on request."""
+    command = talks(tmp_path, body)
+    done = shell(command, tmp_path)
+    hint = "(set TTRACE_DEBUG=1 for the traceback)"
+    assert (done.returncode, done.stderr) == (2, f"ttrace: internal error: {said} {hint}\n")
+    done = shell(command, tmp_path, TTRACE_DEBUG="1")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+
+
+def test_a_damaged_installation(tmp_path: Path) -> None:
+    """Commands that cannot be imported are no answer either."""
+    (tmp_path / "rich.py").write_text("raise ImportError('no rich')")
+    line = f'{sys.executable} -c \'import sys; sys.path.insert(0, ".")\n'
+    line += "from megatron_ttrace.__main__ import main\nsys.exit(main())' report x"
+    done = shell(line, tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "ttrace: internal error: ImportError: no rich" in done.stderr
