@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from megatron_ttrace.trace.sealing import checksum_of, seal_json
 
 from megatron_ttrace.compare import wire
 from megatron_ttrace.compare.moments import moments_of
@@ -30,6 +29,7 @@ from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.records import Kind, TraceKey
 from megatron_ttrace.report import files
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.sealing import checksum_of, seal_json
 from megatron_ttrace.trace.sink import WriteSink
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.faults.fuzz import mutations
