@@ -239,6 +239,8 @@ def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) 
                 raise codec.CodecError("the same tensor a second time")
             if key not in known:
                 raise codec.CodecError("no such tensor in the trace")
+            if not line.moved:
+                raise codec.CodecError("moved: no replay")
             if line.n == 0 and line.norm:
                 raise codec.CodecError("norm: no element, but a norm")
             moved[key] = Moved(line.n, line.norm, line.moved)

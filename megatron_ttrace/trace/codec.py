@@ -2,9 +2,10 @@
 """Frozen dataclasses to JSON values and back, validated from their type hints.
 
 What is read may have been damaged, or written by somebody else, so nothing is converted: a number
-is no text, a boolean no number, and a field that the record lacks is an error. The exceptions are
-what JSON cannot say: tuples are lists, enumerations their values, and floats that are not finite
-the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
+is no text and a boolean no number. The exceptions are what JSON cannot say: tuples are lists,
+enumerations their values, and floats that are not finite the strings ``"inf"``, ``"-inf"`` and
+``"nan"``. Fields that a record lacks are left out: a file may say more than one record (its run, a
+checksum), and a later version more than this one.
 
 pydantic would do most of this. It refuses lone surrogates, which the names of a foreign model's
 modules may hold, takes lists for tuples strictly only from text, and costs every command 90 ms.
@@ -206,7 +207,6 @@ def _record(wanted: Any) -> Decoder:
         for f, _ in fields
         if f.metadata.get("flat")
     }
-    known = {f.name for f, _ in fields if f.name not in flat}.union(*flat.values())
     required = {
         f.name
         for f, _ in fields
@@ -219,8 +219,6 @@ def _record(wanted: Any) -> Decoder:
             value = {field.name: getattr(value, field.name) for field, _ in fields}
         if not isinstance(value, dict):
             raise _wrong("an object", value)
-        if not known >= value.keys():
-            raise CodecError(f"no such field: {shown(next(iter(value.keys() - known)))}")
         if not value.keys() >= required:
             raise CodecError("is missing", f".{min(required - value.keys())}")
         found = {}

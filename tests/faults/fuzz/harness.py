@@ -58,6 +58,13 @@ class Tally:
         """Whether nothing went wrong."""
         return not (self.tracebacks or self.hangs or self.memory or self.wrong)
 
+    def add(self, other: Tally) -> None:
+        """Count another's inputs as this one's."""
+        for name in ("inputs", "refused", "tracebacks", "hangs", "memory", "wrong", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.places += other.places
+        self.examples = {**other.examples, **self.examples}
+
     def __str__(self) -> str:
         return (
             f"{self.parser:<12} {self.inputs:>7} {self.refused:>8} {self.tracebacks:>10} "

@@ -27,7 +27,9 @@ from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.report import files
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.sealing import checksum_of, seal_json
 from megatron_ttrace.trace.sink import WriteSink
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.faults.fuzz import mutations
@@ -188,13 +190,22 @@ def meta(home: Path, side: str, *, resealed: bool) -> Attempt:
     return attempt
 
 
-def report(home: Path, name: str) -> Attempt:
-    """Damage a file of a report, and show it."""
+def report(home: Path, name: str, *, resealed: bool) -> Attempt:
+    """Damage a file of a report, and show it; resealed, with the right checksums."""
 
     def attempt(dice: random.Random) -> int:
         work = _copy(home)
         path = work / "report" / name
-        path.write_bytes(mutations.damage(path.read_bytes(), dice))
+        if not resealed:
+            path.write_bytes(mutations.damage(path.read_bytes(), dice))
+        elif name == files.VERDICTS:
+            path.write_bytes(mutations.damage(path.read_bytes(), dice))
+            _reseal_report(work / "report", _document(work / "report"))
+        else:
+            found = mutations.change(_document(work / "report"), dice)
+            if not isinstance(found, dict) or not found:
+                return 2
+            _reseal_report(work / "report", found)
         how = dice.choice(([], [], ["--json"], ["--html", str(work / "x.html")]))
         how = [*how, *dice.choice(([], [], ["--junit", str(work / "x.xml")]))]
         return _never_equivalent(command(["report", str(work / "report"), *how]))
@@ -343,8 +354,8 @@ def targets(home: Path) -> dict[str, list[Attempt]]:
         return [make(False), make(True)]
 
     return {
-        "verdicts": [report(home, "verdicts.jsonl")],
-        "summary": [report(home, "summary.json")],
+        "verdicts": both(lambda sealed: report(home, files.VERDICTS, resealed=sealed)),
+        "summary": both(lambda sealed: report(home, files.SUMMARY, resealed=sealed)),
         "tolerances": both(
             lambda sealed: trace_file(home, "reference", "tolerances.jsonl", resealed=sealed)
         ),
@@ -404,6 +415,19 @@ def _unsealed(path: Path) -> dict[str, object]:
 
 def _reseal(directory: Path) -> None:
     seal(directory, _unsealed(directory / "meta.json"))  # type: ignore[arg-type]
+
+
+def _document(directory: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((directory / files.SUMMARY).read_text(encoding="utf-8"))
+    return found
+
+
+def _reseal_report(directory: Path, document: dict[str, object]) -> None:
+    """Write the summary with the checksums of what is there."""
+    if isinstance(sealed := document.get("files"), dict) and files.VERDICTS in sealed:
+        content = (directory / files.VERDICTS).read_bytes()
+        document = {**document, "files": {**sealed, files.VERDICTS: checksum_of(content)}}
+    (directory / files.SUMMARY).write_text(seal_json(document, indent=2), encoding="utf-8")
 
 
 def _header(content: bytes, dice: random.Random) -> bytes | None:
