@@ -74,12 +74,12 @@ class Job:
 
 def prepare(device: str = "auto") -> bool:
     """Import Megatron here when ranks can be forked; returns whether they can."""
-    from megatron_ttrace import cpu
-
-    if not cpu.needed(device):
-        return False
     # Nothing is to be put in order yet, and imports swallow Ctrl-C.
     with signals.abrupt():
+        from megatron_ttrace import cpu
+
+        if not cpu.needed(device):
+            return False
         forkserver.preload()
     return True
 
