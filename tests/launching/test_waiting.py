@@ -89,18 +89,18 @@ def test_a_machine_that_slept(tmp_path: Path, clock: Clock) -> None:
     patience.look([rank(tmp_path)])
 
 
-def job(tmp_path: Path, code: str, **others: object) -> Job:
-    """A job of a tiny script that gives up after a second."""
+def job(tmp_path: Path, code: str, timeout: int = 60, **others: object) -> Job:
+    """A job of a tiny script."""
     script = tmp_path / "train.py"
     script.write_text(code)
-    flags = ("--ttrace-timeout", "1")
+    flags = ("--ttrace-timeout", str(timeout))
     return Job(script=script, arguments=(), directory=tmp_path / "out", flags=flags, **others)
 
 
 def test_ranks_that_hang(tmp_path: Path) -> None:
     """They are ended."""
     with pytest.raises(OutOfTimeError, match=r"rank 0 .*, rank 1 .* said nothing for"):
-        jobs.run(job(tmp_path, SLEEPS, nproc=2), fork=True)
+        jobs.run(job(tmp_path, SLEEPS, timeout=1, nproc=2), fork=True)
     pids = [int(ranks.log_of(tmp_path / "out/logs", number).read_text()) for number in (0, 1)]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
