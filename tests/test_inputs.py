@@ -61,6 +61,6 @@ def test_devices_and_links(tmp_path: Path) -> None:
     inputs.require_regular_folder(tmp_path / "absent")
     with pytest.raises(TTraceError, match="device is a pipe"):
         inputs.require_regular_folder(tmp_path)
+    os.mkfifo(tmp_path / "model")
     with pytest.raises(TTraceError, match="model is a pipe"):
-        os.mkfifo(tmp_path / "model")
         inputs.require_regular_data(argparse.Namespace(tokenizer_model=str(tmp_path / "model")))
