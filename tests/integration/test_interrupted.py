@@ -88,5 +88,5 @@ def test_a_stopped_reference(tmp_path: Path) -> None:
         "if 'reference' in sys.argv: os.kill(os.getpid(), signal.SIGSTOP)\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
     )
-    done = ttrace(*OURS[:-2], "--timeout", "2", "--", script, *TINY, cwd=tmp_path)
+    done = ttrace(*OURS[:-2], "--timeout", "15", "--", script, *TINY, cwd=tmp_path)
     refused(done, "the reference run (pid", "is stopped", "--timeout")
