@@ -70,13 +70,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.install()
     streams.steady()
     code = _guarded(None)
-    # The streams take everything, but what they still hold should not wait for the very end.
+    _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End this process, without the seconds in which an interpreter takes torch down.
+
+    A signal that comes meanwhile would find no handler of ours.
+    """
+    import atexit
+    import threading
+
+    main_thread = threading.main_thread()
+    if any(not one.daemon and one is not main_thread for one in threading.enumerate()):
+        return
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    if signals.received():
-        # Taking down torch and Megatron in an orderly way lasts for seconds on a busy machine.
-        os._exit(code)
-    return code
+    os._exit(code)
 
 
 def _guarded(argv: Sequence[str] | None) -> int:

@@ -201,7 +201,7 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
     console.print(table)
     for row in rows:
         if row.problem:
-            console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {escape(row.problem)}")
+            console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {escape(_clean(row.problem))}")
     good = sum(row.met for row in rows)
     console.print(f"{good} of {len(rows)} cases as expected, in {seconds:.0f} s")
     console.print(_total(suite.totals(rows)), soft_wrap=True)
@@ -226,6 +226,13 @@ def _console() -> Console:
     console = Console()
     # A pipe or a log has no width to keep to.
     return console if console.is_terminal else Console(width=max(console.width, 140))
+
+
+def _clean(text: str) -> str:
+    """The text of an error, a line of a log among it perhaps, as harmless lines."""
+    from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+
+    return "\n".join(clean(line, NOTE_LIMIT) for line in text.splitlines())
 
 
 def _word(value: bool | None) -> str:

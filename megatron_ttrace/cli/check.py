@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ttrace import flags
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.launching import signals
 
 _EPILOG = """\
 example:
@@ -79,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError(f"--nproc-per-node {args.nproc_per_node}: at least 1 rank is needed")
     ours, theirs = _split(args, script[1:])
     flags.settings_from_args(ours)
-    from megatron_ttrace.integration import shared
-    from megatron_ttrace.launching import job as jobs
+    with signals.abrupt():
+        from megatron_ttrace.integration import shared
+        from megatron_ttrace.launching import job as jobs
 
     shared.require_free(Path(ours.ttrace_dir))
     say = _silent if args.quiet or args.json else _progress()

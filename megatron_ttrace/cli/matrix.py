@@ -131,6 +131,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 def _check(one: Configuration, seed: int, args: argparse.Namespace, *, fork: bool) -> Row:
     from megatron_ttrace.launching import job as jobs
     from megatron_ttrace.report import files
+    from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
     from megatron_ttrace.resources import launch_dir
 
     name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
@@ -149,7 +150,9 @@ def _check(one: Configuration, seed: int, args: argparse.Namespace, *, fork: boo
         verdicts = files.load_report(directory)[1]
     except TTraceError as error:
         seconds = time.monotonic() - began
-        return Row(name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, str(error))
+        # A log's last lines belong to some errors, and their text is foreign.
+        why = clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)
+        return Row(name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, why)
     worst = max(verdicts, key=_margin)
     return Row(
         name=name,

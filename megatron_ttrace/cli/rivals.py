@@ -133,6 +133,8 @@ def _described(found: Collected, table: list[Line]) -> dict[str, Any]:
 
 
 def _show(found: Collected, table: list[Line]) -> None:
+    from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+
     print(
         f"{len(found.cases)} cases of known bugs; {len(found.healthy)} healthy runs, "
         f"{found.compared:,} tensors"
@@ -146,7 +148,8 @@ def _show(found: Collected, table: list[Line]) -> None:
             f"| {len(line.alarmed)} | {line.false_tensors:,} |"
         )
     for problem in found.problems:
-        print(f"could not be run: {problem}", file=sys.stderr)
+        told = clean(" / ".join(problem.splitlines()), NOTE_LIMIT)
+        print(f"could not be run: {told}", file=sys.stderr)
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -83,8 +83,6 @@ def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: 
     code = 1
     try:
         tether.die_with(parent)
-        signals.reset()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
         os.setpgid(0, 0)
         # A group in the background that reads from the terminal is stopped.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -93,6 +91,9 @@ def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: 
             os.dup2(output, stream)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        # Not before: Ctrl-C that came while this was still the terminal's group ends up in the log.
+        signals.reset()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
         os.environ.clear()
         os.environ.update(environment)
         _, script, *arguments = command

@@ -81,12 +81,12 @@ def prepare(device: str = "auto", script: Path | None = None) -> bool:
         device: of the job.
         script: whose Megatron it is; by default that of our own ``pretrain_gpt.py``.
     """
-    from megatron_ttrace import cpu
-
-    if not cpu.needed(device):
-        return False
     # Nothing is to be put in order yet, and imports swallow Ctrl-C.
     with signals.abrupt():
+        from megatron_ttrace import cpu
+
+        if not cpu.needed(device):
+            return False
         forkserver.preload(script or launch_dir() / "pretrain_gpt.py")
     return True
 

@@ -20,7 +20,7 @@ from types import FrameType
 from megatron_ttrace.streams import tell
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_SECONDS = 3.0
 _WORDS = {signal.SIGINT: "interrupted"}
 
 

@@ -110,14 +110,14 @@ def test_nothing_hangs_on_the_id(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_bug_no_culprit(tmp_path: Path) -> None:
-    """With a patch that changes nothing the same case must be found equivalent: exit code 1."""
+    """With a patch that changes nothing the same case must be found equivalent: exit code 2."""
     catalogue = tmp_path / "bugs"
     catalogue.mkdir()
     one_layout(catalogue, "01-tp-embedding-mask.toml", harmless=True)
     code, output, errors = ttrace(
         catalogue, "bugs", "run", "01", "--json", "--directory", str(tmp_path / "out")
     )
-    assert code == 1, errors
+    assert code == 2, errors
     (row,) = rows(output)
     assert (row["healthy"], row["detected"], row["met"]) == (True, False, False)
     assert row["problem"] == "found equivalent"

@@ -5,11 +5,13 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SCRIPT, TINY, ttrace
+from tests.integration.jobs import SCRIPT, TINY, environment, ttrace
 
 ALARM = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -41,8 +43,23 @@ def check(cwd: Path, *ours: object, nproc: int = 1, job: list[str] | None = None
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a complete reference and a complete candidate of the tiny job."""
     home = tmp_path_factory.mktemp("traced")
-    done = check(home, "--ttrace-save-candidate")
+    words = (
+        *(sys.executable, "-m", "megatron_ttrace", "check", "--quiet", "--ttrace-no-wandb"),
+        *("--ttrace-save-candidate", "--", SCRIPT, *TINY),
+    )
+    # Whoever reads the report decides nothing: its pipe is closed after one line.
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", '"$@" | head -1', "bash", *map(str, words)],
+        cwd=home,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("ttrace  equivalent")
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
     return home / "ttrace-out"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.cli.matrix import Row, _surprises
+from megatron_ttrace.cli.matrix import Row, _exit_code
 from megatron_ttrace.data import text
 from megatron_ttrace.matrix.configurations import arguments_of, configurations, select
 from megatron_ttrace.matrix.documents import uneven_documents
@@ -56,14 +56,18 @@ def test_documents_are_uneven(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "finding", "surprise"),
+    ("rows", "code"),
     [
-        (Result.EQUIVALENT, "", False),
-        (Result.DIVERGED, "", True),
-        (Result.DIVERGED, "MTP and CP", False),
-        (Result.EQUIVALENT, "MTP and CP", True),
+        ([(Result.EQUIVALENT, "")], 0),
+        ([(Result.DIVERGED, "finding 3")], 0),
+        ([(Result.EQUIVALENT, ""), (Result.DIVERGED, "")], 1),
+        ([(Result.COULD_NOT_CHECK, ""), (Result.DIVERGED, "")], 1),
+        ([(Result.COULD_NOT_CHECK, "")], 2),
+        ([(Result.EQUIVALENT, "finding 3")], 2),
+        ([(Result.COULD_NOT_CHECK, "finding 3")], 2),
     ],
 )
-def test_a_finding_must_be_found(verdict, finding, surprise):
-    """One that does not show any more is as much of an alarm as a new one."""
-    assert _surprises(Row("x", verdict, 1, 0, 0.0, "", 0.0, finding=finding)) is surprise
+def test_exit_code(rows: list[tuple[Result, str]], code: int) -> None:
+    """1 for a healthy job that diverged only; a finding that is not found is outdated."""
+    found = [Row("x", verdict, 1, 0, 0.0, "", 0.0, finding=finding) for verdict, finding in rows]
+    assert _exit_code(found) == code

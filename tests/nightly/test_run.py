@@ -61,11 +61,11 @@ def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missed_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command says so with exit code 1, which is an answer and no gap."""
+    """The command says so with exit code 2, and its rows say why: no gap."""
     missed = bug_row(met=False, detected=False, problem="found equivalent")
-    play(monkeypatch, bugs=rows_program([missed], code=1))
+    play(monkeypatch, bugs=rows_program([missed], code=2))
     night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
-    assert night.exit_code == ExitCode.DIVERGED
+    assert night.exit_code == ExitCode.COULD_NOT_CHECK
     assert [gap.by_choice for gap in night.gaps] == [True, True]
 
 

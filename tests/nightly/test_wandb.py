@@ -59,7 +59,7 @@ def test_a_bad_night(tmp_path: Path) -> None:
     assert table["columns"] == list(sink.COLUMNS)
     assert len(table["data"]) == len(month(3)[-1].cases)
     assert table["data"][0][:3] == ["bugs", "01 tp-embedding-mask [TP 2]", "missed"]
-    assert fields["nightly/exit_code"] == 1
+    assert fields["nightly/exit_code"] == 2
     assert fields["nightly/bugs/missed"] == 1
     assert fields["nightly/weakest_culprit_margin"] == pytest.approx(5.3)
     assert fields["nightly/mutation_score"] == pytest.approx(0.953)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C and worse, at moments of a real check: one line, the right exit code, nothing left."""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SCRIPT, TINY, ttrace
+from tests.integration.test_bad_input import refused
+from tests.launching.commands import Command
+
+OURS = ("check", "--ttrace-no-wandb", "--nproc-per-node", "2")
+LAYOUT = ("--tensor-model-parallel-size", "2")
+
+
+def start(tmp_path: Path) -> Command:
+    """A check of two ranks."""
+    words = (sys.executable, "-m", "megatron_ttrace", *OURS, "--", SCRIPT, *TINY, *LAYOUT)
+    return Command(*words, cwd=tmp_path)
+
+
+def until_there(command: Command, path: Path) -> None:
+    """Wait for a file or folder."""
+    while not path.exists():
+        assert command.process.poll() is None
+        time.sleep(0.001)
+
+
+def interrupted(command: Command) -> None:
+    """It ends as it must."""
+    command.ctrl_c()
+    code, _, errors = command.end()
+    assert (code, errors.splitlines()[-1]) == (130, "ttrace: interrupted")
+    assert "Traceback" not in errors
+    assert command.left() == []
+
+
+@pytest.mark.parametrize("when", ["logs", "reference.log"])
+def test_ctrl_c(tmp_path: Path, when: str) -> None:
+    """While ranks are forked; while the reference runs."""
+    command = start(tmp_path)
+    until_there(command, tmp_path / "ttrace-out" / when)
+    interrupted(command)
+
+
+@pytest.mark.nightly
+def test_ctrl_c_at_any_moment(tmp_path: Path) -> None:
+    """Twenty moments, half of them counted from the first fork."""
+    moments = random.Random(1)
+    for number in range(20):
+        home = tmp_path / str(number)
+        home.mkdir()
+        command = start(home)
+        if number % 2:
+            until_there(command, home / "ttrace-out" / "logs")
+            time.sleep(moments.choice([0, 0.002, 0.01, 0.05, moments.uniform(0, 5)]))
+        else:
+            # Before that Python itself starts.
+            time.sleep(moments.uniform(1.0, 10.0))
+        if command.process.poll() is None:
+            command.ctrl_c()
+        code, _, errors = command.end()
+        # -2: the last instructions of the interpreter; a shell calls that 130, too.
+        assert code in (0, 130, -signal.SIGINT)
+        assert "Traceback" not in errors
+        assert command.left() == []
+
+
+def test_data_from_a_pipe(tmp_path: Path) -> None:
+    """Opening it would wait without end."""
+    os.mkfifo(tmp_path / "text.bin")
+    (tmp_path / "text.idx").write_text("")
+    job = [word for word in TINY if word != "--mock-data"]
+    done = ttrace(*OURS[:-2], "--", SCRIPT, *job, "--data-path", "text", cwd=tmp_path)
+    refused(done, "text.bin is a pipe, a socket or a device, not a regular file")
+
+
+def test_a_stopped_reference(tmp_path: Path) -> None:
+    """It is named and ended when its time is up."""
+    script = tmp_path / "stops.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "if 'reference' in sys.argv: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        # Not runpy: the reference run is of the script that argv names.
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        f"exec(compile(open({str(SCRIPT)!r}).read(), {str(SCRIPT)!r}, 'exec'))\n"
+    )
+    done = ttrace(*OURS[:-2], "--timeout", "15", "--", script, *TINY, cwd=tmp_path)
+    refused(done, "the reference run (pid", "is stopped", "--timeout")
