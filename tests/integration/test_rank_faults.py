@@ -25,6 +25,7 @@ FSDP = (
 EXPERTS = (
     *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "1e-2"),
+    "--disable-bias-linear",
 )
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 FP8 = (
