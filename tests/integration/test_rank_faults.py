@@ -102,6 +102,8 @@ LONG = [
     (EXPERTS, f"{SINK}positions@1", "trains"),
     (EXPERTS, f"{CAPTURE}experts:DispatchTap._follow@0", "trains"),
     (EXPERTS, f"{CAPTURE}experts:RouterTap.remove@1", "trains"),
+    (EXPERTS, f"{CAPTURE}experts:RouterTap.remove@0=always", "ends"),
+    (EXPERTS, f"{CAPTURE}modules:ModuleTap.__exit__@1", "trains"),
     (PIPELINE, f"{SINK}tensor@1=5", "trains"),
     (PIPELINE, f"{CANDIDATE}CandidateSession._check@0", "trains"),
     (PIPELINE, "megatron.core.models.gpt.gpt_model:GPTModel.forward@0", "ends"),
