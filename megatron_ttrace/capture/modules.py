@@ -138,8 +138,8 @@ class ModuleTap:
             except Exception as error:  # noqa: BLE001 - raised below
                 stuck.append((handle, error))
         self._handles = [handle for handle, _ in stuck]
-        for _, error in stuck:
-            raise error
+        if stuck:
+            raise stuck[0][1]
 
     def _attach(self, state: _ChunkState, name: str, module: torch.nn.Module, names: Names) -> None:
         is_root = name == ROOT

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with one function of the checker made to fail on one rank.
 
-``FAULT=module:Class.function@rank`` in the environment; ``=N`` after it for the N-th call, ``=always`` for all, and
-``!name`` for another kind of failure: ``kill``, ``full`` (no space left), ``memory``. The losses
-are printed by ``bits.py``.
+``FAULT=module:Class.function@rank`` in the environment; ``=N`` after it for the N-th call,
+``=always`` for all, and ``!name`` for another kind of failure: ``kill``, ``full`` (no space left),
+``memory``. The losses are printed by ``bits.py``.
 """
 
 import errno

@@ -87,7 +87,8 @@ PLACES = {
 
 LONG = [
     *((ZERO, f"{place}@{rank}", end) for place, end in PLACES.items() for rank in (0, 1)),
-    *((TENSOR, f"{place}@1", end) for place, end in PLACES.items()),
+    # Only the first tensor-parallel rank has batches to match.
+    *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
     (ZERO, f"{CANDIDATE}CandidateSession._prepare_directory@0", "trains"),
     (ZERO, f"{OURS}.reference.launch:ensure@0", "trains"),
     (ZERO, f"{CANDIDATE}CandidateSession._publish@1", "trains"),
