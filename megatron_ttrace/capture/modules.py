@@ -26,7 +26,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -119,15 +118,28 @@ class ModuleTap:
                 for name, module in names.modules.items():
                     self._attach(state, name, module, names)
         except BaseException:
-            self.__exit__()
+            self.detach()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with ExitStack() as stack:  # the others are removed also when one cannot be
-            for handle in self._handles:
-                stack.callback(handle.remove)
-            self._handles.clear()
+        self.detach()
+
+    def detach(self) -> None:
+        """Remove all hooks; what could not be removed is tried again by another call.
+
+        Raises:
+            Exception: the first error, after all others were removed.
+        """
+        stuck: list[tuple[Any, Exception]] = []
+        for handle in self._handles:
+            try:
+                handle.remove()
+            except Exception as error:  # noqa: BLE001 - raised below
+                stuck.append((handle, error))
+        self._handles = [handle for handle, _ in stuck]
+        if stuck:
+            raise stuck[0][1]
 
     def _attach(self, state: _ChunkState, name: str, module: torch.nn.Module, names: Names) -> None:
         is_root = name == ROOT

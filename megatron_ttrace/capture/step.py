@@ -96,6 +96,11 @@ class StepTap:
         self._settle = settle
         self._ready = ready
         self._failed = False
+        self._tap = ModuleTap(model.names, sink, microbatches, self._error)
+
+    def detach(self) -> None:
+        """Remove what hooks :meth:`run` could not remove. Raises what prevents it."""
+        self._tap.detach()
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run one training step and capture it; returns what the step returned."""
@@ -111,7 +116,7 @@ class StepTap:
             self._attempt(self._update, before or {}, result)
             return result
 
-        with ModuleTap(self._model.names, self._sink, self._microbatches, self._error):
+        with self._tap:
             self._attempt(self._parameters, 0)
             self._ready()
             optimizer.step = traced_step

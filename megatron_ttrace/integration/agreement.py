@@ -143,6 +143,9 @@ class Ranks:
             raise
         except Exception as error:
             raise self.give_up(error, what) from error
+        except BaseException as error:
+            self.give_up(error, what)  # interrupted: the others need not wait
+            raise
         self._arrive("check", what)
         return value
 

@@ -60,9 +60,16 @@ class _Watch:
         self._settings = settings
         self._session: Any = None
         self._step = 0
+        self._agreed: Ranks | None = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        # Not earlier: the process group must exist. Not twice: points are numbered.
+        if self._agreed is None:
+            self._agreed = Ranks(self._settings.timeout)
+        return self._agreed
 
     def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._ranks = Ranks(self._settings.timeout)
         session = self._attempt("preparing the check", self._make_session)
         result = original(*args, **kwargs)
         if session is not None:

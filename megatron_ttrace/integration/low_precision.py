@@ -50,8 +50,8 @@ def equal_scales(args: Any, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> It
         yield
         return
     kept = fp8.ScalesKept(chunks)
-    scale = restart_scales(args, chunks, mesh)
     try:
+        scale = restart_scales(args, chunks, mesh)
         if te.emulated():
             from megatron_ttrace.cpu.te.fp8_modules import backward_scales_from
 

@@ -27,15 +27,15 @@ def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     ``torch.nn.Dropout`` modules, TransformerEngine keeps ``attention_dropout``.
     """
     changed: list[tuple[Any, str, Any]] = []
-    for chunk in chunks:
-        for module in chunk.modules():
-            names = ["p"] if isinstance(module, torch.nn.Dropout) else _DROPOUT_ATTRIBUTES
-            for name in names:
-                value = getattr(module, name, None)
-                if isinstance(value, float) and value > 0:
-                    changed.append((module, name, value))
-                    setattr(module, name, 0.0)
     try:
+        for chunk in chunks:
+            for module in chunk.modules():
+                names = ["p"] if isinstance(module, torch.nn.Dropout) else _DROPOUT_ATTRIBUTES
+                for name in names:
+                    value = getattr(module, name, None)
+                    if isinstance(value, float) and value > 0:
+                        changed.append((module, name, value))
+                        setattr(module, name, 0.0)
         yield
     finally:
         for module, name, value in changed:
@@ -53,9 +53,9 @@ def one_attempt() -> Iterator[None]:
 
     machine = get_rerun_state_machine()
     before = dict(vars(machine))
-    machine.mode = RerunMode.DISABLED
-    machine.validate_result = _accept
     try:
+        machine.mode = RerunMode.DISABLED
+        machine.validate_result = _accept
         yield
     finally:
         vars(machine).clear()
@@ -67,9 +67,9 @@ def metrics_kept() -> Iterator[None]:
     """What a rehearsal adds to metrics that are logged with the step (MoE, MTP) is dropped."""
     trackers = list(_trackers())
     kept = [dict(tracker) for tracker in trackers]
-    for tracker in trackers:
-        tracker.clear()
     try:
+        for tracker in trackers:
+            tracker.clear()
         yield
     finally:
         for tracker, values in zip(trackers, kept, strict=True):

@@ -49,6 +49,7 @@ class Session:
         self.not_initial = ""
         self._model: TracedModel | None = None
         self._scheduler: Any = None
+        self._kept = ExitStack()
 
     @property
     def model(self) -> TracedModel:
@@ -156,14 +157,16 @@ class Session:
             GivenUpError: on every rank, when tracing failed on any.
             EndError: when Megatron's own step failed.
         """
-        StepTap(
+        tap = StepTap(
             self.model,
             sink,
             microbatches,
             self._tracing_failed,
             self._settle,
             lambda: self.ranks.together("attaching to the model", self._refuse),
-        ).run(lambda: self.step(run))
+        )
+        self._kept.callback(tap.detach)
+        tap.run(lambda: self.step(run))
         self.ranks.together("tracing", self._refuse)
 
     def step(self, run: Callable[[], Any]) -> Any:
@@ -189,6 +192,7 @@ class Session:
         """
         with self.ranks.watching(), ExitStack() as kept:
             try:
+                self._kept = kept
                 self._keep(kept, restore=restore)
                 yield
             except EndError:

@@ -404,8 +404,11 @@ def test_one_hook_that_cannot_be_removed_keeps_no_other():
 
     model = Model()
     tap = tapped([model], Recorder())
-    with pytest.raises(RuntimeError, match="stuck"), tap:
-        tap._handles[:] = [Stuck(), *tap._handles, Stuck()]
+    tap.__enter__()
+    tap._handles = [Stuck(), *tap._handles, Stuck()]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="stuck"):
+            tap.__exit__()
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with one function of the checker made to fail on one rank.
 
-``FAULT=module:Class.function@rank`` in the environment; ``=N`` after it for the N-th call, and
-``!name`` for another kind of failure: ``kill``, ``full`` (no space left), ``memory``. The losses
-are printed by ``bits.py``.
+``FAULT=module:Class.function@rank`` in the environment; ``=N`` after it for the N-th call,
+``=always`` for all, and ``!name`` for another kind of failure: ``kill``, ``full`` (no space left),
+``memory``. The losses are printed by ``bits.py``.
 """
 
 import errno
@@ -38,7 +38,7 @@ def fail(kind: str) -> None:
 
 def inject(fault: str) -> None:
     """Replace the function on its rank."""
-    pattern = r"([\w.]+):([\w.]+)@(\d+)(?:=(\d+))?(?:!(\w+))?"
+    pattern = r"([\w.]+):([\w.]+)@(\d+)(?:=(\w+))?(?:!(\w+))?"
     module, path, rank, number, kind = re.fullmatch(pattern, fault).groups()
     owner = importlib.import_module(module)
     *outer, name = path.split(".")
@@ -51,7 +51,8 @@ def inject(fault: str) -> None:
     def failing(*args, **kwargs):
         nonlocal calls
         calls += 1
-        if int(os.environ["RANK"]) == int(rank) and calls == int(number or 1):
+        now = number == "always" or calls == int(number or 1)
+        if now and int(os.environ["RANK"]) == int(rank):
             print("INJECTED", fault, flush=True)
             fail(kind or "")
         return original(*args, **kwargs)

@@ -95,6 +95,25 @@ def test_one_failed(sick: int, where: str) -> None:
     assert ("choose another" if where == "nested" else "ValueError: one bad thing") in str(found[0])
 
 
+def test_an_interrupted_rank() -> None:
+    """It ends as it was told to, and the others do not wait for it."""
+
+    def stop() -> None:
+        raise SystemExit(3)
+
+    def work(ranks: Ranks) -> str:
+        if ranks.rank != 1:
+            ranks.together("work")
+        with pytest.raises(SystemExit):
+            ranks.together("work", stop)
+        return "left"
+
+    first, interrupted, last = on_all(work)
+    assert interrupted == "left"
+    assert isinstance(first, GivenUpError)
+    assert "SystemExit: 3" in str(last)
+
+
 def test_the_one_that_works_fails() -> None:
     """The others do not wait for its result."""
     found = on_all(lambda ranks: ranks.from_one(1, "work", boom))

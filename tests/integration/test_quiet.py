@@ -57,3 +57,21 @@ def test_logged_metrics_of_experts_are_not_added_to():
         tracker.record("aux", torch.tensor(3.0), 1, 2)
     assert tracker.metrics["aux"].values.tolist() == [2.0, 0.0]
     tracker.clear()
+
+
+def test_dropout_is_put_back_when_switching_it_off_fails():
+    """Some modules are changed already."""
+    import torch
+
+    class Stubborn(torch.nn.Dropout):
+        """Its probability cannot be set to zero."""
+
+        def __setattr__(self, name, value):
+            if name == "p" and value == 0.0:
+                raise RuntimeError("read-only")
+            super().__setattr__(name, value)
+
+    model = torch.nn.Sequential(torch.nn.Dropout(0.25), Stubborn(0.5))
+    with pytest.raises(RuntimeError, match="read-only"), quiet.without_dropout([model]):
+        pass
+    assert [module.p for module in model] == [0.25, 0.5]

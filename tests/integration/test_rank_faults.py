@@ -25,6 +25,7 @@ FSDP = (
 EXPERTS = (
     *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "1e-2"),
+    "--disable-bias-linear",
 )
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 FP8 = (
@@ -86,7 +87,8 @@ PLACES = {
 
 LONG = [
     *((ZERO, f"{place}@{rank}", end) for place, end in PLACES.items() for rank in (0, 1)),
-    *((TENSOR, f"{place}@1", end) for place, end in PLACES.items()),
+    # Only the first tensor-parallel rank has batches to match.
+    *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
     (ZERO, f"{CANDIDATE}CandidateSession._prepare_directory@0", "trains"),
     (ZERO, f"{OURS}.reference.launch:ensure@0", "trains"),
     (ZERO, f"{CANDIDATE}CandidateSession._publish@1", "trains"),
@@ -101,6 +103,8 @@ LONG = [
     (EXPERTS, f"{SINK}positions@1", "trains"),
     (EXPERTS, f"{CAPTURE}experts:DispatchTap._follow@0", "trains"),
     (EXPERTS, f"{CAPTURE}experts:RouterTap.remove@1", "trains"),
+    (EXPERTS, f"{CAPTURE}experts:RouterTap.remove@0=always", "ends"),
+    (EXPERTS, f"{CAPTURE}modules:ModuleTap.__exit__@1", "trains"),
     (PIPELINE, f"{SINK}tensor@1=5", "trains"),
     (PIPELINE, f"{CANDIDATE}CandidateSession._check@0", "trains"),
     (PIPELINE, "megatron.core.models.gpt.gpt_model:GPTModel.forward@0", "ends"),
