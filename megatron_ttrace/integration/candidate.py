@@ -225,7 +225,7 @@ class CandidateSession(Session):
     def _find_reference(self, started: dict[str, Any] | None) -> None:
         began = time.monotonic()
         directory, checksum = self._agree(
-            lambda: launch.announcement(launch.ensure(self.args, self.settings, started=started)),
+            lambda: launch.ensure(self.args, self.settings, started=started),
             "the reference run",
         )
         self._reference = TraceReader(Path(directory), announced=checksum)

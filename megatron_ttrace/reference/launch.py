@@ -43,8 +43,8 @@ Runner = Callable[[Sequence[str], dict[str, str], Path, float], int]
 
 def ensure(
     args: argparse.Namespace, settings: Settings, *, started: dict[str, Any] | None = None
-) -> Path:
-    """The directory of a reference trace that fits this candidate. Called on rank 0 only.
+) -> tuple[str, str]:
+    """Find or make a reference trace that fits this candidate. Called on rank 0 only.
 
     Args:
         args: the candidate's validated arguments.
@@ -52,14 +52,17 @@ def ensure(
         started: where the candidate's start state lies and where in the data and the schedule it
             stands, when it began from a checkpoint.
 
+    Returns:
+        Its directory, and the checksum of the ``meta.json`` that was verified with all its files.
+
     Raises:
-        TTraceError: when a given reference does not fit, or making one failed.
+        TTraceError: when a given reference does not fit or is damaged, or making one failed.
     """
     wanted = fingerprint.identity(args, settings)
     if started is not None:
         wanted["start"] = {name: value for name, value in started.items() if name != "directory"}
     if settings.reference is not None:
-        meta = read_meta(settings.reference)
+        meta = verify(settings.reference)
         theirs = meta.get("identity", {})
         other = fingerprint.other_megatron(wanted, theirs)
         if other and not settings.allow_other_megatron:
@@ -73,8 +76,7 @@ def ensure(
                 + "; ".join(different[:3])
                 + ". Leave the flag out to make a fitting one"
             )
-        verify(settings.reference)
-        return settings.reference
+        return str(settings.reference), str(meta[CHECKSUM])
     directory = settings.directory / "reference"
     name = fingerprint.digest(wanted)
 
@@ -82,20 +84,18 @@ def ensure(
         _make(aside, name, wanted, args, settings, started)
 
     cache = os.environ.get("TTRACE_CACHE")
-    if cache and _obtain(Path(cache) / name, name, make, settings.timeout):
+    checksum = _obtain(Path(cache) / name, name, make, settings.timeout) if cache else None
+    if cache and checksum is not None:
         _link(directory, Path(cache) / name)
-    elif not _obtain(directory, name, make, settings.timeout):
+    else:
+        checksum = _obtain(directory, name, make, settings.timeout)
+    if checksum is None:
         raise TTraceError(f"{directory} is being made by another run: choose another --ttrace-dir")
-    return directory
+    return str(directory), checksum
 
 
-def announcement(directory: Path) -> tuple[str, str]:
-    """What rank 0 tells the others of the reference it verified: its place and its checksum."""
-    return str(directory), str(read_meta(directory)[CHECKSUM])
-
-
-def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float) -> bool:
-    """Find a reference at ``home`` or make one there; false when others kept it locked too long.
+def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float) -> str | None:
+    """Find a reference at ``home`` or make one there.
 
     Args:
         home: where it belongs.
@@ -103,23 +103,27 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
         make: makes it in a directory that it is given.
         patience: seconds to wait for another run that is making the same one.
 
+    Returns:
+        The checksum of its ``meta.json``; ``None`` when another run kept it locked too long.
+
     Raises:
         TTraceError: when it cannot be made.
     """
-    if _flaw(home, name) is None:
+    checksum, _ = _look(home, name)
+    if checksum:
         print(f"ttrace: using the reference made earlier ({name})", flush=True)
-        return True
+        return checksum
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         lock = Lock(home.parent / f".{home.name}.lock")
         if not _wait(lock, name, patience):
-            return False
+            return None
         try:
             lock.sign()
-            flaw = _flaw(home, name)
-            if flaw is None:
+            checksum, flaw = _look(home, name)
+            if checksum:
                 print(f"ttrace: using the reference made meanwhile ({name})", flush=True)
-                return True
+                return checksum
             if flaw:
                 print(f"ttrace: the reference made earlier is of no use: {flaw}", flush=True)
             _require_ours(home)
@@ -127,10 +131,9 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
             aside = home.parent / f".{home.name}{_BUILDING}{shared.run_id()}"
             try:
                 make(aside)
-                _move(aside, home, name)
+                return _move(aside, home, name)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
-            return True
         finally:
             lock.release()
     except OSError as error:
@@ -140,15 +143,18 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
         ) from error
 
 
-def _flaw(home: Path, name: str) -> str | None:
-    """Why a reference cannot be used; ``None`` when it can, empty when there is none."""
+def _look(home: Path, name: str) -> tuple[str, str]:
+    """The checksum of a reference that was verified and fits, else empty and what is wrong.
+
+    Nothing is wrong where there is none, or one of another configuration.
+    """
     try:
         if read_meta(home).get("fingerprint") != name:
-            return ""
-        verify(home)
+            return "", ""
+        meta = verify(home)
     except TTraceError as error:
-        return str(error) if (home / META).exists() else ""
-    return None
+        return "", str(error) if (home / META).exists() else ""
+    return (str(meta[CHECKSUM]), "") if meta.get("fingerprint") == name else ("", "")
 
 
 def _wait(lock: Lock, name: str, patience: float) -> bool:
@@ -188,8 +194,17 @@ def _sweep(parent: Path, own: str) -> None:
             lock.release()
 
 
-def _move(aside: Path, home: Path, name: str) -> None:
-    """Put a finished reference in its place. What was there is moved away, never changed."""
+def _move(aside: Path, home: Path, name: str) -> str:
+    """Verify a finished reference and put it in its place; returns its checksum.
+
+    What was there is moved away, never changed.
+    """
+    checksum, flaw = _look(aside, name)
+    if not checksum:
+        raise TTraceError(
+            "the reference run ended without a complete trace: "
+            + (flaw or f"{aside} holds no trace of this job")
+        )
     old = home.with_name(f".{home.name}{_OLD}{shared.run_id()}")
     if home.is_symlink():
         home.unlink()
@@ -199,9 +214,11 @@ def _move(aside: Path, home: Path, name: str) -> None:
         aside.rename(home)
     except OSError:
         # Where the file system has no locks another process may have been faster.
-        if _flaw(home, name) is not None:
+        checksum, _ = _look(home, name)
+        if not checksum:
             raise
     shutil.rmtree(old, ignore_errors=True)
+    return checksum
 
 
 def _make(
@@ -246,11 +263,8 @@ def _make(
         raise TTraceError(
             f"the reference run {how_it_ended(code)}; its last lines, from {log}:\n" + tail(log)
         )
-    if (flaw := _flaw(home, name)) is not None:
-        raise TTraceError(
-            f"the reference run ended without a complete trace ({flaw or 'no meta.json'}); "
-            f"see {log}"
-        )
+    if not (home / META).exists():
+        raise TTraceError(f"the reference run ended without a complete trace; see {log}")
     print(f"ttrace: reference made in {time.monotonic() - began:.1f} s", flush=True)
 
 

@@ -42,6 +42,7 @@ def verdict(out: Path) -> str:
     return str(json.loads((out / "summary.json").read_text())["verdict"])
 
 
+@pytest.mark.nightly
 def test_one_directory(tmp_path: Path) -> None:
     """The second check is refused at once; the first, faulty one ends as it would alone."""
     out = tmp_path / "out"

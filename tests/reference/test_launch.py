@@ -15,7 +15,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.records import Kind, TraceKey
 from megatron_ttrace.reference import launch
 from megatron_ttrace.trace.locks import Lock
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal, verify
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
 NAME = "0123456789abcdef"
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a")
@@ -40,8 +40,11 @@ class Maker:
 
 
 def obtain(home: Path, make: Callable[[Path], None], patience: float = 5.0) -> bool:
-    """Find or make."""
-    return launch._obtain(home, NAME, make, patience)
+    """Find or make; what is returned stands for the very trace that lies there."""
+    checksum = launch._obtain(home, NAME, make, patience)
+    if checksum is not None:
+        assert TraceReader(home, announced=checksum).checksum == checksum
+    return checksum is not None
 
 
 def value_of(home: Path) -> float:
@@ -245,11 +248,3 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(TTraceError, match="cannot be written") as caught:
         obtain(tmp_path / "file" / NAME, Maker())
     assert "\n" not in str(caught.value)
-
-
-def test_the_announcement(tmp_path: Path) -> None:
-    """The place and the checksum by which the other ranks know what rank 0 verified."""
-    Maker()(tmp_path / NAME)
-    directory, checksum = launch.announcement(tmp_path / NAME)
-    assert TraceReader(Path(directory), announced=checksum).checksum == checksum
-    assert verify(tmp_path / NAME) == read_meta(tmp_path / NAME)
