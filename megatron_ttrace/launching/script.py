@@ -41,7 +41,8 @@ def command(script: str | Path, arguments: Sequence[str] = ()) -> list[str]:
 
 def search_path(script: str | Path) -> list[str]:
     """The ``sys.path`` of ``python SCRIPT`` in this environment and directory."""
-    safe, base = _interpreter(os.environ.get("PYTHONPATH"), os.environ.get("PYTHONSAFEPATH"))
+    names = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "PYTHONNOUSERSITE")
+    safe, base = _interpreter(os.getcwd(), tuple(os.environ.get(name) for name in names))
     return [*base] if safe else [_folder(script), *base]
 
 
@@ -57,7 +58,7 @@ def origins(path: Sequence[str]) -> dict[str, str]:
         for name in MEGATRON:
             spec = _find(name, inside) if inside else None
             if spec is not None and spec.origin is not None:
-                found[name] = os.path.realpath(spec.origin)
+                found[name] = _located(spec.origin)
     return found
 
 
@@ -65,7 +66,7 @@ def imported() -> dict[str, str]:
     """The files that the packages of Megatron were imported from in this process."""
     modules = {name: sys.modules.get(name) for name in MEGATRON}
     files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
-    return {name: os.path.realpath(file) for name, file in files.items() if file}
+    return {name: _located(file) for name, file in files.items() if file}
 
 
 def shadowed(script: str | Path, path: Sequence[str]) -> str:
@@ -83,9 +84,7 @@ def shadowed(script: str | Path, path: Sequence[str]) -> str:
             # A folder without __init__.py gives way to a real package anywhere on the path.
             if spec is None or spec.origin is None:
                 continue
-            if os.path.realpath(getattr(module, "__file__", None) or "") != os.path.realpath(
-                spec.origin
-            ):
+            if _located(getattr(module, "__file__", None) or "") != _located(spec.origin):
                 return name
     return ""
 
@@ -176,18 +175,24 @@ def _as_search_path(path: Sequence[str]) -> Iterator[None]:
         sys.path[:] = before
 
 
+def _located(file: str) -> str:
+    """One spelling of a path. A link to a file stays: what lies around it may be different."""
+    folder, name = os.path.split(os.path.abspath(file))
+    return os.path.join(os.path.realpath(folder), name)
+
+
 def _folder(script: str | Path) -> str:
     """The first entry of ``sys.path``: the script's folder, with symbolic links resolved."""
     return os.path.dirname(os.path.realpath(script))
 
 
 @functools.cache
-def _interpreter(pythonpath: str | None, safe_path: str | None) -> tuple[bool, tuple[str, ...]]:
+def _interpreter(directory: str, variables: tuple[str | None, ...]) -> tuple[bool, tuple[str, ...]]:
     """Whether the script's folder is left out, and the rest of a fresh interpreter's path.
 
     The interpreter is asked: this process was started in another way than a script is.
     """
-    del pythonpath, safe_path  # they are in the environment; here they are the key of the cache
+    del directory, variables  # a child process has them; here they are the key of the cache
     code = "import json, sys; print(json.dumps([sys.flags.safe_path, sys.path]))"
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True

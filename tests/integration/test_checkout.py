@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A script in a checkout is checked with the Megatron of that checkout."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SCRIPT, TINY, our_lines, ttrace
+
+ENABLE = "import megatron_ttrace\n\nmegatron_ttrace.enable()"
+PLACE = "        output_bias = self.bias if self.skip_bias_add else None\n"
+FAULT = """\
+        from megatron.core import parallel_state
+
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            output = output * 1.01
+"""
+
+
+def make_checkout(root: Path) -> Path:
+    """The installed Megatron without its compiled helper, and a script that knows nothing of us."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    installed = Path(spec.origin).parents[1]
+    shutil.copytree(installed, root / "megatron", ignore=shutil.ignore_patterns("*.so"))
+    text = SCRIPT.read_text()
+    assert ENABLE in text
+    (root / "pretrain_gpt.py").write_text(text.replace(ENABLE, "import beside\n"))
+    (root / "beside.py").touch()
+    return root / "pretrain_gpt.py"
+
+
+def plant(root: Path) -> None:
+    """Scale the output of column-parallel layers, with tensor parallelism only."""
+    file = root / "megatron" / "core" / "tensor_parallel" / "layers.py"
+    before, after = file.read_text().split("class ColumnParallelLinear", 1)
+    assert PLACE in after
+    after = after.replace(PLACE, FAULT + PLACE, 1)
+    file.write_text(f"{before}class ColumnParallelLinear{after}")
+
+
+def check(
+    script: object, directory: Path, *flags: object, cwd: Path
+) -> subprocess.CompletedProcess[str]:
+    """Check a tiny job with two tensor-parallel ranks."""
+    words = ["check", "--nproc-per-node", 2, "--ttrace-dir", directory, *flags, "--", script]
+    return ttrace(*words, *TINY, "--tensor-model-parallel-size", 2, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout that was found equivalent; its check lies in ``out``."""
+    root = tmp_path_factory.mktemp("healthy")
+    make_checkout(root / "tree")
+    done = check("tree/pretrain_gpt.py", root / "out", cwd=root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkout with a fault."""
+    root = tmp_path_factory.mktemp("faulty") / "tree"
+    make_checkout(root)
+    plant(root)
+    return root
+
+
+def test_healthy(healthy: Path) -> None:
+    """The run that was found equivalent is that of the checkout, and can be repeated."""
+    run = json.loads((healthy / "out" / "summary.json").read_text())["run"]
+    assert run["megatron"]["path"] == str(healthy / "tree" / "megatron")
+    assert run["megatron"]["commit"] == ""
+    assert "+" not in run["megatron"]["version"]
+    assert run["script"] == str(healthy / "tree" / "pretrain_gpt.py")
+    assert "check" in run["command"]
+    assert run["seed"] == 1234
+    page = (healthy / "out" / "report.html").read_text()
+    assert str(healthy / "tree" / "megatron") in page
+
+
+def test_faulty(faulty: Path, tmp_path: Path) -> None:
+    """From any directory, through a symbolic link: diverged, and the checkout is named."""
+    (tmp_path / "link.py").symlink_to(faulty / "pretrain_gpt.py")
+    done = check("link.py", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["run"]["megatron"]["path"] == str(faulty / "megatron")
+    assert "linear_qkv" in summary["culprits"][0]["name"]
+    # Lines are wrapped at 80 columns.
+    assert str(faulty / "megatron") in "".join(done.stdout.split())
+
+
+def test_reference_of_another_megatron(healthy: Path, faulty: Path, tmp_path: Path) -> None:
+    """Refused in one line that names both."""
+    flags = ["--ttrace-reference", healthy / "out" / "reference"]
+    done = check(faulty / "pretrain_gpt.py", tmp_path / "out", *flags, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    [line] = our_lines(done.stderr)
+    assert "made by another Megatron, 0.1" in line
+    assert str(healthy / "tree") in line
+    assert str(faulty) in line
+    assert "--ttrace-allow-other-megatron" in line
+
+
+@pytest.mark.nightly
+def test_fresh_processes(faulty: Path, tmp_path: Path) -> None:
+    """Without the fork server the same Megatron is checked."""
+    done = check(faulty / "pretrain_gpt.py", tmp_path / "out", "--no-fork", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["run"]["megatron"]["path"] == str(faulty / "megatron")
+
+
+@pytest.mark.nightly
+def test_a_script_that_moves_to_another_megatron(
+    healthy: Path, faulty: Path, tmp_path: Path
+) -> None:
+    """What was imported for it is not what it would import: refused, with the way out."""
+    script = tmp_path / "train.py"
+    text = (healthy / "tree" / "pretrain_gpt.py").read_text()
+    lines = f'import sys\n\nsys.path.insert(0, "{faulty}")\n'
+    script.write_text(text.replace("import dataclasses\n", f"{lines}import dataclasses\n", 1))
+    (tmp_path / "beside.py").touch()
+    done = check(script, tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    [line] = our_lines(done.stderr)
+    assert f"PYTHONPATH={faulty}" in line

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says about itself is true, and gives no secret away."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.integration import provenance
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git as somebody."""
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", folder, *who, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_commit_of_a_checkout(tmp_path: Path) -> None:
+    """Its commit and whether it is dirty; an untracked file inside it has neither."""
+    tracked, other = tmp_path / "a" / "one.py", tmp_path / "a" / "two.py"
+    tracked.parent.mkdir()
+    tracked.touch()
+    assert provenance.commit_of(tracked) == ("", False)
+    git(tmp_path, "init")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "one")
+    other.touch()
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert provenance.commit_of(tracked) == (head, False)
+    assert provenance.commit_of(other) == ("", False)
+    tracked.write_text("changed")
+    assert provenance.commit_of(tracked) == (head, True)
+
+
+def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent or hanging, git fails no run."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance.commit_of(Path(__file__)) == ("", False)
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(provenance, "_GIT_SECONDS", 0.2)
+    assert provenance.commit_of(Path(__file__)) == ("", False)
+
+
+def test_no_secret_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the environment nor of the command line."""
+    variables = {
+        "NVTE_FUSED_ATTN": "0",
+        "TORCH_HUB_TOKEN": "hidden",
+        "TTRACE_API_KEY": "hidden",
+        "WANDB_API_KEY": "hidden",
+        "TTRACE_CACHE": "/c",
+    }
+    chosen = provenance._chosen(variables, provenance._NAMES, provenance._PREFIXES)
+    assert chosen == {"NVTE_FUSED_ATTN": "0", "TTRACE_CACHE": "/c"}
+    words = ["--hf-token", "hidden", "--wandb-api-key=hidden", "--tokenizer-type", "x"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *words])
+    assert json.loads(provenance.command_line()) == [
+        *("python", "train.py", "--hf-token", "***", "--wandb-api-key=***"),
+        *("--tokenizer-type", "x"),
+    ]
