@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import socket
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -88,9 +89,9 @@ def train(
 
     Returns their exit codes (``None``: ended by us), and whether the job hung.
     """
-    from megatron_ttrace.reference.launch import free_port
-
-    port = str(free_port())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     ranks = [
         Started(
             Command(
