@@ -23,8 +23,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.faults import baseline, harness
-from tests.faults.faults import Family, Fault, choose, representative
-from tests.faults.harness import Experiment, Problem, Row
+from tests.faults.drawing import choose, representative
+from tests.faults.faults import Family, Fault
+from tests.faults.harness import Experiment
+from tests.faults.judging import Problem, Row
 from tests.faults.processes import ROOT, adopt_orphans, warm
 
 COLUMNS = {

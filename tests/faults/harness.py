@@ -8,19 +8,16 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import time
-from enum import StrEnum
 from pathlib import Path
 
 from tests.faults import baseline, training
 from tests.faults.baseline import Baseline, check
 from tests.faults.faults import (
     Damage,
-    Family,
     Fault,
     Fill,
     Full,
@@ -28,12 +25,10 @@ from tests.faults.faults import (
     Hostile,
     InTheWay,
     Limit,
-    Promise,
     Raise,
     ReadOnly,
     Signal,
     Stop,
-    Stream,
     Target,
     Thing,
     Two,
@@ -41,52 +36,14 @@ from tests.faults.faults import (
     Vanishing,
     Where,
 )
+from tests.faults.judging import Problem, Row, of_command, of_training, text
 from tests.faults.processes import Command, Started, bury
 
 LIMIT = 60.0
 COLD_LIMIT = 150.0
 """Seconds after which a run counts as hanging; a cold start reads a thousand modules first."""
 ORPHAN_SECONDS = 5.0
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_LINE = re.compile(r"^ttrace: .", re.MULTILINE)
-_GAVE_UP = re.compile(r"(?im)^ttrace.*(unchecked|could not|not check|fail)")
 _ROOM_KIB = 16 << 10
-
-
-class Problem(StrEnum):
-    """How a promise was broken."""
-
-    WRONG_EQUIVALENT = "a faulty candidate passed"
-    FALSE_ALARM = "a healthy candidate diverged"
-    HARMED = "harmed"
-    HANG = "hung"
-    ORPHAN = "processes left behind"
-    EXIT_CODE = "exit code"
-    NO_LINE = "no line that says why"
-    REASON = "the line does not say what happened"
-    TRACEBACK = "traceback"
-    CONTROL = "control characters"
-    SUMMARY = "no report that agrees with the exit code"
-    RERUN = "the next run in the same directory fails"
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What became of one fault. ``problems``: name of the :class:`Problem`, and details."""
-
-    id: str
-    family: Family
-    what: str
-    injected: bool
-    codes: tuple[int | None, ...]
-    problems: tuple[tuple[Problem, str], ...]
-    said: str
-    seconds: float
-
-    @property
-    def kept(self) -> bool:
-        """Whether all was as promised."""
-        return self.injected and not self.problems
 
 
 class Experiment:
@@ -271,7 +228,7 @@ class Experiment:
         place.parent.mkdir(parents=True, exist_ok=True)
         victim = self.home / "victim"
         victim.mkdir()
-        (victim / "precious.txt").write_text("precious")
+        (victim / "precious.txt").writetext("precious")
         if action.thing is Thing.OUTSIDE_DIRECTORY and action.name == "reference":
             # A complete trace of another configuration: somebody's cache entry.
             entry = next((self.base.folder / "other").iterdir())
@@ -281,9 +238,9 @@ class Experiment:
         match action.thing:
             case Thing.DIRECTORY:
                 place.mkdir()
-                (place / "file").write_text("")
+                (place / "file").writetext("")
             case Thing.FILE:
-                place.write_text("")
+                place.writetext("")
             case Thing.FIFO:
                 os.mkfifo(place)
             case _:
@@ -377,20 +334,15 @@ class Experiment:
         )
         self.codes += codes
         self.injected = mark.is_file()
-        logs = sorted(self.home.glob("rank-*.std*.txt"))
-        self._judge_training(codes, hung, "".join(map(_text, logs)))
-
-    def _judge_training(self, codes: list[int | None], hung: bool, said: str) -> None:
-        logged = baseline.bits_of(self.home)
-        if hung:
-            self._problem(Problem.HANG, f"exit codes {codes}")
-        ended = any(code != 0 for code in codes)
-        if logged != self.base.bits[: len(logged)] or (not ended and logged != self.base.bits):
-            self._problem(Problem.HARMED, f"losses {logged}, not {self.base.bits}")
-        if self.injected and not _GAVE_UP.search(said):
-            self._problem(Problem.NO_LINE, said[-300:])
-        if "Traceback (most recent call last)" in said:
-            self._problem(Problem.TRACEBACK, said[-300:])
+        if self.injected or hung:
+            logs = sorted(self.home.glob("rank-*.std*.txt"))
+            self.problems += of_training(
+                codes,
+                hung=hung,
+                said="".join(map(text, logs)),
+                logged=baseline.bits_of(self.home),
+                expected=self.base.bits,
+            )
 
     def _two(self, action: Two) -> None:
         caches = action.share is Where.CACHE
@@ -458,36 +410,11 @@ class Experiment:
             self._problem(Problem.ORPHAN, "; ".join(left))
 
     def _judge(self, started: Started, *, faulty: bool, report: bool) -> None:
-        code = started.code
-        self.codes.append(code)
-        if code is None:
-            self._problem(
-                Problem.HANG, f"still running after {time.monotonic() - started.began:.0f} s"
-            )
-            return
-        command, promise = started.command, self.fault.promise
-        right = 1 if faulty else 0
-        stdout, stderr = (_text(command.output(stream)) for stream in ("stdout", "stderr"))
-        self._said = " | ".join(filter(None, [self._said, stderr.strip()[:400]]))
-        if code == 1 - right:
-            wrong = Problem.WRONG_EQUIVALENT if faulty else Problem.FALSE_ALARM
-            self._problem(wrong, f"exit code {code}")
-        elif not (code in promise.codes or (promise.verdict and code == right)):
-            self._problem(Problem.EXIT_CODE, f"{code}, promised {_promised(promise, right)}")
-        if code in (0, 1) and report:
-            problem = _report_problem(command, code)
-            if problem:
-                self._problem(Problem.SUMMARY, problem)
-        if code == 2 and command.stderr is Stream.FILE:
-            if len(_LINE.findall(stderr)) != 1:
-                self._problem(Problem.NO_LINE, stderr[-300:])
-            elif promise.reason and not re.search(promise.reason, stderr):
-                self._problem(Problem.REASON, stderr[-300:])
-        if "Traceback (most recent call last)" in stdout + stderr:
-            self._problem(Problem.TRACEBACK, stderr[-300:])
-        strange = _CONTROL.search(stdout + stderr)
-        if strange:
-            self._problem(Problem.CONTROL, repr(strange[0]))
+        self.codes.append(started.code)
+        said = text(started.command.output("stderr")).strip()[:400]
+        self._said = " | ".join(filter(None, [self._said, said]))
+        promise = self.fault.promise
+        self.problems += of_command(started, promise, faulty=faulty, report=report)
 
     def _rerun(self) -> None:
         """A healthy check in the same directory, after whatever happened."""
@@ -496,7 +423,7 @@ class Experiment:
         started.wait(LIMIT)
         bury(ORPHAN_SECONDS)
         if started.code != 0:
-            said = _text(started.command.output("stderr"))
+            said = text(started.command.output("stderr"))
             self._problem(Problem.RERUN, f"exit code {started.code}: {said[-300:]}")
 
     def _problem(self, kind: Problem, details: str) -> None:
@@ -524,37 +451,9 @@ def own_mounts() -> bool:
     return True
 
 
-def _promised(promise: Promise, right: int) -> list[int]:
-    return sorted({*promise.codes, *([right] if promise.verdict else [])})
-
-
-def _report_problem(command: Command, code: int) -> str:
-    """Why the report in a command's directory does not support its exit code."""
-    from megatron_ttrace.errors import TTraceError
-    from megatron_ttrace.report import files
-
-    flag = "--output" if "--output" in command.words else "--ttrace-dir"
-    directory = command.home / command.words[command.words.index(flag) + 1]
-    try:
-        summary, verdicts = files.load_report(directory)
-    except (TTraceError, OSError) as error:
-        return str(error)[:300]
-    failed = any(verdict.verdict.is_failure for verdict in verdicts)
-    if int(summary.verdict.exit_code) != code or failed != bool(code) or not verdicts:
-        return f"the summary says {summary.verdict}, {len(verdicts)} verdicts, exit code {code}"
-    return ""
-
-
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         digest.update(f"{path}\0".encode())
         digest.update(path.read_bytes() if path.is_file() else b"")
     return digest.hexdigest()
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -13,8 +13,10 @@ import pytest
 
 from tests.faults import baseline, campaign
 from tests.faults.baseline import Baseline
-from tests.faults.faults import Family, Fault, Promise, Signal, Target, choose, representative
-from tests.faults.harness import Experiment, Problem, Row
+from tests.faults.drawing import choose, representative
+from tests.faults.faults import Family, Fault, Promise, Signal, Stream, Target
+from tests.faults.harness import Experiment
+from tests.faults.judging import Problem, Row
 from tests.faults.processes import ROOT, Command, Started
 
 SEED = 1
@@ -159,8 +161,6 @@ def test_a_hang(tmp_path: Path) -> None:
 
 def test_streams(tmp_path: Path) -> None:
     """A full output is an error of its own, as with any Python program."""
-    from tests.faults.faults import Stream
-
     assert started(tmp_path, "print('x')", stdout=Stream.FULL).code == 120
     assert started(tmp_path, "print('x')", stdout=Stream.CLOSED).code == 0
 
