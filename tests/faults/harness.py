@@ -228,7 +228,7 @@ class Experiment:
         place.parent.mkdir(parents=True, exist_ok=True)
         victim = self.home / "victim"
         victim.mkdir()
-        (victim / "precious.txt").writetext("precious")
+        (victim / "precious.txt").write_text("precious")
         if action.thing is Thing.OUTSIDE_DIRECTORY and action.name == "reference":
             # A complete trace of another configuration: somebody's cache entry.
             entry = next((self.base.folder / "other").iterdir())
@@ -238,9 +238,9 @@ class Experiment:
         match action.thing:
             case Thing.DIRECTORY:
                 place.mkdir()
-                (place / "file").writetext("")
+                (place / "file").write_text("")
             case Thing.FILE:
-                place.writetext("")
+                place.write_text("")
             case Thing.FIFO:
                 os.mkfifo(place)
             case _:

@@ -151,6 +151,6 @@ def report_problem(command: Command, code: int) -> str:
 
 def text(file: Path) -> str:
     try:
-        return file.readtext(encoding="utf-8", errors="replace")
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
