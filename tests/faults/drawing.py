@@ -158,7 +158,7 @@ def _disk(chooser: _Chooser) -> None:
         *(Vanish(how, numbers.uniform(0.05, 0.9)) for how in Vanishing for _ in range(2)),
         *(Limit(round(2 ** numbers.uniform(10, 20))) for _ in range(4)),
     ]
-    written = ("summary.json", "verdicts.jsonl", "report.html", "junit.xml", ".ttrace-run")
+    written = ("summary.json", "verdicts.jsonl", "report.html", "junit.xml", ".ttrace-run", ".lock")
     for name in written:
         thing = numbers.choice([one for one in Thing if one is not Thing.FILE])
         actions.append(InTheWay(name, thing))
@@ -166,7 +166,7 @@ def _disk(chooser: _Chooser) -> None:
     actions.append(InTheWay("reference", Thing.OUTSIDE_DIRECTORY))
     folders = (Thing.FILE, Thing.DANGLING, Thing.LOOP, Thing.FIFO)
     for name in ("candidate", "logs", "reference", "", "reference.log", "logs/rank-00001.log"):
-        thing = numbers.choice(folders if "log/" not in name else (*folders, Thing.FULL))
+        thing = numbers.choice((*folders, Thing.FULL) if name.endswith(".log") else folders)
         actions.append(InTheWay(name, thing))
     for number, action in enumerate(actions):
         chooser.add(

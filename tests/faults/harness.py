@@ -231,7 +231,7 @@ class Experiment:
         (victim / "precious.txt").write_text("precious")
         if action.thing is Thing.OUTSIDE_DIRECTORY and action.name == "reference":
             # A complete trace of another configuration: somebody's cache entry.
-            entry = next((self.base.folder / "other").iterdir())
+            entry = _entry(self.base.folder / "other")
             shutil.copytree(entry, victim, dirs_exist_ok=True)
         if place.exists():
             place.rmdir()
@@ -261,7 +261,7 @@ class Experiment:
     def _damage(self, action: Damage) -> None:
         if not action.offline:
             command = self._check()
-            trace = next((self.home / "cache").iterdir())
+            trace = _entry(self.home / "cache")
         else:
             name = "faulty" if self.fault.faulty else "healthy"
             for side in ("reference", "candidate"):
@@ -449,6 +449,11 @@ def own_mounts() -> bool:
     except (OSError, subprocess.CalledProcessError):
         return False
     return True
+
+
+def _entry(cache: Path) -> Path:
+    """The one reference in a cache."""
+    return next(path.parent for path in sorted(cache.glob("*/meta.json")))
 
 
 def _digest(folder: Path) -> str:
