@@ -27,7 +27,7 @@ from tests.faults.drawing import choose, representative
 from tests.faults.faults import Family, Fault
 from tests.faults.harness import Experiment
 from tests.faults.judging import Problem, Row
-from tests.faults.processes import ROOT, adopt_orphans, warm
+from tests.faults.processes import ROOT, adopt_orphans, die_with_parent, warm
 
 COLUMNS = {
     "wrong equivalent": (Problem.WRONG_EQUIVALENT,),
@@ -121,6 +121,7 @@ def run(faults: Sequence[Fault], out: Path, jobs: int) -> list[Row]:
 def _work(faults: Sequence[Fault], base: baseline.Baseline, out: Path, reading: int) -> None:
     """A worker: takes faults until none is left. Never returns."""
     try:
+        die_with_parent()
         adopt_orphans()
         mounts = harness.own_mounts()
         while order := os.read(reading, 4):

@@ -28,7 +28,7 @@ from typing import Any
 from tests.faults.faults import Stream, Target
 
 ROOT = Path(__file__).resolve().parents[2]
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.02
 
 
@@ -146,6 +146,11 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def die_with_parent() -> None:
+    """Leave nothing behind when the campaign itself is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def descendants(root: int) -> list[int]:
     """Living processes below one; zombies do not count."""
     children: dict[int, list[tuple[int, str]]] = {}
@@ -203,6 +208,7 @@ def _become(command: Command) -> None:
     code = 1
     try:
         os.setsid()
+        die_with_parent()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
