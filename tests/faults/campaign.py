@@ -161,7 +161,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     began = time.monotonic()
-    rows = run(faults, args.out.resolve(), args.jobs)
+    try:
+        rows = run(faults, args.out.resolve(), args.jobs)
+    except baseline.NoBaselineError as error:
+        print(f"no fault was injected: without one, {error}", file=sys.stderr)
+        return 2
     lines = table(rows)
     (args.out / "table.md").write_text(markdown(lines), encoding="utf-8")
     about = {"seed": args.seed, "seconds": round(time.monotonic() - began), "families": lines}
