@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start commands as forks of a process that has Megatron imported, and see what they leave behind.
+
+A command that is started so behaves as one that a shell started (session, streams, signals, exit
+code), except that its imports are free.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import importlib
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.faults.faults import Stream, Target
+
+ROOT = Path(__file__).resolve().parents[2]
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_POLL_SECONDS = 0.02
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """What to start: the ``ttrace`` command with these words, or a training script.
+
+    Attributes:
+        words: arguments, without the program.
+        home: working directory, where ``stdout.txt`` and ``stderr.txt`` are written as ``name``.
+        script: train with this script instead of running ``ttrace``.
+        variables: changes to the environment; ``None`` removes a variable.
+        limit: most bytes a file may grow to, or ``None``.
+        cold: a fresh interpreter instead of a fork.
+    """
+
+    words: tuple[str, ...]
+    home: Path
+    name: str = "run"
+    script: Path | None = None
+    variables: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    stdin: Stream = Stream.FILE
+    stdout: Stream = Stream.FILE
+    stderr: Stream = Stream.FILE
+    limit: int | None = None
+    cold: bool = False
+
+    def output(self, stream: str) -> Path:
+        """The file that a stream is written to."""
+        return self.home / f"{self.name}.{stream}.txt"
+
+
+class Started:
+    """A running command, the first process of a session of its own."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.began = time.monotonic()
+        self.ended: float | None = None
+        self.code: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            _become(command)
+
+    def poll(self) -> int | None:
+        """The exit code, once there is one; negative for a signal."""
+        if self.code is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            if found:
+                self.code = os.waitstatus_to_exitcode(status)
+                self.ended = time.monotonic()
+        return self.code
+
+    def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for the end or a condition; returns whether it ended."""
+        deadline = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < deadline and not until():
+            time.sleep(_POLL_SECONDS)
+        return self.code is not None
+
+    def find(self, target: Target) -> int | None:
+        """The process id of a part of this command's job."""
+        if target in (Target.LAUNCHER, Target.GROUP):
+            return self.pid
+        log = {
+            Target.RANK0: "rank-00000.log",
+            Target.RANK1: "rank-00001.log",
+            Target.REFERENCE: "reference.log",
+        }[target]
+        for pid in descendants(self.pid):
+            with contextlib.suppress(OSError):
+                if Path(os.readlink(f"/proc/{pid}/fd/1")).name == log:
+                    return pid
+        return None
+
+
+def warm() -> None:
+    """Import in this process what the commands need, and what they would compute anew each time."""
+    import argparse
+    import functools
+    import inspect
+
+    from megatron_ttrace import cpu
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    cpu.activate()
+    import torch
+
+    torch.set_num_threads(1)
+    # Half of a small job is Megatron's parser, which reads its help texts out of its own source.
+    inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
+    import megatron.core.models.gpt
+    import megatron.training.arguments as arguments
+    import megatron.training.training  # noqa: F401
+
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for name in (
+        "megatron_ttrace.integration.candidate",
+        "megatron_ttrace.integration.reference_run",
+        "megatron_ttrace.report.files",
+        "megatron_ttrace.report.terminal",
+        "numpy.ma",
+    ):
+        # These move; what is not imported here is imported by each command.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose parent dies, so that they are seen."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """Leave nothing behind when the campaign itself is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below one; zombies do not count."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            children.setdefault(int(parent), []).append((int(entry), state))
+    found: list[int] = []
+    queue = [root]
+    while queue:
+        for pid, state in children.get(queue.pop(), []):
+            queue.append(pid)
+            if state not in "ZX":
+                found.append(pid)
+    return found
+
+
+def bury(seconds: float, *, spare: Sequence[int] = ()) -> list[str]:
+    """Give all processes below this one time to end; kill the others and say what they were."""
+    deadline = time.monotonic() + seconds
+    while True:
+        _reap()
+        left = [pid for pid in descendants(os.getpid()) if pid not in spare]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    told = [_describe(pid) for pid in left]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    while left and any(pid in left for pid in descendants(os.getpid())):
+        _reap()
+        time.sleep(0.01)
+    _reap()
+    return told
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _describe(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return f"{os.readlink(f'/proc/{pid}/fd/1')} ({state})"
+    return f"process {pid}"
+
+
+def _become(command: Command) -> None:
+    """Turn this fork into the command. Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit._clear()
+        os.chdir(command.home)
+        if command.limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (command.limit, command.limit))
+        for name, value in command.variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _connect(command)
+        if command.cold:
+            program = [sys.executable, "-m", "megatron_ttrace", *command.words]
+            os.execv(sys.executable, program)
+        code = _outcome(lambda: _main(command))
+    finally:
+        os._exit(code)
+
+
+def _main(command: Command) -> Any:
+    if command.script is not None:
+        sys.argv = [str(command.script), *command.words]
+        sys.path.insert(0, str(command.script.parent))
+        runpy.run_path(str(command.script), run_name="__main__")
+        return 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, function = project["project"]["scripts"]["ttrace"].partition(":")
+    sys.argv = [str(Path(sys.executable).with_name("ttrace")), *command.words]
+    return getattr(importlib.import_module(module), function)()
+
+
+def _outcome(main: Callable[[], Any]) -> int:
+    """What Python's own start and end make of ``sys.exit(main())``."""
+    try:
+        try:
+            code = main()
+        except SystemExit as leaving:
+            code = leaving.code
+        atexit._run_exitfuncs()
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        code = -1
+    except BaseException:  # noqa: BLE001 - as at the top of a program
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError):
+            code = 120
+    return int(code or 0) & 0xFF
+
+
+def _connect(command: Command) -> None:
+    """The three standard streams, with Python's objects for them."""
+    streams = (command.stdin, command.stdout, command.stderr)
+    # Opened first, so that no file takes the number of a closed stream.
+    sources = [_open(command, number, stream) for number, stream in enumerate(streams)]
+    for number, source in enumerate(sources):
+        if source is None:
+            with contextlib.suppress(OSError):
+                os.close(number)
+        else:
+            os.dup2(source, number)
+            os.set_inheritable(number, True)
+    for source in sources:
+        if source is not None and source > 2:
+            os.close(source)
+    if command.cold:
+        return
+    objects = [
+        None if source is None else open(number, mode, closefd=False, errors=errors)  # noqa: SIM115
+        for number, source, mode, errors in (
+            (0, sources[0], "r", "strict"),
+            (1, sources[1], "w", "strict"),
+            (2, sources[2], "w", "backslashreplace"),
+        )
+    ]
+    if objects[2] is not None:
+        objects[2].reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdin, sys.stdout, sys.stderr = objects  # type: ignore[assignment]
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = objects  # type: ignore[misc,assignment]
+
+
+def _open(command: Command, number: int, stream: Stream) -> int | None:
+    if stream is Stream.CLOSED:
+        return None
+    if stream is Stream.FULL:
+        return os.open("/dev/full", os.O_RDWR)
+    if stream is Stream.BROKEN:
+        reading, writing = os.pipe()
+        os.close(reading)
+        return writing
+    if number == 0:
+        return os.open("/dev/null", os.O_RDONLY)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    return os.open(command.output(("", "stdout", "stderr")[number]), flags, 0o644)
