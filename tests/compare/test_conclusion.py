@@ -103,7 +103,7 @@ def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
     accepted = job.answer(0.25)
     assert accepted.verdict is Result.EQUIVALENT
     assert accepted.notices == ()
-    assert accepted.unexercised == (NotExercised(Unexercised.UNCHECKED, 3, 12),)
+    assert accepted.not_exercised == (NotExercised(Unexercised.UNCHECKED, 3, 12),)
 
 
 @pytest.mark.usefixtures("no_versions")
