@@ -119,6 +119,17 @@ def number(text: str) -> float:
     return value
 
 
+def check_single(args: argparse.Namespace, *names: str) -> None:
+    """Refuse ``--flag=--``, of which argparse makes an empty list before any type is asked.
+
+    Raises:
+        TTraceError: when one of these flags has no value.
+    """
+    for name in names:
+        if isinstance(getattr(args, name), list):
+            raise TTraceError(f"--{name.replace('_', '-')}: give a value")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the ``ttrace`` group to Megatron's parser and return the parser, as Megatron does."""
     group = parser.add_argument_group(
@@ -249,6 +260,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     Raises:
         TTraceError: on values that argparse cannot judge.
     """
+    check_single(args, *(name for name in vars(args) if name.startswith("ttrace_")))
     if args.ttrace_seeds < 1:
         raise TTraceError(f"--ttrace-seeds {args.ttrace_seeds}: at least 1 replay is needed")
     if args.ttrace_seeds > MOST_SEEDS:

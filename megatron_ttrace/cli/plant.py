@@ -59,6 +59,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Plant, judge, count."""
+    flags.check_single(args, "trials", "seed")
     if not 1 <= args.trials <= MOST_TRIALS:
         raise TTraceError(f"--trials {args.trials}: give 1 to {MOST_TRIALS}")
     from megatron_ttrace.compare.planting import Field, sweep

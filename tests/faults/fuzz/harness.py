@@ -16,6 +16,7 @@ import random
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import unicodedata
@@ -150,6 +151,8 @@ def _count(tally: Tally, fate: str, place: str, text: str) -> None:
 
 
 def _work(attempt: Attempt, numbers: range, seed: int, parser: str, writer: int) -> None:
+    # What is written to a relative path must not land among the sources.
+    os.chdir(tempfile.mkdtemp(prefix="ttrace-fuzz-"))
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + BYTES,) * 2)
     signal.signal(signal.SIGALRM, _too_long)
     with os.fdopen(writer, "w", encoding="utf-8") as file:
