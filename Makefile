@@ -33,7 +33,7 @@ unit: venv ## the tests that train nothing
 
 test-versions: venv ## chosen tests with every megatron-core release that is supported
 	@set -e; for release in $$($(PYTHON) -c \
-	  'from megatron_ttrace.versions import SUPPORTED; print(*SUPPORTED)'); do \
+	  'from megatron_ttrace.mcore.versions import SUPPORTED; print(*SUPPORTED)'); do \
 	  echo "== megatron-core $$release"; \
 	  PYTHONPATH=$$(launch/bootstrap.sh release $$release) TTRACE_TEST_RELEASE=$$release \
 	    $(PYTEST) -m "not nightly" $(RELEASE_TESTS); \

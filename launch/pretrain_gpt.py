@@ -41,8 +41,8 @@ from megatron.training import utils as training_utils
 from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.integration.entry import exits_on_user_error
-from megatron_ttrace.versions import call_known
+from megatron_ttrace.mcore.versions import call_known
+from megatron_ttrace.runtime.entry import exits_on_user_error
 
 BATCH_KEYS = (
     "tokens",

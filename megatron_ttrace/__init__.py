@@ -2,7 +2,7 @@
 """TTrace for Megatron-LM: is this parallel run numerically the single-device run?
 
 A Megatron training script calls :func:`enable` before it imports Megatron; everything else is
-flags (``--ttrace``, see ``megatron_ttrace/flags.py``).
+flags (``--ttrace``, see ``megatron_ttrace/mcore/flags.py``).
 """
 
 __version__ = "0.1.0"
@@ -16,6 +16,6 @@ def enable() -> None:
     Call it before anything of Megatron is imported. Without ``--ttrace`` nothing of the training
     loop is touched; without an accelerator the CPU backend switches itself on.
     """
-    from megatron_ttrace.integration.entry import enable as enable_
+    from megatron_ttrace.runtime.entry import enable as enable_
 
     enable_()

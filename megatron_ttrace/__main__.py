@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 # Nothing else here: until ``main`` runs, Ctrl-C is Python's own, with a traceback.
 from megatron_ttrace import streams
-from megatron_ttrace.launching import signals
+from megatron_ttrace.processes import signals
 
 if TYPE_CHECKING:
     import argparse
@@ -19,16 +19,16 @@ COMMANDS = (
     "megatron_ttrace.cli.check",
     "megatron_ttrace.cli.compare",
     "megatron_ttrace.cli.plant",
-    "megatron_ttrace.report.cli",
+    "megatron_ttrace.cli.report",
     "megatron_ttrace.cli.matrix",
     "megatron_ttrace.cli.bugs",
     "megatron_ttrace.cli.rivals",
-    "megatron_ttrace.mutants.cli",
+    "megatron_ttrace.cli.mutants",
     "megatron_ttrace.cli.growth",
-    "megatron_ttrace.nightly.cli",
+    "megatron_ttrace.cli.nightly",
     "megatron_ttrace.cli.doctor",
-    "megatron_ttrace.megatron_lm.cli",
-    "megatron_ttrace.data.cli",
+    "megatron_ttrace.cli.patch",
+    "megatron_ttrace.cli.data",
     "megatron_ttrace.cli.demo",
 )
 """Modules with ``add_parser(subparsers)``; parsing imports neither torch nor Megatron."""
@@ -140,7 +140,7 @@ def _tell(text: str) -> None:
 
 def _clean(line: str) -> str:
     try:
-        from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+        from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
     except Exception:  # noqa: BLE001 - what is told may be that this cannot be imported
         return ascii(line)[1:-1]
     return clean(line, NOTE_LIMIT)

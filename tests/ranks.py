@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_ttrace.launching import forkserver
-from megatron_ttrace.launching.ranks import log_of, run_ranks
+from megatron_ttrace.processes import forkserver
+from megatron_ttrace.processes.ranks import log_of, run_ranks
 
 
 def main(nproc: int, command: list[str]) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace import flags
 from megatron_ttrace.__main__ import build_parser
+from megatron_ttrace.mcore import flags
 from tests import documents
 from tests.integration.jobs import ROOT
 

@@ -269,7 +269,7 @@ def test_no_foreign_apex() -> None:
 
 def test_supported_releases_are_those_of_the_requirement() -> None:
     """The code, the requirement and the patches speak of the same releases of Megatron."""
-    from megatron_ttrace.versions import SUPPORTED
+    from megatron_ttrace.mcore.versions import SUPPORTED
 
     megatron = next(found for found in requirements() if found.name == "megatron-core")
     assert all(release in megatron.specifier for release in SUPPORTED)
@@ -302,7 +302,7 @@ def test_make_needs_no_network_for_help() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["megatron_ttrace", "megatron_ttrace.data.cli", "megatron_ttrace.megatron_lm.cli"]
+    "module", ["megatron_ttrace", "megatron_ttrace.cli.data", "megatron_ttrace.cli.patch"]
 )
 def test_light_imports(module: str) -> None:
     """Importing the package costs nothing, and leaves Megatron for enable() to prepare."""

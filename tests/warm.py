@@ -102,7 +102,7 @@ def _order(
 
 def _serve(listening: socket.socket) -> None:
     """Fork for each order; tell its process id, and when it ends its exit code."""
-    from megatron_ttrace.launching import forkserver
+    from megatron_ttrace.processes import forkserver
 
     parent = os.getppid()
     forkserver.preload(ROOT / "launch" / "pretrain_gpt.py")

@@ -18,7 +18,7 @@ inside the backward pass, where the graph comes from. Values are taken from the 
 from whichever carries them.
 
 A sink that isolates has another tensor put in a captured one's place once it was handed over
-(megatron_ttrace/localise/isolate.py); a recomputed one's as well.
+(megatron_ttrace/capture/isolate.py); a recomputed one's as well.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
-from megatron_ttrace.capture.names import ROOT, Names
-from megatron_ttrace.localise.isolate import substitute
-from megatron_ttrace.records import Kind
+from megatron_ttrace.capture.isolate import substitute
+from megatron_ttrace.mcore.names import ROOT, Names
+from megatron_ttrace.trace.records import Kind
 
 Place = tuple[int, Kind, str, int]
 """(microbatch, kind, canonical name, index) of a traced tensor within an iteration."""

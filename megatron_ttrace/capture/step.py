@@ -13,16 +13,16 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_ttrace.capture.isolate import clipped_by
 from megatron_ttrace.capture.modules import ModuleTap, Place, Sink
-from megatron_ttrace.capture.names import Names
-from megatron_ttrace.capture.optimizer import Owned, leaves_of, owned_by
-from megatron_ttrace.capture.sharded_weights import local, parts_of
-from megatron_ttrace.localise.isolate import clipped_by
+from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.optimizer import Owned, leaves_of, owned_by
+from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
+from megatron_ttrace.mcore.sharded_weights import local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placement, Step
 from megatron_ttrace.placement.zigzag import ZigZag
-from megatron_ttrace.records import STEP_LEVEL, Kind
-from megatron_ttrace.start.parameters import ParameterPlace, place_parameter
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
 MOMENTS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``ttrace`` command. Each subcommand is a module with ``add_parser`` and ``run``."""
+"""Every command. Only ``add_parser`` is light; a command imports what it needs when it runs."""

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megatron_ttrace.bugs import catalogue
-from megatron_ttrace.bugs.catalogue import Bug
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.evaluation.bugs import catalogue
+from megatron_ttrace.evaluation.bugs.catalogue import Bug
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_ttrace.bugs.suite import Row, Totals
+    from megatron_ttrace.evaluation.bugs.suite import Row, Totals
 
 _EPILOG = """\
 examples:
@@ -137,7 +137,7 @@ def _described(bug: Bug) -> dict[str, Any]:
 
 
 def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
-    from megatron_ttrace.bugs import suite
+    from megatron_ttrace.evaluation.bugs import suite
 
     began = time.monotonic()
 
@@ -178,7 +178,7 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from megatron_ttrace.bugs import suite
+    from megatron_ttrace.evaluation.bugs import suite
 
     table = Table("bug", "ranks", "layout", "healthy", "detected", "localised", "explained")
     table.columns[0].no_wrap = True
@@ -230,7 +230,7 @@ def _console() -> Console:
 
 def _clean(text: str) -> str:
     """The text of an error, a line of a log among it perhaps, as harmless lines."""
-    from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+    from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
     return "\n".join(clean(line, NOTE_LIMIT) for line in text.splitlines())
 

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace import flags
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.launching import signals
+from megatron_ttrace.mcore import flags
+from megatron_ttrace.processes import signals
 
 _EPILOG = """\
 example:
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     ours, theirs = _split(args, script[1:])
     flags.settings_from_args(ours)
     with signals.abrupt():
-        from megatron_ttrace.integration import shared
-        from megatron_ttrace.launching import job as jobs
+        from megatron_ttrace.processes import job as jobs
+        from megatron_ttrace.trace import shared
 
     shared.require_free(Path(ours.ttrace_dir))
     say = _silent if args.quiet or args.json else _progress()

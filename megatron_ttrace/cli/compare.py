@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import flags, inputs
 
 _EPILOG = """\
 example:
@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_ttrace.compare import tolerance
-    from megatron_ttrace.compare.conclusion import conclude
     from megatron_ttrace.compare.offline import epsilon_of, measure_saved, meshes_of
-    from megatron_ttrace.integration import shared
     from megatron_ttrace.report import publish
-    from megatron_ttrace.report.sanitise import clean
+    from megatron_ttrace.runtime.conclusion import conclude
+    from megatron_ttrace.trace import shared
+    from megatron_ttrace.trace.sanitise import clean
     from megatron_ttrace.trace.store import TraceReader
 
     if not 0 <= args.allow_unchecked <= 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.records import Kind, Result, Summary
+from megatron_ttrace.trace.records import Kind, Result, Summary
 
 _EPILOG = """\
 example:
@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
     """Run both checks and say whether they came out as they must."""
     from rich.console import Console
 
-    from megatron_ttrace.data import text
-    from megatron_ttrace.launching import job as jobs
+    from megatron_ttrace.mcore import text_data
+    from megatron_ttrace.mcore.versions import megatron_core_version
+    from megatron_ttrace.processes import job as jobs
     from megatron_ttrace.report import files, terminal
     from megatron_ttrace.resources import launch_dir
-    from megatron_ttrace.versions import megatron_core_version
 
     began = time.monotonic()
 
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     script = args.script or launch_dir() / "pretrain_gpt.py"
     fork = jobs.prepare(script=script)
     say("making a data set of this Python's standard library")
-    prefix = text.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
-    words = f"{_ARGUMENTS} {text.training_flags(prefix, megatron_core_version())}".split()
+    prefix = text_data.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
+    words = f"{_ARGUMENTS} {text_data.training_flags(prefix, megatron_core_version())}".split()
     console = Console()
     outcomes: list[bool] = []
     alarm = False

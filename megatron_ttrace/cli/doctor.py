@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace import versions
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore import versions
 
 _EPILOG = """\
 example:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
-    from megatron_ttrace.compare.growth import Growth
+    from megatron_ttrace.evaluation.growth import Growth
 
 K, C = 4.0, 1.03
 """Constants of theorem 5.3's bound as Megatron's gradient test has them."""
@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run a model of each depth, tabulate, draw."""
-    from megatron_ttrace.launching import job as jobs
+    from megatron_ttrace.processes import job as jobs
 
     fork = jobs.prepare()
     panels = []
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(panels)
     if args.svg:
-        from megatron_ttrace.report.growth import svg
+        from megatron_ttrace.evaluation.growth_plot import svg
 
         dtype = "bf16" if args.bf16 else "fp32"
         try:
@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, layers: int, *, fork: bool) -> Growth:
     from megatron_ttrace.compare import tolerance
-    from megatron_ttrace.compare.growth import growth
-    from megatron_ttrace.launching import job as jobs
+    from megatron_ttrace.evaluation.growth import growth
+    from megatron_ttrace.processes import job as jobs
     from megatron_ttrace.resources import launch_dir
     from megatron_ttrace.trace.store import TraceReader
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.matrix.configurations import (
+from megatron_ttrace.evaluation.matrix.configurations import (
     Configuration,
     arguments_of,
     configurations,
     select,
 )
-from megatron_ttrace.records import Outcome, Result, Verdict
+from megatron_ttrace.trace.records import Outcome, Result, Verdict
 
 _EPILOG = """\
 example:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = select(everything, args.patterns)
     if not chosen:
         raise TTraceError(f"no configuration fits {' '.join(args.patterns)}: see --list")
-    from megatron_ttrace.launching import job as jobs
+    from megatron_ttrace.processes import job as jobs
 
     fork = jobs.prepare()
     rows = []
@@ -129,10 +129,10 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _check(one: Configuration, seed: int, args: argparse.Namespace, *, fork: bool) -> Row:
-    from megatron_ttrace.launching import job as jobs
+    from megatron_ttrace.processes import job as jobs
     from megatron_ttrace.report import files
-    from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
     from megatron_ttrace.resources import launch_dir
+    from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
     name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
     directory = args.directory / name.replace("/", "-")

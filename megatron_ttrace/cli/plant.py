@@ -8,8 +8,8 @@ import json
 import math
 from typing import Any
 
-from megatron_ttrace import flags, inputs
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore import flags, inputs
 
 SIZES = (0.5, 0.9, 1.1, 2.0, 5.0)
 FOUND = 0.99
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     flags.check_single(args, "trials", "seed")
     if not 1 <= args.trials <= MOST_TRIALS:
         raise TTraceError(f"--trials {args.trials}: give 1 to {MOST_TRIALS}")
-    from megatron_ttrace.compare.planting import Field, sweep
-    from megatron_ttrace.report.sanitise import clean
+    from megatron_ttrace.evaluation.planting import Field, sweep
+    from megatron_ttrace.trace.sanitise import clean
 
     for folder in (args.reference, args.candidate):
         inputs.require_regular_folder(folder)

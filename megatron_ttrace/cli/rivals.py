@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ttrace import inputs
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore import inputs
 
 if TYPE_CHECKING:
-    from megatron_ttrace.rivals.run import Collected
-    from megatron_ttrace.rivals.tally import Line
+    from megatron_ttrace.evaluation.baselines.run import Collected
+    from megatron_ttrace.evaluation.baselines.tally import Line
 
 _EPILOG = """\
 example:
@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
     """Run, apply, count."""
     if args.planted:
         return _plant(args)
-    from megatron_ttrace.bugs import catalogue, suite
-    from megatron_ttrace.matrix.configurations import configurations, select
-    from megatron_ttrace.rivals import run as running
-    from megatron_ttrace.rivals.tally import lines
+    from megatron_ttrace.evaluation.baselines import run as running
+    from megatron_ttrace.evaluation.baselines.tally import lines
+    from megatron_ttrace.evaluation.bugs import catalogue, suite
+    from megatron_ttrace.evaluation.matrix.configurations import configurations, select
 
     known = catalogue.load_catalogue()
     chosen = known if args.all else [catalogue.find(known, wanted) for wanted in args.id]
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plant(args: argparse.Namespace) -> int:
-    from megatron_ttrace.compare.planting import Field
-    from megatron_ttrace.rivals.planted import columns
+    from megatron_ttrace.evaluation.baselines.planted import columns
+    from megatron_ttrace.evaluation.planting import Field
 
     if args.trials < 1:
         raise TTraceError(f"--trials {args.trials}: at least 1 is needed")
@@ -133,7 +133,7 @@ def _described(found: Collected, table: list[Line]) -> dict[str, Any]:
 
 
 def _show(found: Collected, table: list[Line]) -> None:
-    from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+    from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
     print(
         f"{len(found.cases)} cases of known bugs; {len(found.healthy)} healthy runs, "

@@ -15,7 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ttrace.records import (
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Direction,
     Exactness,
@@ -24,7 +25,6 @@ from megatron_ttrace.records import (
     TraceKey,
     Verdict,
 )
-from megatron_ttrace.trace import codec
 
 NOTE = "not bitwise equal, though this layout does not reorder its arithmetic"
 

@@ -20,7 +20,7 @@ from megatron_ttrace.compare.tokens import PRIMARY
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.records import (
+from megatron_ttrace.trace.records import (
     CHOICE,
     SCORES,
     Direction,
@@ -30,7 +30,7 @@ from megatron_ttrace.records import (
     Verdict,
 )
 from megatron_ttrace.trace.store import TraceReader
-from megatron_ttrace.unexercised import NotExercised, Unexercised
+from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 
 TOLD_SHARE = 0.01
 """Above this share of unchecked tensors it is said."""
@@ -200,7 +200,7 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
 def unexercised(
     requested: Requested, observed: Observed, mesh: Mesh, verdicts: Iterable[Verdict] = ()
 ) -> tuple[NotExercised, ...]:
-    """What did not act, in the order of :class:`~megatron_ttrace.unexercised.Unexercised`."""
+    """What did not act, in the order of :class:`~megatron_ttrace.trace.unexercised.Unexercised`."""
     found = [
         *_of_layout(requested, observed, mesh),
         *_of_batches(requested, observed),

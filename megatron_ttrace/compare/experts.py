@@ -25,7 +25,7 @@ from megatron_ttrace.placement.token_index import (
     is_summand,
     match,
 )
-from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 REASON = (

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.placement.coverage import coverage
-from megatron_ttrace.records import Kind, Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.records import Kind, Outcome, TraceKey, Verdict
 
 LIMIT = 36.0
 """Square of the number of standard errors that pass."""
@@ -218,7 +218,7 @@ def _constant(
 
 
 def cause(verdict: Verdict) -> str:
-    """The usual cause of a failure, as megatron_ttrace/localise/places.py names places by."""
+    """The usual cause of a failure, as megatron_ttrace/mcore/places.py names places by."""
     if verdict.verdict is Outcome.REPLICA_CONFLICT or _TWIN in verdict.note:
         return "random state"
     return "initial values"

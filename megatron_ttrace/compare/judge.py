@@ -13,7 +13,7 @@ from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Tolerance, Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
-from megatron_ttrace.records import Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.records import Outcome, TraceKey, Verdict
 
 
 def judge(

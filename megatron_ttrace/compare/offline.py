@@ -24,10 +24,10 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import AXES, Mesh
 from megatron_ttrace.placement.partial import axis_of_summand
-from megatron_ttrace.records import Kind, TraceKey
-from megatron_ttrace.report.sanitise import clean
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.sanitise import clean
 from megatron_ttrace.trace.store import Entry, TraceReader
 
 MOST_CELLS = 1 << 24

@@ -2,7 +2,7 @@
 """What becomes of a candidate's captured tensor: it is compared in place.
 
 A perturbed replay of the reference is simply a candidate on a mesh of one. The reference itself is
-written (megatron_ttrace/trace/sink.py), driven by the same capture.
+written (megatron_ttrace/compare/writing.py), driven by the same capture.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ttrace.capture.modules import Place
-from megatron_ttrace.capture.summands import Summands
 from megatron_ttrace.compare.experts import ExpertRows, is_beyond
 from megatron_ttrace.compare.measure import Sums, box_views, measure
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.routing import Groups, choice
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.mcore.summands import Summands
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.partial import describe_summand
 from megatron_ttrace.placement.plan import Placement, describe, plan
 from megatron_ttrace.placement.token_index import TokenIndex, token_positions
-from megatron_ttrace.records import CHOICE, SCORES, STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, SCORES, STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 GRADIENT_KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)

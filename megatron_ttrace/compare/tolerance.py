@@ -25,9 +25,9 @@ from typing import Annotated
 import torch
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.records import CHOICE, SCORES, Kind, Microbatch, TraceKey
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, Count
+from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Microbatch, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0

@@ -11,9 +11,9 @@ from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.records import Kind, Microbatch, TraceKey
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, CodecError, Count, Word
+from megatron_ttrace.trace.records import Kind, Microbatch, TraceKey
 
 _Total = Annotated[float, Bounds(0.0, nan=True)]
 _SUMS = tuple[Count, _Total, _Total, _Total, float, _Total, Count, Word, Count]

@@ -4,7 +4,7 @@
 ``initialize_megatron`` runs ``make`` inside Megatron's package on rank 0, and exits the process
 when that fails, as it does where there is no compiler, no pybind11 or no write permission. A wheel
 carries the compiled extension; a checkout does not. Then an installed wheel's extension is used if
-it was built from the very same source, and else plain numpy (``data/indices.py``).
+it was built from the very same source, and else plain numpy (``cpu/indices.py``).
 """
 
 import importlib
@@ -75,7 +75,7 @@ def _put_in_place() -> None:
         except ImportError:  # built for another interpreter or C++ runtime
             module = None
     if module is None:
-        from megatron_ttrace.data import indices
+        from megatron_ttrace.cpu import indices
 
         module = indices
     sys.modules[_NAME] = module

@@ -24,7 +24,7 @@ from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import dims_of
 from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.records import Kind
+from megatron_ttrace.trace.records import Kind
 
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything a check says: files, terminal, HTML, W&B, TensorBoard, JUnit.
 
-The sinks only render :mod:`megatron_ttrace.records`. The two files of the contract must be
+The sinks only render :mod:`megatron_ttrace.trace.records`. The two files of the contract must be
 written; every other sink fails open, because a report must not kill a training job.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ttrace.integration import shared
-from megatron_ttrace.records import Summary, Verdict
 from megatron_ttrace.report import files, terminal
-from megatron_ttrace.report.sanitise import clean
+from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.records import Summary, Verdict
+from megatron_ttrace.trace.sanitise import clean
 
 __all__ = ["publish"]
 

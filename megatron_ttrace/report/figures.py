@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from megatron_ttrace.records import Direction, Kind, Outcome, Verdict
 from megatron_ttrace.report import table
 from megatron_ttrace.report.lines import Arrangement, arrangements
-from megatron_ttrace.report.sanitise import clean
 from megatron_ttrace.report.wording import error_text, number, sci
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, Verdict
+from megatron_ttrace.trace.sanitise import clean
 
 PANELS = (
     Direction.FORWARD,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.integration import shared
-from megatron_ttrace.records import Summary, Verdict
+from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.sealing import (
     CHECKSUM,
     checksum_of,

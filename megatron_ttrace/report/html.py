@@ -18,9 +18,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from megatron_ttrace.records import Direction, Kind, Outcome, Summary, Verdict
 from megatron_ttrace.report import figures, files, table, wording
-from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean, script_json
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, Summary, Verdict
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, script_json
 
 MAX_EMBEDDED = 50_000
 """Verdicts that travel in the page; beyond, failures and the worst of each cell go first."""

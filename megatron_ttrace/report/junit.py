@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ttrace.records import Result, Summary, Verdict
 from megatron_ttrace.report import files, table, wording
-from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.trace.records import Result, Summary, Verdict
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 
 def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> None:

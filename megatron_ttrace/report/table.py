@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from megatron_ttrace.records import Culprit, Direction, Kind, Outcome, Verdict
+from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Verdict
 
 UNNAMED = "(unnamed)"
 NO_REASON = "no reason recorded"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatron_ttrace.records import Outcome, Summary, Verdict
 from megatron_ttrace.report import table
-from megatron_ttrace.report.sanitise import clean
+from megatron_ttrace.trace.records import Outcome, Summary, Verdict
+from megatron_ttrace.trace.sanitise import clean
 
 UNMEASURED_MARGIN = 1e9
 """Stands for a failure without a number; TensorBoard draws no infinities."""

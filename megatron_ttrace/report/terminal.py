@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from megatron_ttrace.records import Culprit, Direction, Outcome, Result, Summary, Verdict
 from megatron_ttrace.report import files, table, wording
-from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean, for_encoding, shorten
+from megatron_ttrace.trace.records import Culprit, Direction, Outcome, Result, Summary, Verdict
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, for_encoding, shorten
 
 PIPED_WIDTH = 80
 MIN_WIDTH = 60

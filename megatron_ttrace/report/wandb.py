@@ -21,9 +21,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_ttrace.records import Direction, Outcome, Result, Summary, Verdict
 from megatron_ttrace.report import table, wording
-from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.trace.records import Direction, Outcome, Result, Summary, Verdict
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 COLUMNS = (
     "layer",

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_ttrace.records import (
+from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
     Culprit,
@@ -25,8 +25,8 @@ from megatron_ttrace.records import (
     Summary,
     Verdict,
 )
-from megatron_ttrace.report.sanitise import NOTE_LIMIT, clean
-from megatron_ttrace.unexercised import NotExercised, Unexercised
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 
 COMMAND_LIMIT = 20_000
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces on disk: safetensors per rank, a JSONL index, and a ``meta.json`` that seals them."""
+"""Keys, records and findings; traces on disk, and the directory that a run owns."""

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 MAX_LINE = 16 << 20
 """Bytes of an index line. The longest real ones hold some thousand boxes."""

@@ -83,7 +83,7 @@ class Lock:
 
     def holder(self) -> str:
         """Who holds the lock, in words, as far as its holder has signed."""
-        from megatron_ttrace.report.sanitise import clean
+        from megatron_ttrace.trace.sanitise import clean
 
         try:
             with self.path.open("rb") as file:

@@ -42,15 +42,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.integration.shared import run_id
-from megatron_ttrace.records import TraceKey
 from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, decode, encode, read_index
+from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.sealing import (
     CHECKSUM,
     checksums_of_files,
     open_sealed,
     seal_json,
 )
+from megatron_ttrace.trace.shared import run_id
 
 __all__ = [
     "FORMAT",

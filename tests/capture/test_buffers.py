@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ttrace.capture.names import canonical_names
 from megatron_ttrace.capture.step import place_buffer
+from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.plan import describe
 

@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from megatron_ttrace.capture.modules import ModuleTap, tensors_in, with_tensors
-from megatron_ttrace.records import Kind
+from megatron_ttrace.trace.records import Kind
 from tests.capture.recorder import Block, Model, Recorder, batch, tapped
 
 GRADIENTS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)

@@ -10,9 +10,9 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.sinks import CompareSink, Layout
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import SINGLE
-from megatron_ttrace.records import STEP_LEVEL, Kind, Outcome, TraceKey
-from megatron_ttrace.trace.sink import WriteSink
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 nan, inf = math.nan, math.inf

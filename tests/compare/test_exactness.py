@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from megatron_ttrace.compare.exactness import NOTE, Arithmetic, examine, reordered
-from megatron_ttrace.records import STEP_LEVEL, Exactness, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Exactness, Kind, Outcome, TraceKey
 from tests.report.synthetic_report import make_verdict
 
 FC1 = "decoder.layers.0.mlp.linear_fc1"

@@ -13,9 +13,10 @@ import torch
 
 from megatron_ttrace.compare.exercised import Observed, Requested, observe, share, unexercised
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.mesh import mesh_of
-from megatron_ttrace.records import (
+from megatron_ttrace.trace.records import (
     CHOICE,
     SCORES,
     STEP_LEVEL,
@@ -23,9 +24,8 @@ from megatron_ttrace.records import (
     Outcome,
     TraceKey,
 )
-from megatron_ttrace.trace.sink import WriteSink
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
-from megatron_ttrace.unexercised import NotExercised, Unexercised
+from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 from tests.report.synthetic_report import make_verdict
 
 BUSY = Observed(

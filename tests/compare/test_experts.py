@@ -9,10 +9,10 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.sinks import CompareSink, Layout
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.token_index import TokenIndex
-from megatron_ttrace.records import CHOICE, SCORES, Kind, Outcome, TraceKey
-from megatron_ttrace.trace.sink import WriteSink
+from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 LAYER = "decoder.layers.0.mlp.experts"

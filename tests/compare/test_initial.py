@@ -18,7 +18,7 @@ from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.placement.mesh import SINGLE, mesh_of
 from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.records import Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 
 EPS = 2.0**-23
 SHAPE = (64, 64)

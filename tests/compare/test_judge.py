@@ -20,7 +20,7 @@ from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.plan import Step, describe, local_shape, plan
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.placement.zigzag import ZigZag
-from megatron_ttrace.records import Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 
 EPS = 2.0**-7
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")

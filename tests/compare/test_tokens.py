@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron_ttrace.compare.tokens import match
-from megatron_ttrace.records import Kind
-from megatron_ttrace.trace.sink import WriteSink
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 

@@ -19,7 +19,7 @@ from megatron_ttrace.compare.tolerance import (
     write,
 )
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
 FP32, BF16 = 2.0**-23, 2.0**-7

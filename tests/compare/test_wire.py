@@ -12,7 +12,7 @@ from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import Kind, TraceKey
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)
 totals = st.floats(min_value=0) | st.just(math.nan)

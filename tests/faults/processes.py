@@ -128,8 +128,8 @@ def warm() -> None:
 
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     for name in (
-        "megatron_ttrace.integration.candidate",
-        "megatron_ttrace.integration.reference_run",
+        "megatron_ttrace.runtime.candidate",
+        "megatron_ttrace.runtime.reference_run",
         "megatron_ttrace.report.files",
         "megatron_ttrace.report.terminal",
         "numpy.ma",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.matrix import configurations as matrix
-from megatron_ttrace.matrix.documents import uneven_documents
+from megatron_ttrace.evaluation.matrix import configurations as matrix
+from megatron_ttrace.evaluation.matrix.documents import uneven_documents
 from tests.integration.jobs import TINY, environment, ttrace
 
 SCRIPT = Path(__file__).with_name("mended.py")

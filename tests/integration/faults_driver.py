@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ttrace.launching import job as jobs
-from megatron_ttrace.launching import ranks
+from megatron_ttrace.processes import job as jobs
+from megatron_ttrace.processes import ranks
 
 if __name__ == "__main__":
     fork = jobs.prepare("cpu")

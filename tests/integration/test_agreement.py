@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.integration import agreement
-from megatron_ttrace.integration.agreement import Cause, EndError, GivenUpError, Ranks
+from megatron_ttrace.runtime import agreement
+from megatron_ttrace.runtime.agreement import Cause, EndError, GivenUpError, Ranks
 
 SIZE = 3
 

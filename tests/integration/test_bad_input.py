@@ -192,7 +192,7 @@ def test_an_unsupported_megatron(tmp_path: Path) -> None:
     """A release whose internals were never tried is refused by name."""
     fake = tmp_path / "sitecustomize.py"
     fake.write_text(
-        "import megatron_ttrace.versions as v\nv.megatron_core_version = lambda: '0.16.1'\n"
+        "import megatron_ttrace.mcore.versions as v\nv.megatron_core_version = lambda: '0.16.1'\n"
     )
     path = os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])])
     done = check(tmp_path, PYTHONPATH=path, cold=True)

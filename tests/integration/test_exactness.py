@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ttrace.compare.exactness import NOTE
-from megatron_ttrace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.compare.planting import Field
-from megatron_ttrace.records import STEP_LEVEL, Kind, Outcome, TraceKey
+from megatron_ttrace.evaluation.planting import Field
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 
 MIXED = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.integration import provenance
+from megatron_ttrace.mcore import provenance
 
 
 def git(folder: Path, *words: str) -> str:

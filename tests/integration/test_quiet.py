@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatron_ttrace.integration import quiet
+from megatron_ttrace.mcore import quiet
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.versions import megatron_core_version
+from megatron_ttrace.mcore.versions import megatron_core_version
 from tests.integration.jobs import SCRIPT, ttrace
 from tests.integration.test_layouts import alarms, rows_of
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.integration import shared
-from megatron_ttrace.reference.launch import free_port
+from megatron_ttrace.runtime.launch import free_port
+from megatron_ttrace.trace import shared
 from tests.integration.jobs import SCRIPT, TINY, environment
 
 
@@ -108,7 +108,7 @@ def in_a_process(directory: Path, code: str, **more: str) -> subprocess.Popen[st
         [
             *(sys.executable, "-c"),
             "import os, signal, sys, time\nfrom pathlib import Path\n"
-            "from megatron_ttrace.integration import shared\n"
+            "from megatron_ttrace.trace import shared\n"
             f"directory = Path({str(directory)!r})\n{code}",
         ],
         env=environment(**more),

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.launching import job as jobs
+from megatron_ttrace.processes import job as jobs
 
 if __name__ == "__main__":
     fork = jobs.prepare("cpu")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ttrace.capture.isolate import clipped_by, substitute
 from megatron_ttrace.capture.modules import ModuleTap, Place
-from megatron_ttrace.capture.names import canonical_names
-from megatron_ttrace.localise.isolate import clipped_by, substitute
-from megatron_ttrace.records import Kind
+from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.trace.records import Kind
 from tests import warm
 from tests.integration.jobs import SCRIPT, TINY, environment
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.integration.mesh import current_mesh
+from megatron_ttrace.mcore.mesh import current_mesh
 from megatron_ttrace.placement.mesh import AXES, DEFAULT_ORDER, SINGLE, mesh_of
 
 parallel_state = pytest.importorskip("megatron.core.parallel_state")

@@ -17,7 +17,7 @@ from megatron_ttrace.placement.token_index import (
     match,
     token_positions,
 )
-from megatron_ttrace.records import Kind
+from megatron_ttrace.trace.records import Kind
 
 
 def index(*rows):

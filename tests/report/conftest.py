@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ttrace.records import Summary, Verdict
+from megatron_ttrace.trace.records import Summary, Verdict
 from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_summary, norm_bug
 
 

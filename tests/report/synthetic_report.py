@@ -7,7 +7,8 @@ import dataclasses
 import random
 from collections.abc import Iterator
 
-from megatron_ttrace.records import (
+from megatron_ttrace.report.table import tally
+from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Culprit,
     Direction,
@@ -17,7 +18,6 @@ from megatron_ttrace.records import (
     Summary,
     Verdict,
 )
-from megatron_ttrace.report.table import tally
 
 EPS = 2.0**-7
 MODULES = (

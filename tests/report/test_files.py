@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.records import Kind, Outcome, Summary, Verdict
 from megatron_ttrace.report import files, publish
+from megatron_ttrace.trace.records import Kind, Outcome, Summary, Verdict
 from megatron_ttrace.trace.sealing import seal_json
 from tests.report.synthetic_report import make_summary, make_verdict
 

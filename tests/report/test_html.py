@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.records import (
+from megatron_ttrace.report import figures, html, table
+from megatron_ttrace.trace.records import (
     Element,
     Exactness,
     Kind,
@@ -22,7 +23,6 @@ from megatron_ttrace.records import (
     Summary,
     Verdict,
 )
-from megatron_ttrace.report import figures, html, table
 from tests.report import chromium
 from tests.report.synthetic_report import (
     embedding_bug,
@@ -30,7 +30,7 @@ from tests.report.synthetic_report import (
     make_summary,
     make_verdict,
 )
-from tests.report.test_sanitise import HOSTILE, check_with, parse
+from tests.trace.test_sanitise import HOSTILE, check_with, parse
 
 Check = tuple[Summary, list[Verdict]]
 needs_chromium = pytest.mark.skipif(

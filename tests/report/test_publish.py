@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_ttrace.cli import report as cli
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.records import Outcome, Result, Summary, Verdict
-from megatron_ttrace.report import cli, files, html, junit, publish, tensorboard
+from megatron_ttrace.report import files, html, junit, publish, tensorboard
+from megatron_ttrace.trace.records import Outcome, Result, Summary, Verdict
 from tests.report.synthetic_report import make_summary, make_verdict
-from tests.report.test_sanitise import HOSTILE, check_with
+from tests.trace.test_sanitise import HOSTILE, check_with
 
 Check = tuple[Summary, list[Verdict]]
 
@@ -203,7 +204,7 @@ def test_a_reader_may_leave_early(flags: list[str], diverged: Check, tmp_path: P
     """``ttrace report DIR | head -1``: no traceback, and still the check's exit code."""
     published(diverged, tmp_path)
     code = (
-        "import argparse, sys; from megatron_ttrace.report import cli\n"
+        "import argparse, sys; from megatron_ttrace.cli import report as cli\n"
         "p = argparse.ArgumentParser(); cli.add_parser(p.add_subparsers())\n"
         "a = p.parse_args(['report', *sys.argv[1:]]); sys.stdin.read(1); sys.exit(a.run(a))"
     )

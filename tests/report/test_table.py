@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from megatron_ttrace.records import STEP_LEVEL, Direction, Kind, Outcome
 from megatron_ttrace.report import table
+from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Outcome
 from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_verdict, norm_bug
 
 

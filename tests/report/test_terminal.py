@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_ttrace.records import Exactness, Outcome, Result, Summary, Verdict
 from megatron_ttrace.report import html, publish, terminal
-from megatron_ttrace.unexercised import NotExercised, Unexercised
+from megatron_ttrace.trace.records import Exactness, Outcome, Result, Summary, Verdict
+from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 from tests.report.synthetic_report import make_summary, make_verdict
 
 Check = tuple[Summary, list[Verdict]]

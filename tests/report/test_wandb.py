@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.records import Outcome, Summary, Verdict
 from megatron_ttrace.report import html
 from megatron_ttrace.report import wandb as sink
+from megatron_ttrace.trace.records import Outcome, Summary, Verdict
 from tests.report.synthetic_report import make_summary, make_verdict
-from tests.report.test_sanitise import HOSTILE, check_with
 from tests.report.wandb_file import records
+from tests.trace.test_sanitise import HOSTILE, check_with
 
 wandb = pytest.importorskip("wandb")
 Check = tuple[Summary, list[Verdict]]

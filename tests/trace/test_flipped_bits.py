@@ -9,8 +9,8 @@ import torch
 
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
 from megatron_ttrace.report import files
+from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal, verify
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a")

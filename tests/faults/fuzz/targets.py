@@ -21,16 +21,16 @@ from megatron_ttrace.compare.moments import moments_of
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.sinks import CompareSink, Layout, step_level
 from megatron_ttrace.compare.tolerance import Moved, write
+from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.megatron_lm import unified_diff
+from megatron_ttrace.mcore import unified_diff
 from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.records import Kind, TraceKey
 from megatron_ttrace.report import files
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import checksum_of, seal_json
-from megatron_ttrace.trace.sink import WriteSink
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.faults.fuzz import mutations
 from tests.faults.fuzz.harness import Attempt, WrongError, command
@@ -303,7 +303,7 @@ def flags(home: Path) -> Attempt:
     """Values that no flag takes, and paths that no file has."""
     import argparse
 
-    from megatron_ttrace import flags as ours
+    from megatron_ttrace.mcore import flags as ours
 
     def attempt(dice: random.Random) -> int:
         number, path = dice.choice(NUMBERS), dice.choice(PATHS)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace data``: text files into a data set that Megatron trains on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore import flags, inputs
+
+if TYPE_CHECKING:
+    SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_EXAMPLE = """\
+example:
+  ttrace data --output data/library --glob '*.py' --append-eod --max-bytes 2000000 src/ README.md
+
+A token is a byte, and a file is a document; the vocabulary has 257 entries, the last of which is
+the end of a document. Nothing is downloaded. The flags to train with are printed at the end.
+"""
+
+
+def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "data",
+        help="turn text files into Megatron's .bin and .idx",
+        description="Turn text files into a Megatron data set of byte tokens.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "sources",
+        metavar="FILE_OR_DIR",
+        nargs="+",
+        type=flags.path,
+        help="files, or folders of files",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="PREFIX",
+        required=True,
+        type=flags.path,
+        help="where to write PREFIX.bin and PREFIX.idx",
+    )
+    parser.add_argument(
+        "--glob",
+        metavar="PATTERN",
+        default="*",
+        help="which files of a folder to take (default: all but hidden ones)",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        metavar="N",
+        type=flags.integer(),
+        help="stop after N bytes of text (default: take all)",
+    )
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end each document with the token 256"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the data set and print the arguments that train on it.
+
+    Raises:
+        TTraceError: on input that is missing or empty, and output that cannot be written.
+    """
+    # Megatron takes seconds to import; `ttrace --help` must not pay for that.
+    from megatron_ttrace.mcore import text_data
+    from megatron_ttrace.mcore.versions import megatron_core_version
+
+    if args.max_bytes is not None and args.max_bytes < 1:
+        raise TTraceError(f"--max-bytes {args.max_bytes}: must be at least 1")
+    files = text_data.find_files(args.sources, args.glob)
+    inputs.require_regular(files)
+    documents = text_data.read_documents(files, args.max_bytes)
+    corpus = text_data.write_corpus(documents, args.output, append_eod=args.append_eod)
+    trained_with = text_data.training_flags(args.output, megatron_core_version())
+    if args.json:
+        found = {"documents": corpus.documents, "tokens": corpus.tokens, "flags": trained_with}
+        print(json.dumps({"prefix": str(corpus.prefix), **found}))
+    else:
+        print(f"{corpus.prefix}.bin, .idx: {corpus.documents} documents, {corpus.tokens} tokens")
+        print(f"train with: {trained_with}")
+    return int(ExitCode.EQUIVALENT)

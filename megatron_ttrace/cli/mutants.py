@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace mutants``: single faults in Megatron's parallel code, and whether they are found."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+
+if TYPE_CHECKING:
+    from megatron_ttrace.evaluation.mutants.records import Mutant, Row
+
+_EPILOG = """\
+examples:
+  ttrace mutants list --only '*wrong-group*'
+  ttrace mutants run --json mutants.json
+  ttrace mutants run --only 'tensor_parallel.*' --all
+
+Faults are found by reading Megatron's source, put in one at a time, in memory, in the ranks of a
+small job on the CPU, and the job is checked. The checker is not told. A mutant counts where some
+job runs its line. Killed: the check says 'diverged', or the job crashes or hangs.
+
+exit code: 0 at least 95 % killed; 1 a job diverged without a mutant, or with one that is proven
+harmless; 2 fewer were killed, or a job could not run
+"""
+_COUNT = 100
+_SEED = 1
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``mutants`` command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "mutants",
+        help="single faults in Megatron's parallel code: how many are found",
+        description="Single faults in Megatron's parallel code.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|run")
+    listing = actions.add_parser(
+        "list",
+        help="list what scanning finds",
+        description="List the mutants of the installed Megatron.",
+        epilog="example:\n  ttrace mutants list --only '*off-by-one*'",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    running = actions.add_parser(
+        "run",
+        help="run a sample of them, or all",
+        description="Run mutants and say how many are found.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for action in (listing, running):
+        action.add_argument(
+            "--only",
+            action="append",
+            default=[],
+            metavar="PATTERN",
+            help="ids to take, e.g. 'distributed.*:lost-mark:*'; can be repeated",
+        )
+        action.add_argument(
+            "--json",
+            nargs="?",
+            const="-",
+            metavar="FILE",
+            help="write JSON to FILE, or print it instead of a table",
+        )
+    running.add_argument("--all", action="store_true", help="all that are reached, no sample")
+    running.add_argument(
+        "--count", type=int, default=_COUNT, metavar="N", help=f"size of the sample ({_COUNT})"
+    )
+    running.add_argument(
+        "--seed", type=int, default=_SEED, metavar="N", help="another one, another sample"
+    )
+    running.add_argument(
+        "--layout",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run only in this job, e.g. tp2-sp; can be repeated",
+    )
+    running.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("ttrace-out/mutants"),
+        metavar="DIR",
+        help="where to work",
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """List or run."""
+    from megatron_ttrace.evaluation.mutants.scan import scan
+
+    found = scan()
+    chosen = [
+        mutant
+        for mutant in found
+        if not args.only or any(fnmatch.fnmatchcase(mutant.id, one) for one in args.only)
+    ]
+    if not chosen:
+        raise TTraceError(f"no mutant fits {' '.join(args.only)}: see ttrace mutants list")
+    if args.action == "list":
+        _writable(args.json)
+        return _list(chosen, args.json)
+    if args.count < 1:
+        raise TTraceError(f"--count {args.count}: at least 1 mutant is needed")
+    _writable(args.json)
+    return _run(chosen, len(found), args)
+
+
+def _list(mutants: Sequence[Mutant], file: str | None) -> int:
+    if file is not None:
+        _write(file, [mutant.to_json() for mutant in mutants])
+        return int(ExitCode.EQUIVALENT)
+    for mutant in mutants:
+        print(f"{mutant.id}  line {mutant.span.first_line}: {_change(mutant)}")
+    print(f"{len(mutants)} mutants")
+    return int(ExitCode.EQUIVALENT)
+
+
+def _run(mutants: Sequence[Mutant], scanned: int, args: argparse.Namespace) -> int:
+    from megatron_ttrace.evaluation.mutants import score
+    from megatron_ttrace.evaluation.mutants.campaign import Campaign
+    from megatron_ttrace.evaluation.mutants.layouts import named_layouts
+    from megatron_ttrace.evaluation.mutants.sample import sample
+    from megatron_ttrace.mcore.versions import megatron_core_version
+
+    named = named_layouts(args.layout)
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - began:6.1f} s] {line}", file=sys.stderr, flush=True)
+
+    campaign = Campaign(args.directory, say)
+    reach = campaign.reach(named)
+    layouts = {mutant.id: campaign.layouts_of(mutant, reach) for mutant in mutants}
+    reached = [mutant for mutant in mutants if layouts[mutant.id]]
+    chosen = reached if args.all else sample(reached, args.count, args.seed)
+    if not chosen:
+        raise TTraceError("no layout runs the line of any of these mutants")
+    say(f"{scanned} found, {len(reached)} of {len(mutants)} are reached, {len(chosen)} to run")
+    rows: list[Row] = []
+    for row in campaign.run([(mutant, layouts[mutant.id]) for mutant in chosen], reach):
+        rows.append(row)
+        last = row.trials[-1]
+        say(f"{len(rows)}/{len(chosen)} {row.fate} {last.layout} {row.mutant.id} {last.told[:120]}")
+    total = score.score(rows)
+    report = {
+        "megatron_core": megatron_core_version(),
+        "scanned": scanned,
+        "chosen": len(mutants),
+        "reached": len(reached),
+        "run": len(rows),
+        **total.to_json(),
+        "bar": score.BAR,
+        "unhealthy": campaign.unhealthy,
+        "passed": score.passes(rows) and not campaign.unhealthy,
+        "seconds": round(time.monotonic() - began, 1),
+        "mutants": [row.to_json() for row in rows],
+    }
+    if args.json is not None:
+        _write(args.json, report)
+    if args.json != "-":
+        _show(rows, report)
+    if campaign.alarmed or any(row.disproved for row in rows):
+        return int(ExitCode.DIVERGED)
+    return int(ExitCode.EQUIVALENT if report["passed"] else ExitCode.COULD_NOT_CHECK)
+
+
+def _write(file: str, content: Any) -> None:
+    text = json.dumps(content, indent=1)
+    if file == "-":
+        print(text)
+        return
+    Path(file).write_text(text + "\n", encoding="utf-8")
+
+
+def _writable(file: str | None) -> None:
+    """Before the long work and not after it."""
+    if file is None or file == "-":
+        return
+    try:
+        Path(file).touch()
+    except OSError as error:
+        raise TTraceError(f"--json {file} is not writable ({error.strerror})") from error
+
+
+def _show(rows: Sequence[Row], report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from megatron_ttrace.evaluation.mutants.score import COLUMNS
+
+    table = Table("operator", *COLUMNS)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    counts = Counter((row.mutant.operator, row.column) for row in rows)
+    for operator in sorted({row.mutant.operator for row in rows}):
+        table.add_row(operator, *(str(counts[operator, column]) for column in COLUMNS))
+    totals = (sum(row.column == column for row in rows) for column in COLUMNS)
+    table.add_row("all", *map(str, totals), style="bold")
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if row.disproved:
+            console.print(f"[red]said to be harmless, and found:[/red] {escape(row.mutant.id)}")
+        elif row.column == "survived":
+            why = row.why or "NOT EXPLAINED"
+            console.print(f"survived: {escape(f'{row.mutant.id}  {_change(row.mutant)}: {why}')}")
+    console.print(
+        f"{report['scanned']} found by scanning, {report['reached']} of {report['chosen']} reached "
+        f"by some job, {report['run']} run in {report['seconds']:.0f} s; killed "
+        f"{report['score']:.1%}, of the silent ones {report['silent_score']:.1%}"
+    )
+
+
+def _change(mutant: Mutant) -> str:
+    before, after = (" ".join(text.split()) for text in (mutant.fragment, mutant.replacement))
+    return f"{before}  ->  {after}"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace patch``: the flag in Megatron-LM's own script."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.mcore import flags, inputs, script_patch
+
+if TYPE_CHECKING:
+    SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_EXAMPLE = """\
+example:
+  ttrace patch ~/Megatron-LM
+  torchrun --nproc-per-node 4 ~/Megatron-LM/pretrain_gpt.py <Megatron arguments> --ttrace
+  ttrace patch ~/Megatron-LM --reverse
+"""
+
+
+def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "patch",
+        help="teach a Megatron-LM checkout's pretrain_gpt.py the --ttrace flag",
+        description="Add --ttrace to pretrain_gpt.py of a Megatron-LM checkout. "
+        "Nothing below megatron/ is touched, and --reverse restores every byte.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "checkout", metavar="CHECKOUT", type=flags.path, help="a clone of Megatron-LM"
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="only say whether it would work")
+    action.add_argument("--reverse", action="store_true", help="take the flag out again")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Apply, reverse or only look.
+
+    Raises:
+        TTraceError: when the checkout is not one, is of another release, or a line is in the way.
+    """
+    inputs.require_regular_folder(args.checkout)
+    checkout = script_patch.find(args.checkout)
+    wanted = script_patch.unpatched(checkout) if args.reverse else script_patch.patched(checkout)
+    changed = False if args.check else script_patch.write(checkout, wanted)
+    if args.check:
+        outcome = "is patched" if checkout.applied else "is not patched; the patch applies"
+    elif args.reverse:
+        outcome = "the patch was taken out" if changed else "was not patched, nothing to do"
+    elif changed:
+        outcome = f"patched, {checkout.lines_added} lines added"
+    else:
+        outcome = "was patched already, nothing to do"
+    if args.json:
+        found = {
+            "script": str(checkout.script),
+            "version": checkout.version,
+            "patch": checkout.patch_file.name,
+            "applied": checkout.applied if args.check else not args.reverse,
+            "changed": changed,
+        }
+        print(json.dumps(found))
+    else:
+        print(f"{checkout.script} (Megatron-LM {checkout.version}): {outcome}")
+    return int(ExitCode.EQUIVALENT)

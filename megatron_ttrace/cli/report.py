@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace report DIR``: show a finished check again, from its files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import flags, inputs
+from megatron_ttrace.report import files, html, junit, table, terminal
+from megatron_ttrace.trace.records import Summary, Verdict
+
+_EPILOG = """\
+example:
+  ttrace report ttrace-out
+  ttrace report ttrace-out --html /tmp/report.html --junit /tmp/junit.xml
+  ttrace report ttrace-out --json | jq '.culprits[0]'
+
+exit code: 0 equivalent, 1 diverged, 2 could not check (or the files cannot be read)
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the ``report`` command to the subparsers of ``ttrace``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "report",
+        help="show the report of a finished check again",
+        description="Show the report of a finished check again, from its files.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "directory", type=flags.path, metavar="DIR", help="the --ttrace-dir of the check"
+    )
+    parser.add_argument(
+        "--html", type=flags.path, metavar="PATH", help="write the HTML page to PATH"
+    )
+    parser.add_argument("--junit", type=flags.path, metavar="PATH", help="write JUnit XML to PATH")
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary and the failing rows as JSON"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Render what was asked for and return the exit code of the check's answer.
+
+    Raises:
+        TTraceError: when the files are missing, cut off or foreign, or an output is unwritable.
+    """
+    inputs.require_regular_folder(args.directory)
+    summary, verdicts = files.load_report(args.directory)
+    if reason := summary.disagreement(verdicts):
+        raise TTraceError(
+            f"{args.directory}: {files.VERDICTS} and {files.SUMMARY} are not of one run "
+            f"({reason}): run the check again"
+        )
+    if args.html is not None:
+        html.write(args.html, summary, verdicts, files.run_of(args.directory))
+    if args.junit is not None:
+        junit.write(args.junit, summary, verdicts, files.run_of(args.directory))
+    try:
+        if args.json:
+            print(json.dumps(_machine(summary, verdicts), indent=2, allow_nan=False), flush=True)
+        else:
+            terminal.render(summary, verdicts, Console(), args.directory)
+    except (BrokenPipeError, SystemExit):
+        # The reader (head, less) has seen enough; the answer is the exit code all the same.
+        # rich turns a closed pipe into SystemExit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(summary.verdict.exit_code)
+
+
+def _machine(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """``summary.json`` with one row per layer and direction, worst first."""
+    rows = [
+        {
+            "layer": row.layer,
+            "direction": row.direction.value,
+            "tensors": row.group.total,
+            "failures": row.group.failures,
+            "unchecked": row.group.unchecked,
+            "worst": row.group.worst.to_json(),
+        }
+        for row in table.layer_rows(verdicts)
+    ]
+    data: dict[str, Any] = files.strict({**summary.to_json(), "layers": rows})
+    return data

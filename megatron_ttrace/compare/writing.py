@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the reference's captured tensors: they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ttrace.capture.modules import Place
+from megatron_ttrace.compare.experts import encode_rows, within
+from megatron_ttrace.compare.routing import Groups
+from megatron_ttrace.placement.plan import Placement
+from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
+from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceWriter
+
+
+class WriteSink:
+    """Stores everything: the reference's sink."""
+
+    def __init__(self, writer: TraceWriter, iteration: int) -> None:
+        self._writer = writer
+        self._iteration = iteration
+        self._lines: dict[Place, int] = {}
+        self._routed: dict[Place, torch.Tensor] = {}
+        self._rows: dict[tuple[int, str], TokenIndex] = {}
+
+    def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
+        """Store ``data`` under its first name and point the others at it."""
+        first, *others = places
+        data = self._without_padding(first, data)
+        self._lines[first] = self._writer.add(self._entry(first, data), data)
+        for place in others:
+            self.repeat(first, place, data)
+
+    def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
+        """Point another name at data that is stored already."""
+        data = self._without_padding(place, data)
+        entry = dataclasses.replace(self._entry(place, data), same_as=self._lines[first])
+        self._lines[place] = self._writer.add(entry, None)
+
+    def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
+        """The reference is never isolated."""
+        return None
+
+    def placed(
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
+    ) -> None:
+        """A tensor of the step; the reference holds it whole."""
+        self.tensor((place,), data.detach().reshape(tuple(logical_shape)))
+
+    def positions(self, local: tuple[int, int]) -> torch.Tensor:
+        """The reference holds every microbatch whole."""
+        return torch.arange(local[0] * local[1])
+
+    def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
+        """Store who the experts' rows are."""
+        place = (microbatch, Kind.ROUTING, experts, 0)
+        if place not in self._lines:
+            self.tensor((place,), encode_rows(index))
+            self._rows[microbatch, experts] = index
+
+    def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
+        """An experts' tensor without the rows that only fill it up for a quantised product."""
+        microbatch, kind, name, _ = place
+        if not data.ndim or kind is Kind.ROUTING:
+            return data
+        for (number, experts), rows in self._rows.items():
+            if number != microbatch or not f"{name}.".startswith(f"{experts}."):
+                continue
+            expert, _ = within(name.partition("#")[0], experts)
+            mine = rows if expert is None else rows.of_expert(expert)
+            if data.shape[0] != len(mine.microbatch):
+                real = torch.from_numpy(mine.fitted(data.shape[0]).microbatch != NOBODY)
+                return data.detach()[real.to(data.device)]
+        return data
+
+    def routed(
+        self,
+        microbatch: int,
+        router: str,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        groups: Groups | None,
+    ) -> torch.Tensor | None:
+        """Store the scores and the choice; a recomputed forward pass repeats the choice."""
+        place = (microbatch, Kind.ROUTING, router, CHOICE)
+        if place not in self._routed:
+            self.tensor(((microbatch, Kind.ROUTING, router, SCORES),), scores)
+            self.tensor((place,), chosen)
+            self._routed[place] = chosen
+        return self._routed[place]
+
+    def _entry(self, place: Place, data: torch.Tensor) -> Entry:
+        return Entry(
+            key=TraceKey(self._iteration, *place),
+            shape=tuple(data.shape),
+            dtype=str(data.dtype).removeprefix("torch."),
+        )

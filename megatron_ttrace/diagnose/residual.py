@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the error of a failed tensor looks like, element by element, for the report's details."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from megatron_ttrace.diagnose.evidence import Evidence
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.records import Culprit, Element, Residual, TraceKey, Verdict
+
+LOWEST, HIGHEST = -9, 2
+"""Decades of the histogram; what lies beyond counts in the last one on its side."""
+
+MOST = 60
+"""Tensors that are looked at: the worst of each name and kind, the worst of all first."""
+
+WORST = 6
+_RANKS = 8
+_SECONDS = 3.0
+
+
+def residuals(
+    verdicts: Iterable[Verdict],
+    culprits: Sequence[Culprit],
+    evidence: Callable[[TraceKey], Evidence | None],
+) -> tuple[Residual, ...]:
+    """The residuals of failed tensors whose shards were kept. Never raises.
+
+    Args:
+        verdicts: all of them.
+        culprits: whose tensors come first.
+        evidence: reads what was kept of a tensor.
+    """
+    ends = time.monotonic() + _SECONDS
+    found: list[Residual] = []
+    for key in _chosen(verdicts, culprits):
+        if time.monotonic() > ends:
+            break
+        try:
+            known = evidence(key)
+            if known is not None:
+                found.append(residual(known))
+        except Exception:  # noqa: BLE001, S112 - details are a service, the verdicts stand without
+            continue
+    return tuple(found)
+
+
+def _chosen(verdicts: Iterable[Verdict], culprits: Sequence[Culprit]) -> list[TraceKey]:
+    worst: dict[object, Verdict] = {}
+    for verdict in verdicts:
+        if verdict.verdict.is_failure and verdict.margin is not None:
+            sort = (verdict.name, verdict.kind)
+            if sort not in worst or verdict.margin > (worst[sort].margin or 0.0):
+                worst[sort] = verdict
+    shown = [one for culprit in culprits if (one := culprit.shown_by(worst.values())) is not None]
+    ordered = sorted(worst.values(), key=lambda verdict: -(verdict.margin or 0.0))
+    return list(dict.fromkeys(verdict.key for verdict in [*shown, *ordered]))[:MOST]
+
+
+def residual(evidence: Evidence) -> Residual:
+    """Histogram and worst elements of ``|c - r| / rms(r)`` over all failing parts."""
+    scale = evidence.tolerance.rms or 1.0
+    counts = [0] * (HIGHEST - LOWEST + 1)
+    exact = total = 0
+    worst: list[tuple[float, Element]] = []
+    for part in evidence.parts:
+        for piece, there, box in zip(part.pieces, evidence.expected(part), part.boxes, strict=True):
+            error = ((piece - there).abs() / scale).reshape(-1)
+            # NaN stands with the largest errors: it is no number that could be smaller.
+            error = torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf)
+            total += error.numel()
+            exact += int((error == 0).sum())
+            decades = error[error > 0].log10().floor().clamp(LOWEST, HIGHEST).long() - LOWEST
+            for at, number in enumerate(torch.bincount(decades, minlength=len(counts)).tolist()):
+                counts[at] += number
+            worst += _worst(error, piece, there, box, part.rank)
+            worst = sorted(worst, key=lambda one: -one[0])[:WORST]
+    return Residual(
+        evidence.key,
+        total,
+        exact,
+        LOWEST,
+        tuple(counts),
+        tuple(element for _, element in worst),
+        tuple((part.rank, _spans(part.boxes)) for part in evidence.parts[:_RANKS]),
+    )
+
+
+def _worst(
+    error: torch.Tensor, piece: torch.Tensor, there: torch.Tensor, box: Box, rank: int
+) -> Iterator[tuple[float, Element]]:
+    if not error.numel():
+        return
+    top = torch.topk(error, min(WORST, error.numel()))
+    for size, flat in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+        inside = torch.unravel_index(torch.tensor(flat), piece.shape)
+        index = tuple(s + int(i) for s, i in zip(box.logical, inside, strict=True))
+        values = float(there.reshape(-1)[flat]), float(piece.reshape(-1)[flat])
+        yield size, Element(index, *values, rank)
+
+
+def _spans(boxes: tuple[Box, ...], limit: int = 4) -> str:
+    """Logical slices as one would write them in Python: ``[0:8, 0:64] [16:24, 0:64]``."""
+    said = [
+        "[" + ", ".join(f"{s}:{s + e}" for s, e in zip(box.logical, box.extent, strict=True)) + "]"
+        for box in boxes[:limit]
+    ]
+    return " ".join(said) + (f" and {len(boxes) - limit} more" if len(boxes) > limit else "")

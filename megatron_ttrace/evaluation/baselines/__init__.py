@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other tools' rules on the tensors of a check."""

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run known bugs and healthy configurations with everything saved, and apply the rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.evaluation.baselines.tally import Case, Flagged, apply
+from megatron_ttrace.evaluation.bugs import suite
+from megatron_ttrace.evaluation.bugs.catalogue import Bug
+from megatron_ttrace.evaluation.matrix.configurations import Configuration, arguments_of
+from megatron_ttrace.processes import job as jobs
+from megatron_ttrace.report import files
+from megatron_ttrace.resources import launch_dir
+from megatron_ttrace.trace.records import Summary, TraceKey
+
+SAVE = "--ttrace-save-candidate"
+
+
+@dataclasses.dataclass
+class Collected:
+    """What all runs gave; ``problems`` are cases that could not be run."""
+
+    cases: list[Case] = dataclasses.field(default_factory=list)
+    healthy: dict[str, Flagged] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def compared(self) -> int:
+        """Tensors of the healthy runs."""
+        return sum(flagged.compared for flagged in self.healthy.values())
+
+
+def bugs(
+    chosen: Sequence[Bug],
+    variant: suite.Variant,
+    directory: Path,
+    say: Callable[[str], None],
+    found: Collected,
+) -> None:
+    """Every bug's job with and without it; healthy runs that bugs share count once."""
+    variant = dataclasses.replace(variant, flags=(*variant.flags, SAVE))
+    known: dict[Path, Flagged] = {}
+    for number, row in enumerate(suite.run(chosen, variant, directory, say)):
+        name = f"{row.bug.id}/{'bf16' if variant.bf16 else 'fp32'}/{number}"
+        if row.healthy is None or row.sick is None:
+            found.problems.append(f"{name}: {row.error}")
+            continue
+        at = directory_of(row.healthy)
+        if at not in known:
+            known[at] = apply(at)
+            found.healthy[f"{name} without the bug"] = known[at]
+        sick = directory_of(row.sick)
+        found.cases.append(Case(name, known[at], apply(sick), _culprit(row.bug, sick)))
+        shutil.rmtree(sick / "candidate", ignore_errors=True)
+
+
+def matrix(
+    chosen: Sequence[Configuration], directory: Path, say: Callable[[str], None], found: Collected
+) -> None:
+    """Healthy configurations."""
+    fork = jobs.prepare()
+    for one in chosen:
+        say(one.name)
+        home = directory / one.name.replace("/", "-")
+        job = jobs.Job(
+            script=launch_dir() / "pretrain_gpt.py",
+            arguments=arguments_of(one, directory),
+            nproc=one.nproc,
+            directory=home,
+            flags=("--ttrace-no-wandb", SAVE),
+            environment={"TTRACE_CACHE": str((directory / "references").resolve())},
+        )
+        try:
+            jobs.run(job, fork=fork)
+            found.healthy[one.name] = apply(home)
+        except TTraceError as error:
+            found.problems.append(f"{one.name}: {error}")
+        shutil.rmtree(home / "candidate", ignore_errors=True)
+
+
+def directory_of(summary: Summary) -> Path:
+    """The ``--ttrace-dir`` of a finished check."""
+    return Path(summary.config["reference"]).parent
+
+
+def _culprit(bug: Bug, directory: Path) -> frozenset[TraceKey]:
+    """The tensors where the bug is born: module (or its parameters), kind and index."""
+    _, verdicts = files.load_report(directory)
+    wanted = bug.expected
+    return frozenset(
+        verdict.key
+        for verdict in verdicts
+        if any(
+            fnmatchcase(name, wanted.module)
+            for name in (verdict.name, verdict.name.rpartition(".")[0])
+        )
+        and verdict.kind is wanted.kind
+        and wanted.index in (None, verdict.index)
+    )

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put a known bug into this process: change functions of modules that may be imported already.
+
+The ranks of a check can be forks of a process that has Megatron imported, so others hold references
+to its classes and functions. Therefore no object is replaced: the module's source is changed and
+compiled, and each function whose body differs gets the new code (``function.__code__``). Everyone
+who calls the function runs the new code from then on.
+
+Only a candidate's ranks come here. Nothing that judges knows which bug is in, or that one is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.evaluation.bugs import catalogue
+from megatron_ttrace.evaluation.bugs.catalogue import Bug, SourcePatch
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+_introduced: set[str] = set()
+
+
+def introduce(bug_id: str) -> None:
+    """Re-create a known bug in this process; doing it twice is doing it once.
+
+    Raises:
+        TTraceError: when the bug is unknown, or the installed Megatron lacks the code it was in.
+    """
+    bug = catalogue.find(catalogue.load_catalogue(), bug_id)
+    if bug.id in _introduced:
+        return
+    _needs_emulation(bug)
+    apply(bug.patches)
+    _introduced.add(bug.id)
+
+
+def _needs_emulation(bug: Bug) -> None:
+    """Bugs that TransformerEngine had live in its stand-in, which must be what is running."""
+    from megatron_ttrace.cpu import te
+
+    if all(patch.module.startswith(te.__name__) for patch in bug.patches) and not te.emulated():
+        raise TTraceError(
+            f"--ttrace-bug {bug.id}: was in TransformerEngine and is re-created in this project's "
+            "stand-in for it, which runs where the real one does not import: try ttrace bugs run"
+        )
+
+
+def apply(patches: Sequence[SourcePatch]) -> list[tuple[FunctionType, CodeType]]:
+    """Change the functions that the patches touch.
+
+    Returns:
+        The changed functions with the code they had, so that a test can put it back.
+
+    Raises:
+        TTraceError: when a patch does not fit; then nothing was changed.
+    """
+    modules = list(dict.fromkeys(patch.module for patch in patches))
+    plan = [
+        change
+        for name in modules
+        for change in _changes(
+            name, functools.partial(_patched, [patch for patch in patches if patch.module == name])
+        )
+    ]
+    return _swap(plan)
+
+
+def rewrite(
+    module: str, change: Callable[[str], str], what: str
+) -> list[tuple[FunctionType, CodeType]]:
+    """Change functions of one module: ``change`` makes its new source of its source.
+
+    Args:
+        module: its name.
+        change: only bodies of functions may differ.
+        what: whose change this is, for messages.
+
+    Returns:
+        As :func:`apply`.
+
+    Raises:
+        TTraceError: when the change does not fit; then nothing was changed.
+    """
+    return _swap(_changes(module, lambda name, path, old: change(old), what))
+
+
+def _swap(plan: Sequence[tuple[FunctionType, CodeType]]) -> list[tuple[FunctionType, CodeType]]:
+    before = [(function, function.__code__) for function, _ in plan]
+    for function, code in plan:
+        function.__code__ = code
+    return before
+
+
+def _patched(patches: Sequence[SourcePatch], name: str, path: Path, old: str) -> str:
+    new = old
+    for patch in patches:
+        count = old.count(patch.fragment)
+        if count != 1 or new.count(patch.fragment) != 1:
+            first = patch.fragment.strip().splitlines()[0]
+            raise TTraceError(
+                f"{path}{_of_release(name)} has changed: the code of a known bug that begins with "
+                f"{first!r} occurs {count} times instead of once"
+            )
+        new = new.replace(patch.fragment, patch.replacement)
+    return new
+
+
+def _changes(
+    name: str, change: Callable[[str, Path, str], str], what: str = "a known bug's patch"
+) -> list[tuple[FunctionType, CodeType]]:
+    module = _import(name)
+    path = Path(inspect.getsourcefile(module) or "")
+    old = path.read_text(encoding="utf-8")
+    new = change(name, path, old)
+    try:
+        compiled = compile(new, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise TTraceError(f"{path}: {what} makes no valid Python: {error}") from error
+    before, after = ast.parse(old), ast.parse(new)
+    pairs = list(zip(functions(before), functions(after), strict=False))
+    changed = [
+        (name_, _first_line(ours), _first_line(theirs))
+        for (name_, ours), (_, theirs) in pairs
+        if ast.dump(ours) != ast.dump(theirs)
+    ]
+    if _without_bodies(before) != _without_bodies(after):
+        raise TTraceError(f"{path}: {what} changes more than the bodies of functions")
+    return [
+        _pair(path, _live(module, path, name_, line), _code(compiled, name_, new_line), what)
+        for name_, line, new_line in changed
+    ]
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return sys.modules.get(name) or importlib.import_module(name)
+    except ImportError as error:
+        raise TTraceError(f"a known bug's module {name} cannot be imported: {error}") from error
+
+
+def _of_release(name: str) -> str:
+    if not name.startswith("megatron."):
+        return ""
+    from megatron_ttrace.mcore.versions import megatron_core_version
+
+    return f" of megatron-core {megatron_core_version()}"
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    """The outermost functions of a module or class, in order, with qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Definition):
+            yield prefix + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{prefix}{node.name}.")
+        else:
+            yield from functions(node, prefix)
+
+
+def _without_bodies(tree: ast.AST) -> str:
+    for _, function in list(functions(tree)):
+        function.body = []
+    return ast.dump(tree)
+
+
+def _first_line(function: Definition) -> int:
+    """As in ``co_firstlineno``: decorators count."""
+    return min([function.lineno, *(node.lineno for node in function.decorator_list)])
+
+
+def _code(module: CodeType, name: str, line: int) -> CodeType:
+    """The code of one function out of a compiled module."""
+    for constant in module.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_qualname == name and constant.co_firstlineno == line:
+                return constant
+            if name.startswith(f"{constant.co_qualname}."):
+                try:
+                    return _code(constant, name, line)
+                except LookupError:
+                    continue
+    raise LookupError(f"{name}, line {line}")
+
+
+def _pair(
+    path: Path, function: FunctionType, code: CodeType, what: str
+) -> tuple[FunctionType, CodeType]:
+    # The cells of outer variables (of super(), above all) stay the function's own.
+    if code.co_freevars != function.__code__.co_freevars:
+        raise TTraceError(f"{path}: {what} changes the outer variables of {code.co_qualname}")
+    return function, code
+
+
+def _live(module: ModuleType, path: Path, name: str, line: int) -> FunctionType:
+    """The function object with this name, wherever decorators and descriptors have put it."""
+    holder: Any = module
+    *outer, last = name.split(".")
+    try:
+        for part in outer:
+            holder = inspect.getattr_static(holder, part)
+        found = inspect.getattr_static(holder, last)
+    except AttributeError:
+        found = None
+    for function in _inside(found, set()):
+        code = function.__code__
+        if code.co_qualname == name and code.co_firstlineno == line:
+            return function
+    raise TTraceError(
+        f"{path}: {name} in this process is not the one in the file{_of_release(module.__name__)}: "
+        "something replaced it"
+    )
+
+
+def _inside(found: Any, seen: set[int]) -> Iterator[FunctionType]:
+    """All functions in a function, through decorators, properties and the like."""
+    if found is None or id(found) in seen:
+        return
+    seen.add(id(found))
+    if isinstance(found, FunctionType):
+        yield found
+        for cell in found.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                continue
+            if callable(content):
+                yield from _inside(content, seen)
+    elif isinstance(found, staticmethod | classmethod):
+        yield from _inside(found.__func__, seen)
+    elif isinstance(found, property):
+        for accessor in (found.fget, found.fset, found.fdel):
+            yield from _inside(accessor, seen)
+    elif isinstance(found, functools.cached_property | functools.partial):
+        yield from _inside(found.func, seen)
+    yield from _inside(getattr(found, "__wrapped__", None), seen)

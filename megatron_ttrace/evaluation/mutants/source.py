@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module's source as operators see it, and the replacing of a piece of it. Pure."""
+
+from __future__ import annotations
+
+import ast
+
+from megatron_ttrace.evaluation.mutants.records import Span
+
+
+class Source:
+    """The text and the syntax tree of one module.
+
+    Attributes:
+        module: its name.
+        text: its source.
+        tree: parsed.
+    """
+
+    def __init__(self, module: str, text: str) -> None:
+        self.module = module
+        self.text = text
+        self.tree = ast.parse(text)
+        self._lines = [line.encode() for line in text.splitlines(keepends=True)]
+        self._parents = {
+            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
+        }
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        """The node around a node."""
+        return self._parents.get(node)
+
+    def of(self, node: ast.AST) -> str:
+        """The text of a node."""
+        return self.between(span_of(node))
+
+    def between(self, span: Span) -> str:
+        """The text of a piece."""
+        lines = self._lines[span.first_line - 1 : span.last_line]
+        lines[-1] = lines[-1][: span.last_column]
+        lines[0] = lines[0][span.first_column :]
+        return b"".join(lines).decode()
+
+    def is_statement(self, node: ast.AST) -> bool:
+        """Whether a call's value is thrown away."""
+        return isinstance(self.parent(node), ast.Expr)
+
+    def replace(self, span: Span, replacement: str) -> str:
+        """The text with a piece replaced."""
+        head = self._lines[: span.first_line - 1]
+        tail = self._lines[span.last_line :]
+        first = self._lines[span.first_line - 1][: span.first_column]
+        last = self._lines[span.last_line - 1][span.last_column :]
+        return b"".join([*head, first, replacement.encode(), last, *tail]).decode()
+
+
+def span_of(node: ast.AST) -> Span:
+    """Where a node stands."""
+    return Span(
+        node.lineno,  # type: ignore[attr-defined]
+        node.col_offset,  # type: ignore[attr-defined]
+        node.end_lineno,  # type: ignore[attr-defined]
+        node.end_col_offset,  # type: ignore[attr-defined]
+    )
+
+
+def last_name(node: ast.AST) -> str:
+    """``all_reduce`` of ``torch.distributed.all_reduce``; empty when it is no name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""

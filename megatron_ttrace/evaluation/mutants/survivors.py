@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why known mutants survive: ``survivors.toml``, by id."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.evaluation.mutants.records import Explanation, Mutant
+
+FILE = Path(__file__).with_name("survivors.toml")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Survivor:
+    """One explanation, for one or several mutants."""
+
+    ids: tuple[str, ...]
+    explanation: Explanation
+    why: str
+
+
+def load(path: Path = FILE) -> list[Survivor]:
+    """All explanations.
+
+    Raises:
+        TTraceError: when the file is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file).get("survivor", [])
+        return [
+            Survivor(
+                ids=tuple(table["ids"]),
+                explanation=Explanation(table["explanation"]),
+                why=" ".join(table["why"].split()),
+            )
+            for table in tables
+        ]
+    except (KeyError, ValueError, TypeError) as error:
+        raise TTraceError(f"{path}: no list of explanations ({error})") from error
+
+
+def explanation_of(mutant: Mutant, known: Iterable[Survivor]) -> tuple[Explanation | None, str]:
+    """What is known about a mutant."""
+    for survivor in known:
+        if mutant.id in survivor.ids:
+            return survivor.explanation, survivor.why
+    return None, ""

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands of a night print, turned into cases. Pure: nothing is run here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ttrace.evaluation.nightly.records import Case, Part, State
+
+Row = Mapping[str, Any]
+
+
+def known_bug(row: Row) -> Case:
+    """A row of ``ttrace bugs run --rows``: a bug in one layout, and its healthy twin."""
+    reached = ("detected", "localised", "explained")
+    if row["healthy"] is False:
+        state = State.ALARM
+    elif row["met"]:
+        state = State.GOOD
+    else:
+        state = State.BROKEN if row["detected"] is None else State.MISSED
+    culprits = row["culprits"]
+    explanation = culprits[0]["explanation"] if culprits else ""
+    return Case(
+        part=Part.BUGS,
+        name=f"{row['id']} {row['name']} [{row['layout']}]",
+        state=state,
+        margin=_number(row["margin"]),
+        seconds=row["seconds"],
+        marks=", ".join(mark for mark in reached if row[mark]),
+        note=row["problem"] or explanation,
+    )
+
+
+def configuration(row: Row) -> Case:
+    """A row of ``ttrace matrix --json``: a healthy job, or one with a proven fault of Megatron's.
+
+    Such a fault must be found, like a known bug. Its margin is no healthy one's: it is left out.
+    """
+    finding = row.get("finding", "")
+    diverged = row["verdict"] == "diverged"
+    if row["verdict"] not in ("equivalent", "diverged"):
+        state = State.BROKEN
+    elif diverged == bool(finding):
+        state = State.GOOD
+    else:
+        state = State.ALARM if diverged else State.MISSED
+    note = row["why"] or (f"worst is {row['worst']}" if row["worst"] else "")
+    if finding:
+        said = "as in docs/findings.md" if diverged else "not there any more, see docs/findings.md"
+        note = f"{finding}: {said}; {note}"
+    return Case(
+        part=Part.MATRIX,
+        name=row["name"],
+        state=state,
+        margin=None if finding or state is State.BROKEN else _number(row["worst_margin"]),
+        seconds=row["seconds"],
+        marks=f"{row['tensors']} tensors, {row['unchecked']} unchecked",
+        note=note,
+    )
+
+
+def mutants(report: Mapping[str, Any]) -> tuple[list[Case], dict[str, float]]:
+    """The file that ``ttrace mutants run --json FILE`` writes: cases, and the scores.
+
+    A survivor that is explained is known; one that is not is a fault that was missed. So is a score
+    below the bar, even when every survivor is explained.
+    """
+    cases = [_mutant(row) for row in report["mutants"]]
+    if not report["passed"]:
+        said = f"{report['score']:.1%} of {report['run']} killed, the bar is {report['bar']:.0%}"
+        cases.append(Case(Part.MUTANTS, "score", State.MISSED, note=said))
+    scores = {
+        "mutation score": float(report["score"]),
+        "mutation score, silent ones": float(report["silent_score"]),
+        "mutants": float(report["run"]),
+    }
+    return cases, scores
+
+
+def _mutant(row: Row) -> Case:
+    survived, explanation = row["fate"] == "survived", row["explanation"]
+    told = row["trials"][-1]["told"] if row["trials"] else ""
+    if survived:
+        state = State.GOOD if explanation else State.MISSED
+        told = row["why"] or "survives, and nobody has said why"
+    elif explanation == "equivalent" and row["fate"] == "diverged":
+        state = State.ALARM
+        told = f"is said to be harmless ({row['why']}), and was found: {told}"
+    else:
+        state = State.GOOD
+    return Case(
+        part=Part.MUTANTS,
+        name=row["id"],
+        state=state,
+        seconds=sum(trial["seconds"] for trial in row["trials"]),
+        marks=f"{row['fate']}, {explanation}" if explanation else row["fate"],
+        note=told,
+    )
+
+
+def _number(value: Any) -> float | None:
+    """JSON has no infinities: they travel as strings."""
+    return None if value is None else float(value)

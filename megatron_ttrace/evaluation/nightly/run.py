@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a night: the same commands as a person would, one after the other, each in its own process.
+
+A part that crashes, or that the time runs out for, takes no other part with it; the cases that it
+had finished count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.evaluation.nightly import rows
+from megatron_ttrace.evaluation.nightly.records import Case, Gap, Night, Part, State
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.processes.tether import tethered
+
+QUICK_BUGS = ("01", "11")
+QUICK_MATRIX = ("dp2/gpt/fp32",)
+_TAIL = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run.
+
+    Attributes:
+        parts: those that are wanted.
+        bugs: ids; empty for all.
+        bugs_flags: further arguments of ``ttrace bugs run``, e.g. ``--bf16``.
+        matrix: name patterns; empty for all.
+        mutants: size of the sample; ``None`` for the command's own.
+        seconds: that the whole night may take; ``None``: as long as it takes.
+    """
+
+    parts: tuple[Part, ...] = tuple(Part)
+    bugs: tuple[str, ...] = ()
+    bugs_flags: tuple[str, ...] = ()
+    matrix: tuple[str, ...] = ()
+    mutants: int | None = None
+    seconds: float | None = None
+
+    def described(self) -> dict[str, str]:
+        """The choice of cases, to be compared between nights."""
+        return {
+            "parts": " ".join(self.parts),
+            "bugs": " ".join(self.bugs) or "all",
+            "bugs flags": " ".join(self.bugs_flags),
+            "matrix": " ".join(self.matrix) or "all",
+            "mutants": str(self.mutants or "default"),
+        }
+
+
+def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
+    """Run all parts.
+
+    Args:
+        options: what to run.
+        directory: where to work; logs and outputs of the parts stay there.
+        say: told what happens, line by line.
+    """
+    began, clock = datetime.datetime.now().astimezone(), time.monotonic()
+    directory.mkdir(parents=True, exist_ok=True)
+    cases: list[Case] = []
+    gaps: list[Gap] = []
+    scores: dict[str, float] = {}
+    for part in Part:
+        if part not in options.parts:
+            gaps.append(Gap(part, "switched off", by_choice=True))
+            continue
+        left = None if options.seconds is None else options.seconds - (time.monotonic() - clock)
+        if left is not None and left <= 0:
+            gaps.append(Gap(part, "no time was left for it"))
+            continue
+        say(f"{part}")
+        step = _step(part, options, directory)
+        with contextlib.suppress(FileNotFoundError):
+            step.results.unlink()
+        reason, code = _execute(step, left)
+        found, more = _read(part, step.results)
+        if code == ExitCode.COULD_NOT_CHECK and any(one.state is not State.GOOD for one in found):
+            reason = ""  # what was missed or could not be run speaks for itself
+        cases += found
+        scores |= more
+        if reason or not found:
+            gaps.append(Gap(part, reason or "it ran nothing"))
+        say(f"{part}: {len(found)} cases{f', {reason}' if reason else ''}")
+    return Night(
+        began=began.isoformat(timespec="seconds"),
+        seconds=time.monotonic() - clock,
+        versions=_versions(),
+        options=options.described(),
+        cases=tuple(cases),
+        gaps=tuple(gaps),
+        scores=scores,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """A part's command, where its output goes, and where its results are."""
+
+    arguments: tuple[str, ...]
+    log: Path
+    results: Path
+
+
+def _step(part: Part, options: Options, directory: Path) -> _Step:
+    log, work = directory / f"{part}.log", ("--directory", str(directory / part))
+    if part is Part.BUGS:
+        results = directory / "bugs.jsonl"
+        chosen = (*(options.bugs or ("--all",)), *options.bugs_flags, "--rows", str(results))
+        return _Step(("bugs", "run", *chosen, *work), log, results)
+    if part is Part.MATRIX:
+        # It prints its results, line by line.
+        return _Step(("matrix", *(options.matrix or ("--all",)), "--json", *work), log, log)
+    results = directory / "mutants.json"
+    count = ("--count", str(options.mutants)) if options.mutants else ()
+    return _Step(("mutants", "run", *count, "--json", str(results), *work), log, results)
+
+
+def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
+    """Run one of our commands; why it did not come to its end, if so, and its exit code.
+
+    It dies with this process, and its ranks with it, so that none outlives a night that is cut
+    short.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *step.arguments]
+    with step.log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            tethered(command),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"stopped after {seconds:.0f} s, when the night's time was up", None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    reason = "" if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED) else _told(step.log, code)
+    return reason, code
+
+
+def _told(log: Path, code: int) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    ours = [line.removeprefix("ttrace: ") for line in lines if line.startswith("ttrace: ")]
+    last = ours[-1:] or lines[-_TAIL:]
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return f"{how}: {' / '.join(last)} (log: {log})"
+
+
+def _read(part: Part, output: Path) -> tuple[list[Case], dict[str, float]]:
+    """The cases that a part finished; what is not whole or not ours is skipped."""
+    try:
+        text = output.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return [], {}
+    if part is Part.MUTANTS:
+        try:
+            return rows.mutants(json.loads(text))
+        except (ValueError, KeyError, TypeError):
+            return [], {}
+    read = rows.known_bug if part is Part.BUGS else rows.configuration
+    return list(_cases(text, read)), {}
+
+
+def _cases(text: str, read: Callable[[Mapping[str, Any]], Case]) -> Iterator[Case]:
+    for line in text.splitlines():
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                yield read(json.loads(line))
+
+
+def _versions() -> dict[str, str]:
+    """Everything that can change a number, the checkout's commit among them."""
+    found = versions.installed()
+    found["machine"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        here = Path(__file__).resolve().parents[3]
+        commit = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+        if (here / ".git").exists():
+            found["megatron-ttrace commit"] = commit.stdout.strip()
+    return found

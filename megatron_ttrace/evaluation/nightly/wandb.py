@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One W&B run a night: a row per case, scores to plot over the nights, one alert if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.evaluation.nightly.changes import headline
+from megatron_ttrace.evaluation.nightly.records import Night, Part, State
+from megatron_ttrace.report.wandb import TOTAL_SECONDS, UNMEASURED_MARGIN, own_run, within
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+COLUMNS = ("part", "case", "state", "reached", "margin", "seconds", "note")
+_WARNING = "ttrace: WARNING: W&B logging failed, the night itself is complete"
+
+
+def log(night: Night, said: Sequence[str], page: Path, *, directory: Path) -> str:
+    """Log a night and return one line that says where it lies. Never raises.
+
+    Args:
+        night: what came out.
+        said: what is wrong and what changed, for the alert.
+        page: the trend page to attach.
+        directory: where an offline run is kept.
+    """
+    try:
+        import wandb
+
+        return within(
+            TOTAL_SECONDS,
+            lambda: own_run(
+                wandb,
+                lambda run: _log(wandb, run, night, said, page),
+                directory=directory,
+                project="ttrace-nightly",
+                job_type="ttrace-nightly",
+                config={"versions": dict(night.versions), "options": dict(night.options)},
+            ),
+        )
+    except Exception as error:  # noqa: BLE001 - this sink fails open
+        return f"{_WARNING}: {type(error).__name__}: {clean(error, 300)}"
+
+
+def _log(wandb: Any, run: Any, night: Night, said: Sequence[str], page: Path) -> None:
+    data: dict[str, Any] = {"ttrace_nightly": wandb.Table(columns=list(COLUMNS), data=_rows(night))}
+    if page.is_file():
+        data["ttrace_trend"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
+    run.log(data)
+    run.summary.update(summary_fields(night))
+    if night.bad:
+        level = wandb.AlertLevel.ERROR
+        run.alert(
+            title=f"ttrace nightly: {headline(night)}", text="\n".join(said)[:4000], level=level
+        )
+
+
+def summary_fields(night: Night) -> dict[str, Any]:
+    """What a table of runs is sorted and plotted by."""
+    fields: dict[str, Any] = {
+        "nightly/exit_code": int(night.exit_code),
+        "nightly/seconds": night.seconds,
+        **{f"nightly/{name.replace(' ', '_')}": value for name, value in night.scores.items()},
+    }
+    for part in Part:
+        for state in State:
+            fields[f"nightly/{part}/{state.replace(' ', '_')}"] = night.count(part, state)
+    found = [case.margin for case in night.cases if case.part is Part.BUGS and case.margin]
+    healthy = [case.margin for case in night.cases if case.part is Part.MATRIX and case.margin]
+    if found:
+        fields["nightly/weakest_culprit_margin"] = min(found)
+    if healthy:
+        fields["nightly/worst_healthy_margin"] = max(healthy)
+    return fields
+
+
+def _rows(night: Night) -> list[list[Any]]:
+    return [
+        [
+            case.part.value,
+            clean(case.name),
+            case.state.value,
+            clean(case.marks),
+            None if case.margin is None else min(case.margin, UNMEASURED_MARGIN),
+            case.seconds,
+            clean(case.note, NOTE_LIMIT),
+        ]
+        for case in night.cases
+    ]

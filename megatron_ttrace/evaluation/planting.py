@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plant errors of a known size into a saved candidate and see whether the checker finds them.
+
+An error is planted into a random box of a random tensor of a random rank. Its size is given in
+tolerances of that rank's part (:func:`megatron_ttrace.compare.sinks.rank_error`): what the rounding
+of the run itself added stays in, and the sum is rounded to the stored dtype as a real error would
+be. Judging takes the way of every check: measure, then judge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.compare import tolerance as tolerances_of
+from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.measure import measure
+from megatron_ttrace.compare.offline import epsilon_of, measure_saved
+from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.partial import axis_of_summand
+from megatron_ttrace.trace.records import TraceKey, Verdict
+from megatron_ttrace.trace.store import Entry, TraceReader
+
+Shape = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+"""From a box of a rank's tensor (float64) to the direction of an error in it, of any length."""
+
+
+def noise(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Every element by a random amount, as another summation order would."""
+    return torch.randn(box.shape, generator=generator, dtype=torch.float64)
+
+
+def offset(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Every element by the same amount: a bias added twice."""
+    del generator
+    return torch.ones_like(box)
+
+
+def scaling(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Every element by a factor: a wrong divisor."""
+    del generator
+    return box.clone()
+
+
+def element(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One element: a race, a bad memory cell."""
+    planted = torch.zeros_like(box)
+    planted.view(-1)[int(torch.randint(box.numel(), (1,), generator=generator))] = 1.0
+    return planted
+
+
+def shift(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Rows drawn towards their neighbours: an offset off by one."""
+    del generator
+    dim = max(range(box.dim()), key=lambda d: box.shape[d]) if box.dim() else 0
+    return box.roll(1, dim) - box if box.dim() else box.clone()
+
+
+SHAPES: dict[str, Shape] = {
+    "noise": noise,
+    "offset": offset,
+    "scaling": scaling,
+    "element": element,
+    "shift": shift,
+}
+
+
+def double(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Counted twice."""
+    return scaling(box, generator)
+
+
+def zero(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Never written."""
+    return -scaling(box, generator)
+
+
+WHOLE_SIZE: dict[str, Shape] = {"double": double, "zero": zero, "shift": shift}
+"""Errors that have a size of their own: they say what would be seen, not whether a bar is met."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A rank's tensor, where it lies in the whole, and by what it must be divided."""
+
+    local: torch.Tensor
+    boxes: tuple[Box, ...]
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """One planted error; ``found`` if the tensor's verdict is a failure.
+
+    ``size`` is in tolerances, NaN where the error has a size of its own.
+
+    ``right_rank``: the verdict names the rank with the error first.
+    """
+
+    key: TraceKey
+    rank: int
+    shape: str
+    size: float
+    elements: int
+    found: bool
+    right_rank: bool
+    margin: float
+
+
+class Field:
+    """A saved run to plant errors into."""
+
+    def __init__(self, reference: Path, candidate: Path) -> None:
+        """Open and measure the run as it is.
+
+        Raises:
+            TTraceError: when there is no tensor to plant into, or no complete trace.
+        """
+        self._reference = TraceReader(reference)
+        self._candidate = TraceReader(candidate)
+        if not self._candidate.meta.get("complete"):
+            raise TTraceError(
+                f"{candidate} holds failed tensors only: trace with --ttrace-save-candidate"
+            )
+        self._tolerances = tolerances_of.of_reference(self._reference)
+        self._measured: dict[TraceKey, dict[int, list[Measured]]] = {}
+        for rank, found in measure_saved(self._reference, self._candidate).items():
+            for one in found:
+                self._measured.setdefault(one.key, {}).setdefault(rank, []).append(one)
+        self._all = [
+            (rank, self._candidate.resolve(rank, number))
+            for rank, entries in self._candidate.ranks.items()
+            for number in range(len(entries))
+        ]
+        self._factors = {(rank, entry.key): entry.factor for rank, entry in self._all}
+        self._spots = [spot for spot in self._all if self._is_fertile(*spot)]
+        if not self._spots:
+            raise TTraceError(f"{candidate} has no tensor with a tolerance that is not blind")
+
+    def __len__(self) -> int:
+        """Number of (rank, tensor) pairs that errors can be planted into."""
+        return len(self._spots)
+
+    def verdict(self, key: TraceKey, rank: int = -1, local: torch.Tensor | None = None) -> Verdict:
+        """The verdict on a tensor, with ``local`` in the place of what ``rank`` saved of it."""
+        holders = self._measured[key]
+        if local is not None:
+            kept = holders[rank][0]
+            whole = self._reference.tensor(self._reference.entry(key))
+            sums = measure(local, whole, kept.boxes, self._factors[rank, key])
+            holders = {**holders, rank: [dataclasses.replace(kept, sums=sums)]}
+        shape = self._reference.entry(key).shape
+        eps = epsilon_of(self._reference)
+        return judge([(key, shape)], holders, self._tolerances, eps)[0]
+
+    def plant(self, shape: str, size: float, generator: torch.Generator) -> Trial:
+        """One error of one shape, ``size`` tolerances large (NaN: as it comes), anywhere."""
+        rank, entry, local, elements = self.spoil(shape, size, generator)
+        verdict = self.verdict(entry.key, rank, local)
+        found = verdict.verdict.is_failure
+        return Trial(
+            key=entry.key,
+            rank=rank,
+            shape=shape,
+            size=size,
+            elements=elements,
+            found=found,
+            right_rank=found and verdict.ranks[:1] == (rank,),
+            margin=math.nan if verdict.margin is None else verdict.margin,
+        )
+
+    def spoil(
+        self, shape: str, size: float, generator: torch.Generator, *, relative: bool = False
+    ) -> tuple[int, Entry, torch.Tensor, int]:
+        """A rank, the index line of one of its tensors, that tensor with an error; elements hit.
+
+        With ``relative`` the size is the relative error of the rank's part itself.
+        """
+        make = WHOLE_SIZE[shape] if math.isnan(size) else SHAPES[shape]
+        while True:
+            chosen = int(torch.randint(len(self._spots), (1,), generator=generator))
+            rank, entry = self._spots[chosen]
+            local = self._candidate.tensor(entry).clone()
+            box = random_box(local, generator)
+            values = box.to(torch.float64)
+            direction = make(values, generator)
+            length = float(direction.norm())
+            if length > 0.0:
+                break
+        if not math.isnan(size):
+            unit = self._unit(rank, entry)
+            if relative:
+                unit /= self._tolerances.of(entry.key).value
+            direction *= size * unit * entry.factor / length
+        box.copy_((values + direction).to(local.dtype))
+        return rank, entry, local, box.numel()
+
+    def pieces(self, key: TraceKey, rank: int, local: torch.Tensor) -> list[Piece]:
+        """What all ranks hold of a tensor, with ``local`` in the place of what ``rank`` saved."""
+        return [
+            Piece(
+                local if holder == rank else self._candidate.tensor(entry),
+                self._measured[key][holder][0].boxes,
+                entry.factor,
+            )
+            for holder, entry in self._all
+            if entry.key == key
+        ]
+
+    def whole(self, key: TraceKey) -> torch.Tensor:
+        """The reference's tensor."""
+        return self._reference.tensor(self._reference.entry(key))
+
+    @property
+    def job(self) -> tuple[int, float]:
+        """Number of layers and machine epsilon of the compute dtype."""
+        config = self._candidate.meta.get("config")
+        layers = config.get("layers") if isinstance(config, dict) else None
+        if type(layers) is not int or layers < 0:
+            raise TTraceError(
+                f"{self._candidate.directory}/meta.json is damaged (config.layers: expected a "
+                "number of layers): run the traced job again"
+            )
+        return layers, epsilon_of(self._reference)
+
+    def _unit(self, rank: int, entry: Entry) -> float:
+        """Norm of the difference that makes an error of one tolerance of this rank's part."""
+        tolerance = self._tolerances.of(entry.key)
+        sums = self._measured[entry.key][rank][0].sums
+        assert sums is not None
+        scale = max(math.sqrt(sums.reference / sums.n), tolerance.rms)
+        return tolerance.value * scale * math.sqrt(sums.n)
+
+    def _is_fertile(self, rank: int, entry: Entry) -> bool:
+        """Whether sizes in tolerances mean anything here: not for exact and not for blind ones."""
+        holders = self._measured.get(entry.key, {}).get(rank, [])
+        if len(holders) != 1 or entry.misfit or entry.key not in self._reference:
+            return False
+        # Routing has sums of its own, and a share of experts' outputs is no part of a tensor.
+        if entry.sums or axis_of_summand(entry.placement):
+            return False
+        sums = holders[0].sums
+        tolerance = self._tolerances.of(entry.key)
+        return (
+            sums is not None
+            and sums.n > 0
+            and tolerance.value > 0.0
+            and not tolerance.blind
+            and self._unit(rank, entry) > 0.0
+            and not self.verdict(entry.key).verdict.is_failure
+        )
+
+
+def random_box(local: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A view of a random block of a tensor: a random range of every dim."""
+    for dim, size in enumerate(local.shape):
+        length = 1 + int(torch.randint(size, (1,), generator=generator))
+        start = int(torch.randint(size - length + 1, (1,), generator=generator))
+        local = local.narrow(dim, start, length)
+    return local
+
+
+def sweep(
+    field: Field, sizes: Sequence[float], trials: int, seed: int = 1
+) -> dict[tuple[str, float], list[Trial]]:
+    """``trials`` planted errors of every shape and size, reproducibly; NaN sizes come last."""
+    generator = torch.Generator().manual_seed(seed)
+    kinds = [(shape, size) for shape in SHAPES for size in sizes]
+    kinds += [(shape, math.nan) for shape in WHOLE_SIZE]
+    return {kind: [field.plant(*kind, generator) for _ in range(trials)] for kind in kinds}

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Starting ranks and reference runs."""

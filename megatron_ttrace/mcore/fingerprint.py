@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The identity of a reference: arguments, data, code and versions that its numbers depend on.
+
+Two candidates whose layouts differ share a reference when this agrees. What is not known to be
+harmless counts: a needless new reference costs seconds, a stale one a false verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.mcore import provenance, versions
+from megatron_ttrace.mcore import script as scripts
+from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.reference_arguments import QUIET, SINGLE_DEVICE, overrides_of
+
+_TOLD = "told"
+"""The part of an identity that is told and not compared."""
+_HARMLESS_PREFIXES = (
+    "ttrace",
+    "log_",
+    "tensorboard_",
+    "wandb_",
+    "save",
+    "exit_",
+    "eval_",
+    "timing_",
+    "distributed_",
+    "profile",
+    "inprocess_",
+    "ckpt_",
+    "dist_ckpt_",
+    "non_persistent_",
+    "straggler_",
+    "one_logger",
+    "ft_",
+)
+_HARMLESS = {
+    "rank",
+    "local_rank",
+    "world_size",
+    "data_parallel_size",
+    "transformer_pipeline_model_parallel_size",
+    "num_workers",
+    "enable_one_logger",
+    "use_dist_ckpt",
+    "data_cache_path",
+    "consumed_train_samples",
+    "consumed_valid_samples",
+    "align_param_gather",
+    "align_grad_reduce",
+    "variable_seq_lengths",
+    "padded_vocab_size",
+    "iteration",
+    "curr_iteration",
+    "model_type",
+    "num_floating_point_operations_so_far",
+}
+
+
+def identity(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """Everything the reference of this candidate depends on, as JSON values."""
+    derived = {**vars(args), **SINGLE_DEVICE, **QUIET, **overrides_of(args)}
+    arguments = {
+        name: _plain(value)
+        for name, value in sorted(derived.items())
+        if name not in _HARMLESS
+        and not name.startswith(_HARMLESS_PREFIXES)
+        and name not in SINGLE_DEVICE
+        and name not in QUIET
+    }
+    return {
+        "arguments": arguments,
+        "ttrace": {
+            "iterations": list(settings.iterations),
+            "init": settings.init,
+            "seeds": settings.seeds,
+            "reference_args": settings.reference_args,
+            "device": _device(),
+        },
+        "data": _data(args),
+        "environment": provenance.numeric_environment(),
+        "code": {
+            "script": _content([Path(sys.argv[0])]),
+            "modules beside the script": _content(_beside(Path(sys.argv[0]))),
+            "megatron_ttrace": _content(_sources("megatron_ttrace")),
+            **{name: _tree(_folder_of(name)) for name in scripts.MEGATRON},
+        },
+        "versions": versions.installed(),
+        _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
+    }
+
+
+def digest(identity_: dict[str, Any]) -> str:
+    """A short name for an identity. The same code at another path has the same."""
+    identity_ = {name: value for name, value in identity_.items() if name != _TOLD}
+    text = json.dumps(identity_, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(
+    ours: dict[str, Any], theirs: dict[str, Any], *, any_megatron: bool = False
+) -> list[str]:
+    """What tells two identities apart, in words, most telling first.
+
+    Args:
+        ours: identity of the reference that is wanted.
+        theirs: identity of the reference that there is.
+        any_megatron: whether it does not matter which Megatron made it.
+    """
+    found = []
+    for part in ("arguments", "ttrace", "data", "start", "environment", "versions", "code"):
+        here, there = ours.get(part) or {}, theirs.get(part) or {}
+        for name in sorted({*here, *there}):
+            if any_megatron and name in (*scripts.MEGATRON, "megatron-core"):
+                continue
+            if here.get(name) != there.get(name):
+                found.append(f"{name} is {here.get(name)!r} here and {there.get(name)!r} there")
+    return found
+
+
+def other_megatron(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """That a reference was made by another Megatron, in words; empty when it was the same."""
+    here, there = ours["code"], theirs.get("code") or {}
+    if all(here[name] == there.get(name) for name in scripts.MEGATRON):
+        return ""
+    return (
+        f"made by another Megatron, {_named(theirs)}; this run has {_named(ours)}. Leave the flag "
+        "out to make a fitting one, or add --ttrace-allow-other-megatron"
+    )
+
+
+def _named(identity_: dict[str, Any]) -> str:
+    version = (identity_.get("versions") or {}).get("megatron-core", "of unknown version")
+    return f"{version} in {(identity_.get(_TOLD) or {}).get('megatron', 'an unknown place')}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    text = str(value)
+    # An object that prints its address has no value that could be compared.
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _device() -> str:
+    from megatron_ttrace import cpu
+
+    if cpu.active():
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def _data(args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes and times of the data files: their content is too large to read."""
+    stamps: dict[str, Any] = {}
+    for name in ("data_path", "train_data_path"):
+        for word in getattr(args, name, None) or []:
+            for suffix in (".bin", ".idx"):
+                path = Path(f"{word}{suffix}")
+                if path.is_file():
+                    stat = path.stat()
+                    stamps[str(path)] = [stat.st_size, stat.st_mtime_ns]
+    return stamps
+
+
+def _sources(package: str) -> list[Path]:
+    import importlib.util
+
+    spec = importlib.util.find_spec(package)
+    roots = list(spec.submodule_search_locations or []) if spec else []
+    return sorted(path for root in roots for path in Path(root).rglob("*.py"))
+
+
+def _content(paths: Iterable[Path]) -> str:
+    total = hashlib.sha256()
+    for path in paths:
+        if path.is_file():
+            total.update(path.name.encode() + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def _folder_of(package: str) -> Path:
+    found = scripts.imported()
+    return Path(found.get(package) or scripts.origins(sys.path)[package]).parent
+
+
+def _tree(folder: Path) -> str:
+    """Names and contents of a package's Python files: about 8 MB for Megatron's core."""
+    total = hashlib.sha256()
+    for where, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(".py"):
+                path = os.path.join(where, name)
+                with open(path, "rb") as file:
+                    content = file.read()
+                head = f"{os.path.relpath(path, folder)}:{len(content)}:"
+                total.update(head.encode(errors="surrogateescape") + content)
+    return total.hexdigest()[:16]
+
+
+def _beside(script: Path) -> list[Path]:
+    """Files of the modules that were imported from the script's folder, Megatron's left out."""
+    folder = script.resolve().parent
+    # An environment often lies beside a script; what is installed has versions.
+    others = [Path(sys.prefix).resolve(), *(_folder_of(name) for name in scripts.MEGATRON)]
+    found = set()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        path = Path(file).resolve()
+        if path.is_relative_to(folder) and not any(path.is_relative_to(other) for other in others):
+            found.add(path)
+    return sorted(found - {script.resolve()})

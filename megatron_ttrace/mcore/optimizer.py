@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer owns on this rank: main parameters, moments, and ZeRO ranges.
+
+Three layouts in megatron/core/optimizer: ``FP32Optimizer`` steps the model's own parameters,
+``Float16OptimizerWithFloat16Params`` float32 copies of them, ``DistributedOptimizer`` a flat range
+of (a copy of) each, cut where the data-parallel buckets are cut. ``ChainedOptimizer`` is a list of
+these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_ttrace.mcore.names import unwrap
+from megatron_ttrace.mcore.sharded_weights import buffers_of, local, parts_of, publish
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """The part of one model parameter that this rank's optimizer steps.
+
+    ``main`` is the tensor that is stepped, ``inner`` the torch optimizer that steps it, in its
+    ``group``. ``range`` is the flat element range of the local parameter, ``None`` for all of it.
+    """
+
+    main: torch.Tensor
+    inner: torch.optim.Optimizer
+    group: dict[str, Any]
+    range: tuple[int, int] | None = None
+    sharded: torch.Tensor | None = None
+    """The sharded tensor that ``main`` is this rank's part of, with Megatron-FSDP."""
+
+    @property
+    def key(self) -> torch.Tensor:
+        """What the torch optimizer knows this tensor by."""
+        return self.main if self.sharded is None else self.sharded
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of this tensor; empty before its first step."""
+        # Not inner.state[key]: that would create an entry.
+        found: dict[str, Any] = self.inner.state.get(self.key, {})
+        return {
+            name: local(value) if torch.is_tensor(value) else value for name, value in found.items()
+        }
+
+
+def leaves_of(optimizer: Any) -> Iterator[Any]:
+    """The optimizers in a (nested) ``ChainedOptimizer``."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer
+    else:
+        for part in chained:
+            yield from leaves_of(part)
+
+
+def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
+    """What each model parameter became in the optimizer; parameters it never saw are absent."""
+    owned: dict[torch.nn.Parameter, Owned] = {}
+    for leaf in leaves_of(optimizer):
+        inner = getattr(leaf, "optimizer", None)
+        if inner is None or getattr(leaf, "is_stub_optimizer", False):
+            continue
+        groups = {id(p): group for group in inner.param_groups for p in group["params"]}
+        parts = parts_of(getattr(leaf, "model_chunks", ()))
+        if parts:
+            for parameter, part in parts.items():
+                if id(parameter) in groups:
+                    group = groups[id(parameter)]
+                    owned[parameter] = Owned(part.stepped, inner, group, part.range, parameter)
+            continue
+        if hasattr(leaf, "model_param_group_index_map"):
+            for parameter, (number, order) in leaf.model_param_group_index_map.items():
+                part = leaf._get_model_param_range_map(parameter)["param"]
+                group = inner.param_groups[number]
+                main = group["params"][order]
+                owned[parameter] = Owned(main, inner, group, (part.start, part.end))
+            continue
+        pairs = [(p, p) for group in inner.param_groups for p in group["params"]]
+        if hasattr(leaf, "fp32_from_float16_groups"):
+            pairs = [
+                *_pairs(leaf.float16_groups, leaf.fp32_from_float16_groups),
+                *_pairs(leaf.fp32_from_fp32_groups, leaf.fp32_from_fp32_groups),
+            ]
+        for parameter, main in pairs:
+            owned[parameter] = Owned(main, inner, groups[id(main)])
+    return owned
+
+
+def _pairs(models: Any, mains: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    for model_group, main_group in zip(models, mains, strict=True):
+        yield from zip(model_group, main_group, strict=True)
+
+
+class Snapshot:
+    """Everything a training step changes, kept so that the step can be replayed.
+
+    Model parameters and buffers, main parameters, moments, the optimizer's scalar settings, the
+    loss scale, and the random states.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], optimizer: Any) -> None:
+        self._chunks = chunks
+        self._tensors = [
+            (tensor, tensor.detach().clone()) for tensor in _mutable(chunks, optimizer)
+        ]
+        self._inner = [
+            leaf.optimizer
+            for leaf in leaves_of(optimizer)
+            if getattr(leaf, "optimizer", None) is not None
+        ]
+        self._states = [
+            {parameter: _copies(state) for parameter, state in inner.state.items()}
+            for inner in self._inner
+        ]
+        self._settings = [
+            [
+                {name: _copied(value) for name, value in group.items() if name != "params"}
+                for group in inner.param_groups
+            ]
+            for inner in self._inner
+        ]
+        scalers = (getattr(leaf, "grad_scaler", None) for leaf in leaves_of(optimizer))
+        self._scalers = [(one, _copies(vars(one))) for one in scalers if one is not None]
+        self._rng = torch.get_rng_state()
+        self._cuda_rng = torch.cuda.get_rng_state() if torch.version.cuda and _has_gpu() else None
+
+    def restore(self) -> None:
+        """Put everything back, in place wherever others hold references."""
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                tensor.data.copy_(value)
+            for inner, states, settings in zip(
+                self._inner, self._states, self._settings, strict=True
+            ):
+                for parameter in [p for p in inner.state if p not in states]:
+                    del inner.state[parameter]
+                for parameter, state in states.items():
+                    _restore_state(inner.state[parameter], state)
+                for group, values in zip(inner.param_groups, settings, strict=True):
+                    _restore_state(group, {"params": group["params"], **values})
+            for scaler, values in self._scalers:
+                _restore_state(vars(scaler), values)
+            publish(self._chunks)
+        torch.set_rng_state(self._rng)
+        if self._cuda_rng is not None:
+            torch.cuda.set_rng_state(self._cuda_rng)
+
+
+def _restore_state(current: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name in [n for n in current if n not in saved]:
+        del current[name]
+    for name, value in saved.items():
+        if torch.is_tensor(value) and torch.is_tensor(current.get(name)):
+            current[name].copy_(value)
+        else:
+            current[name] = _copied(value)
+
+
+def _copies(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) for name, value in values.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if torch.is_tensor(value) else value
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.device_count() > 0
+
+
+def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
+    found: set[int] = set()
+    mains = [
+        parameter
+        for leaf in leaves_of(optimizer)
+        if getattr(leaf, "optimizer", None) is not None
+        for group in leaf.optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    # Of weights that are sharded there are only the parts that the optimizer steps.
+    sharded = bool(buffers_of(chunks))
+    models = [unwrap(chunk) for chunk in chunks]
+    for tensor in (
+        *(parameter for model in models for parameter in model.parameters() if not sharded),
+        *(buffer for model in models for buffer in model.buffers()),
+        *mains,
+    ):
+        if id(tensor) not in found:
+            found.add(id(tensor))
+            yield tensor

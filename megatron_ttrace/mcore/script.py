@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a training script as ``python SCRIPT`` runs it, with the ``--ttrace`` flags known to it.
+
+A process started with this file as its program, and a fork of one that imported Megatron, both end
+in :func:`run`: the script finds on ``sys.path`` what ``python SCRIPT`` would find in the same shell
+and directory, so it imports the same Megatron, and its own neighbours. The launcher's own first
+entry (the folder of the ``ttrace`` command, or the current directory with ``python -m``) is not
+among them. The script need not call ``megatron_ttrace.enable()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+MEGATRON = ("megatron.core", "megatron.training")
+"""The packages that must be the script's own choice."""
+
+_PARSER = "megatron.training.arguments"
+_BACKEND = ("megatron", "transformer_engine", "apex")
+
+is_program = False
+"""Whether this file is the program of this process."""
+
+
+def command(script: str | Path, arguments: Sequence[str] = ()) -> list[str]:
+    """The command line of a fresh process that runs ``script``."""
+    return [sys.executable, __file__, str(script), *arguments]
+
+
+def search_path(script: str | Path) -> list[str]:
+    """The ``sys.path`` of ``python SCRIPT`` in this environment and directory."""
+    names = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "PYTHONNOUSERSITE")
+    safe, base = _interpreter(os.getcwd(), tuple(os.environ.get(name) for name in names))
+    return [*base] if safe else [_folder(script), *base]
+
+
+def origins(path: Sequence[str]) -> dict[str, str]:
+    """The files that the packages of Megatron would be imported from with this ``sys.path``.
+
+    Nothing is imported. A package that is not found is left out.
+    """
+    found = {}
+    with _as_search_path(path):
+        whole = _find("megatron", None)
+        inside = list(whole.submodule_search_locations or ()) if whole else []
+        for name in MEGATRON:
+            spec = _find(name, inside) if inside else None
+            if spec is not None and spec.origin is not None:
+                found[name] = _located(spec.origin)
+    return found
+
+
+def imported() -> dict[str, str]:
+    """The files that the packages of Megatron were imported from in this process."""
+    modules = {name: sys.modules.get(name) for name in MEGATRON}
+    files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
+    return {name: _located(file) for name, file in files.items() if file}
+
+
+def shadowed(script: str | Path, path: Sequence[str]) -> str:
+    """A module beside the script that this process has imported from elsewhere, or ``""``."""
+    folder = _folder(script)
+    if folder not in path:
+        return ""
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.listdir(folder)):
+            name, ending = os.path.splitext(entry)
+            module = sys.modules.get(name)
+            if module is None or (ending != ".py" and not (Path(folder) / entry).is_dir()):
+                continue
+            spec = _find(name, [folder])
+            # A folder without __init__.py gives way to a real package anywhere on the path.
+            if spec is None or spec.origin is None:
+                continue
+            if _located(getattr(module, "__file__", None) or "") != _located(spec.origin):
+                return name
+    return ""
+
+
+def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
+    """Run ``script`` as ``__main__`` of this process.
+
+    With ``--ttrace`` among its arguments, Megatron's parser learns our flags when it is imported.
+    """
+    sys.argv = [script, *arguments]
+    sys.path[:] = path
+    if "--ttrace" in arguments:
+        _enable_on_import()
+    file = os.path.abspath(script)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=file, __builtins__=__builtins__)
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)  # noqa: S102 - this is what running a script is
+
+
+def _enable_on_import() -> None:
+    """Do what ``megatron_ttrace.enable()`` does, for a script that does not call it.
+
+    Megatron may lie in a folder that the script itself puts on ``sys.path``, so nothing of it is
+    imported before the script does.
+    """
+    if "megatron.core" in sys.modules:  # a fork of a process that imported it
+        from megatron_ttrace.runtime import entry
+
+        entry.enable()
+    else:
+        sys.meta_path.insert(0, _Awaiting())
+
+
+class _Awaiting:
+    """Import hook: the CPU backend before Megatron, our flags after Megatron's parser."""
+
+    _active = False
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Called for every module that is about to be imported; finds none but the parser's."""
+        del path, target
+        if name not in (*_BACKEND, _PARSER):
+            return None
+        if name in _BACKEND and self._active:
+            return None
+        # Not at the top: this imports torch.
+        from megatron_ttrace.runtime import entry
+
+        if entry.is_enabled():
+            return None
+        if not self._active:
+            self._active = True
+            entry.activate()
+        if name != _PARSER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_enable(module: types.ModuleType) -> None:
+                execute(module)
+                entry.enable()
+
+            spec.loader.exec_module = execute_and_enable  # type: ignore[method-assign]
+        return spec
+
+
+@contextlib.contextmanager
+def as_search_path_of(script: str | Path) -> Iterator[None]:
+    """Import what ``python SCRIPT`` would import, for a while."""
+    with _as_search_path(search_path(script)):
+        yield
+
+
+@contextlib.contextmanager
+def _as_search_path(path: Sequence[str]) -> Iterator[None]:
+    before = sys.path[:]
+    sys.path[:] = path
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _located(file: str) -> str:
+    """One spelling of a path. A link to a file stays: what lies around it may be different."""
+    folder, name = os.path.split(os.path.abspath(file))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def _folder(script: str | Path) -> str:
+    """The first entry of ``sys.path``: the script's folder, with symbolic links resolved."""
+    return os.path.dirname(os.path.realpath(script))
+
+
+@functools.cache
+def _interpreter(directory: str, variables: tuple[str | None, ...]) -> tuple[bool, tuple[str, ...]]:
+    """Whether the script's folder is left out, and the rest of a fresh interpreter's path.
+
+    The interpreter is asked: this process was started in another way than a script is.
+    """
+    del directory, variables  # a child process has them; here they are the key of the cache
+    code = "import json, sys; print(json.dumps([sys.flags.safe_path, sys.path]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+    )
+    safe, path = json.loads(done.stdout.splitlines()[-1])
+    return bool(safe), tuple(path if safe else path[1:])
+
+
+def _find(name: str, where: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, where)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _main() -> None:
+    # Python put the folder of this file where the script's belongs.
+    if not sys.flags.safe_path:
+        sys.path[0] = _folder(sys.argv[1])
+    path = sys.path[:]
+    # The same megatron_ttrace as the launcher's, whatever else the path holds.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from megatron_ttrace.mcore import script
+
+    script.is_program = True
+    script.run(sys.argv[1], sys.argv[2:], path)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of activations that Megatron means to be summands: each rank of an axis has its own.
+
+Sparse attention over absorbed latents (``DSAttention`` in
+megatron/core/transformer/experimental_attention_variant/dsa.py) takes its own heads' queries, and
+on every tensor-parallel rank the whole compressed key, which all heads share: the key's gradient is
+the sum over the rank's heads, and the ranks' sums are added where the key was gathered
+(``AbsorbedMLASelfAttention``, absorbed_mla.py beside it). The value is a part of the key. It also
+takes a weight as an argument, whose gradient is of the rank's own tokens, as any weight's is before
+gradients are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_ttrace.mcore.names import Names
+
+_KEY, _WEIGHT = 1, 6
+"""Places among the arguments: query, key, value, mask, hidden states, queries' latent, weight."""
+
+Summands = dict[tuple[str, int], str]
+"""By module and input: the axis over which its gradient is a summand."""
+
+
+def summands(chunks: Iterable[Names]) -> Summands:
+    """Those of a rank's model chunks."""
+    found: Summands = {}
+    for names in chunks:
+        for name, module in names.modules.items():
+            if type(module).__name__ == "DSAttention" and _is_absorbed(names, name):
+                found |= {(name, _KEY): "tp", (name, _WEIGHT): "cp"}
+    return found
+
+
+def _is_absorbed(names: Names, attention: str) -> bool:
+    owner = names.modules.get(attention.rpartition(".")[0])
+    return type(owner).__name__ == "AbsorbedMLASelfAttention"

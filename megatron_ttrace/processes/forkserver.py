@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start ranks by forking a process that has torch and Megatron imported already.
+
+Without a GPU most of a small check is importing. Here one parent imports, and every rank and every
+reference run is a fork of it, so a check costs its training. Not with a GPU: CUDA does not survive
+a fork. A rank asks for its reference run over a socket that it inherits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import script as scripts
+from megatron_ttrace.mcore.versions import quiet_imports
+from megatron_ttrace.processes import signals, tether
+
+_VARIABLE = "TTRACE_FORKSERVER"
+_MARGIN_SECONDS = 10.0
+
+
+def preload(script: Path) -> None:
+    """Import what every rank of ``script`` needs, in the parent, without starting a thread."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from megatron_ttrace import cpu
+
+    with scripts.as_search_path_of(script), quiet_imports():
+        cpu.activate()
+        import torch
+
+        torch.set_num_threads(1)
+        import megatron.core.models.gpt
+        import megatron.training.training  # noqa: F401
+
+        import megatron_ttrace.runtime.candidate
+        import megatron_ttrace.runtime.reference_run  # noqa: F401
+
+
+def refuses(script: Path) -> str:
+    """Why a fork of this process would not be ``python SCRIPT``; empty when it would be.
+
+    The modules imported here must be the very ones that the script would import.
+    """
+    path = scripts.search_path(script)
+    here, there = scripts.imported(), scripts.origins(path)
+    for name in scripts.MEGATRON:
+        if here.get(name) != there.get(name):
+            return f"it has {name} from {there.get(name, 'nowhere')}"
+    module = scripts.shadowed(script, path)
+    return f"it has a module {module} of its own" if module else ""
+
+
+def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
+    """Fork a child that runs ``[python, script, *args]``, and return its process id.
+
+    The child dies with this process (with the thread that forked it, as Linux counts).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    with signals.deferred():
+        child = os.fork()
+        if not child:
+            _run(parent, command, environment, log)
+        # Whoever of the two is first: the group exists when either goes on.
+        with contextlib.suppress(OSError):
+            os.setpgid(child, child)
+    return child
+
+
+def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: Path) -> NoReturn:
+    """The child, from its first instruction to its last."""
+    code = 1
+    try:
+        tether.die_with(parent)
+        os.setpgid(0, 0)
+        # A group in the background that reads from the terminal is stopped.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        # Not before: Ctrl-C that came while this was still the terminal's group ends up in the log.
+        signals.reset()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
+        os.environ.clear()
+        os.environ.update(environment)
+        _, script, *arguments = command
+        scripts.run(script, arguments, scripts.search_path(script))
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+class Requests:
+    """The parent's end of the socket over which ranks ask for reference runs."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setblocking(False)
+        self._theirs.set_inheritable(True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks must find in their environment."""
+        return {_VARIABLE: str(self._theirs.fileno())}
+
+    def poll(self) -> tuple[list[str], dict[str, str], Path] | None:
+        """The next request, if there is one."""
+        try:
+            message = self._ours.recv(1 << 20)
+        except BlockingIOError:
+            return None
+        if not message:
+            return None
+        path = Path(message.decode())
+        try:
+            request: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            path.unlink()
+        except (OSError, ValueError) as error:
+            raise TTraceError(f"the request for a reference run is lost: {error}") from error
+        return request["command"], request["environment"], Path(request["log"])
+
+    def answer(self, code: int) -> None:
+        """Tell the rank that its reference run ended; one that died is not there to hear it."""
+        with contextlib.suppress(OSError):
+            self._ours.send(str(code).encode())
+
+    def fileno(self) -> int:
+        """Readable when there is a request, for ``select``."""
+        return self._ours.fileno()
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._ours.close()
+        self._theirs.close()
+
+
+def available() -> bool:
+    """Whether this process was forked by a parent that takes requests."""
+    return _VARIABLE in os.environ
+
+
+def request(
+    command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None = None
+) -> int:
+    """Ask the parent to run a command to its end; returns its exit code.
+
+    Args:
+        command: ``[python, script, *args]``.
+        environment: of the process.
+        log: file for its output.
+        timeout: seconds after which the parent, who ends it earlier, counts as lost.
+
+    Raises:
+        TTraceError: when there is no answer.
+    """
+    # Command lines outgrow a packet: the packet names a file.
+    order = log.with_suffix(".request.json")
+    order.write_text(
+        json.dumps({"command": list(command), "environment": environment, "log": str(log)}),
+        encoding="utf-8",
+    )
+    with socket.socket(fileno=os.dup(int(os.environ[_VARIABLE]))) as line:
+        line.send(str(order).encode())
+        # Not ``settimeout``: that would make the socket, which ranks share, non-blocking for all.
+        wait = None if timeout is None else timeout + _MARGIN_SECONDS
+        if not select.select([line], [], [], wait)[0]:
+            raise TTraceError(f"no reference after {timeout:.0f} s (log: {log})")
+        return int(line.recv(64).decode())

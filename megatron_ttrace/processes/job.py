@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One check on this machine, from a command line to an answer."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore import flags, provenance
+from megatron_ttrace.mcore import script as scripts
+from megatron_ttrace.processes import forkserver, ranks, signals
+from megatron_ttrace.processes.logs import died_of, how_it_ended, usage_error
+from megatron_ttrace.processes.waiting import OutOfTimeError, Patience
+from megatron_ttrace.resources import launch_dir
+from megatron_ttrace.runtime.launch import port_was_taken, tail
+from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.records import Summary
+
+__all__ = ["Job", "OutOfTimeError", "prepare", "run"]
+
+_OURS = re.compile(r"^ttrace: (.*)$")
+_MARGIN_SECONDS = 10.0
+_UNBIDDEN = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+)
+"""Signals that no process sends itself when another rank is lost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to check.
+
+    Attributes:
+        script: a Megatron training script.
+        arguments: its arguments, without ours.
+        nproc: number of ranks.
+        directory: the ``--ttrace-dir``.
+        flags: further ``--ttrace-*`` flags.
+        environment: added to each rank's environment.
+        limit: seconds after which the job is ended, or ``None``. How long it may do nothing is
+            ``--ttrace-timeout``'s.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    nproc: int
+    directory: Path
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    limit: float | None = None
+
+    @property
+    def timeout(self) -> float:
+        """Of ``--ttrace-timeout``: seconds for a reference run, or without a sign of life.
+
+        Raises:
+            TTraceError: when one of our flags has a value that it cannot have.
+        """
+        parser = flags.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+        words = [*self.arguments, *self.flags]
+        return flags.settings_from_args(parser.parse_known_args(words)[0]).timeout
+
+    def isolating(self) -> list[str]:
+        """The command that checks this job with modules isolated, in a directory of its own."""
+        words = ["ttrace", "check", "--nproc-per-node", str(self.nproc)]
+        words += ["--ttrace-dir", f"{self.directory}-isolated", "--ttrace-isolate", *self.flags]
+        return [*words, "--", str(self.script), *self.arguments]
+
+
+def prepare(device: str = "auto", script: Path | None = None) -> bool:
+    """Import Megatron here when ranks can be forked; returns whether they can.
+
+    Args:
+        device: of the job.
+        script: whose Megatron it is; by default that of our own ``pretrain_gpt.py``.
+    """
+    # Nothing is to be put in order yet, and imports swallow Ctrl-C.
+    with signals.abrupt():
+        from megatron_ttrace import cpu
+
+        if not cpu.needed(device):
+            return False
+        forkserver.preload(script or launch_dir() / "pretrain_gpt.py")
+    return True
+
+
+def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> Summary:
+    """Run a check to its end.
+
+    Args:
+        job: what to check.
+        fork: what :func:`prepare` returned.
+        say: told what happens, line by line.
+
+    Raises:
+        OutOfTimeError: when it took longer than its limit; its ranks are ended.
+        TTraceError: when there is no answer, with the reason.
+    """
+    if not job.script.is_file():
+        wrong = "is no regular file" if job.script.exists() else "no such script"
+        raise TTraceError(f"{job.script}: {wrong}")
+    with shared.claim(job.directory) as claim:
+        return _run(job, claim.run, fork, say)
+
+
+def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summary:
+    """Run a check in a directory that is held for it."""
+    logs = job.directory / "logs"
+    if fork and (why := forkserver.refuses(job.script)):
+        say(f"{job.script} runs in fresh processes: {why}")
+        fork = False
+    program = (ranks.python(), str(job.script)) if fork else scripts.command(job.script)
+    command = (
+        *(*program, *job.arguments),
+        *("--ttrace", "--ttrace-exit", "--ttrace-dir", str(job.directory), *job.flags),
+    )
+    environment = {
+        provenance.COMMAND: provenance.command_line(),
+        **job.environment,
+        shared.VARIABLE: run_id,
+    }
+    echo = _Echo(ranks.log_of(logs, 0), say, job.limit)
+    began = time.monotonic()
+    for _ in range(2):
+        observed = ranks.Observed()
+        codes = ranks.run_ranks(
+            job.nproc,
+            command,
+            logs,
+            fork=fork,
+            environment=environment,
+            progress=echo,
+            patience=_patience(job, fork, say),
+            observed=observed,
+        )
+        echo.flush()
+        if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):
+            break
+    summary = _believed(job.directory, run_id, codes, logs, observed)
+    return dataclasses.replace(
+        summary, timings={**summary.timings, "wall": time.monotonic() - began}
+    )
+
+
+def _believed(
+    directory: Path,
+    run_id: str,
+    codes: Sequence[int | None],
+    logs: Path,
+    observed: ranks.Observed,
+) -> Summary:
+    """The answer of a run whose ranks ended with ``codes``.
+
+    All ranks ended with 0 or all with 1, and this very run's summary, undamaged and beside the
+    verdicts that it was written with, says the same.
+
+    Raises:
+        TTraceError: otherwise.
+    """
+    from megatron_ttrace.report import files
+
+    answers = set(codes)
+    if answers not in ({int(ExitCode.EQUIVALENT)}, {int(ExitCode.DIVERGED)}):
+        raise TTraceError(_why(codes, logs, observed))
+    if not (directory / files.SUMMARY).exists():
+        raise TTraceError(_why(codes, logs, observed))
+    summary = files.answer_of(directory, run_id)
+    if {int(summary.verdict.exit_code)} != answers:
+        raise TTraceError(
+            f"the ranks ended with exit code {codes[0]}, but {directory / files.SUMMARY} says "
+            f"{summary.verdict.value!r}: run the check again (logs: {logs})"
+        )
+    return summary
+
+
+def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
+    # Without the fork server rank 0 bounds the reference run, and is the first to give up.
+    margin = 0.0 if fork else _MARGIN_SECONDS
+    return Patience(job.timeout + margin, say, [job.directory / "reference.log"])
+
+
+class _Echo:
+    """Repeats our own lines of a growing log as they appear, and looks at the clock."""
+
+    def __init__(self, log: Path, say: Callable[[str], None], limit: float | None) -> None:
+        self._log = log
+        self._say = say
+        self._limit = limit
+        self._deadline = None if limit is None else time.monotonic() + limit
+        self._offset = 0
+        self._next = 0.0
+
+    def __call__(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise OutOfTimeError(f"still running after {self._limit:.0f} s (log: {self._log})")
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 0.2
+        self.flush()
+
+    def flush(self) -> None:
+        """Repeat what there is by now."""
+        from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(self._offset)
+            while line := log.readline():
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                match = _OURS.match(line.decode(errors="replace").rstrip())
+                if match:
+                    self._say(clean(match[1], NOTE_LIMIT))
+
+
+def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | None = None) -> str:
+    """One reason out of many logs and exit codes.
+
+    In this order: who was stopped; who was killed from outside; our own words; what the first of
+    the others died of. Ranks that we ended are not blamed.
+    """
+    observed = observed or ranks.Observed()
+    if observed.stopped:
+        are = "is" if len(observed.stopped) == 1 else "are"
+        log = observed.stopped_log
+        return f"{', '.join(observed.stopped[:4])} {are} stopped; the others gave up (log: {log})"
+    for end in observed.ends:
+        if -end.code in _UNBIDDEN:
+            log = ranks.log_of(logs, end.rank)
+            return (
+                f"rank {end.rank} {how_it_ended(end.code)}; its last lines, from {log}:\n"
+                f"{tail(log)}"
+            )
+    for rank, code in enumerate(codes):
+        if code == ExitCode.COULD_NOT_CHECK:
+            log = ranks.log_of(logs, rank)
+            refused = usage_error(log)
+            if refused:
+                return f"rank {rank} failed: {refused} (log: {log})"
+            reason = _told(log)
+            if reason:
+                return reason
+    failed = [(rank, code) for rank, code in enumerate(codes) if code not in (0, None)]
+    if failed:
+        # The others die of a lost connection to it: whoever had last words first is the cause.
+        rank, code = min(failed, key=lambda one: _fell_silent(one[0], logs, observed))
+        log = ranks.log_of(logs, rank)
+        how = how_it_ended(code or 0)
+        died = died_of(log)
+        if died:
+            how = how if code is not None and code < 0 else "failed"
+            return f"rank {rank} {how}: {died} (log: {log})"
+        return f"rank {rank} {how}; its last lines, from {log}:\n{tail(log)}"
+    return f"the job ended without an answer; its last lines:\n{tail(ranks.log_of(logs, 0))}"
+
+
+def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:
+    """When a rank wrote its last words; a crash has none, there it is the end that counts."""
+    for end in observed.ends:
+        if end.rank == rank and end.code < 0 and -end.code != signal.SIGABRT:
+            return end.seen
+    return _last_written(ranks.log_of(logs, rank))
+
+
+def _last_written(log: Path) -> int:
+    return log.stat().st_mtime_ns if log.is_file() else 0
+
+
+def _told(log: Path) -> str:
+    """What we said last on a rank, with the lines that belong to it."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if _OURS.match(line)]
+    if not starts:
+        return ""
+    block = [lines[starts[-1]].removeprefix("ttrace: ")]
+    for line in lines[starts[-1] + 1 :]:
+        if not line.startswith("  "):
+            break
+        block.append(line)
+    return "\n".join(block)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run all ranks of a job on this machine and watch over them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.processes import forkserver, signals
+from megatron_ttrace.processes.child import free_port
+from megatron_ttrace.processes.tether import tethered
+from megatron_ttrace.processes.waiting import Patience, Waited
+
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 5.0
+_LEAVING_SECONDS = 2.0
+_REAPING_SECONDS = 10.0
+_OF_OTHER_LAUNCHERS = (
+    *("TORCHELASTIC_", "TTRACE_FORKSERVER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"),
+    *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class End:
+    """How a rank ended by itself: its exit code (negative: a signal), and when we saw that.
+
+    ``seen`` is in nanoseconds since the epoch, as a log's time of change.
+    """
+
+    rank: int
+    code: int
+    seen: int
+
+
+@dataclasses.dataclass(slots=True)
+class Observed:
+    """What was seen of a job's processes.
+
+    Attributes:
+        ends: of the ranks, in the order in which they ended; not of those that we ended.
+        stopped: names of processes that somebody had stopped when the job was over.
+        stopped_log: where the first of those wrote to.
+    """
+
+    ends: list[End] = dataclasses.field(default_factory=list)
+    stopped: list[str] = dataclasses.field(default_factory=list)
+    stopped_log: Path | None = None
+
+
+def log_of(logs: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
+    return logs / f"rank-{rank:05d}.log"
+
+
+def run_ranks(
+    nproc: int,
+    command: Sequence[str],
+    logs: Path,
+    *,
+    fork: bool,
+    environment: dict[str, str] | None = None,
+    progress: Callable[[], None] = lambda: None,
+    patience: Patience | None = None,
+    observed: Observed | None = None,
+) -> list[int | None]:
+    """Run ``[python, script, *args]`` as ``nproc`` ranks; returns their exit codes.
+
+    When a rank dies the others are ended too (after a grace time in which they may end by
+    themselves); those that had to be killed have the code ``None``. No process of the job is left
+    when this returns or raises, nor when this process is killed.
+
+    Args:
+        nproc: number of ranks.
+        command: of every rank.
+        logs: directory for one log per rank.
+        fork: fork this process (``forkserver.preload`` first) instead of starting new ones.
+        environment: added to each rank's environment.
+        progress: called now and then.
+        patience: bounds the waiting.
+        observed: filled with what was seen.
+
+    Raises:
+        OutOfTimeError: when ``patience`` is at its end.
+        TTraceError: when a rank cannot be started.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    job = _Job(fork, observed or Observed())
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OF_OTHER_LAUNCHERS)
+    }
+    base = {
+        **inherited,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **(environment or {}),
+        **job.environment,
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    with signals.orderly():
+        try:
+            for rank in range(nproc):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                job.start(rank, command, {**base, **own}, log_of(logs, rank))
+            return job.watch(progress, patience or Patience(None))
+        except OSError as error:
+            raise TTraceError(f"a rank cannot be started ({error.strerror or error})") from error
+        finally:
+            with signals.deferred():
+                job.end()
+
+
+class _Job:
+    """The processes of one job. Either forks (process ids) or subprocesses, by process id too."""
+
+    def __init__(self, fork: bool, observed: Observed) -> None:
+        self._requests = forkserver.Requests() if fork else None
+        self._observed = observed
+        self._ranks: dict[int, int] = {}
+        self._reference: int | None = None
+        self._groups: list[int] = []
+        self._waited: dict[int, Waited] = {}
+        self._watched: dict[int, int] = {}
+        self._codes: dict[int, int | None] = {}
+        # One that is forgotten is reaped by the next that is started, and its exit code lost.
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return self._requests.environment if self._requests else {}
+
+    def start(
+        self, rank: int, command: Sequence[str], environment: dict[str, str], log: Path
+    ) -> None:
+        # No signal may find a process that is started and not yet written down.
+        with signals.deferred():
+            pid = self._start(command, environment, log)
+            self._ranks[pid] = rank
+            self._watch_over(Waited(f"rank {rank}", pid, log))
+
+    def _start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> int:
+        if self._requests:
+            return forkserver.fork(command, environment, log)
+        with log.open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                tethered(command),
+                env=environment,
+                # A group in the background that reads from the terminal is stopped.
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+        self._processes[process.pid] = process
+        return process.pid
+
+    def _watch_over(self, one: Waited) -> None:
+        self._waited[one.pid] = one
+        self._groups.append(one.pid)
+        # An old kernel: then we only look every now and then.
+        with contextlib.suppress(OSError, AttributeError):
+            self._watched[one.pid] = os.pidfd_open(one.pid)
+
+    def watch(self, progress: Callable[[], None], patience: Patience) -> list[int | None]:
+        count = len(self._ranks)
+        deadline: float | None = None
+        while True:
+            self._reap()
+            if len(self._codes) >= count:
+                break
+            self._serve()
+            if deadline is None and any(code not in (0, 1) for code in self._codes.values()):
+                deadline = time.monotonic() + _GRACE_SECONDS
+            if deadline is None and 0 < len(self._codes) < count:
+                # Somebody left early: with an orderly end all leave together.
+                deadline = time.monotonic() + 6 * _GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                for rank in range(count):
+                    self._codes.setdefault(rank, None)
+                break
+            signals.check()
+            patience.look(list(self._waited.values()))
+            progress()
+            self._pause()
+        for one in self._waited.values():
+            if one.is_stopped:
+                self._observed.stopped.append(str(one))
+                self._observed.stopped_log = self._observed.stopped_log or one.log
+        return [self._codes[rank] for rank in range(count)]
+
+    def _pause(self) -> None:
+        """Until a process ends or asks, and not for long: who dies first is the cause."""
+        waiter = select.poll()
+        for descriptor in self._watched.values():
+            waiter.register(descriptor, select.POLLIN)
+        if self._requests is not None and self._reference is None:
+            waiter.register(self._requests.fileno(), select.POLLIN)
+        waiter.poll(_POLL_SECONDS * 1000)
+
+    def _reap(self) -> None:
+        for pid in list(self._waited):
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                found, status = pid, 1 << 8
+            if not found:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            self._forget(pid, code)
+            if pid == self._reference:
+                self._reference = None
+                if self._requests:
+                    self._requests.answer(code)
+            else:
+                rank = self._ranks.pop(pid)
+                self._codes[rank] = code
+                self._observed.ends.append(End(rank, code, time.time_ns()))
+
+    def _forget(self, pid: int, code: int) -> None:
+        del self._waited[pid]
+        descriptor = self._watched.pop(pid, None)
+        if descriptor is not None:
+            os.close(descriptor)
+        if pid in self._processes:
+            self._processes[pid].returncode = code
+
+    def _serve(self) -> None:
+        if self._requests is None or self._reference is not None:
+            return
+        order = self._requests.poll()
+        if order is not None:
+            with signals.deferred():
+                self._reference = forkserver.fork(*order)
+                self._watch_over(
+                    Waited("the reference run", self._reference, order[2], is_reference=True)
+                )
+
+    def end(self) -> None:
+        """End what is left: at once the processes that we started, then what these started."""
+        for pid in self._waited:
+            _kill(pid)
+        deadline = time.monotonic() + _REAPING_SECONDS
+        while self._waited and time.monotonic() < deadline:
+            for pid in list(self._waited):
+                try:
+                    found, _ = os.waitpid(pid, os.WNOHANG)
+                except ChildProcessError:
+                    found = pid
+                if found:
+                    self._forget(pid, -signal.SIGKILL)
+            if self._waited:
+                time.sleep(0.005)
+        # Workers of a data loader notice by themselves that their rank is gone.
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        while (left := [*filter(_has_members, self._groups)]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for group in left:
+            # The group only: its leader is gone, and its number may be anybody's by now.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        for descriptor in self._watched.values():
+            os.close(descriptor)
+        if self._requests:
+            self._requests.close()
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(group, signal.SIGKILL)
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    return True
+
+
+def python() -> str:
+    """The interpreter ranks run with: this one."""
+    return sys.executable

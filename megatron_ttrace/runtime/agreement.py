@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks check, or all give up: they agree before and after each collective of ours.
+
+A rank that failed must not leave the others in a collective. So every part of a check ends at a
+numbered point where all ranks meet, over the job's key-value store, with a few messages per rank
+and no collective of the job's backend. A rank that fails says so at once, which wakes everyone who
+waits at a point. What cannot be agreed on (Megatron's own step failed on one rank, or the training
+state could not be put back) ends the job: a thread on every rank sees that while steps are traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.runtime import channel
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
+_WATCH_SECONDS = 1.0
+_BEAT_SECONDS = 5.0
+_SAY_AFTER_SECONDS = 10.0
+_FAREWELL_SECONDS = 5.0
+_RANKS_PER_SECOND = 2000
+"""How many ranks may ask the store in a second while they wait."""
+_LONGEST_LINE = 500
+
+_OK, _FAILED = "ok", "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why a check, or a job, ended: the first failure of any rank.
+
+    Attributes:
+        rank: that failed.
+        host: it runs on.
+        what: it was doing.
+        why: the error, in one line (a reference's last lines may follow).
+        of_everyone: whether the reason concerns the whole job, not this rank.
+    """
+
+    rank: int
+    host: str
+    what: str
+    why: str
+    of_everyone: bool = False
+
+    @property
+    def line(self) -> str:
+        """One line for the user."""
+        if self.of_everyone:
+            return self.why
+        return f"rank {self.rank} on {self.host}, {self.what}: {self.why}"
+
+    @classmethod
+    def of_message(cls, text: str) -> Cause:
+        """What another rank announced.
+
+        Raises:
+            ValueError: when it is not a cause.
+        """
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"not a cause: {text[:80]!r}")
+        return cls(
+            int(found["rank"]),
+            str(found["host"]),
+            str(found["what"]),
+            str(found["why"]),
+            bool(found["of_everyone"]),
+        )
+
+
+class GivenUpError(TTraceError):
+    """The check is over on every rank; training can go on."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.line)
+        self.cause = cause
+
+
+class EndError(TTraceError):
+    """The job must end: a rank is lost, or its training state."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.line)
+        self.cause = cause
+
+
+class Ranks:
+    """This rank's end of all agreements of one job."""
+
+    def __init__(
+        self,
+        timeout: float,
+        *,
+        store: Any = None,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        """Find the other ranks.
+
+        Args:
+            timeout: seconds without a sign of life after which a rank counts as lost.
+            store: key-value store of all ranks; the job's own without one.
+            rank: this rank; that of the process group without one.
+            size: number of ranks; that of the process group without one.
+        """
+        ready = dist.is_initialized()
+        self.rank = rank if rank is not None else (dist.get_rank() if ready else 0)
+        self.size = size if size is not None else (dist.get_world_size() if ready else 1)
+        self._timeout = timeout
+        self._store = store
+        if store is None and self.size > 1:
+            self._store = channel.store()
+        self._counts = {"check": 0, "back": 0}
+        self._given_up: GivenUpError | None = None
+
+    def together(self, what: str, work: Callable[[], Any] | None = None) -> Any:
+        """Do something on every rank; return when all ranks have.
+
+        Raises:
+            GivenUpError: on every rank, when it failed on any.
+            EndError: when there is nobody left to agree with.
+        """
+        if self._given_up is not None:
+            raise self._given_up
+        try:
+            value = None if work is None else work()
+        except (GivenUpError, EndError):
+            raise
+        except Exception as error:
+            raise self.give_up(error, what) from error
+        except BaseException as error:
+            self.give_up(error, what)  # interrupted: the others need not wait
+            raise
+        self._arrive("check", what)
+        return value
+
+    def from_one(self, source: int, what: str, work: Callable[[], Any]) -> Any:
+        """Do something on one rank; all ranks get its result, a JSON value.
+
+        Raises:
+            GivenUpError: on every rank, when it failed.
+        """
+        if self._given_up is not None:
+            raise self._given_up
+        if self.size == 1:
+            return self.together(what, work)
+        key = f"check/{self._counts['check'] + 1}/value"
+
+        def told() -> None:
+            if self.rank == source:
+                with self._heartbeat():
+                    value = work()
+                self._store.set(_key(key), json.dumps(value))
+
+        self.together(what, told)
+        return json.loads(self._ask(lambda: self._store.get(_key(key))).decode())
+
+    def exchange(self, what: str, value: Callable[[], Any], device: torch.device) -> list[Any]:
+        """Everybody's JSON value, by rank, on every rank.
+
+        Raises:
+            GivenUpError: on every rank, when any had none to give.
+            EndError: when the collective failed.
+        """
+        text = self.together(what, lambda: channel.encode(value()))
+        if self.size == 1:
+            return [channel.decode(text, 0)]
+        with self.watching():
+            size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+            sizes = [int(one.item()) for one in self._gather(what, size)]
+            mine = self.together(what, lambda: channel.buffer(text, max(sizes), device))
+            everyone = self._gather(what, mine)
+            return [
+                channel.decode(bytes(sent[:length].cpu().numpy()), rank)
+                for rank, (sent, length) in enumerate(zip(everyone, sizes, strict=True))
+            ]
+
+    def _gather(self, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A collective: who fails in it has left the others there."""
+        try:
+            return channel.gather(tensor)
+        except Exception as error:
+            raise self.end(error, what) from error
+
+    def give_up(self, error: BaseException, what: str) -> GivenUpError | EndError:
+        """Announce that this rank failed; returns what is to be raised."""
+        if isinstance(error, GivenUpError | EndError):
+            return error
+        if self._given_up is None:
+            cause = self._announce("failed", self._cause(error, what))
+            self._given_up = GivenUpError(cause)
+            self._wake()
+        return self._given_up
+
+    def end(self, error: BaseException, what: str) -> EndError:
+        """Announce that the job must end; returns what is to be raised."""
+        if isinstance(error, EndError):
+            return error
+        cause = self._announce("fatal", self._cause(error, what))
+        self._announce("failed", cause)
+        self._wake()
+        return EndError(cause)
+
+    def all_back(self) -> None:
+        """Wait until every rank has put its training state back.
+
+        Raises:
+            EndError: when one does not come.
+        """
+        self._arrive("back", "putting the training state back")
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this context the process ends as soon as another rank says that the job must.
+
+        This rank may be in a collective of Megatron's that the other will never join.
+        """
+        if self.size == 1:
+            yield
+            return
+        over = threading.Event()
+        pause = max(_WATCH_SECONDS, self.size / _RANKS_PER_SECOND)
+        thread = threading.Thread(target=self._watch, args=(over, pause), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def farewell(self) -> None:
+        """Let rank 0, which may keep the store, go last."""
+        if self.size == 1:
+            return
+        with contextlib.suppress(Exception):
+            left = self._store.add(_key("left"), 1)
+            deadline = time.monotonic() + _FAREWELL_SECONDS
+            while self.rank == 0 and left < self.size and time.monotonic() < deadline:
+                time.sleep(0.02)
+                left = self._store.add(_key("left"), 0)
+
+    def _watch(self, over: threading.Event, pause: float) -> None:
+        lost = 0
+        while not over.wait(pause):
+            try:
+                if not self._store.check([_key("fatal")]):
+                    lost = 0
+                    continue
+                cause = Cause.of_message(self._store.get(_key("fatal")).decode())
+            except Exception as error:  # noqa: BLE001 - whatever a lost store raises
+                lost += 1
+                if lost < 2 or over.is_set():
+                    continue
+                cause = self._lost(error).cause
+            if over.is_set():
+                return
+            say_end(cause, self.rank)
+            with contextlib.suppress(Exception):
+                self._store.add(_key("left"), 1)
+            os._exit(int(ExitCode.COULD_NOT_CHECK))
+
+    def _arrive(self, lane: str, what: str) -> None:
+        self._counts[lane] += 1
+        if self.size == 1:
+            return
+        at = f"{lane}/{self._counts[lane]}"
+        self._ask(lambda: self._store.set(_key(f"{at}/{self.rank}"), "1"))
+        if self._ask(lambda: self._store.add(_key(f"{at}/arrived"), 1)) == self.size:
+            self._ask(lambda: self._store.compare_set(_key(f"{at}/done"), "", _OK))
+        if self._await(at, what, self.give_up if lane == "check" else self.end) == _OK:
+            return
+        cause = Cause.of_message(self._ask(lambda: self._store.get(_key("failed"))).decode())
+        if self._ask(lambda: self._store.check([_key("fatal")])):
+            raise EndError(cause)
+        self._given_up = GivenUpError(cause)
+        raise self._given_up
+
+    def _await(self, at: str, what: str, lose: Callable[[BaseException, str], TTraceError]) -> str:
+        began = alive = time.monotonic()
+        beat, asked, said = -1, began, False
+        pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, self.size / _RANKS_PER_SECOND)
+        while not self._ask(lambda: self._store.check([_key(f"{at}/done")])):
+            now = time.monotonic()
+            if now - asked > min(_BEAT_SECONDS, self._timeout / 4):
+                asked = now
+                heard = self._ask(lambda: self._store.add(_key("beat"), 0))
+                if heard != beat:
+                    beat, alive = heard, now if beat >= 0 else alive
+            if now - alive > self._timeout:
+                lost = f"no answer from {self._missing(at)} within {self._timeout:.0f} s"
+                raise lose(TTraceError(lost), what)
+            if now - began > _SAY_AFTER_SECONDS and not said:
+                said = True
+                if self.rank in (0, self.size - 1):
+                    print(f"ttrace: waiting for {self._missing(at)}: {what}", flush=True)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return str(self._ask(lambda: self._store.get(_key(f"{at}/done"))).decode())
+
+    def _missing(self, at: str) -> str:
+        missing = [
+            rank
+            for rank in range(self.size)
+            if not self._ask(lambda rank=rank: self._store.check([_key(f"{at}/{rank}")]))  # type: ignore[misc]
+        ]
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        return f"rank{'s' if len(missing) > 1 else ''} {shown}"
+
+    @contextlib.contextmanager
+    def _heartbeat(self) -> Iterator[None]:
+        """Tell the others now and then that this rank is alive: its work may take long."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(min(_BEAT_SECONDS, self._timeout / 4)):
+                with contextlib.suppress(Exception):
+                    self._store.add(_key("beat"), 1)
+
+        threading.Thread(target=beat, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _announce(self, key: str, cause: Cause) -> Cause:
+        """Leave the cause for the others; returns that of whoever was first."""
+        if self.size == 1:
+            return cause
+        try:
+            text = json.dumps(dataclasses.asdict(cause))
+            return Cause.of_message(self._store.compare_set(_key(key), "", text).decode())
+        except Exception:  # noqa: BLE001 - a lost store: then there is nobody to tell
+            return cause
+
+    def _wake(self) -> None:
+        """Nobody waits for this rank, neither where it may have arrived nor at the next point."""
+        if self.size == 1:
+            return
+        count = self._counts["check"]
+        with contextlib.suppress(Exception):
+            for number in (count, count + 1):
+                self._store.compare_set(_key(f"check/{number}/done"), "", _FAILED)
+
+    def _ask[T](self, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except RuntimeError as error:  # what torch's stores raise, a lost connection included
+            raise self._lost(error) from error
+
+    def _lost(self, error: BaseException) -> EndError:
+        why = "lost the connection to the job's key-value store (rank 0 or the launcher ended)"
+        del error
+        return EndError(Cause(self.rank, socket.gethostname(), "agreeing with other ranks", why))
+
+    def _cause(self, error: BaseException, what: str) -> Cause:
+        ours = isinstance(error, TTraceError)
+        return Cause(
+            self.rank,
+            socket.gethostname(),
+            what,
+            str(error) if ours else one_line(error),
+            of_everyone=self.size == 1 or (ours and self.rank == 0),
+        )
+
+
+def say_end(cause: Cause, rank: int) -> None:
+    """Say why the job ends, where somebody will read it."""
+    if rank in (0, cause.rank):
+        print(f"ttrace: {cause.line}; the job ends", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+
+
+def one_line(error: BaseException) -> str:
+    """An unexpected error's type and text without line breaks."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_LONGEST_LINE] if text else type(error).__name__
+
+
+def _key(name: str) -> str:
+    return f"ttrace/{name}"

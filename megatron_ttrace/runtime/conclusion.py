@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From all ranks' findings to the answer; the same for a running job and for saved traces."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.compare import exactness, exercised, experts, initial
+from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.moments import Moments
+from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.diagnose.culprits import localise
+from megatron_ttrace.diagnose.explain import Explainer
+from megatron_ttrace.diagnose.residual import residuals
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.records import (
+    Direction,
+    Kind,
+    Outcome,
+    Result,
+    Summary,
+    TraceKey,
+    Verdict,
+)
+from megatron_ttrace.trace.store import TraceReader
+
+_REASONS = 3
+"""Reasons for unchecked tensors that are named."""
+
+
+def conclude(
+    reference: TraceReader,
+    tolerances: Tolerances,
+    measured: Mapping[int, Sequence[Measured]],
+    *,
+    candidate: Path,
+    mesh: Mesh,
+    config: dict[str, Any],
+    timings: dict[str, float],
+    notices: Sequence[str] = (),
+    errors: Sequence[str] = (),
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
+) -> tuple[Summary, list[Verdict]]:
+    """Judge, localise, explain.
+
+    Args:
+        reference: the trusted trace.
+        tolerances: of the reference.
+        measured: what each rank found.
+        candidate: where the candidate's failed (or all) tensors were kept.
+        mesh: of any rank of the candidate; only its sizes count.
+        config: for the report.
+        timings: for the report; what is done here is added.
+        notices: for the report.
+        errors: of the tracing itself; with any, the answer is "could not check".
+        allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
+            with more of them, and no culprit, the answer is "could not check".
+    """
+    began = time.monotonic()
+    eps = float(reference.meta["epsilon"])
+    keys = [key for key in reference if key.kind is not Kind.INITIAL]
+    starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
+    verdicts = [
+        *initial.judge(
+            {entry.key: (entry.shape, Moments.of(entry.sums)) for entry in starts}, measured, eps
+        ),
+        *judge(
+            ((key, reference.entry(key).shape) for key in keys),
+            {
+                rank: [one for one in found if one.key.kind is not Kind.INITIAL]
+                for rank, found in measured.items()
+            },
+            tolerances,
+            eps,
+            functools.partial(_unjudged, mesh, str(config.get("dispatcher", ""))),
+        ),
+    ]
+    verdicts, exact = exactness.examine(verdicts, config)
+    judged = time.monotonic()
+    explainer = Explainer(reference, candidate, tolerances, measured=measured)
+    isolated = bool(config.get("isolate"))
+    culprits = tuple(localise(verdicts, explainer.explain, isolated=isolated))
+    explained = time.monotonic()
+    result = Result.DIVERGED if culprits else Result.EQUIVALENT
+    said = [*notices, *initial.notices(verdicts)]
+    if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
+        result = Result.COULD_NOT_CHECK
+        said.append("no computed tensor could be judged: every one of them is unchecked")
+    elif not culprits and (too_few := not_enough(verdicts, allow_unchecked)):
+        result = Result.COULD_NOT_CHECK
+        said.append(too_few)
+    if errors:
+        result = Result.COULD_NOT_CHECK
+        said.append(f"tracing failed on {len(errors)} rank(s): {errors[0]}")
+    requested = exercised.Requested.from_config(config)
+    observed = exercised.observe(reference, tolerances, requested)
+    summary = Summary(
+        verdict=result,
+        counts=dict(Counter(verdict.verdict.value for verdict in verdicts)),
+        culprits=culprits,
+        config=config,
+        versions=versions.installed(),
+        timings={
+            **timings,
+            "judge": judged - began,
+            "localise and explain": explained - judged,
+        },
+        execution_order=tuple(dict.fromkeys(key.name for key in reference)),
+        notices=tuple(said),
+        exactness=exact,
+        residuals=residuals(verdicts, culprits, explainer.evidence),
+        not_exercised=exercised.unexercised(requested, observed, mesh, verdicts),
+    )
+    return summary, verdicts
+
+
+def not_enough(verdicts: Sequence[Verdict], allowed: float) -> str:
+    """Why too few tensors were checked, and what would accept it; empty where enough were.
+
+    The share is of the tensors that the step computes (:func:`exercised.share`).
+    """
+    unchecked, judged = exercised.share(verdicts)
+    if unchecked <= allowed * judged:
+        return ""
+    reasons = Counter(
+        one.note.rsplit("; ", 1)[-1].partition(":")[0] or "no reason known"
+        for one in verdicts
+        if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
+    )
+    most = ", ".join(f"{reason} ({number:,})" for reason, number in reasons.most_common(_REASONS))
+    accepted = math.ceil(100 * unchecked / judged) / 100
+    return (
+        f"could not check enough: {unchecked:,} of {judged:,} tensors "
+        f"({100 * unchecked / judged:.1f} %) are unchecked, more than {100 * allowed:.4g} %; "
+        f"most: {most}; "
+        f"--ttrace-allow-unchecked {accepted:g} accepts it"
+    )
+
+
+def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> str:
+    return experts.REASON if experts.is_beyond(key, mesh, dispatcher) else ""
+
+
+def _is_evidence(verdict: Verdict) -> bool:
+    """Whether a pass says anything about the computation: tokens and start values are given."""
+    return verdict.verdict is Outcome.PASS and verdict.direction is not Direction.START

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find a reference for this run, or start the run that makes one.
+
+A reference is built in a directory beside its final place and renamed into it when it is complete
+and verified; it never changes after that. ``DIR/reference`` may be a link into a cache that runs
+share: the link is replaced, and nothing is ever written through it. While one run builds an entry
+of the cache, others that want the same entry wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import fingerprint
+from megatron_ttrace.mcore import script as scripts
+from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.reference_arguments import overrides_of
+from megatron_ttrace.processes.child import free_port, run_subprocess
+from megatron_ttrace.processes.logs import died_of, how_it_ended
+from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.locks import Lock
+from megatron_ttrace.trace.sealing import CHECKSUM
+from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
+
+_TAIL = 12
+_POLL_SECONDS = 0.2
+_BUILDING, _OLD = ".building-", ".old-"
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_")
+
+Runner = Callable[[Sequence[str], dict[str, str], Path, float], int]
+"""Runs a command line with an environment, a log file and a time limit; returns the exit code."""
+
+
+def ensure(
+    args: argparse.Namespace, settings: Settings, *, started: dict[str, Any] | None = None
+) -> tuple[str, str]:
+    """Find or make a reference trace that fits this candidate. Called on rank 0 only.
+
+    Args:
+        args: the candidate's validated arguments.
+        settings: of the check.
+        started: where the candidate's start state lies and where in the data and the schedule it
+            stands, when it began from a checkpoint.
+
+    Returns:
+        Its directory, and the checksum of the ``meta.json`` that was verified with all its files.
+
+    Raises:
+        TTraceError: when a given reference does not fit or is damaged, or making one failed.
+    """
+    wanted = fingerprint.identity(args, settings)
+    if started is not None:
+        wanted["start"] = {name: value for name, value in started.items() if name != "directory"}
+    if settings.reference is not None:
+        meta = verify(settings.reference)
+        theirs = meta.get("identity", {})
+        other = fingerprint.other_megatron(wanted, theirs)
+        if other and not settings.allow_other_megatron:
+            raise TTraceError(f"--ttrace-reference {settings.reference}: {other}")
+        different = fingerprint.differences(
+            wanted, theirs, any_megatron=settings.allow_other_megatron
+        )
+        if different:
+            raise TTraceError(
+                f"--ttrace-reference {settings.reference} is of another configuration: "
+                + "; ".join(different[:3])
+                + ". Leave the flag out to make a fitting one"
+            )
+        return str(settings.reference), str(meta[CHECKSUM])
+    directory = settings.directory / "reference"
+    name = fingerprint.digest(wanted)
+
+    def make(aside: Path) -> None:
+        _make(aside, name, wanted, args, settings, started)
+
+    cache = os.environ.get("TTRACE_CACHE")
+    checksum = _obtain(Path(cache) / name, name, make, settings.timeout) if cache else None
+    if cache and checksum is not None:
+        _link(directory, Path(cache) / name)
+    else:
+        checksum = _obtain(directory, name, make, settings.timeout)
+    if checksum is None:
+        raise TTraceError(f"{directory} is being made by another run: choose another --ttrace-dir")
+    return str(directory), checksum
+
+
+def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float) -> str | None:
+    """Find a reference at ``home`` or make one there.
+
+    Args:
+        home: where it belongs.
+        name: its fingerprint.
+        make: makes it in a directory that it is given.
+        patience: seconds to wait for another run that is making the same one.
+
+    Returns:
+        The checksum of its ``meta.json``; ``None`` when another run kept it locked too long.
+
+    Raises:
+        TTraceError: when it cannot be made.
+    """
+    checksum, _ = _look(home, name)
+    if checksum:
+        print(f"ttrace: using the reference made earlier ({name})", flush=True)
+        return checksum
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        lock = Lock(home.parent / f".{home.name}.lock")
+        if not _wait(lock, name, patience):
+            return None
+        try:
+            lock.sign()
+            checksum, flaw = _look(home, name)
+            if checksum:
+                print(f"ttrace: using the reference made meanwhile ({name})", flush=True)
+                return checksum
+            if flaw:
+                print(f"ttrace: the reference made earlier is of no use: {flaw}", flush=True)
+            _require_ours(home)
+            _sweep(home.parent, home.name)
+            aside = home.parent / f".{home.name}{_BUILDING}{shared.run_id()}"
+            try:
+                make(aside)
+                return _move(aside, home, name)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise TTraceError(
+            f"{home} cannot be written ({error.strerror or error}): "
+            "choose another --ttrace-dir or TTRACE_CACHE"
+        ) from error
+
+
+def _look(home: Path, name: str) -> tuple[str, str]:
+    """The checksum of a reference that was verified and fits, else empty and what is wrong.
+
+    Nothing is wrong where there is none, or one of another configuration.
+    """
+    try:
+        if read_meta(home).get("fingerprint") != name:
+            return "", ""
+        meta = verify(home)
+    except TTraceError as error:
+        return "", str(error) if (home / META).exists() else ""
+    return (str(meta[CHECKSUM]), "") if meta.get("fingerprint") == name else ("", "")
+
+
+def _wait(lock: Lock, name: str, patience: float) -> bool:
+    """Take a lock, after another run has given it back; false when that takes too long."""
+    until = time.monotonic() + patience
+    is_told = False
+    while not lock.acquire():
+        if not is_told:
+            print(
+                f"ttrace: waiting for the reference {name}, which {lock.holder()} is making",
+                flush=True,
+            )
+            is_told = True
+        if time.monotonic() > until:
+            print(f"ttrace: waited {patience:.0f} s for it: making an own copy", flush=True)
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _require_ours(home: Path) -> None:
+    """Refuse to replace a directory that somebody else made."""
+    if home.is_symlink() or not home.exists():
+        return
+    names = os.listdir(home) if home.is_dir() else ["a file"]
+    if names and not {META, "overrides.json"} & set(names):
+        raise TTraceError(f"{home} is not a reference of ours: remove it, or choose another place")
+
+
+def _sweep(parent: Path, own: str) -> None:
+    """Remove what killed builds left, unless its entry is locked; ``own`` is, by this process."""
+    for path in [*parent.glob(f".*{_BUILDING}*"), *parent.glob(f".*{_OLD}*")]:
+        name = path.name[1:].partition(_BUILDING)[0].partition(_OLD)[0]
+        lock = Lock(parent / f".{name}.lock")
+        if name == own or lock.acquire():
+            shutil.rmtree(path, ignore_errors=True)
+            lock.release()
+
+
+def _move(aside: Path, home: Path, name: str) -> str:
+    """Verify a finished reference and put it in its place; returns its checksum.
+
+    What was there is moved away, never changed.
+    """
+    checksum, flaw = _look(aside, name)
+    if not checksum:
+        raise TTraceError(
+            "the reference run ended without a complete trace: "
+            + (flaw or f"{aside} holds no trace of this job")
+        )
+    old = home.with_name(f".{home.name}{_OLD}{shared.run_id()}")
+    if home.is_symlink():
+        home.unlink()
+    elif home.exists():
+        home.rename(old)
+    try:
+        aside.rename(home)
+    except OSError:
+        # Where the file system has no locks another process may have been faster.
+        checksum, _ = _look(home, name)
+        if not checksum:
+            raise
+    shutil.rmtree(old, ignore_errors=True)
+    return checksum
+
+
+def _make(
+    home: Path,
+    name: str,
+    wanted: dict[str, Any],
+    args: argparse.Namespace,
+    settings: Settings,
+    started: dict[str, Any] | None,
+) -> None:
+    home.mkdir()
+    overrides = home / "overrides.json"
+    atomic_write(
+        overrides,
+        json.dumps(
+            {
+                "overrides": overrides_of(args),
+                "fingerprint": name,
+                "identity": wanted,
+                "directory": str(home.resolve()),
+                "started": started,
+            },
+            default=str,
+        ),
+    )
+    command = [
+        *_program(),
+        *sys.argv[1:],
+        *shlex.split(settings.reference_args),
+        *("--ttrace-role", "reference", "--ttrace-overrides", str(overrides)),
+    ]
+    log = settings.directory / "reference.log"
+    print(f"ttrace: making the reference on one device (log: {log})", flush=True)
+    began = time.monotonic()
+    code = runner()(command, _environment(), log, settings.timeout)
+    if code != 0 and port_was_taken(log):
+        code = runner()(command, _environment(), log, settings.timeout)
+    if code != 0:
+        died = died_of(log) if code > 0 else ""
+        if died:
+            raise TTraceError(f"the reference run failed: {died} (log: {log})")
+        raise TTraceError(
+            f"the reference run {how_it_ended(code)}; its last lines, from {log}:\n" + tail(log)
+        )
+    if not (home / META).exists():
+        raise TTraceError(f"the reference run ended without a complete trace; see {log}")
+    print(f"ttrace: reference made in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def runner() -> Runner:
+    """How to start the reference run: a fresh process, unless a launcher forks for us."""
+    from megatron_ttrace.processes import forkserver
+
+    return forkserver.request if forkserver.available() else run_subprocess
+
+
+def tail(log: Path, lines: int = _TAIL) -> str:
+    """The last lines of a log that hold anything."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"  ({log} cannot be read: {error})"
+    kept = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(f"  {line[:300]}" for line in kept[-lines:])
+
+
+def port_was_taken(log: Path) -> bool:
+    """Whether a run died because another process took its port between choosing and using it."""
+    try:
+        return "EADDRINUSE" in log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _program() -> list[str]:
+    if scripts.is_program:
+        return scripts.command(sys.argv[0])
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name not in (None, "__main__"):
+        return [sys.executable, "-m", spec.name.removesuffix(".__main__")]
+    return [sys.executable, sys.argv[0]]
+
+
+def _environment() -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_LAUNCHER_VARIABLES)
+    }
+    return kept | {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        shared.VARIABLE: shared.run_id(),
+    }
+
+
+def _link(directory: Path, home: Path) -> None:
+    """Let ``directory`` be a link to ``home``, whatever it was before."""
+    try:
+        target = home.resolve()
+        if directory.is_symlink() and directory.readlink() == target:
+            return
+        link = directory.with_name(f".{directory.name}{_OLD}link-{shared.run_id()}")
+        link.unlink(missing_ok=True)
+        link.symlink_to(target, target_is_directory=True)
+        if directory.is_dir() and not directory.is_symlink():
+            _require_ours(directory)
+            old = directory.with_name(f".{directory.name}{_OLD}{shared.run_id()}")
+            directory.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
+        link.replace(directory)
+    except OSError as error:
+        raise TTraceError(
+            f"{directory} cannot be written ({error.strerror or error}): "
+            "choose another --ttrace-dir"
+        ) from error

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two places of Megatron's training loop that a traced run goes through.
+
+``pretrain`` calls the module globals ``setup_model_and_optimizer`` and (through ``train``)
+``train_step`` of megatron/training/training.py, in all supported releases. Both are wrapped;
+nothing else of Megatron is touched.
+
+A traced step is a *rehearsal*: start values in, Megatron's own ``train_step`` on the iteration's
+real batches, verdicts out; then everything a step changes is put back and the real training step
+runs. So a traced run trains bitwise like an untraced one. With ``--ttrace-exit`` there is nothing
+to come back to and nothing is put back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ttrace.errors import DEBUG, ExitCode
+from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.runtime.agreement import Cause, EndError, GivenUpError, Ranks, say_end
+
+
+def install(args: argparse.Namespace, settings: Settings) -> None:
+    """Wrap the two functions for this run; a second parsing of the command line changes nothing."""
+    import megatron.training.training as training
+
+    if getattr(training.train_step, "is_watched", False):
+        return
+
+    if settings.role == "candidate" and settings.bug is not None:
+        from megatron_ttrace.evaluation.bugs import patching
+
+        patching.introduce(settings.bug)
+    watch = _Watch(settings)
+    training.setup_model_and_optimizer = _around(
+        training.setup_model_and_optimizer, watch.around_setup
+    )
+    training.train_step = _around(training.train_step, watch.around_step)
+    training.train_step.is_watched = True
+
+
+def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return wrapped
+
+
+class _Watch:
+    """One run under watch. Errors of ours end the watch on all ranks, loudly, not the training."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._session: Any = None
+        self._step = 0
+        self._agreed: Ranks | None = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        # Not earlier: the process group must exist. Not twice: points are numbered.
+        if self._agreed is None:
+            self._agreed = Ranks(self._settings.timeout)
+        return self._agreed
+
+    def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session = self._attempt("preparing the check", self._make_session)
+        result = original(*args, **kwargs)
+        if session is not None:
+            model, optimizer, scheduler = result
+            self._session = session
+            self._attempt("preparing the check", lambda: session.begin(model, optimizer, scheduler))
+        return result
+
+    def around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._step += 1
+        step = functools.partial(original, *args, **kwargs)
+        session = self._session
+        if session is not None and session.traces(self._step):
+            iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
+            code = self._attempt(
+                "checking", lambda: session.before_step(self._step, step, iterator)
+            )
+            if code is not None and (self._settings.exit_after or session.is_reference):
+                self._leave(code)
+            if session.finished:
+                self._session = None
+        return step()
+
+    def _make_session(self) -> Any:
+        from megatron.training import get_args
+
+        from megatron_ttrace.runtime.candidate import CandidateSession
+        from megatron_ttrace.runtime.reference_run import ReferenceSession
+
+        kind = ReferenceSession if self._settings.role == "reference" else CandidateSession
+        return kind(get_args(), self._settings, self._ranks)
+
+    def _attempt(self, what: str, work: Callable[[], Any]) -> Any:
+        """Run a part of the watch on all ranks; when it fails on any, all give up (or exit)."""
+        try:
+            return self._ranks.together(what, work)
+        except EndError as error:
+            _show(error)
+            say_end(error.cause, self._ranks.rank)
+            self._leave(ExitCode.COULD_NOT_CHECK)
+        except GivenUpError as error:
+            _show(error)
+            self._give_up(error.cause)
+        return None
+
+    def _give_up(self, cause: Cause) -> None:
+        self._session = None
+        stops = self._settings.exit_after or self._settings.role == "reference"
+        if self._ranks.rank in (0, cause.rank):
+            ending = "" if stops else "; training goes on, UNCHECKED"
+            print(f"ttrace: {cause.line}{ending}", file=sys.stderr, flush=True)
+        if stops:
+            self._leave(ExitCode.COULD_NOT_CHECK)
+
+    def _leave(self, code: int) -> None:
+        """End this process with the contract's exit code, without Megatron's farewell.
+
+        ``os._exit`` after flushing: interpreter shutdown with live process groups can hang or
+        change the exit code, and every file of ours is closed by now.
+        """
+        if code != ExitCode.COULD_NOT_CHECK:
+            try:
+                self._ranks.together("leaving")
+            except (GivenUpError, EndError) as error:
+                if self._ranks.rank in (0, error.cause.rank):
+                    print(f"ttrace: {error}", file=sys.stderr, flush=True)
+                code = ExitCode.COULD_NOT_CHECK
+        self._ranks.farewell()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code))
+
+
+def _show(error: BaseException) -> None:
+    """Where an unexpected error came from, for who asks; only its own rank knows."""
+    if os.environ.get(DEBUG) and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)

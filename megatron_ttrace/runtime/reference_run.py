@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference's side: trace the steps, replay them perturbed, seal the trace."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore.optimizer import Snapshot
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.runtime import low_precision
+from megatron_ttrace.runtime.agreement import Ranks
+from megatron_ttrace.runtime.perturb import perturbed
+from megatron_ttrace.runtime.session import Session
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+
+
+class ReferenceSession(Session):
+    """Makes a reference trace out of the first training steps, then ends the process."""
+
+    is_reference = True
+
+    def __init__(self, args: Any, settings: Any, ranks: Ranks) -> None:
+        super().__init__(args, settings, ranks)
+        if settings.overrides is None:
+            raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
+        self._order = json.loads(Path(settings.overrides).read_text(encoding="utf-8"))
+        self._directory = Path(self._order["directory"])
+
+    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+        """Take over the candidate's place in the data and the schedule, if it has one."""
+        super().begin(chunks, optimizer, scheduler)
+        started = self._order.get("started")
+        if started is None:
+            return
+        self.start = Path(started["directory"])
+        self.start_step = started["step"]
+        self.args.iteration = started["iteration"]
+        self.args.consumed_train_samples = started["consumed_train_samples"]
+        scheduler.num_steps = started["schedule"]
+        scheduler.step(increment=0)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the candidate hands its own start over."""
+        return self._order.get("started") is not None
+
+    def traces(self, step: int) -> bool:
+        """Everything is done before the first step."""
+        return step == 1
+
+    def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
+        """Do everything at the first step: the batches of untraced ones are fetched and left."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        count = get_num_microbatches()
+        writer = TraceWriter(self._directory, 0)
+        for one in self.initial:
+            key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
+            sums = dataclasses.astuple(one.moments)
+            writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
+        moved: dict[TraceKey, tuple[Measured, list[float]]] = {}
+        done = 0
+        for block in self.blocks():
+            Served(iterator, (block[0] - 1 - done) * count)
+            done = block[-1]
+            self._block(block, count, run, Served(iterator, len(block) * count), writer, moved)
+        tolerance.write(
+            self._directory,
+            {key: _moved(first, values) for key, (first, values) in moved.items()},
+        )
+        seal(
+            self._directory,
+            {
+                "role": "reference",
+                "fingerprint": self._order["fingerprint"],
+                "identity": self._order["identity"],
+                "microbatches": count,
+                "fp8": low_precision.uses_fp8(self.args),
+                "by_module": low_precision.is_isolated(self.args),
+                "epsilon": tolerance.epsilon(
+                    torch.bfloat16 if self.args.bf16 else self.args.params_dtype
+                ),
+            },
+        )
+        return int(ExitCode.EQUIVALENT)
+
+    def _block(
+        self,
+        block: list[int],
+        count: int,
+        run: Callable[[], Any],
+        served: Served,
+        writer: TraceWriter,
+        moved: dict[TraceKey, tuple[Measured, list[float]]],
+    ) -> None:
+        numbers = range(count)
+        with self.rehearsal(restore=True):
+            self.equal_start()
+            self.serve(served)
+            start = Snapshot(self.model.chunks, self.model.optimizer)
+            schedule = copy.copy(vars(self._scheduler))
+            for position, iteration in enumerate(block):
+                sink = WriteSink(writer, iteration)
+                batches = served.batches[position * count : (position + 1) * count]
+                for number, batch in enumerate(batches):
+                    for name, value in batch.items():
+                        sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
+                self.rehearse(run, sink, numbers)
+            writer.close()
+            reader = TraceReader(self._directory, sealed=False)
+            layout = Layout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+            for seed in range(1, self.settings.seeds + 1):
+                start.restore()
+                # Else a replay's second step would have the learning rate of a later one.
+                vars(self._scheduler).update(schedule)
+                low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
+                self.serve(served)
+                with perturbed(self.model.names, seed):
+                    for iteration in block:
+                        replay = self._replay(reader, iteration, layout, seed)
+                        self.rehearse(run, replay, numbers)
+                        for one in replay.measured:
+                            moved.setdefault(one.key, (one, []))[1].append(_distance(one))
+        if len(writer) == 0:
+            raise TTraceError("the reference run traced nothing")
+
+    def _replay(
+        self, reader: TraceReader, iteration: int, layout: Layout, seed: int
+    ) -> CompareSink:
+        if not low_precision.is_isolated(self.args):
+            return CompareSink(reader, iteration, layout)
+        wobble = low_precision.wobble(self.model.names, seed)
+        return CompareSink(reader, iteration, layout, isolate=True, wobble=wobble)
+
+
+def _distance(one: Measured) -> float:
+    """``||replay - reference|| / ||reference||``.
+
+    A replay that routes another number of tokens to an expert has another shape there: infinitely
+    far, so that the tensor is blind.
+    """
+    if one.sums is None:
+        return math.inf
+    if one.sums.diff == 0.0:
+        return 0.0
+    if one.sums.reference == 0.0:
+        return math.inf
+    return math.sqrt(one.sums.diff / one.sums.reference)
+
+
+def _moved(first: Measured, distances: list[float]) -> tolerance.Moved:
+    sums = first.sums or Sums()
+    return tolerance.Moved(sums.n, math.sqrt(sums.reference), tuple(distances))

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a candidate's and a reference's traced runs have in common: equal starts, rehearsals."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
+from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
+from megatron_ttrace.errors import DEBUG, TTraceError
+from megatron_ttrace.mcore import quiet
+from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.mesh import current_mesh
+from megatron_ttrace.mcore.names import canonical_names, unwrap
+from megatron_ttrace.mcore.optimizer import Snapshot, owned_by
+from megatron_ttrace.mcore.parameters import fill
+from megatron_ttrace.mcore.sharded_weights import WeightPart, buffers_of, parts_of, publish
+from megatron_ttrace.mcore.versions import call_known
+from megatron_ttrace.runtime import low_precision
+from megatron_ttrace.runtime.agreement import EndError, Ranks, one_line
+from megatron_ttrace.runtime.start import handoff
+from megatron_ttrace.runtime.start.moments import awaken, prime
+from megatron_ttrace.runtime.start.tokens import spread_batch
+
+
+class Session:
+    """One side of a check. Subclasses decide what a captured tensor becomes."""
+
+    is_reference = False
+
+    def __init__(self, args: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
+        self.args = args
+        self.settings = settings
+        self.ranks = ranks
+        self.finished = False
+        self.errors: list[str] = []
+        self.start: Path | None = None
+        self.start_step: float | None = None
+        self.initial: list[Initial] = []
+        self.not_initial = ""
+        self._model: TracedModel | None = None
+        self._scheduler: Any = None
+        self._kept = ExitStack()
+
+    @property
+    def model(self) -> TracedModel:
+        """This rank's part of the model, once it exists."""
+        assert self._model is not None, "begin() comes first"
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return next(self.model.chunks[0].parameters()).device
+
+    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+        """Called when Megatron has built model and optimizer."""
+        from megatron.core.utils import get_model_config
+
+        mesh = current_mesh(self.args)
+        offset = (self.args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
+        self._model = TracedModel(
+            chunks,
+            [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks],
+            optimizer,
+            mesh,
+            gated=bool(get_model_config(chunks[0]).gated_linear_unit),
+        )
+        self._scheduler = scheduler
+        self.not_initial = uninitialised(self.args, is_loaded=self.is_loaded)
+        if not self.not_initial:
+            self.initial = initial_values(self._model)
+
+    def traces(self, step: int) -> bool:
+        """Whether something is to be done before Megatron's ``step``-th training step."""
+        raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
+
+    def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
+        """Called before a step that :meth:`traces` names; an exit code when that is all."""
+        raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this side starts from a checkpoint."""
+        raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
+
+    def blocks(self) -> list[list[int]]:
+        """The traced iterations in runs of consecutive ones; each run is rehearsed in one go."""
+        found: list[list[int]] = []
+        for iteration in self.settings.iterations:
+            if found and found[-1][-1] == iteration - 1:
+                found[-1].append(iteration)
+            else:
+                found.append([iteration])
+        return found
+
+    def equal_start(self) -> None:
+        """Overwrite all parameters, the optimizer's copies of them, and its moments."""
+        if self.start is not None:
+            handoff.restore(self.model, self.start, self.start_step)
+            return
+        parts = parts_of(self.model.chunks)
+        self.ranks.together("putting in the start values", lambda: self._fill(parts))
+        if parts:
+            publish(self.model.chunks)
+        else:
+            self.model.optimizer.reload_model_params()
+        if self.settings.init == "reveal":
+            owned = owned_by(self.model.optimizer)
+            awaken(owned.values(), self.args.lr)
+            prime(
+                [(place, owned[p]) for p, place in self.model.places() if p in owned],
+                self.model.mesh,
+                seed=self.args.seed,
+            )
+
+    def _fill(self, parts: Mapping[torch.nn.Parameter, WeightPart]) -> None:
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(self.model.chunks[0])
+        for parameter, place in self.model.places():
+            part = parts.get(parameter)
+            # Rounded to the model's precision first, as main weights that are copies are.
+            target = part.stepped.to(part.weights.dtype) if part else parameter
+            fill(
+                place.flat(*part.range) if part else place,
+                target,
+                self.model.mesh,
+                seed=self.args.seed,
+                config=config,
+                init=self.settings.init,
+            )
+            if part:
+                part.stepped.copy_(target)
+
+    def serve(self, served: Served) -> None:
+        """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary."""
+        vocabulary = getattr(self.args, "padded_vocab_size", None)
+        if self.settings.init == "reveal" and vocabulary:
+            served.serve(lambda item: spread_batch(item, vocabulary))
+        else:
+            served.serve()
+
+    def rehearse(self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int]) -> None:
+        """One traced training step; all ranks enter it, and leave it without an error of ours.
+
+        Raises:
+            GivenUpError: on every rank, when tracing failed on any.
+            EndError: when Megatron's own step failed.
+        """
+        tap = StepTap(
+            self.model,
+            sink,
+            microbatches,
+            self._tracing_failed,
+            self._settle,
+            lambda: self.ranks.together("attaching to the model", self._refuse),
+        )
+        self._kept.callback(tap.detach)
+        tap.run(lambda: self.step(run))
+        self.ranks.together("tracing", self._refuse)
+
+    def step(self, run: Callable[[], Any]) -> Any:
+        """Megatron's own training step.
+
+        Raises:
+            EndError: when it fails. The other ranks may be in a collective that this one left:
+                there is no way back into training.
+        """
+        try:
+            return run()
+        except Exception as error:
+            traceback.print_exception(error)
+            wrong = TTraceError(f"Megatron's training step failed ({one_line(error)})")
+            raise self.ranks.end(wrong, "in a traced step") from error
+
+    @contextmanager
+    def rehearsal(self, *, restore: bool) -> Iterator[None]:
+        """Within this context training steps do not count; afterwards all is as it was.
+
+        Raises:
+            EndError: when it could not be made so, on any rank: nobody trains on.
+        """
+        with self.ranks.watching(), ExitStack() as kept:
+            try:
+                self._kept = kept
+                self._keep(kept, restore=restore)
+                yield
+            except EndError:
+                kept.pop_all()
+                raise
+            except BaseException as error:
+                self.ranks.give_up(error, "in the traced steps")
+                # An interrupted process ends: it does not wait for the others.
+                self._put_back(kept, waits=restore and isinstance(error, Exception))
+                raise
+            else:
+                self._put_back(kept, waits=restore)
+
+    def _keep(self, kept: ExitStack, *, restore: bool) -> None:
+        kept.enter_context(quiet.one_attempt())
+        kept.enter_context(quiet.without_dropout(self.model.chunks))
+        kept.enter_context(quiet.random_states_kept())
+        kept.enter_context(quiet.metrics_kept())
+        kept.enter_context(
+            low_precision.equal_scales(self.args, self.model.chunks, self.model.mesh)
+        )
+        snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
+        scheduler = copy.copy(vars(self._scheduler))
+        # What puts back may talk to other ranks: either all come to that or none.
+        self.ranks.together("keeping the training state")
+        if snapshot is not None:
+            kept.callback(snapshot.restore)
+        kept.callback(vars(self._scheduler).update, scheduler)
+        # A gather that the optimizer's step began would write over what is put back.
+        kept.callback(self._settle)
+
+    def _put_back(self, kept: ExitStack, *, waits: bool) -> None:
+        try:
+            kept.close()
+        except BaseException as error:
+            traceback.print_exception(error)
+            wrong = TTraceError(f"the training state could not be put back ({one_line(error)})")
+            raise self.ranks.end(wrong, "after the traced steps") from error
+        if waits:
+            self.ranks.all_back()
+
+    def _tracing_failed(self, error: BaseException) -> None:
+        self.errors.append(one_line(error))
+        if os.environ.get(DEBUG):
+            traceback.print_exception(error)
+
+    def _refuse(self) -> None:
+        if self.errors:
+            raise TTraceError(f"tracing failed: {self.errors[0]}")
+
+    def _settle(self) -> None:
+        """Gather updated parameters now if Megatron would do so in the next forward pass."""
+        if buffers_of(self.model.chunks):
+            for chunk in self.model.chunks:
+                chunk.synchronize_param_gather()  # type: ignore[operator]
+            return
+        if not getattr(self.args, "overlap_param_gather", False):
+            return
+        import megatron.training.training as training
+
+        call_known(training.force_param_sync, self.model.chunks, optimizer=self.model.optimizer)

@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed records that travel between the steps, and the words they are made of.
+
+Every line of output is one of these records; terminal, HTML, W&B and JSONL only render them. The
+field names of :class:`Verdict` and :class:`Summary` are a contract (docs/flags-and-files.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Bounds, Count, Rank, Size
+from megatron_ttrace.trace.unexercised import NotExercised
+
+
+class Kind(StrEnum):
+    """What a traced tensor is. Order is the order in which a training step produces them."""
+
+    INITIAL = "initial"
+    TOKENS = "tokens"
+    PARAM = "param"
+    INPUT = "input"
+    OUTPUT = "output"
+    ROUTING = "routing"
+    LOSS = "loss"
+    GRAD_OUTPUT = "grad_output"
+    GRAD_INPUT = "grad_input"
+    MAIN_GRAD = "main_grad"
+    GRAD_NORM = "grad_norm"
+    PARAM_DELTA = "param_delta"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    BUFFER = "buffer"
+
+    @property
+    def direction(self) -> Direction:
+        """The direction of computation in which a fault of this kind first shows."""
+        return _DIRECTION[self]
+
+
+class Direction(StrEnum):
+    """Where in a training step a module went wrong."""
+
+    START = "start"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRADIENT = "gradient"
+    UPDATE = "update"
+
+
+_DIRECTION = {
+    Kind.INITIAL: Direction.START,
+    Kind.TOKENS: Direction.START,
+    Kind.PARAM: Direction.START,
+    Kind.INPUT: Direction.FORWARD,
+    Kind.OUTPUT: Direction.FORWARD,
+    Kind.ROUTING: Direction.FORWARD,
+    Kind.LOSS: Direction.FORWARD,
+    Kind.GRAD_OUTPUT: Direction.BACKWARD,
+    Kind.GRAD_INPUT: Direction.BACKWARD,
+    Kind.MAIN_GRAD: Direction.GRADIENT,
+    Kind.GRAD_NORM: Direction.GRADIENT,
+    Kind.PARAM_DELTA: Direction.UPDATE,
+    Kind.EXP_AVG: Direction.UPDATE,
+    Kind.EXP_AVG_SQ: Direction.UPDATE,
+    Kind.BUFFER: Direction.UPDATE,
+}
+
+
+def direction_of(kind: Kind, index: int) -> Direction:
+    """The direction of a tensor: its kind's, but for parameters after the step (index 1)."""
+    return Direction.UPDATE if kind is Kind.PARAM and index else kind.direction
+
+
+class Outcome(StrEnum):
+    """What was found out about one tensor. Nothing is dropped: every key ends in one of these."""
+
+    PASS = "pass"  # noqa: S105 - a verdict, not a password
+    DIVERGED = "diverged"
+    REPLICA_CONFLICT = "replica_conflict"
+    MISSING = "missing"
+    EXTRA = "extra"
+    UNCOVERED = "uncovered"
+    SHAPE = "shape"
+    NONFINITE = "nonfinite"
+    UNCHECKED = "unchecked"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether a run with such a tensor is not equivalent to its reference."""
+        return self not in (Outcome.PASS, Outcome.UNCHECKED)
+
+
+STEP_LEVEL = -1
+"""Microbatch number of tensors that belong to the whole step (parameters, gradients, moments)."""
+
+Microbatch = Annotated[int, Bounds(STEP_LEVEL, (1 << 63) - 1)]
+"""Number of a microbatch in the global batch, or :data:`STEP_LEVEL`."""
+
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
+
+
+SCORES, CHOICE = 0, 1
+"""Indices of a router's ``routing`` tensors: scores that experts are chosen by, and the choice."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class TraceKey:
+    """Names one logical tensor of a run.
+
+    ``microbatch`` counts over the whole global batch, in the reference's order;
+    :data:`STEP_LEVEL` for tensors that belong to the step.
+    """
+
+    iteration: Count
+    microbatch: Microbatch
+    kind: Kind
+    name: str
+    index: Count = 0
+
+    def __str__(self) -> str:
+        where = "" if self.microbatch == STEP_LEVEL else f" microbatch {self.microbatch}"
+        return f"{self.name} {self.kind}.{self.index} (iteration {self.iteration}{where})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """One line of ``verdicts.jsonl``.
+
+    ``rel_err`` is the relative error of the worst rank, ``rel_err_eps`` the same in machine
+    epsilons of the compute dtype, ``tolerance`` what rounding alone may cause, ``margin`` their
+    ratio; all four are ``None`` where nothing could be measured. ``ranks`` are those the verdict
+    speaks of (the worst ones of a failure, all holders of a pass). ``shape`` is the logical shape.
+    """
+
+    iteration: Count
+    microbatch: Microbatch
+    kind: Kind
+    name: str
+    index: Count
+    verdict: Outcome
+    rel_err: Size | None
+    rel_err_eps: Size | None
+    tolerance: Size | None
+    margin: Size | None
+    ranks: tuple[Rank, ...]
+    placement: str
+    shape: tuple[Count, ...]
+    note: str = ""
+
+    @property
+    def key(self) -> TraceKey:
+        """The tensor this verdict is about."""
+        return TraceKey(self.iteration, self.microbatch, self.kind, self.name, self.index)
+
+    @property
+    def direction(self) -> Direction:
+        """Where in the step the tensor stands; a parameter is read before the step and after it."""
+        return direction_of(self.kind, self.index)
+
+    @classmethod
+    def of(cls, key: TraceKey, **said: Any) -> Self:
+        """What is said of one tensor."""
+        return cls(key.iteration, key.microbatch, key.kind, key.name, key.index, **said)
+
+    @property
+    def is_luck(self) -> bool:
+        """Whether the margin of a pass says how random numbers fell, not how near a fault is."""
+        return self.kind is Kind.INITIAL and self.verdict is Outcome.PASS
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object in the contract's field order; infinities and NaN become strings."""
+        return codec.encode(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError`` on a foreign line."""
+        return codec.decode(cls, data)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Culprit:
+    """A localised module: where the error is born, as opposed to where it is merely seen.
+
+    ``reason`` is the chain of evidence in one sentence, ``explanation`` a tested hypothesis about
+    the cause or "unknown".
+    """
+
+    name: str
+    kind: Kind
+    direction: Direction
+    reason: str
+    explanation: str
+    iteration: Count
+    microbatch: Microbatch
+    index: Count
+    verdict: Outcome
+    ranks: tuple[Rank, ...]
+    rel_err: Size | None
+    rel_err_eps: Size | None
+    tolerance: Size | None
+    margin: Size | None
+
+    def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
+        """The failure that stands for this module: its own tensor's, or its parameter's."""
+        inside = f"{self.name}."
+        return max(
+            (
+                one
+                for one in verdicts
+                if one.verdict.is_failure
+                and (one.kind, one.index) == (self.kind, self.index)
+                and (one.name == self.name or one.name.startswith(inside))
+            ),
+            key=lambda one: (
+                (one.iteration, one.microbatch) == (self.iteration, self.microbatch),
+                one.margin == self.margin,
+                one.name == self.name,
+                one.margin or 0.0,
+            ),
+            default=None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        return codec.encode(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)
+
+
+class Result(StrEnum):
+    """The one answer of a check."""
+
+    EQUIVALENT = "equivalent"
+    DIVERGED = "diverged"
+    COULD_NOT_CHECK = "could not check"
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The contract's exit code for this answer."""
+        return ExitCode[self.name]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exactness:
+    """Whether what this layout computes in the reference's order is bitwise the reference's.
+
+    ``expected`` tensors must be equal to the last bit, ``lost`` are not; ``first`` of these is
+    named with its ranks and its relative error. No tolerance enters: rounding is no excuse here.
+    """
+
+    expected: Count
+    lost: Count
+    first: str = ""
+    ranks: tuple[Rank, ...] = ()
+    rel_err: Size | None = None
+
+    def contradiction(self) -> str:
+        """Why these numbers cannot be true; empty if they can."""
+        if self.lost > self.expected:
+            return f"{self.lost} lost of {self.expected} expected"
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        return codec.encode(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Element:
+    """One element of a failed tensor: its logical index, both values, and who holds it."""
+
+    index: tuple[Count, ...]
+    reference: float
+    candidate: float
+    rank: Rank
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Residual:
+    """What the error of a failed tensor looks like.
+
+    Attributes:
+        key: of the tensor.
+        total: number of elements looked at, over the ranks that fail.
+        exact: how many of them are equal.
+        lowest: decade of the first count.
+        counts: number of elements whose error, in units of the reference's root mean square, lies
+            in ``[10^d, 10^(d+1))``, by decade ``d``; the outer ones hold what lies beyond.
+        worst: the elements with the largest errors, the largest first.
+        boxes: rank, and the logical slices that it holds.
+    """
+
+    key: TraceKey = dataclasses.field(metadata={"flat": True})
+    total: Count
+    exact: Count
+    lowest: int
+    counts: tuple[Count, ...]
+    worst: tuple[Element, ...]
+    boxes: tuple[tuple[Rank, str], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        return codec.encode(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """A package as it was imported: its version, where it lies, and its commit in a git checkout.
+
+    ``commit`` is empty outside a checkout; ``dirty`` says that tracked files differ from it.
+    """
+
+    version: str
+    path: str
+    commit: str = ""
+    dirty: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Enough to know which run this was and to repeat it.
+
+    Attributes:
+        id: 16 hexadecimal digits; every file of the run carries it.
+        command: the whole command line, as words.
+        script: path of the training script.
+        script_sha256: of the script's content.
+        megatron: the Megatron that ran.
+        ttrace: this package.
+        host: name of the host of the rank that wrote the summary.
+        user: who ran it.
+        date: UTC, ISO 8601, when the run began.
+        environment: those environment variables that can change a number or a path.
+        seed: Megatron's ``--seed``.
+    """
+
+    id: str
+    command: tuple[str, ...]
+    script: str
+    script_sha256: str
+    megatron: Code
+    ttrace: Code
+    host: str
+    user: str
+    date: str
+    environment: dict[str, str]
+    seed: int
+
+    def contradiction(self) -> str:
+        """Why this names no run; empty if it does."""
+        return "" if _RUN_ID.fullmatch(self.id) else "id: expected 16 hexadecimal digits"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        return codec.encode(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """The content of ``summary.json``.
+
+    ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
+    the settings of the check, ``execution_order`` the modules in the order the reference ran them.
+    ``exactness`` is ``None`` where nothing is known of it. ``residuals`` are those of failed
+    tensors, as far as their shards were kept. ``not_exercised`` is what a pass says nothing about.
+    """
+
+    verdict: Result
+    counts: dict[str, Count]
+    culprits: tuple[Culprit, ...]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    timings: dict[str, Annotated[float, Bounds(0.0, nan=True)]]
+    execution_order: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    exactness: Exactness | None = None
+    residuals: tuple[Residual, ...] = ()
+    run: Run | None = None
+    not_exercised: tuple[NotExercised, ...] = ()
+
+    def contradiction(self) -> str:
+        """Why this summary cannot be true; empty if it can."""
+        outcomes = {outcome.value: outcome for outcome in Outcome}
+        unknown = [name for name in self.counts if name not in outcomes]
+        if unknown:
+            return f"counts: no outcome is called {codec.shown(unknown[0])}"
+        failed = sum(n for name, n in self.counts.items() if outcomes[name].is_failure)
+        if self.verdict is Result.EQUIVALENT and (failed or self.culprits):
+            return f"verdict: equivalent, with {failed} failures and {len(self.culprits)} culprits"
+        return ""
+
+    def disagreement(self, verdicts: Iterable[Verdict]) -> str:
+        """Why these verdicts are not those that were counted; empty if they are."""
+        found = Counter(verdict.verdict.value for verdict in verdicts)
+        for name in sorted(found.keys() | self.counts.keys()):
+            if self.counts and found[name] != self.counts.get(name, 0):
+                return (
+                    f"{found[name]} verdicts are {name!r}, {self.counts.get(name, 0)} were counted"
+                )
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object for ``summary.json``."""
+        return codec.encode(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return codec.decode(cls, data)

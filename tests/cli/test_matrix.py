@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace matrix`` without running Megatron: seeds, lines, totals."""
+
+import pytest
+
+from megatron_ttrace import __main__
+from megatron_ttrace.cli import matrix
+from megatron_ttrace.processes import job as jobs
+from megatron_ttrace.report import files
+from megatron_ttrace.trace.records import Exactness, Result, Summary
+from tests.report.synthetic_report import make_verdict
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """What would have been run; every check finds one tensor at a margin of 0.3."""
+    found = []
+
+    def run(job, *, fork):
+        found.append(job)
+        return Summary(
+            Result.EQUIVALENT, {}, (), {}, {}, {}, exactness=Exactness(5, len(found) - 1)
+        )
+
+    monkeypatch.setattr(jobs, "prepare", lambda: True)
+    monkeypatch.setattr(jobs, "run", run)
+    monkeypatch.setattr(
+        files, "load_report", lambda where: (None, [make_verdict(rel_err=3e-4, tolerance=1e-3)])
+    )
+    return found
+
+
+def test_every_configuration_with_every_seed(ran, tmp_path, capsys):
+    """Names tell them apart, directories too; the total has the worst margin and exactness."""
+    words = ["matrix", "tp2/gpt/*", "--seeds", "1,7", "--directory", str(tmp_path)]
+    assert __main__.main(words) == 0
+    assert [job.arguments[-2:] for job in ran] == [("--seed", "1")] * 2 + [("--seed", "7")] * 2
+    assert len({job.directory for job in ran}) == 4
+    text = capsys.readouterr().out
+    assert "[4/4] tp2/gpt/bf16/seed7" in text
+    assert "4 of 4 equivalent" in text
+    assert "worst healthy margin 0.3 " in text
+    assert "6 of 20 that must be bitwise equal are not" in text
+
+
+def test_one_seed_keeps_the_plain_names(ran, tmp_path, capsys):
+    """As the list has them."""
+    assert (
+        __main__.main(["matrix", "tp2/gpt/fp32", "--seed", "3", "--directory", str(tmp_path)]) == 0
+    )
+    assert "] tp2/gpt/fp32 " in capsys.readouterr().out
+    assert ran[0].directory == tmp_path / "tp2-gpt-fp32"
+
+
+@pytest.mark.parametrize("seeds", ["", "1,", "x"])
+def test_bad_seeds(seeds, capsys):
+    """argparse's one line."""
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["matrix", "--all", "--seeds", seeds])
+    assert stopped.value.code == 2
+    assert "give numbers" in capsys.readouterr().err
+
+
+def test_a_line_tells_of_lost_exactness():
+    """Beside the worst margin."""
+    row = matrix.Row("pp2", Result.EQUIVALENT, 9, 0, 0.1, "w", 1.0, exact=5, inexact=2)
+    assert "2 of 5 not bitwise" in matrix._line(row)

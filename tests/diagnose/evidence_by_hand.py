@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failed tensors made by hand: a reference, a layout, and what each rank holds instead."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megatron_ttrace.compare.measure import logical_view
+from megatron_ttrace.compare.tolerance import Tolerance
+from megatron_ttrace.diagnose.evidence import Evidence, parts_of
+from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.placement.plan import Placement, plan
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+
+WEIGHT = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight", 0)
+OUTPUT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.linear_fc2", 0)
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal values that a seed makes."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def meshes(world: int, **axes: int) -> list[Mesh]:
+    """The mesh as every rank sees it."""
+    return [mesh_of(rank, world, **axes) for rank in range(world)]
+
+
+def evidence_of(
+    reference: torch.Tensor,
+    ranks: list[Mesh],
+    held: Callable[[int, torch.Tensor], torch.Tensor] | Mapping[int, torch.Tensor],
+    *,
+    placement: Placement = (),
+    key: TraceKey = WEIGHT,
+    tolerance: float = 1e-4,
+    trace: Mapping[TraceKey, torch.Tensor] | None = None,
+    **more: object,
+) -> Evidence:
+    """Evidence of a tensor of which ranks hold ``held(rank, right)`` instead of ``right``.
+
+    As in a trace, parts that pass were not kept.
+    """
+    rms = float(reference.float().square().mean().sqrt())
+    stored = trace or {}
+    evidence = Evidence(
+        key=key,
+        reference=reference,
+        parts=[],
+        tolerance=Tolerance(tolerance, rms, tolerance),
+        meshes=ranks,
+        held={mesh.rank: plan(reference.shape, placement, mesh) for mesh in ranks},
+        placement=" ".join(map(str, placement)),
+        whole=stored.get,
+        **more,  # type: ignore[arg-type]
+    )
+    for mesh in ranks:
+        boxes = evidence.held[mesh.rank]
+        if callable(held):
+            right = torch.cat([logical_view(reference, box) for box in boxes])
+            local = held(mesh.rank, right)
+        else:
+            local = held[mesh.rank]
+        part = parts_of(local, mesh, boxes, 1.0)
+        if not evidence.fits(part, part.pieces):
+            evidence.parts.append(part)
+    return evidence

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Explainer on traces in files: who, how many alike, how long, and never an error."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ttrace.compare.measure import measure
+from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.diagnose import absent
+from megatron_ttrace.diagnose.culprits import UNKNOWN
+from megatron_ttrace.diagnose.evidence import where
+from megatron_ttrace.diagnose.explain import MOST, Explainer
+from megatron_ttrace.placement.plan import plan
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from tests.diagnose.evidence_by_hand import meshes, values
+
+NAMES = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(MOST + 2)]
+
+
+def verdict_of(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Verdict:
+    return Verdict(
+        *(key.iteration, key.microbatch, key.kind, key.name, key.index, outcome),
+        *(1.0, 1.0, 1e-4, 1e4, (0,), "Replicate", (16, 8)),
+    )
+
+
+def keys() -> list[TraceKey]:
+    return [TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, name, 0) for name in NAMES]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[Explainer, Path]:
+    """Main gradients of which two data-parallel ranks hold twice as much."""
+    reference, candidate = tmp_path / "reference", tmp_path / "candidate"
+    writer = TraceWriter(reference, 0)
+    data = {key: values(16, 8, seed=number) for number, key in enumerate(keys())}
+    for key, value in data.items():
+        writer.add(Entry(key=key, shape=(16, 8), dtype="float32"), value)
+    writer.close()
+    seal(reference, {"microbatches": 4})
+    ranks = meshes(2)
+    boxes = plan((16, 8), (), ranks[0])
+    measured = {}
+    for mesh in ranks:
+        shards = TraceWriter(candidate, mesh.rank)
+        for key, value in data.items():
+            entry = Entry(
+                key=key, shape=(16, 8), dtype="float32", logical_shape=(16, 8), boxes=boxes
+            )
+            shards.add(entry, value * 2)
+        shards.close()
+        measured[mesh.rank] = [
+            Measured(key, "", boxes, (16, 8), measure(value * 2, value, boxes))
+            for key, value in data.items()
+        ]
+    seal(
+        candidate,
+        {"meshes": [dataclasses.asdict(mesh) for mesh in ranks], "config": {"seq_length": 16}},
+    )
+    moved = {key: Moved(128, float(value.norm()), (1e-6,)) for key, value in data.items()}
+    tolerances = Tolerances(moved, dict.fromkeys(data, "float32"))
+    explainer = Explainer(TraceReader(reference), candidate, tolerances, measured=measured)
+    return explainer, candidate
+
+
+def test_one_sentence(made: tuple[Explainer, Path]) -> None:
+    """What, which axis, how many others, which ranks, where to look."""
+    sentence = made[0].explain(verdict_of(keys()[0]))
+    assert sentence.startswith("2.000 times too large = the size of dp")
+    assert f"as are all {len(NAMES)} main gradients that fail" in sentence
+    assert "on all 2 ranks" in sentence
+    assert "start_grad_sync in megatron/core/" in sentence
+
+
+def test_few_and_quick(made: tuple[Explainer, Path]) -> None:
+    """A dozen culprits are explained, within two seconds."""
+    began = time.monotonic()
+    sentences = [made[0].explain(verdict_of(key)) for key in keys()]
+    assert time.monotonic() - began < 2
+    assert UNKNOWN not in sentences[:MOST]
+    assert set(sentences[MOST:]) == {UNKNOWN}
+
+
+def test_damage_is_unknown(made: tuple[Explainer, Path]) -> None:
+    """Damaged shards take the explanation away and nothing else."""
+    for shard in made[1].glob("*.safetensors"):
+        shard.write_bytes(b"damaged")
+    assert made[0].explain(verdict_of(keys()[0])) == UNKNOWN
+
+
+def test_nothing_kept_is_unknown(made: tuple[Explainer, Path], tmp_path: Path) -> None:
+    """A candidate of which nothing was kept has no explanations."""
+    explainer = Explainer(made[0]._reference, tmp_path / "none", made[0]._tolerances)
+    assert explainer.explain(verdict_of(keys()[0])) == UNKNOWN
+    assert explainer.explain(verdict_of(keys()[0], Outcome.MISSING)) == UNKNOWN
+
+
+def test_missing_layers() -> None:
+    """Stages that hold fewer layers than there are, and the arithmetic that loses them."""
+    expected = [f"decoder.layers.{layer}.mlp.weight" for layer in range(7)]
+    ranks = meshes(2, pp=2)
+    found = absent.missing_layers(expected[6], expected, {0: expected[:3], 1: expected[3:6]}, ranks)
+    assert found is not None
+    assert "layer 6 of 7 on no pipeline stage: the stages hold 3 + 3 = 6 layers" in found.text
+    assert "7 // 2 each" in found.text
+    all_held = {0: expected[:3], 1: expected[3:]}
+    assert absent.missing_layers(expected[6], expected, all_held, ranks) is None
+
+
+def test_where() -> None:
+    """Ranks by what they have in common."""
+    ranks = meshes(4, tp=2)
+    assert where([1, 3], ranks, frozenset(range(4))) == "only on ranks 1, 3 (tp 1)"
+    assert where([0, 1, 2, 3], ranks, frozenset(range(4))) == "on all 4 ranks"
+    assert where([2], ranks, frozenset(range(4))) == "only on rank 2"
+    assert where([2], ranks, frozenset([2])) == "on rank 2, the only one that holds it"
+    assert where([0], meshes(1), frozenset([0])) == ""
+
+
+def test_large_parts_are_cropped(made: tuple[Explainer, Path]) -> None:
+    """A part over the limit is judged by its first elements, and still explained."""
+    from megatron_ttrace.diagnose.evidence import parts_of
+
+    whole = torch.arange(64.0).reshape(16, 4)
+    part = parts_of(whole, meshes(1)[0], plan((16, 4), (), meshes(1)[0]), 1.0, limit=12)
+    assert part.local is None
+    assert torch.equal(part.pieces[0], whole[:3])

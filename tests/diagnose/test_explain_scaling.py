@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All zero, constant factors, signs, coarse rounding."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ttrace.diagnose import scaling
+from megatron_ttrace.trace.records import Kind
+from tests.diagnose.evidence_by_hand import OUTPUT, WEIGHT, evidence_of, meshes, values
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Kind.PARAM_DELTA, "never updated"), (Kind.MAIN_GRAD, "never accumulated")],
+)
+def test_zero(kind: Kind, words: str) -> None:
+    """A parameter that never moves is unknown to the optimizer."""
+    key = dataclasses.replace(WEIGHT, kind=kind)
+    evidence = evidence_of(values(8, 4), meshes(2), lambda _, right: right * 0, key=key)
+    found = scaling.zero(evidence)
+    assert found is not None
+    assert words in found.text
+
+
+def test_nearly_zero_is_not_zero() -> None:
+    """One element that is not zero is a value."""
+
+    def held(_: int, right: torch.Tensor) -> torch.Tensor:
+        changed = right * 0
+        changed[0, 0] = 1e-9
+        return changed
+
+    assert scaling.zero(evidence_of(values(8, 4), meshes(2), held)) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "factor", "axis", "words"),
+    [
+        ({"tp": 2, "cp": 3}, 3.0, "cp", "3.000 times too large = the size of cp"),
+        ({"cp": 4}, 0.25, "cp", "4.000 times too small"),
+        ({"tp": 2, "pp": 3}, 6.0, "tp+pp", "tp·pp"),
+        ({"tp": 2}, 1.3, "", "no size of this layout"),
+        ({"tp": 2}, -1.0, "", "sign is flipped"),
+    ],
+)
+def test_factor(layout: dict[str, int], factor: float, axis: str, words: str) -> None:
+    """A factor is named after the axes whose size it is."""
+    world = 1
+    for size in layout.values():
+        world *= size
+    found = scaling.factor(
+        evidence_of(values(8, 4), meshes(world, **layout), lambda _, right: right * factor)
+    )
+    assert found is not None
+    assert words in found.text
+    assert found.axis == axis
+
+
+def test_factor_is_tested() -> None:
+    """What is not a multiple of the reference has no factor."""
+    evidence = evidence_of(
+        values(8, 4), meshes(2), lambda r, right: right * 2 + values(8, 4, seed=9)
+    )
+    assert scaling.factor(evidence) is None
+
+
+def test_softmax_scale() -> None:
+    """A head dim of 16 and a query gradient of a quarter: the scale was applied twice."""
+    key = dataclasses.replace(
+        OUTPUT, kind=Kind.GRAD_INPUT, name="decoder.layers.0.self_attention.core_attention"
+    )
+    evidence = evidence_of(values(6, 2, 4, 16), meshes(1), lambda _, right: right / 4, key=key)
+    found = scaling.factor(evidence)
+    assert found is not None
+    assert "softmax scale" in found.text
+    assert "twice" in found.text
+
+
+def test_factor_per_rank() -> None:
+    """Each rank its own factor; a common one is the other hypothesis' business."""
+    evidence = evidence_of(values(8, 4), meshes(2, cp=2), lambda rank, right: right * (rank + 2))
+    assert scaling.factor(evidence) is None
+    found = scaling.factor_per_rank(evidence)
+    assert found is not None
+    assert "rank 0: 2, rank 1: 3" in found.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float8_e4m3fn, "FP8 (E4M3)")],
+)
+def test_rounded(dtype: torch.dtype, name: str) -> None:
+    """Values rounded to a coarser dtype are recognised by that rounding."""
+    evidence = evidence_of(
+        values(64, 64), meshes(1), lambda _, right: right.to(dtype).float(), tolerance=1e-6
+    )
+    found = scaling.rounded(evidence)
+    assert found is not None
+    assert f"rounded to {name}" in found.text
+
+
+def test_noise_is_not_rounding() -> None:
+    """Noise of bf16's size is not bf16's rounding."""
+
+    def noisy(_: int, right: torch.Tensor) -> torch.Tensor:
+        return right * (1 + values(64, 64, seed=3) * 2**-9)
+
+    assert scaling.rounded(evidence_of(values(64, 64), meshes(1), noisy, tolerance=1e-6)) is None

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Histogram, worst elements and slices of a failed tensor."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_ttrace.diagnose import residual
+from megatron_ttrace.diagnose.residual import HIGHEST, LOWEST, residuals
+from megatron_ttrace.placement.plan import Step
+from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.trace.records import Kind, Outcome, Residual, TraceKey, Verdict
+from tests.diagnose.evidence_by_hand import evidence_of, meshes, values
+from tests.report.synthetic_report import culprit_of
+
+REFERENCE = values(8, 4)
+RMS = float(REFERENCE.square().mean().sqrt())
+
+
+def wrong_on_rank_1(rank: int, right: torch.Tensor) -> torch.Tensor:
+    """Rank 1 holds rows 4 to 7; two of its elements are off by 3 and 0.05."""
+    held = right.clone()
+    if rank == 1:
+        held[2, 3] += 3.0
+        held[0, 1] -= 0.05
+    return held
+
+
+def test_indices_are_those_of_the_whole_tensor() -> None:
+    """A rank's third row is row 6 of the logical tensor."""
+    evidence = evidence_of(
+        REFERENCE, meshes(2, tp=2), wrong_on_rank_1, placement=(Step("tp", Shard(0)),)
+    )
+    found = residual.residual(evidence)
+    first, second = found.worst[:2]
+    assert (first.index, first.rank) == ((6, 3), 1)
+    assert first.candidate - first.reference == pytest.approx(3.0, rel=1e-5)
+    assert second.index == (4, 1)
+    assert found.boxes == ((1, "[4:8, 0:4]"),)
+    assert (found.total, found.exact) == (16, 14)
+    decades = {LOWEST + at: n for at, n in enumerate(found.counts) if n}
+    assert decades == {math.floor(math.log10(e / RMS)): 1 for e in (3.0, 0.05)}
+    assert Residual.from_json(found.to_json()) == found
+
+
+def test_what_is_no_number_is_worst() -> None:
+    """NaN and infinity stand in the last decade and first among the worst."""
+    held = REFERENCE.clone()
+    held[3, 2] = math.nan
+    held[1, 1] = math.inf
+    held[0, 0] += 1e-12
+    found = residual.residual(evidence_of(REFERENCE, meshes(1), {0: held}))
+    assert {one.index for one in found.worst[:2]} == {(3, 2), (1, 1)}
+    assert found.counts[HIGHEST - LOWEST] == 2
+    again = Residual.from_json(found.to_json())
+    assert math.isnan(next(one for one in again.worst if one.index == (3, 2)).candidate)
+
+
+def verdict(name: str, margin: float, microbatch: int = 0) -> Verdict:
+    """A tensor that diverged."""
+    return Verdict(
+        *(1, microbatch, Kind.OUTPUT, name, 0, Outcome.DIVERGED, margin, margin, 1.0, margin),
+        *((0,), "", (4,)),
+    )
+
+
+def test_the_worst_of_each_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of culprits always, then one a name and kind, the worst first, up to a limit."""
+    asked: list[TraceKey] = []
+    monkeypatch.setattr(residual, "MOST", 3)
+    verdicts = [verdict("a", 2), verdict("a", 9, 1), verdict("b.weight", 5), verdict("c", 7)]
+    (shown,) = [culprit_of(verdicts[2], "", "")]
+    culprit = dataclasses.replace(shown, name="b")
+    assert residuals(verdicts, [culprit], lambda key: asked.append(key)) == ()
+    assert asked == [verdicts[2].key, verdicts[1].key, verdicts[3].key]
+
+
+def test_it_never_raises() -> None:
+    """Details are left out when what was kept cannot be read."""
+
+    def broken(key: TraceKey) -> None:
+        raise OSError(key)
+
+    assert residuals([verdict("a", 2)], [], broken) == ()

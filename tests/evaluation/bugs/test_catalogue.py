@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The descriptions of the known bugs, and that they fit the installed Megatron."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.evaluation.bugs import catalogue, patching
+from megatron_ttrace.evaluation.bugs.catalogue import Bug, Layout
+
+ROOT = Path(__file__).parents[3]
+BUGS = catalogue.load_catalogue()
+
+
+def test_ids() -> None:
+    ids = [bug.id for bug in BUGS]
+    assert ids == sorted(set(ids))
+    assert {"01", "02", "04a", "04b", "05", "06", "08", "09", "11"} <= set(ids)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.id)
+def test_patches_fit(bug: Bug) -> None:
+    """Each fragment is there exactly once, and its function is found live; then it is put back."""
+    before = patching.apply(bug.patches)
+    assert before
+    for function, code in before:
+        assert function.__code__ is not code
+        function.__code__ = code
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.id)
+def test_has_a_page(bug: Bug) -> None:
+    page = ROOT / "docs" / "bugs" / f"{bug.id}-{bug.name}.md"
+    index = (ROOT / "docs" / "bugs" / "README.md").read_text()
+    assert f"({page.name})" in index
+    assert page.read_text().startswith(f"# {bug.id} ")
+
+
+def test_all_are_explained() -> None:
+    """What the report must say, and as a regular expression that compiles."""
+    assert {bug.id[:2] for bug in BUGS} == {f"{number:02}" for number in range(1, 15)}
+    for bug in BUGS:
+        assert bug.expected.explanation, bug.id
+        assert "unknown" not in bug.expected.explanation
+        re.compile(bug.expected.explanation)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nproc", "short"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel --num-layers 4", 2, "TP 2 SP"),
+        ("--num-layers 4", 2, "DP"),
+        ("--num-layers 4", 1, "one rank"),
+    ],
+)
+def test_short_layout(arguments: str, nproc: int, short: str) -> None:
+    assert Layout(nproc, tuple(arguments.split())).short == short
+
+
+def test_finds() -> None:
+    bug = BUGS[0]
+    assert catalogue.find(BUGS, "01") is bug
+    assert catalogue.find(BUGS, bug.name) is bug
+    assert catalogue.find(BUGS, "01-tp-embedding-mask") is bug
+
+
+GOOD = """
+title = "t"
+upstream = []
+confidence = "A"
+axis = "TP"
+layout = [{nproc = 2, arguments = "--a 'b c'"}]
+patch = [{module = "m", fragment = "f", replacement = "r"}]
+expected = {module = "*", kind = "output", direction = "forward", verdicts = ["diverged"]}
+"""
+
+
+def test_reads(tmp_path: Path) -> None:
+    path = tmp_path / "04c-name.toml"
+    path.write_text(GOOD)
+    bug = catalogue.read_bug(path)
+    assert (bug.id, bug.name) == ("04c", "name")
+    assert bug.layouts[0].arguments == ("--a", "b c")
+    assert bug.layouts[0].models == ("gpt", "llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("bug.toml", GOOD, "NN-name.toml"),
+        ("01-a.toml", GOOD.replace('title = "t"', ""), "'title' is missing"),
+        ("01-a.toml", GOOD.replace("output", "outptu"), "outptu"),
+        ("01-a.toml", GOOD.replace("nproc = 2", "nprocs = 2"), "'nproc' is missing"),
+        ("01-a.toml", GOOD.replace("nproc = 2", "nproc = 2, extra = 1"), "extra"),
+        ("01-a.toml", GOOD + "more = 1\n", "more"),
+        ("01-a.toml", "no toml", "toml"),
+        ("01-a.toml", GOOD.replace("nproc = 2", 'nproc = 2, data = "odd"'), "odd"),
+    ],
+)
+def test_damaged(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    """A mistake is told with the file it is in."""
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TTraceError, match=name) as caught:
+        catalogue.read_bug(path)
+    assert reason in str(caught.value)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as found."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.evaluation.bugs.catalogue import Expected
+from megatron_ttrace.evaluation.bugs.expect import examine
+from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Result, Summary
+
+PACKAGE = Path(__file__).parents[3] / "megatron_ttrace"
+EXPECTED = Expected(
+    "decoder.layers.*.mlp", Kind.OUTPUT, Direction.FORWARD, (Outcome.DIVERGED,), explanation="TP"
+)
+CULPRIT = Culprit(
+    name="decoder.layers.3.mlp",
+    kind=Kind.OUTPUT,
+    direction=Direction.FORWARD,
+    reason="",
+    explanation="times TP",
+    iteration=1,
+    microbatch=0,
+    index=0,
+    verdict=Outcome.DIVERGED,
+    ranks=(0,),
+    rel_err=1.0,
+    rel_err_eps=1.0,
+    tolerance=0.1,
+    margin=10.0,
+)
+
+
+def summary(*culprits: Culprit, verdict: Result = Result.DIVERGED) -> Summary:
+    return Summary(verdict, {}, culprits, {}, {}, {})
+
+
+def test_found() -> None:
+    other = dataclasses.replace(CULPRIT, name="decoder.layers.1.mlp", margin=5.0)
+    findings = examine(summary(CULPRIT, other), EXPECTED)
+    assert findings.met
+    assert findings.explained
+    assert findings.margin == 5.0
+    assert findings.problem == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"name": "decoder.layers.3.self_attention"}, "self_attention"),
+        ({"kind": Kind.GRAD_INPUT}, "grad_input"),
+        ({"direction": Direction.BACKWARD}, "backward"),
+        ({"verdict": Outcome.SHAPE}, "shape"),
+    ],
+)
+def test_another_place_is_not_localised(changes: dict[str, object], problem: str) -> None:
+    findings = examine(summary(dataclasses.replace(CULPRIT, **changes)), EXPECTED)
+    assert (findings.detected, findings.localised, findings.met) == (True, False, False)
+    assert problem in findings.problem
+
+
+def test_a_stray_is_not_localised() -> None:
+    """Blaming an innocent module besides the guilty one is a mistake too."""
+    stray = dataclasses.replace(CULPRIT, name="output_layer")
+    findings = examine(summary(CULPRIT, stray), EXPECTED)
+    assert not findings.localised
+    assert "also names output_layer" in findings.problem
+    assert examine(summary(CULPRIT, stray), dataclasses.replace(EXPECTED, only="*")).localised
+
+
+@pytest.mark.parametrize(("layers", "localised"), [(4, True), (5, True), (3, False)])
+def test_all_but_the_last_layer(layers: int, localised: bool) -> None:
+    """Where the last layer must not be named, its number comes from the report."""
+    names = [f"decoder.layers.{layer}.mlp" for layer in range(layers)]
+    found = summary(*(dataclasses.replace(CULPRIT, name=name) for name in names[:3]))
+    found = dataclasses.replace(found, execution_order=("embedding", *names, "output_layer"))
+    expected = dataclasses.replace(EXPECTED, only="decoder.layers.[!{last}].*")
+    assert examine(found, expected).localised == localised
+
+
+def test_nothing_found() -> None:
+    findings = examine(summary(verdict=Result.EQUIVALENT), EXPECTED)
+    assert (findings.detected, findings.localised, findings.met) == (False, False, False)
+    assert findings.problem == "found equivalent"
+
+
+def test_explanation() -> None:
+    findings = examine(summary(dataclasses.replace(CULPRIT, explanation="unknown")), EXPECTED)
+    assert (findings.localised, findings.explained, findings.met) == (True, False, False)
+    unasked = dataclasses.replace(EXPECTED, explanation=None)
+    assert examine(summary(CULPRIT), unasked).explained is None
+
+
+COMMANDS = ("bugs", "rivals", "mutants")
+"""Packages that know of known bugs or put faults in: they look at finished reports."""
+
+
+def test_the_checker_cannot_know() -> None:
+    """Of all others only the commands, and the one call that puts a bug in, reach there."""
+    importers = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [f"{node.module}.{alias.name}" for alias in node.names]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            for name in names:
+                if name.split(".")[1:2] and name.split(".")[1] in COMMANDS:
+                    where = path.relative_to(PACKAGE)
+                    importers.add((where.as_posix(), ".".join(name.split(".")[1:3])))
+    outside = {(where, what) for where, what in importers if where.split("/")[0] not in COMMANDS}
+    assert {(where, what) for where, what in outside if not where.startswith("cli/")} == {
+        ("runtime/entry.py", "bugs.patching"),
+        ("runtime/loop.py", "bugs.patching"),
+    }
+    assert {where for where, _ in outside if where.startswith("cli/")} == {
+        "cli/bugs.py",
+        "cli/rivals.py",
+    }
+
+
+def test_who_reads_the_flag() -> None:
+    """``settings.bug`` is read where it is introduced and nowhere else."""
+    readers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("bug", "ttrace_bug")
+    }
+    # A suite's row has a bug, too.
+    readers -= {"cli/bugs.py", "evaluation/bugs/suite.py", "evaluation/baselines/run.py"}
+    assert readers == {"flags.py", "runtime/loop.py", "runtime/entry.py"}

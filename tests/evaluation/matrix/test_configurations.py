@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix as data: names, data sets, and what stands in docs/findings.md."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.cli.matrix import Row, _exit_code
+from megatron_ttrace.evaluation.matrix.configurations import arguments_of, configurations, select
+from megatron_ttrace.evaluation.matrix.documents import uneven_documents
+from megatron_ttrace.mcore import text_data
+from megatron_ttrace.trace.records import Result
+
+FINDINGS = Path(__file__).parents[3] / "docs" / "findings.md"
+
+
+def test_names_are_unique():
+    """A row of a result table means one job."""
+    names = [one.name for one in configurations()]
+    assert len(set(names)) == len(names)
+
+
+def test_the_promised_size():
+    """At least sixty over all axes, alone and combined, on 2, 4 and 8 ranks."""
+    healthy = [one for one in configurations() if not one.finding]
+    assert len(healthy) >= 60
+    assert {one.nproc for one in healthy} == {1, 2, 4, 8}
+
+
+def test_every_finding_is_written_up():
+    """A configuration that must diverge names a heading of docs/findings.md."""
+    headings = [line for line in FINDINGS.read_text().splitlines() if line.startswith("## ")]
+    for finding in {one.finding for one in configurations() if one.finding}:
+        assert any(finding in heading for heading in headings), finding
+
+
+def test_uneven_documents_take_the_place_of_the_mock_data(tmp_path):
+    """The rest of the command line stays."""
+    one = select(configurations(), ["eod-dp2/gpt/fp32"])[0]
+    words = arguments_of(one, tmp_path)
+    assert "--mock-data" in one.arguments
+    assert "--mock-data" not in words
+    assert set(one.arguments) - {"--mock-data"} <= set(words)
+    assert Path(words[words.index("--data-path") + 1]).with_suffix(".bin").exists()
+
+
+def test_documents_are_uneven(tmp_path):
+    """From a token to several sequences of the matrix; the end marks itself alone."""
+    prefix = uneven_documents(tmp_path / "documents", 128)
+    tokens = text_data.numpy.fromfile(prefix.with_suffix(".bin"), dtype=text_data.numpy.uint16)
+    ends = text_data.numpy.flatnonzero(tokens == 127)
+    lengths = text_data.numpy.diff(ends)
+    assert lengths.min() <= 2
+    assert lengths.max() > 3 * 32
+    assert tokens.max() == 127
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ([(Result.EQUIVALENT, "")], 0),
+        ([(Result.DIVERGED, "finding 3")], 0),
+        ([(Result.EQUIVALENT, ""), (Result.DIVERGED, "")], 1),
+        ([(Result.COULD_NOT_CHECK, ""), (Result.DIVERGED, "")], 1),
+        ([(Result.COULD_NOT_CHECK, "")], 2),
+        ([(Result.EQUIVALENT, "finding 3")], 2),
+        ([(Result.COULD_NOT_CHECK, "finding 3")], 2),
+    ],
+)
+def test_exit_code(rows: list[tuple[Result, str]], code: int) -> None:
+    """1 for a healthy job that diverged only; a finding that is not found is outdated."""
+    found = [Row("x", verdict, 1, 0, 0.0, "", 0.0, finding=finding) for verdict, finding in rows]
+    assert _exit_code(found) == code

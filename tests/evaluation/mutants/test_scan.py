@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scanning: pure, complete, with names that last."""
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from importlib.metadata import version
+
+import pytest
+
+from megatron_ttrace.evaluation.bugs.patching import functions
+from megatron_ttrace.evaluation.mutants import survivors
+from megatron_ttrace.evaluation.mutants.operators import OPERATORS
+from megatron_ttrace.evaluation.mutants.scan import PACKAGES, modules, scan, scan_source
+from megatron_ttrace.evaluation.mutants.source import Source
+
+MODULE = "megatron.core.tensor_parallel.made_up"
+TEXT = """
+import torch
+
+torch.distributed.all_reduce(at_import)
+
+
+class Layer:
+    @decorate(size / world_size)
+    def forward(self, x=a.clone()):
+        def inner():
+            torch.distributed.all_reduce(x)
+        inner()
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    return scan()
+
+
+def test_every_package_and_operator(found):
+    """At least sixty of these are wanted; scanning finds many more."""
+    counts = Counter(mutant.package for mutant in found)
+    assert set(counts) == {name.removeprefix("megatron.core.") for name in PACKAGES}
+    assert min(counts.values()) >= 60
+    assert {mutant.operator for mutant in found} == set(OPERATORS)
+
+
+def test_ids_are_unique(found):
+    assert len({mutant.id for mutant in found}) == len(found)
+
+
+def test_each_changes_one_function_and_stays_python(found):
+    """Of one in thirty, for time's sake: the changed module parses, one function differs."""
+    sources = {name: Source(name, path.read_text()) for name, path in modules()}
+    dumps = {name: functions_of(source.tree) for name, source in sources.items()}
+    for mutant in found[::30]:
+        changed = sources[mutant.module].replace(mutant.span, mutant.replacement)
+        before, after = dumps[mutant.module], functions_of(ast.parse(changed))
+        assert [name for name in before if before[name] != after[name]] == [mutant.qualname], mutant
+
+
+def functions_of(tree):
+    """Name and text of every outermost function."""
+    return {name: ast.dump(function) for name, function in functions(tree)}
+
+
+def test_only_what_runs_when_the_function_does():
+    """Neither module level, nor decorators, nor defaults."""
+    found = list(scan_source(MODULE, TEXT))
+    assert {mutant.qualname for mutant in found} == {"Layer.forward"}
+    assert {mutant.lines.start for mutant in found} == {11}
+    assert {mutant.operator for mutant in found} == {
+        "drop-collective",
+        "double-collective",
+        "wrong-op",
+    }
+
+
+def test_ids_last():
+    """Through new lines above and other line breaks; not through another statement."""
+    ids = {mutant.id for mutant in scan_source(MODULE, TEXT)}
+    moved = "# more\n" * 7 + TEXT.replace(
+        "all_reduce(x)", "all_reduce(\n                x\n            )"
+    )
+    assert {mutant.id for mutant in scan_source(MODULE, moved)} == ids
+    other = TEXT.replace("all_reduce(x)", "all_reduce(y)")
+    assert not ids & {mutant.id for mutant in scan_source(MODULE, other)}
+
+
+def test_twins_have_their_own_ids():
+    twice = TEXT.replace(
+        "        inner()", "        inner()\n        torch.distributed.all_reduce(x)"
+    )
+    assert len({mutant.id for mutant in scan_source(MODULE, twice)}) == 6
+
+
+def test_nothing_heavy_is_imported():
+    """Listing needs neither torch nor Megatron."""
+    program = (
+        "import sys; from megatron_ttrace.evaluation.mutants.scan import scan; scan(); "
+        "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_explained_survivors_exist(found):
+    """An explanation whose mutant is gone explains nothing."""
+    if version("megatron-core") != "0.19.0":
+        pytest.skip("survivors.toml speaks of megatron-core 0.19.0")
+    ids = {mutant.id for mutant in found}
+    explained = [name for survivor in survivors.load() for name in survivor.ids]
+    assert not set(explained) - ids
+    assert len(set(explained)) == len(explained)
+
+
+def test_modules_are_the_ones_in_use():
+    """A package's own file is the package: imported as ``.__init__`` it would be a second one."""
+    names = [name for name, _ in modules()]
+    assert "megatron.core.optimizer" in names
+    assert not [name for name in names if name.endswith("__init__")]

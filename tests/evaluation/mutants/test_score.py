@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counting."""
+
+import pytest
+
+from megatron_ttrace.evaluation.mutants.records import Explanation, Fate, Mutant, Row, Span, Trial
+from megatron_ttrace.evaluation.mutants.score import passes, score
+
+MUTANT = Mutant("m:f:o:0", "megatron.core.optimizer.x", "f", "o", Span(1, 0, 1, 1), "a", "b")
+KILLED, CRASHED, HUNG, SURVIVED = Fate.DIVERGED, Fate.CRASHED, Fate.HUNG, Fate.SURVIVED
+HARMLESS, DORMANT, HOLE = Explanation.EQUIVALENT, Explanation.DORMANT, Explanation.UNSEEN
+
+
+def rows(*outcomes):
+    return [Row(MUTANT, (Trial("tp2", fate, 1.0),), why) for fate, why in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "of_all", "of_silent"),
+    [
+        ([(KILLED, None)] * 3 + [(SURVIVED, None)], 0.75, 0.75),
+        ([(KILLED, None), (CRASHED, None), (HUNG, None), (SURVIVED, HOLE)], 0.75, 0.5),
+        # What is proven to be harmless does not count; a hole does.
+        ([(KILLED, None), (SURVIVED, HARMLESS), (SURVIVED, HOLE)], 0.5, 0.5),
+        ([(SURVIVED, HARMLESS)], 1.0, 1.0),
+        # So does one that no job wakes.
+        ([(KILLED, None)] * 2 + [(SURVIVED, DORMANT), (SURVIVED, HOLE)], 0.5, 0.5),
+        ([], 1.0, 1.0),
+    ],
+)
+def test_score(outcomes, of_all, of_silent):
+    total = score(rows(*outcomes))
+    assert (total.score, total.silent_score) == (of_all, of_silent)
+
+
+def test_bar():
+    assert passes(rows(*[(KILLED, None)] * 19, (SURVIVED, None)))
+    assert not passes(rows(*[(KILLED, None)] * 18, (SURVIVED, None)))
+
+
+def test_a_proof_that_is_wrong():
+    """What was said to be harmless is found: whatever the score, somebody must look."""
+    assert not passes(rows(*[(KILLED, None)] * 19, (KILLED, HARMLESS)))
+
+
+def test_last_trial_counts():
+    row = Row(MUTANT, (Trial("tp2", SURVIVED, 1.0), Trial("pp2", KILLED, 1.0)))
+    assert row.fate is KILLED
+    assert score([row]).diverged == 1
+    assert row.to_json()["fate"] == "diverged"
+
+
+def test_package():
+    assert MUTANT.package == "optimizer"

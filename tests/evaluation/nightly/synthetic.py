@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nights made by hand, and rows as the commands print them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ttrace.evaluation.nightly.records import Case, Gap, Night, Part, State
+
+VERSIONS = {"megatron-core": "0.19.0", "torch": "2.15.0"}
+OPTIONS = {"parts": "bugs matrix mutants", "bugs": "all"}
+
+
+def case(part: Part = Part.BUGS, name: str = "01", state: State = State.GOOD, **more: Any) -> Case:
+    return Case(part, name, state, **more)
+
+
+def night(*cases: Case, day: int = 1, **more: Any) -> Night:
+    values: dict[str, Any] = {
+        "began": f"2026-01-{day:02d}T02:00:00+00:00",
+        "seconds": 600.0,
+        "versions": VERSIONS,
+        "options": OPTIONS,
+        "cases": cases or (case(), case(Part.MATRIX, "tp2/gpt/fp32", margin=0.2)),
+    }
+    return Night(**{**values, **more})
+
+
+def month(days: int = 12) -> list[Night]:
+    """Good nights, a missed bug on the last; a version changed in between."""
+    found = []
+    for day in range(1, days + 1):
+        missed = day == days
+        found.append(
+            night(
+                case(
+                    name="01 tp-embedding-mask [TP 2]",
+                    state=State.MISSED if missed else State.GOOD,
+                    margin=None if missed else 65.6 + day,
+                    marks="" if missed else "detected, localised, explained",
+                    note="found equivalent" if missed else "they all hold row 0 of the table",
+                ),
+                case(name="13 tp-cp-layernorm [TP 2 SP CP 2 FP8 hybrid]", margin=5.0 + day / 10),
+                case(Part.MATRIX, "tp2/gpt/fp32", margin=0.2 + day / 100),
+                case(Part.MATRIX, "dp2/gpt/bf16", state=State.ALARM, margin=1.3)
+                if day == 4
+                else case(Part.MATRIX, "dp2/gpt/bf16", margin=0.3),
+                *(
+                    case(Part.MUTANTS, f"distributed.x:lost-mark:{number}", marks="diverged")
+                    for number in range(20)
+                ),
+                day=day,
+                versions={**VERSIONS, "torch": "2.16.0" if missed else "2.15.0"},
+                scores={"mutation score": 0.95 + day / 1000},
+                gaps=(Gap(Part.MUTANTS, "switched off", by_choice=True),) if day == 2 else (),
+            )
+        )
+    return found
+
+
+def bug_row(**changes: Any) -> dict[str, Any]:
+    """As ``ttrace bugs run --rows`` writes it."""
+    return {
+        "id": "01",
+        "name": "tp-embedding-mask",
+        "nproc": 2,
+        "layout": "TP 2",
+        "arguments": ["--tensor-model-parallel-size", "2"],
+        "healthy": True,
+        "detected": True,
+        "localised": True,
+        "explained": True,
+        "margin": "65.6",
+        "healthy_margin": "0.2",
+        "culprits": [{"explanation": "they all hold row 0"}],
+        "met": True,
+        "problem": "",
+        "seconds": 4.8,
+        **changes,
+    }
+
+
+def matrix_row(**changes: Any) -> dict[str, Any]:
+    """As ``ttrace matrix --json`` prints it."""
+    return {
+        "name": "tp2/gpt/fp32",
+        "verdict": "equivalent",
+        "tensors": 698,
+        "unchecked": 0,
+        "worst_margin": 0.25,
+        "worst": "decoder.final_layernorm main_grad.0",
+        "seconds": 3.0,
+        "why": "",
+        **changes,
+    }
+
+
+def mutant_row(**changes: Any) -> dict[str, Any]:
+    """One of those in the file that ``ttrace mutants run --json FILE`` writes."""
+    return {
+        "id": "tensor_parallel.mappings:dropped:_reduce:1",
+        "fate": "diverged",
+        "explanation": None,
+        "why": "",
+        "trials": [{"layout": "tp2", "fate": "diverged", "seconds": 2.5, "told": "linear_proj"}],
+        **changes,
+    }
+
+
+def mutants_report(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The whole file."""
+    return {
+        "run": len(rows),
+        "score": 1.0,
+        "silent_score": 1.0,
+        "bar": 0.95,
+        "passed": True,
+        "mutants": list(rows),
+        **changes,
+    }

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running the parts, each in its own process; and the command, whole, on a tiny selection."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.evaluation.nightly import run as runner
+from megatron_ttrace.evaluation.nightly.records import Part, State
+from megatron_ttrace.evaluation.nightly.run import Options
+from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, mutants_report
+
+ROOT = Path(__file__).parents[3]
+
+
+def play(monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Let a part's process run a Python program instead of the command it would run.
+
+    A program finds the file for its results in ``results``.
+    """
+    real = runner.subprocess.Popen
+
+    def start(command: list[str], **more: object) -> object:
+        if "megatron_ttrace" not in command:
+            return real(command, **more)
+        words = command[command.index("megatron_ttrace") + 1 :]
+        results = [words[n + 1] for n, word in enumerate(words) if word in ("--rows", "--json")]
+        program = f"results = {results[-1:]!r}\n{programs[words[0]]}"
+        return real([sys.executable, "-c", program], **more)
+
+    monkeypatch.setattr(runner.subprocess, "Popen", start)
+
+
+def rows_program(rows: list[dict], code: int = 0) -> str:
+    return f"open(results[0], 'w').write({chr(10).join(map(json.dumps, rows))!r}); exit({code})"
+
+
+MATRIX = f"print({json.dumps(matrix_row())!r})"
+MUTANTS = f"open(results[0], 'w').write({json.dumps(mutants_report(mutant_row()))!r})"
+
+
+def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, mutants=MUTANTS)
+    night = runner.run(Options(), tmp_path, lambda line: None)
+    assert [(case.part, case.state) for case in night.cases] == [
+        (Part.BUGS, State.GOOD),
+        (Part.MATRIX, State.GOOD),
+        (Part.MUTANTS, State.GOOD),
+    ]
+    assert night.exit_code == ExitCode.EQUIVALENT
+    assert night.gaps == ()
+    assert night.scores["mutation score"] == 1.0
+    assert night.versions["torch"]
+
+
+def test_a_missed_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command says so with exit code 2, and its rows say why: no gap."""
+    missed = bug_row(met=False, detected=False, problem="found equivalent")
+    play(monkeypatch, bugs=rows_program([missed], code=2))
+    night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
+    assert night.exit_code == ExitCode.COULD_NOT_CHECK
+    assert [gap.by_choice for gap in night.gaps] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("print('ttrace: megatron-core is not installed'); exit(2)", "is not installed"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
+        ("raise SystemExit(7)", "exit code 7"),
+        ("pass", "it ran nothing"),
+    ],
+)
+def test_a_part_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
+) -> None:
+    """The others run; the night says why one is missing, and is not good."""
+    play(monkeypatch, bugs=program, matrix=MATRIX, mutants=MUTANTS)
+    night = runner.run(Options(), tmp_path, lambda line: None)
+    (gap,) = night.gaps
+    assert gap.part is Part.BUGS
+    assert reason in gap.reason
+    assert len(night.cases) == 2
+    assert night.exit_code == ExitCode.COULD_NOT_CHECK
+
+
+def test_what_a_crashed_part_had_finished_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ['{"level": "INFO"}', json.dumps(matrix_row()), '{"name": "cut o']
+    half = f"print({chr(10).join(lines)!r}); exit(3)"
+    play(monkeypatch, matrix=half)
+    night = runner.run(Options(parts=(Part.MATRIX,)), tmp_path, lambda line: None)
+    assert [case.name for case in night.cases] == ["tp2/gpt/fp32"]
+    assert any("exit code 3" in gap.reason for gap in night.gaps)
+
+
+def test_a_case_that_could_not_run_is_no_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told once, as the case it is."""
+    broken = bug_row(met=False, detected=None, healthy=None, problem="rank 0 failed")
+    play(monkeypatch, bugs=rows_program([broken], code=2))
+    night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
+    assert [case.state for case in night.cases] == [State.BROKEN]
+    assert all(gap.by_choice for gap in night.gaps)
+    assert night.exit_code == ExitCode.COULD_NOT_CHECK
+
+
+def test_results_of_last_night_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bugs.jsonl").write_text(json.dumps(bug_row()))
+    play(monkeypatch, bugs="exit(5)")
+    night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
+    assert night.cases == ()
+
+
+def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part is stopped with all its processes, the rest is not begun."""
+    pid = tmp_path / "pid"
+    program = (
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(60)"
+    )
+    play(monkeypatch, bugs=program, matrix=MATRIX)
+    began = time.monotonic()
+    night = runner.run(Options(seconds=2.0), tmp_path, lambda line: None)
+    assert time.monotonic() - began < 20
+    reasons = {gap.part: gap.reason for gap in night.gaps}
+    assert "time was up" in reasons[Part.BUGS]
+    assert reasons[Part.MATRIX] == reasons[Part.MUTANTS] == "no time was left for it"
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def ttrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", "nightly", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--no-bugs", "--no-matrix", "--no-mutants"], "nothing is left to run"),
+        (["--mutants", "0"], "--mutants 0"),
+        (["--minutes", "0"], "--minutes 0"),
+        (["--nights", "0"], "--nights 0"),
+        (["--show"], "no history yet"),
+        (["--history", "FILE/x"], "no history of nights can be kept there"),
+    ],
+)
+def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "file").write_text("")
+    words = [word.replace("FILE", str(tmp_path / "file")) for word in words]
+    done = ttrace(*words, "--directory", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    """One bug and one healthy job, for real; kept, drawn, logged offline, and shown again."""
+    out = tmp_path / "out"
+    words = ["--quick", "--bug", "11", "--directory", str(out)]
+    done = ttrace(*words, WANDB_MODE="offline", HOME=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all good: 2 cases" in done.stdout
+    assert "offline run" in done.stdout
+    assert "11 sp-layernorm" in (out / "trend.html").read_text()
+    with sqlite3.connect(out / "history.sqlite") as db:
+        kept = db.execute("SELECT part, state, margin FROM cases ORDER BY number").fetchall()
+    assert [row[:2] for row in kept] == [("bugs", "good"), ("matrix", "good")]
+    assert kept[0][2] > 5 > 1 > kept[1][2]
+    (out / "trend.html").unlink()
+    again = ttrace("--show", "--directory", str(out))
+    assert again.returncode == 0
+    assert (out / "trend.html").is_file()

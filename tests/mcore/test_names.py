@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the whole model, from a stage's, a chunk's or an expert rank's numbering."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ttrace.mcore.names import ROOT, canonical_names, unwrap
+from tests.capture.recorder import Block
+
+
+class Stage(nn.Module):
+    """A pipeline stage that holds the third and the fourth layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList([Block(2, 3), Block(2, 4)])
+        self.decoder.final_layernorm = nn.LayerNorm(2)
+
+
+def test_layers_are_numbered_over_all_stages():
+    """Local 0 and 1 are the model's 2 and 3; module, parameters and all."""
+    stage = Stage()
+    names = canonical_names(stage)
+    assert names.modules["decoder.layers.2.first"] is stage.decoder.layers[0].first
+    assert names.parameters["decoder.layers.3.second.bias"] is stage.decoder.layers[1].second.bias
+    assert "decoder.layers.0" not in names.modules
+    assert "decoder.final_layernorm" in names.modules
+    assert names.modules[ROOT] is stage
+    assert len(names.parameters) == len(list(stage.parameters()))
+
+
+def test_spans_are_what_depends_on_the_stage():
+    """The model and its block of layers, not the layers."""
+    assert canonical_names(Stage()).spans == {"", "decoder"}
+
+
+def test_experts_are_numbered_over_all_ranks():
+    """Sequential experts, of the rank that starts with the model's expert 4."""
+    stage = Stage()
+    stage.decoder.layers[0].mlp = nn.Module()
+    stage.decoder.layers[0].mlp.experts = nn.Module()
+    stage.decoder.layers[0].mlp.experts.local_experts = nn.ModuleList(
+        [nn.Linear(2, 2), nn.Linear(2, 2)]
+    )
+    names = canonical_names(stage, expert_offset=4)
+    experts = "decoder.layers.2.mlp.experts.local_experts"
+    assert {n for n in names.modules if n.startswith(f"{experts}.")} == {
+        f"{experts}.4",
+        f"{experts}.5",
+    }
+    assert f"{experts}.5.bias" in names.parameters
+
+
+def test_grouped_experts_are_numbered_by_weight():
+    """A grouped linear keeps all experts of a rank as weight0, weight1, ..."""
+    stage = nn.Module()
+    stage.experts = nn.Module()
+    stage.experts.linear_fc1 = nn.Module()
+    for leaf in ("weight0", "weight1", "bias0"):
+        stage.experts.linear_fc1.register_parameter(leaf, nn.Parameter(torch.zeros(2)))
+    stage.other = nn.Module()
+    stage.other.weight0 = nn.Parameter(torch.zeros(2))
+    assert set(canonical_names(stage, expert_offset=8).parameters) == {
+        "experts.linear_fc1.weight8",
+        "experts.linear_fc1.weight9",
+        "experts.linear_fc1.bias8",
+        "other.weight0",
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_last_stages_copy_of_a_tied_embedding(tied):
+    """Megatron marks it ``shared_embedding``: it is a replica of the embedding."""
+    stage = nn.Module()
+    stage.output_layer = nn.Linear(2, 4, bias=False)
+    stage.output_layer.weight.shared_embedding = tied
+    name = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
+    assert list(canonical_names(stage).parameters) == [name]
+
+
+class LastStage(nn.Module):
+    """A last stage with multi-token prediction: it embeds shifted tokens itself."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.pre_process, self.mtp_process = False, True
+        self.share_embeddings_and_output_weights = tied
+        self.embedding = nn.Module()
+        self.embedding.word_embeddings = nn.Embedding(4, 2)
+        self.output_layer = nn.Linear(2, 4, bias=False)
+
+
+def test_a_later_stages_embedding_runs_second():
+    """The whole model has looked up the tokens themselves by then."""
+    assert canonical_names(LastStage(tied=False)).repeated == {
+        "embedding",
+        "embedding.word_embeddings",
+    }
+    first = LastStage(tied=False)
+    first.pre_process = True
+    assert not canonical_names(first).repeated
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_nobody_reads(tied):
+    """With tied weights such a stage's head uses the embedding, and its own weight is left over."""
+    names = canonical_names(LastStage(tied))
+    assert names.unused == (("output_layer.weight",) if tied else ())
+    assert ("output_layer.weight" in names.parameters) is not tied
+
+
+def test_digits_that_number_no_layers_stay():
+    """An ordinary ``Sequential``, and numbers that are no integers."""
+    stage = nn.Module()
+    stage.mlp = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    stage.mlp[1].layer_number = "3"
+    assert {"mlp.0", "mlp.1"} <= set(canonical_names(stage).modules)
+
+
+def test_buffers_and_shared_modules():
+    """Buffers by name; a module that is held twice has its first name only."""
+    stage = nn.Module()
+    stage.norm = nn.BatchNorm1d(2)
+    stage.again = stage.norm
+    names = canonical_names(stage)
+    assert set(names.buffers) == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
+    assert set(names.modules) == {ROOT, "norm"}
+    assert set(names.parameters) == {"norm.weight", "norm.bias"}
+
+
+def test_megatrons_wrappers_are_taken_off():
+    """DDP around mixed precision around the model."""
+
+    class Float16Module(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    class DistributedDataParallel(Float16Module):
+        pass
+
+    inner = nn.Linear(2, 2)
+    assert unwrap(DistributedDataParallel(Float16Module(inner))) is inner
+    assert unwrap(inner) is inner

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer owns, and putting a step back."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ttrace.mcore.optimizer import Snapshot, leaves_of, owned_by
+
+
+def plain(model, cls=torch.optim.AdamW, **options):
+    """Megatron's ``FP32Optimizer``: it steps the model's own parameters."""
+    return types.SimpleNamespace(optimizer=cls(model.parameters(), lr=0.1, **options))
+
+
+def mixed(model):
+    """``Float16OptimizerWithFloat16Params``: float32 copies of the bf16 ones."""
+    halves = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+    fulls = [p for p in model.parameters() if p.dtype == torch.float32]
+    mains = [nn.Parameter(p.detach().float()) for p in halves]
+    return types.SimpleNamespace(
+        optimizer=torch.optim.AdamW([{"params": mains + fulls}], lr=0.1),
+        float16_groups=[halves],
+        fp32_from_float16_groups=[mains],
+        fp32_from_fp32_groups=[fulls],
+    )
+
+
+def sharded(parameters, ranges):
+    """``DistributedOptimizer``: flat ranges of some parameters."""
+    where = dict(zip(parameters, ranges, strict=True))
+    mains = [nn.Parameter(p.detach().reshape(-1)[a:b].clone()) for p, (a, b) in where.items()]
+
+    def range_map(parameter):
+        start, end = where[parameter]
+        return {"param": types.SimpleNamespace(start=start, end=end)}
+
+    return types.SimpleNamespace(
+        optimizer=torch.optim.AdamW(mains, lr=0.1),
+        model_param_group_index_map={p: (0, i) for i, p in enumerate(parameters)},
+        _get_model_param_range_map=range_map,
+    )
+
+
+def chained(*parts):
+    """``ChainedOptimizer``."""
+    return types.SimpleNamespace(chained_optimizers=list(parts))
+
+
+def test_leaves_of_nested_chains():
+    """Dense and expert optimizers, chained in chains."""
+    a, b, c = (types.SimpleNamespace(name=n) for n in "abc")
+    assert [leaf.name for leaf in leaves_of(chained(a, chained(b, c)))] == ["a", "b", "c"]
+    assert list(leaves_of(a)) == [a]
+
+
+def test_the_models_own_parameters():
+    """Main and model parameter are one."""
+    model = nn.Linear(2, 3)
+    optimizer = plain(model)
+    owned = owned_by(optimizer)
+    assert list(owned) == list(model.parameters())
+    assert owned[model.weight].main is model.weight
+    assert owned[model.weight].range is None
+    assert owned[model.weight].group is optimizer.optimizer.param_groups[0]
+
+
+def test_looking_at_state_creates_none():
+    """Empty before the first step, and still empty afterwards."""
+    model = nn.Linear(2, 3)
+    optimizer = plain(model)
+    assert owned_by(optimizer)[model.weight].state == {}
+    assert len(optimizer.optimizer.state) == 0
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.optimizer.step()
+    assert "exp_avg" in owned_by(optimizer)[model.weight].state
+
+
+def test_float32_copies():
+    """A bf16 weight has a main of its own, a float32 bias is its own."""
+    model = nn.Linear(2, 3)
+    model.weight.data = model.weight.data.bfloat16()
+    optimizer = mixed(model)
+    owned = owned_by(optimizer)
+    assert owned[model.weight].main is optimizer.fp32_from_float16_groups[0][0]
+    assert owned[model.bias].main is model.bias
+
+
+def test_flat_ranges():
+    """Only parameters with a range here are owned here."""
+    model = nn.Linear(4, 3)
+    owned = owned_by(chained(sharded([model.weight], [(2, 9)])))
+    assert list(owned) == [model.weight]
+    assert owned[model.weight].range == (2, 9)
+    assert torch.equal(owned[model.weight].main.detach(), model.weight.detach().reshape(-1)[2:9])
+
+
+def test_stubs_own_nothing():
+    """A rank without parameters of a kind has a stub."""
+    stub = types.SimpleNamespace(optimizer=None)
+    other = plain(nn.Linear(1, 1))
+    other.is_stub_optimizer = True
+    assert owned_by(chained(stub, other)) == {}
+
+
+def train(model, optimizer, seed):
+    """One step on random data, with a random number drawn on the way."""
+    torch.manual_seed(seed) if seed is not None else None
+    optimizer.zero_grad()
+    (model(torch.randn(5, 4)) ** 2).sum().backward()
+    optimizer.step()
+    return torch.rand(1)
+
+
+class WithBuffer(nn.Sequential):
+    """Two layers with running statistics between."""
+
+    def __init__(self):
+        torch.manual_seed(3)
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def bits(model, optimizer):
+    """Everything a step changes."""
+    state = optimizer.state_dict()
+    flat = [t for s in state["state"].values() for t in s.values() if torch.is_tensor(t)]
+    tensors = [*model.state_dict().values(), *flat, torch.get_rng_state()]
+    return [t.clone() for t in tensors], [
+        {k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]
+    ]
+
+
+def same(a, b):
+    """Equality to the bit."""
+    return a[1] == b[1] and len(a[0]) == len(b[0]) and all(map(torch.equal, a[0], b[0]))
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_restored_step_can_be_replayed_bit_for_bit(cls, steps_before):
+    """Parameters, buffers, moments, settings, random state; as often as wanted."""
+    model = WithBuffer()
+    wrapper = plain(model, cls)
+    inner = wrapper.optimizer
+    for seed in range(steps_before):
+        train(model, inner, seed)
+    start = bits(model, inner)
+    snapshot = Snapshot([model], wrapper)
+    ends = []
+    for _ in range(3):
+        train(model, inner, None)
+        inner.param_groups[0]["lr"] *= 0.5
+        inner.param_groups[0]["new"] = 1
+        train(model, inner, None)
+        ends.append(bits(model, inner))
+        assert not same(ends[-1], start)
+        snapshot.restore()
+        assert same(bits(model, inner), start)
+    assert same(ends[0], ends[1])
+    assert same(ends[0], ends[2])
+
+
+def test_restoring_keeps_every_reference():
+    """Others hold the tensors: they are written in place."""
+    model = WithBuffer()
+    wrapper = plain(model)
+    train(model, wrapper.optimizer, 0)
+    moments = wrapper.optimizer.state[model[0].weight]["exp_avg"]
+    pointers = [t.data_ptr() for t in (*model.parameters(), *model.buffers(), moments)]
+    snapshot = Snapshot([model], wrapper)
+    train(model, wrapper.optimizer, 1)
+    snapshot.restore()
+    again = wrapper.optimizer.state[model[0].weight]["exp_avg"]
+    assert pointers == [t.data_ptr() for t in (*model.parameters(), *model.buffers(), again)]
+
+
+def test_main_parameters_are_restored():
+    """The float32 copies as well as the model's bf16."""
+    model = nn.Linear(4, 4)
+    model.weight.data = model.weight.data.bfloat16()
+    wrapper = mixed(model)
+    main = wrapper.fp32_from_float16_groups[0][0]
+    before = main.detach().clone(), model.weight.detach().clone()
+    snapshot = Snapshot([model], chained(wrapper))
+    with torch.no_grad():
+        main.add_(1)
+        model.weight.add_(1)
+    snapshot.restore()
+    assert torch.equal(main, before[0])
+    assert torch.equal(model.weight, before[1])
+
+
+def test_settings_that_are_tensors_are_restored():
+    """A learning rate or a step count may be a tensor that is changed in place."""
+    model = nn.Linear(4, 4)
+    wrapper = plain(model)
+    group = wrapper.optimizer.param_groups[0]
+    group["step"] = torch.tensor(3.0)
+    snapshot = Snapshot([model], wrapper)
+    for _ in range(2):
+        group["step"] += 1
+        snapshot.restore()
+        assert float(group["step"]) == 3.0
+
+
+def test_the_loss_scale_is_restored():
+    """With float16 a step may change it, and what it counts towards the next change."""
+    model = nn.Linear(4, 4)
+    wrapper = plain(model)
+    scaler = types.SimpleNamespace(_scale=torch.tensor([8.0]), _growth_tracker=5)
+    wrapper.grad_scaler = scaler
+    snapshot = Snapshot([model], chained(wrapper))
+    scaler._scale, scaler._growth_tracker = scaler._scale / 2, 0
+    snapshot.restore()
+    assert (scaler._scale.tolist(), scaler._growth_tracker) == ([8.0], 5)

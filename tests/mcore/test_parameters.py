@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rank fills its own slice of the same logical parameter."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.mcore.optimizer import Owned
+from megatron_ttrace.mcore.parameters import (
+    BIAS,
+    EMBEDDING_GAIN,
+    GAIN,
+    fill,
+    place_parameter,
+    scale_of,
+)
+from megatron_ttrace.placement.mesh import SINGLE, mesh_of
+from megatron_ttrace.placement.plan import describe
+from megatron_ttrace.runtime.start import moments
+from tests.placement.by_hand import chunk, gated_chunk
+
+
+@dataclasses.dataclass
+class Config:
+    """What is read of Megatron's configuration."""
+
+    num_layers: int = 8
+    init_method_std: float = 0.02
+    layernorm_zero_centered_gamma: bool = False
+
+
+def parameter(*shape, dtype=torch.float32, **attributes):
+    """A parameter with Megatron's attributes on it."""
+    made = torch.nn.Parameter(torch.full(shape, 99.0, dtype=dtype))
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def sharded(*shape, dim=0, **others):
+    """As ``set_tensor_model_parallel_attributes`` marks it."""
+    return parameter(
+        *shape, tensor_model_parallel=True, partition_dim=dim, partition_stride=1, **others
+    )
+
+
+def filled(name, made, mesh=SINGLE, gated=False, init="reveal", config=None):
+    """The start values of a local parameter."""
+    place = place_parameter(name, made, mesh, gated=gated)
+    fill(place, made, mesh, seed=7, config=config or Config(), init=init)
+    return made.detach()
+
+
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+GROUPED = "decoder.layers.0.mlp.experts.linear_fc"
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "sizes", "gated", "shape", "placement"),
+    [
+        ("a.weight", sharded(4, 6), {}, True, (4, 6), "Replicate"),
+        ("a.weight", sharded(4, 6), {"tp": 2}, True, (8, 6), "tp:Shard(0)"),
+        ("a.weight", sharded(4, 6, dim=1), {"tp": 2}, True, (4, 12), "tp:Shard(1)"),
+        ("a.weight", parameter(4, 6), {"tp": 2}, True, (4, 6), "Replicate"),
+        ("a.weight", parameter(4, tensor_model_parallel=False), {"tp": 2}, True, (4,), "Replicate"),
+        (FC1, sharded(4, 6), {"tp": 2}, True, (8, 6), "tp:BlockShard(0, 2)"),
+        (FC1, sharded(4, 6), {"tp": 2}, False, (8, 6), "tp:Shard(0)"),
+        ("a.linear_fc1.bias", sharded(4), {"tp": 2}, True, (8,), "tp:BlockShard(0, 2)"),
+        ("linear_fc1.weight", sharded(4, 6), {"tp": 2}, True, (8, 6), "tp:BlockShard(0, 2)"),
+        ("a.linear_fc2.weight", sharded(4, 6, dim=1), {"tp": 4}, True, (4, 24), "tp:Shard(1)"),
+        (FC1, sharded(4, 6, allreduce=False), {"tp": 2, "etp": 1}, True, (4, 6), "Replicate"),
+        # grouped experts, which older releases do not mark
+        (f"{GROUPED}1.weight3", parameter(4, 6), {"tp": 2}, True, (8, 6), "etp:BlockShard(0, 2)"),
+        (f"{GROUPED}1.bias3", parameter(4), {"tp": 2}, False, (8,), "etp:Shard(0)"),
+        (f"{GROUPED}2.weight3", parameter(4, 6), {"tp": 2}, True, (4, 12), "etp:Shard(1)"),
+        (f"{GROUPED}2.bias3", parameter(4), {"tp": 2}, True, (4,), "Replicate"),
+        (f"{GROUPED}1.weight3", parameter(4, 6), {"tp": 2, "etp": 1}, True, (4, 6), "Replicate"),
+        (
+            "e.linear_fc2.weight",
+            sharded(4, 6, dim=1, allreduce=False),
+            {"tp": 4, "etp": 2},
+            True,
+            (4, 12),
+            "etp:Shard(1)",
+        ),
+    ],
+)
+def test_places(name, made, sizes, gated, shape, placement):
+    """Read off the attributes that Megatron's layers set."""
+    mesh = mesh_of(0, 4, **sizes)
+    place = place_parameter(name, made, mesh, gated=gated)
+    assert (place.logical_shape, describe(place.placement)) == (shape, placement)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shards_equal_the_slices_of_the_whole(dtype):
+    """Column, row and gated parallel weights, cut by hand."""
+    cases = [
+        ("a.weight", (8, 6), 0, chunk, False),
+        ("a.weight", (8, 6), 1, chunk, False),
+        (FC1, (8, 6), 0, gated_chunk, True),
+    ]
+    for name, shape, dim, cut, gated in cases:
+        whole = filled(name, parameter(*shape, dtype=dtype), gated=gated)
+        for rank in range(2):
+            local = list(shape)
+            local[dim] //= 2
+            mesh = mesh_of(rank, 2, tp=2)
+            found = filled(name, sharded(*local, dim=dim, dtype=dtype), mesh, gated=gated)
+            assert found.dtype == dtype
+            expected = cut(whole.float().numpy(), dim, rank, 2)
+            np.testing.assert_array_equal(found.float().numpy(), expected)
+
+
+def test_replicas_are_equal_and_every_element_is_written():
+    """A norm weight on four ranks."""
+    found = [filled("norm.weight", parameter(9), mesh_of(r, 4, tp=2)) for r in range(4)]
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert float(found[0].max()) < 5
+
+
+@given(st.data())
+def test_flat_ranges_equal_the_flattened_slice(data):
+    """A ZeRO range of a gated shard, filled on its own."""
+    rank = data.draw(st.integers(0, 1))
+    mesh = mesh_of(rank, 2, tp=2)
+    start = data.draw(st.integers(0, 24))
+    end = data.draw(st.integers(start, 24))
+    local = filled(FC1, sharded(4, 6), mesh, gated=True)
+    place = place_parameter(FC1, sharded(4, 6), mesh, gated=True).flat(start, end)
+    flat = torch.full((end - start,), 99.0)
+    fill(place, flat, mesh, seed=7, config=Config(), init="reveal")
+    assert torch.equal(flat, local.reshape(-1)[start:end])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "init", "expected"),
+    [
+        ("a.linear_qkv.weight", (8, 100), "reveal", (0.0, GAIN / 10)),
+        ("a.linear_proj.weight", (8, 100), "reveal", (0.0, GAIN / 10 / 4)),
+        ("a.linear_fc2.weight", (8, 100), "reveal", (0.0, GAIN / 10 / 4)),
+        ("a.linear_qkv.bias", (8,), "reveal", (0.0, BIAS)),
+        ("embedding.word_embeddings.weight", (8, 100), "reveal", (0.0, EMBEDDING_GAIN / 10)),
+        ("a.norm.weight", (8,), "reveal", (1.0, 0.2)),
+        ("a.q_layernorm.weight", (8,), "reveal", (GAIN, 0.2 * GAIN)),
+        ("a.linear_qkv.weight", (8, 100), "megatron", (0.0, 0.02)),
+        ("a.linear_fc2.weight", (8, 100), "megatron", (0.0, 0.02 / 4)),
+        ("a.linear_qkv.bias", (8,), "megatron", (0.0, 0.0)),
+        ("a.norm.weight", (8,), "megatron", (1.0, 0.0)),
+    ],
+)
+def test_scales(name, shape, init, expected):
+    """Eight layers: the outputs' depth factor is four."""
+    assert scale_of(name, shape, Config(), init) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("init", ["reveal", "megatron"])
+def test_zero_centred_norms(init):
+    """With ``layernorm_zero_centered_gamma`` one is added in the layer."""
+    config = Config(layernorm_zero_centered_gamma=True)
+    assert scale_of("a.norm.weight", (8,), config, init)[0] == 0.0
+
+
+def test_revealing_sizes_are_neither_nothing_nor_everything():
+    """Tuned elsewhere (docs/tolerance.md), within these bounds."""
+    assert 0.01 <= BIAS <= 0.5
+    assert 0.1 <= GAIN <= 1.0
+    assert 0.1 <= EMBEDDING_GAIN <= 10.0
+
+
+def test_reveal_leaves_nothing_at_zero_or_one():
+    """A zero bias hides bugs."""
+    for name in ("a.bias", "norm.weight"):
+        found = filled(name, parameter(500))
+        assert not ((found == 0) | (found == 1)).any()
+        assert float(found.std()) > 0.9 * min(BIAS, 0.2)
+
+
+def test_megatrons_own_start():
+    """Biases zero, norm weights one, weights of the configured deviation."""
+    assert filled("a.bias", parameter(9), init="megatron").unique().tolist() == [0.0]
+    assert filled("norm.weight", parameter(9), init="megatron").unique().tolist() == [1.0]
+    weight = filled("a.weight", parameter(200, 200), init="megatron")
+    assert float(weight.std()) == pytest.approx(0.02, rel=0.02)
+
+
+def adam(mains, cls=torch.optim.AdamW):
+    """An optimizer over main parameters."""
+    return cls(mains, lr=0.1)
+
+
+def primed(mesh, main, place, *, cls=torch.optim.AdamW, flat=None):
+    """The state of one parameter after priming."""
+    inner = adam([main], cls)
+    part = Owned(main, inner, inner.param_groups[0], flat)
+    moments.prime([(place, part)], mesh, seed=7)
+    return inner.state.get(main)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+def test_moments_of_a_shard_and_of_a_flat_range(cls):
+    """Whole on one device, a gated half under TP, a range of it under ZeRO: the same numbers."""
+    whole = parameter(8, 6)
+    reference = primed(SINGLE, whole, place_parameter(FC1, whole, SINGLE, gated=True), cls=cls)
+    for rank in range(2):
+        mesh = mesh_of(rank, 2, tp=2)
+        half = sharded(4, 6)
+        place = place_parameter(FC1, half, mesh, gated=True)
+        found = primed(mesh, half, place, cls=cls)
+        flat = parameter(13)
+        ranged = primed(mesh, flat, place, cls=cls, flat=(5, 18))
+        for name in ("exp_avg", "exp_avg_sq"):
+            expected = gated_chunk(reference[name].numpy(), 0, rank, 2)
+            np.testing.assert_array_equal(found[name].numpy(), expected)
+            np.testing.assert_array_equal(ranged[name].numpy(), expected.reshape(-1)[5:18])
+        assert float(found["step"]) == float(ranged["step"]) == moments.STEP
+
+
+def test_primed_moments_look_like_the_middle_of_a_run():
+    """First moments around zero, second ones positive and near their square."""
+    main = parameter(100, 100)
+    state = primed(SINGLE, main, place_parameter("a.weight", main, SINGLE, gated=False))
+    assert float(state["exp_avg"].std()) == pytest.approx(moments.SCALE, rel=0.05)
+    assert abs(float(state["exp_avg"].mean())) < 0.05 * moments.SCALE
+    assert float(state["exp_avg_sq"].min()) > 0
+    assert float(state["exp_avg_sq"].mean()) == pytest.approx(moments.SCALE**2, rel=0.05)
+
+
+def test_a_primed_optimizer_steps():
+    """The update is finite, changes every element, and depends smoothly on the gradient."""
+    updates = []
+    for gradient in (1e-3, 1.01e-3):
+        main = parameter(10, 10, dtype=torch.float32)
+        inner = adam([main])
+        part = Owned(main, inner, inner.param_groups[0])
+        place = place_parameter("a.weight", main, SINGLE, gated=False)
+        moments.prime([(place, part)], SINGLE, seed=7)
+        main.grad = torch.full_like(main, gradient)
+        inner.step()
+        updates.append(main.detach() - 99.0)
+    assert torch.isfinite(updates[0]).all()
+    assert (updates[0] != 0).all()
+    change = (updates[1] - updates[0]).norm() / updates[0].norm()
+    assert 0 < float(change) < 0.01
+
+
+def test_bf16_mains_have_float32_moments():
+    """As Megatron keeps them."""
+    main = parameter(4, 4, dtype=torch.bfloat16)
+    state = primed(SINGLE, main, place_parameter("a.weight", main, SINGLE, gated=False))
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Apex's and TransformerEngine's keep the step in the group."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+
+def test_fused_optimizers_count_by_group():
+    """No step beside the moments."""
+    main = parameter(4, 4)
+    inner = FusedAdam([main], lr=0.1)
+    part = Owned(main, inner, inner.param_groups[0])
+    place = place_parameter("a.weight", main, SINGLE, gated=False)
+    moments.prime([(place, part)], SINGLE, seed=7)
+    assert inner.param_groups[0]["step"] == moments.STEP
+    assert set(inner.state[main]) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_other_optimizers_are_left_alone():
+    """SGD has no moments to prime."""
+    main = parameter(4, 4)
+    place = place_parameter("a.weight", main, SINGLE, gated=False)
+    assert primed(SINGLE, main, place, cls=torch.optim.SGD) is None
+
+
+def test_attention_sinks_are_divided_by_head():
+    """Nothing on the parameter says so; every other unmarked one is whole."""
+    mesh = mesh_of(1, 2, tp=2)
+    name = "decoder.layers.0.self_attention.core_attention.softmax_offset"
+    place = place_parameter(name, parameter(4), mesh, gated=False)
+    assert (place.logical_shape, describe(place.placement)) == ((8,), "tp:Shard(0)")
+    assert not place_parameter(
+        "decoder.final_layernorm.weight", parameter(4), mesh, gated=False
+    ).placement

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the buckets of Megatron-FSDP, built by Megatron itself, without processes."""
+
+import types
+
+import pytest
+import torch
+
+from megatron_ttrace.mcore.sharded_weights import buffers_of, like, local, parts_of
+
+fsdp = pytest.importorskip("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer")
+
+SHAPES = [(3, 2), (5,), (2, 2)]
+
+
+class Bucket(fsdp.DataParallelBuffer):
+    """One of Megatron's buffers with memory of its own and nothing else."""
+
+    def __init__(self, rank, size, distributed):
+        strategy = types.SimpleNamespace(data_parallel_sharding_strategy="optim_grads")
+        self.item_index_map, self.bucket_index, self.shard_bucket_index = (
+            fsdp.build_data_parallel_buffer_index(
+                [torch.Size(shape) for shape in SHAPES],
+                rank,
+                size,
+                is_data_distributed=distributed,
+                ddp_config=strategy,
+            )
+        )
+        self.is_data_distributed = distributed
+        whole = self.shard_bucket_index if distributed else self.bucket_index
+        first = self.shard_bucket_index.global_data_index if distributed else 0
+        self.data = torch.arange(whole.size, dtype=torch.float32) + first
+
+
+def chunk(rank, size, *, distributed, main):
+    """A wrapped model whose every element is its place in the bucket."""
+    raw = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    named = []
+    for number, parameter in enumerate(raw):
+        stepped = torch.nn.Parameter(torch.zeros(1))
+        stepped.orig_param = parameter
+        named.append((str(number), stepped))
+    group = types.SimpleNamespace(
+        params=raw,
+        model_weight_buffer=Bucket(rank, size, distributed),
+        main_weight_buffer=Bucket(rank, size, True) if main else None,
+    )
+    buffer = types.SimpleNamespace(optimizer_named_parameters=named, parameter_groups=[group])
+    return types.SimpleNamespace(param_and_grad_buffer=buffer), [p for _, p in named]
+
+
+@pytest.mark.parametrize("main", [True, False])
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_element_is_held_once(size, distributed, main):
+    """With and without main weights, with whole model weights (ZeRO-1, 2) and parts (ZeRO-3)."""
+    held = [[] for _ in SHAPES]
+    first = [0, 6, 11]
+    for rank in range(size):
+        model, parameters = chunk(rank, size, distributed=distributed, main=main)
+        parts = parts_of([model])
+        for number, parameter in enumerate(parameters):
+            part = parts[parameter]
+            start, end = part.range
+            assert part.stepped.tolist() == [first[number] + i for i in range(start, end)]
+            held[number] += part.stepped.tolist()
+            start, end = part.weights_range
+            assert part.weights.tolist() == [first[number] + i for i in range(start, end)]
+            assert distributed or end - start == parameter.orig_param.numel()
+    assert held == [list(range(6)), list(range(6, 11)), list(range(11, 15))]
+
+
+def test_other_wrappers_have_no_buckets():
+    """Megatron's DDP keeps its buffers elsewhere."""
+    assert not buffers_of([torch.nn.Linear(2, 2)])
+    assert not parts_of([types.SimpleNamespace(param_and_grad_buffer=object())])
+
+
+def test_plain_tensors_are_themselves():
+    """Only sharded tensors have a part."""
+    tensor = torch.ones(2)
+    assert local(tensor) is tensor
+    assert like(tensor, tensor) is tensor

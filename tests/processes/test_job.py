@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One answer or one reason out of many logs."""
+
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.__main__ import build_parser
+from megatron_ttrace.cli import check
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.processes import job as jobs
+from megatron_ttrace.processes import ranks
+from megatron_ttrace.processes.job import Job
+from megatron_ttrace.report import files
+from megatron_ttrace.trace.records import Result
+
+TRACEBACK = """\
+some output
+Traceback (most recent call last):
+  File "arguments.py", line 1, in validate_args
+    assert args.world_size % total == 0
+AssertionError: world size (2) is not divisible by 3
+"""
+
+
+def why(tmp_path, codes, *logs):
+    """The reason for these exit codes and logs, the first log written first."""
+    for rank, text in enumerate(logs):
+        log = ranks.log_of(tmp_path, rank)
+        log.write_text(text)
+        os.utime(log, ns=(rank, rank))
+    return jobs._why(codes, tmp_path)
+
+
+def test_our_own_words_first(tmp_path):
+    """A rank that could not check says why, with the lines that belong to it."""
+    found = why(
+        tmp_path,
+        [1, 2],
+        TRACEBACK,
+        "ttrace: making the reference\nother output\nttrace: it failed: do this\n  a detail\nend\n",
+    )
+    assert found == "it failed: do this\n  a detail"
+
+
+def test_megatrons_own_words(tmp_path):
+    """The exception, the rank, and where to read more."""
+    found = why(tmp_path, [1, None], TRACEBACK, "")
+    assert found == (
+        "rank 0 failed: AssertionError: world size (2) is not divisible by 3 "
+        f"(log: {ranks.log_of(tmp_path, 0)})"
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.distributed.DistBackendError: no route",
+        "[rank7]: AssertionError: no heads",
+        "[rank0]: RuntimeError: no memory",
+        "SystemExit: 3",
+    ],
+)
+def test_exceptions_of_any_rank_and_module(tmp_path, line):
+    """torch writes the rank before each line of a traceback."""
+    found = why(tmp_path, [1], f"output\n{line}\nmore output of a thread\n")
+    assert found.startswith(f"rank 0 failed: {line.partition(']: ')[2] or line} (log: ")
+
+
+def test_the_first_to_die_is_the_cause(tmp_path):
+    """Rank 0 lost its connection because rank 1 died before."""
+    logs = "RuntimeError: Connection closed by peer\n", "AssertionError: heads do not divide\n"
+    for rank, text in enumerate(logs):
+        log = ranks.log_of(tmp_path, rank)
+        log.write_text(text)
+        os.utime(log, ns=(9 - rank, 9 - rank))
+    found = jobs._why([1, 1], tmp_path)
+    assert found.startswith("rank 1 failed: AssertionError: heads do not divide")
+
+
+def test_killed_without_last_words(tmp_path):
+    """A signal, with the tail of the log."""
+    found = why(tmp_path, [-signal.SIGKILL, None], "step 1\nstep 2\n", "")
+    assert found.startswith(
+        "rank 0 was killed by signal 9 (SIGKILL, out of memory?); its last lines"
+    )
+    assert "step 2" in found
+
+
+def test_no_log_at_all(tmp_path):
+    """Even then there is a sentence."""
+    assert jobs._why([3], tmp_path).startswith("rank 0 failed with exit code 3")
+    assert jobs._why([0, 0], tmp_path).startswith("the job ended without an answer")
+
+
+ANSWER = """
+import os, pathlib, sys
+assert "--ttrace" in sys.argv and "--ttrace-exit" in sys.argv
+directory = pathlib.Path(sys.argv[sys.argv.index("--ttrace-dir") + 1])
+print("ttrace: measuring", flush=True)
+from megatron_ttrace.trace.records import Result, Summary
+from megatron_ttrace.report import files
+
+def answer(result, run=None):
+    if sys.argv and os.environ["RANK"] == "0":
+        files.write_verdicts(directory / files.VERDICTS, [], run)
+        summary = Summary(result, {}, (), {}, {}, {"step": 1.0})
+        files.write_summary(directory / files.SUMMARY, summary, run)
+"""
+
+
+def job(tmp_path, code, **others):
+    """A job of a tiny script."""
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    return Job(script, ("--lr", "1"), others.pop("nproc", 1), tmp_path / "out", **others)
+
+
+@pytest.mark.parametrize(("result", "code"), [(Result.EQUIVALENT, 0), (Result.DIVERGED, 1)])
+def test_an_answer(tmp_path, result, code):
+    """The summary that the ranks wrote, with the wall time; our lines are echoed."""
+    said = []
+    text = f"{ANSWER}\nanswer(Result.{result.name})\nsys.exit({code})"
+    found = jobs.run(job(tmp_path, text, nproc=2), fork=False, say=said.append)
+    assert found.verdict is result
+    assert found.timings["step"] == 1.0
+    assert found.timings["wall"] > 0
+    assert said == ["measuring"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("answer(Result.EQUIVALENT)\nsys.exit(1)", "exit code 1, but .* says 'equivalent'"),
+        ("answer(Result.DIVERGED)", "exit code 0, but .* says 'diverged'"),
+        ("answer(Result.COULD_NOT_CHECK)", "exit code 0, but .* says 'could not check'"),
+        ("answer(Result.EQUIVALENT, 'f' * 16)", "is of another run"),
+        (
+            "answer(Result.EQUIVALENT)\n(directory / files.VERDICTS).write_text('{}')",
+            "verdicts.jsonl is damaged",
+        ),
+        ("(directory / files.SUMMARY).write_text('{')", "is cut off or not JSON"),
+    ],
+)
+def test_an_answer_that_is_not_believed(tmp_path, text, says):
+    """Exit codes and the summary of this very run must agree; else one line says why."""
+    with pytest.raises(TTraceError, match=says) as caught:
+        jobs.run(job(tmp_path, f"{ANSWER}\n{text}"), fork=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_at_once(tmp_path):
+    """The second is refused, and the first's files are left alone."""
+    text = (
+        f"{ANSWER}\nimport pathlib, time\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.05)\nanswer(Result.DIVERGED)\n"
+        "sys.exit(1)"
+    ).replace("'go'", repr(str(tmp_path / "go")))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(jobs.run, job(tmp_path, text), fork=False)
+        while not ranks.log_of(tmp_path / "out" / "logs", 0).exists():
+            time.sleep(0.05)
+        with pytest.raises(TTraceError, match="is in use by another check"):
+            jobs.run(job(tmp_path, text), fork=False)
+        (tmp_path / "go").write_text("")
+        assert first.result().verdict is Result.DIVERGED
+
+
+def test_an_answer_of_an_earlier_run_is_no_answer(tmp_path):
+    """A stale summary is removed before the ranks start."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / files.SUMMARY).write_text("{}")
+    with pytest.raises(TTraceError, match="the job ended without an answer"):
+        jobs.run(job(tmp_path, "pass"), fork=False)
+    assert not (tmp_path / "out" / files.SUMMARY).exists()
+
+
+def test_ranks_that_disagree_have_no_answer(tmp_path):
+    """One says equivalent, the other died with the code of diverged."""
+    text = "import os, sys; sys.exit(int(os.environ['RANK']))"
+    with pytest.raises(TTraceError, match="rank 1 failed with exit code 1"):
+        jobs.run(job(tmp_path, text, nproc=2), fork=False)
+
+
+def test_bad_input(tmp_path):
+    """A script that is not there, a directory that cannot be."""
+    absent = Job(tmp_path / "none.py", (), 1, tmp_path / "out")
+    with pytest.raises(TTraceError, match="no such script"):
+        jobs.run(absent, fork=False)
+    (tmp_path / "file").write_text("in the way")
+    blocked = job(tmp_path, "pass")
+    blocked = Job(blocked.script, (), 1, tmp_path / "file" / "out")
+    with pytest.raises(TTraceError, match=r"is not writable .*: choose another"):
+        jobs.run(blocked, fork=False)
+
+
+def test_ranks_run_with_this_interpreter():
+    """The one that has Megatron."""
+    assert ranks.python() == sys.executable
+
+
+def test_out_of_time(tmp_path):
+    """A job that hangs is ended at its limit, and leaves no process behind."""
+    script = tmp_path / "sleeps.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    job = Job(script=script, arguments=(), nproc=2, directory=tmp_path / "out", limit=2.0)
+    with pytest.raises(jobs.OutOfTimeError, match="still running after 2 s"):
+        jobs.run(job, fork=False)
+    for rank in range(2):
+        pid = int(ranks.log_of(tmp_path / "out" / "logs", rank).read_text())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_the_isolating_command_is_one_that_check_reads():
+    """The same job and flags, in a directory of its own."""
+    job = Job(Path("a.py"), ("--lr", "1e-3"), 2, Path("out"), ("--ttrace-bug=11",))
+    program, *words = job.isolating()
+    args = build_parser().parse_args(words)
+    ours, theirs = check._split(args, args.script[2:])
+    assert program == "ttrace"
+    assert (args.command, args.nproc_per_node, args.script[:2]) == ("check", 2, ["--", "a.py"])
+    assert (ours.ttrace_isolate, ours.ttrace_bug, ours.ttrace_dir) == (True, "11", "out-isolated")
+    assert theirs == ["--lr", "1e-3"]

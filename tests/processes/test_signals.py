@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that are interrupted or killed at any moment leave one line and no process."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes.commands import Command
+
+# A launcher as `ttrace check` is one, of tiny ranks, without Megatron.
+LAUNCHER = """
+import sys
+from pathlib import Path
+from megatron_ttrace import __main__ as entry
+from megatron_ttrace.processes import ranks
+here, fork = Path(sys.argv[1]), sys.argv[2] == "fork"
+class Parser:
+    def parse_args(self, argv):
+        return self
+    def run(self, args):
+        print("started", flush=True)
+        ranks.run_ranks(3, [sys.executable, str(here / "rank.py")], here / "logs", fork=fork)
+        return 0
+entry.build_parser = Parser
+sys.exit(entry.main())
+"""
+RANK = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    from pathlib import Path
+    from megatron_ttrace.processes import child, forkserver
+    here = Path(__file__).parent
+    runner = forkserver.request if forkserver.available() else child.run_subprocess
+    print("asks", flush=True)
+    runner([sys.executable, str(here / "reference.py")], dict(os.environ), here / "log", 60.0)
+print("waits", flush=True)
+time.sleep(60)
+"""
+REFERENCE = "import time\nprint('runs', flush=True)\ntime.sleep(60)\n"
+
+
+def start(tmp_path: Path, how: str) -> Command:
+    """Three ranks, the first of which has a reference run."""
+    for name, text in (("rank", RANK), ("reference", REFERENCE), ("launcher", LAUNCHER)):
+        (tmp_path / f"{name}.py").write_text(text)
+    return Command(sys.executable, tmp_path / "launcher.py", tmp_path, how, cwd=tmp_path)
+
+
+def until(condition, seconds: float = 40.0) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def says(path: Path, text: str) -> bool:
+    """Whether a log has got so far."""
+    return path.is_file() and text in path.read_text()
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGINT, 130, "ttrace: interrupted\n"),
+        (signal.SIGTERM, 143, "ttrace: ended by SIGTERM\n"),
+        (signal.SIGKILL, -9, ""),
+        pytest.param(*(signal.SIGHUP, 129, "ttrace: ended by SIGHUP\n"), marks=pytest.mark.nightly),
+        pytest.param(*(signal.SIGQUIT, -3, ""), marks=pytest.mark.nightly),
+    ],
+)
+def test_nothing_outlives_the_launcher(
+    tmp_path: Path, how: str, number: int, code: int, line: str
+) -> None:
+    """However it dies: ranks and reference are gone at once."""
+    command = start(tmp_path, how)
+    until(lambda: says(tmp_path / "log", "runs"))
+    until(lambda: len(command.running()) >= 5)
+    os.kill(command.process.pid, number)
+    assert command.end()[::2] == (code, line)
+    assert command.left() == []
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_signal_while_ranks_are_started_is_not_lost(tmp_path: Path, how: str) -> None:
+    """At three moments around the first fork."""
+    for moment in range(3):
+        command = start(tmp_path, how)
+        assert command.process.stdout is not None
+        assert command.process.stdout.readline() == "started\n"
+        time.sleep(0.005 * moment)
+        command.ctrl_c()
+        code, _, errors = command.end()
+        assert (code, errors) == (130, "ttrace: interrupted\n")
+        assert command.left() == []
+
+
+def test_the_reference_dies_with_its_rank(tmp_path: Path) -> None:
+    """As under torchrun: nobody else knows of it."""
+    (tmp_path / "reference.py").write_text(REFERENCE)
+    script = (
+        "import os, sys; from pathlib import Path\n"
+        "from megatron_ttrace.processes.child import run_subprocess\n"
+        "here = Path(sys.argv[1])\n"
+        "run_subprocess([sys.executable, str(here / 'reference.py')], dict(os.environ), "
+        "here / 'log')"
+    )
+    command = Command(sys.executable, "-c", script, tmp_path, cwd=tmp_path)
+    until(lambda: says(tmp_path / "log", "runs"))
+    command.process.kill()
+    assert command.end()[0] == -9
+    assert command.left() == []
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.03, 0.1])
+def test_no_traceback_while_importing(tmp_path: Path, moment: float) -> None:
+    """From the first instruction of ours; before it Python itself starts."""
+    code = (
+        "import sys\nfrom megatron_ttrace.__main__ import main\n"
+        "from megatron_ttrace.processes import signals\n"
+        "real = signals.install\n"
+        "signals.install = lambda: (real(), print('go', flush=True))\n"
+        "sys.argv[1:] = ['doctor']\nsys.exit(main())"
+    )
+    command = Command(sys.executable, "-c", code, cwd=tmp_path)
+    assert command.process.stdout is not None
+    assert command.process.stdout.readline() == "go\n"
+    time.sleep(moment)
+    command.ctrl_c()
+    code_, _, errors = command.end()
+    assert (code_, errors) == (130, "ttrace: interrupted\n")
+
+
+SWALLOWED = """
+import signal, sys, time
+from megatron_ttrace.processes import signals
+signals._PATIENCE_SECONDS = 0.3
+signals.install()
+with signals.orderly():
+    try:
+        print("ready", flush=True)
+        time.sleep(30)
+    except BaseException:
+        pass
+    while True:
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_interruption_that_others_swallow(tmp_path: Path, twice: bool) -> None:
+    """It takes effect all the same, at once when it comes again."""
+    command = Command(sys.executable, "-c", SWALLOWED, cwd=tmp_path)
+    assert command.process.stdout is not None
+    assert command.process.stdout.readline() == "ready\n"
+    command.ctrl_c()
+    if twice:
+        time.sleep(0.1)
+        command.ctrl_c()
+    assert command.end()[::2] == (130, "ttrace: interrupted\n")
+
+
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    """An ignored SIGHUP stays ignored."""
+    code = (
+        "import os, signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "from megatron_ttrace.processes import signals\nsignals.install()\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\nprint('alive')"
+    )
+    assert Command(sys.executable, "-c", code, cwd=tmp_path).end()[:2] == (0, "alive\n")

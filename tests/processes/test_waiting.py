@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every wait has an end, and says what it waits for."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.processes import child, ranks, waiting
+from megatron_ttrace.processes import job as jobs
+from megatron_ttrace.processes.job import Job
+from megatron_ttrace.processes.waiting import OutOfTimeError, Patience, Waited
+
+SLEEPS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
+
+
+class Clock:
+    """Time that passes when a test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(waiting.time, "monotonic", lambda: self.now)
+
+    def look(self, patience: Patience, seconds: float, *waited: Waited) -> None:
+        """Look every half a second."""
+        for _ in range(int(2 * seconds)):
+            self.now += 0.5
+            patience.look(waited)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def rank(tmp_path: Path, number: int = 0) -> Waited:
+    """This very process as a rank."""
+    return Waited(f"rank {number}", os.getpid(), tmp_path / f"{number}.log")
+
+
+def reference(tmp_path: Path) -> Waited:
+    return Waited("the reference run", os.getpid(), tmp_path / "r.log", is_reference=True)
+
+
+def test_silent_ranks(tmp_path: Path, clock: Clock) -> None:
+    """A log that grows is a sign of life of all of them."""
+    several = rank(tmp_path), rank(tmp_path, 1)
+    patience = Patience(100.0)
+    for _ in range(3):
+        clock.look(patience, 99, *several)
+        with several[1].log.open("a") as log:
+            log.write("iteration\n")
+    clock.look(patience, 100, *several)
+    with pytest.raises(OutOfTimeError, match=r"rank 0 \(pid \d+\), rank 1 .* nothing for 100 s; "):
+        clock.look(patience, 2, *several)
+
+
+def test_a_reference_that_takes_too_long(tmp_path: Path, clock: Clock) -> None:
+    """What it writes buys it no time; the ranks that wait for it are not blamed."""
+    one = reference(tmp_path)
+    patience = Patience(100.0)
+    clock.look(patience, 90, rank(tmp_path))
+    for number in range(10):
+        one.log.write_text("x" * number)
+        clock.look(patience, 10, rank(tmp_path), one)
+    with pytest.raises(OutOfTimeError, match=r"the reference run .* did not end within 100 s"):
+        clock.look(patience, 2, rank(tmp_path), one)
+
+
+def test_what_is_waited_for_is_said(tmp_path: Path, clock: Clock) -> None:
+    """Twice as late each time."""
+    said: list[str] = []
+    clock.look(Patience(1800.0, said.append), 250, rank(tmp_path), reference(tmp_path))
+    assert [line.partition(" (log")[0].split("): ")[1] for line in said] == [
+        f"{seconds} s of at most 1800" for seconds in (30, 60, 120, 240)
+    ]
+    assert all(line.startswith("waiting for the reference run (pid ") for line in said)
+
+
+def test_a_machine_that_slept(tmp_path: Path, clock: Clock) -> None:
+    """Only time in which we run counts."""
+    patience = Patience(100.0)
+    clock.look(patience, 2, rank(tmp_path))
+    clock.now += 100_000
+    patience.look([rank(tmp_path)])
+
+
+def job(tmp_path: Path, code: str, timeout: int = 60, **others: object) -> Job:
+    """A job of a tiny script."""
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    flags = ("--ttrace-timeout", str(timeout))
+    return Job(script=script, arguments=(), directory=tmp_path / "out", flags=flags, **others)
+
+
+def test_ranks_that_hang(tmp_path: Path) -> None:
+    """They are ended."""
+    with pytest.raises(OutOfTimeError, match=r"rank 0 .*, rank 1 .* said nothing for"):
+        jobs.run(job(tmp_path, SLEEPS, timeout=1, nproc=2), fork=True)
+    pids = [int(ranks.log_of(tmp_path / "out/logs", number).read_text()) for number in (0, 1)]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said while it lasts, and it is the cause when the others give up."""
+    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.2)
+    said: list[str] = []
+    code = (
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(0.9)\nsys.exit('RuntimeError: Connection closed by peer')"
+    )
+    with pytest.raises(TTraceError, match=r"^rank 1 \(pid \d+\) is stopped; the others gave up"):
+        jobs.run(job(tmp_path, code, nproc=2), fork=True, say=said.append)
+    assert any("is stopped; 'kill -CONT" in line for line in said)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_reference_that_hangs_without_a_fork_server(tmp_path: Path, stopped: bool) -> None:
+    """It is ended and named."""
+    stop = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)\n" if stopped else ""
+    command = [sys.executable, "-c", f"{stop}{SLEEPS}"]
+    how = "is stopped, and nothing happened for" if stopped else "did not end within"
+    began = time.monotonic()
+    with pytest.raises(OutOfTimeError, match=rf"the reference run \(pid \d+\) {how}"):
+        child.run_subprocess(command, dict(os.environ), tmp_path / "log", 1.0)
+    assert time.monotonic() - began < 30
+
+
+def test_a_rank_that_was_killed_is_the_cause(tmp_path: Path) -> None:
+    """Not the one that lost its connection to it."""
+    code = (
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('RuntimeError: Connection closed by peer', flush=True); time.sleep(0.2); sys.exit(1)"
+    )
+    with pytest.raises(TTraceError, match=r"^rank 1 was killed by signal 9 \(SIGKILL, out of mem"):
+        jobs.run(job(tmp_path, code, nproc=2), fork=True)
+
+
+def test_variables_of_other_launchers_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks would wait for an agent's store that is not theirs."""
+    foreign = {"TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK", "SLURM_PROCID", "ROLE_NAME"}
+    for name in foreign:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    code = "import os; print(*sorted(n for n in os.environ if '_' in n)); "
+    code += "assert os.environ['MASTER_ADDR'] == '127.0.0.1'"
+    (tmp_path / "train.py").write_text(code)
+    command = [sys.executable, str(tmp_path / "train.py")]
+    assert ranks.run_ranks(1, command, tmp_path, fork=False) == [0]
+    names = ranks.log_of(tmp_path, 0).read_text().split()
+    assert "MASTER_PORT" in names
+    assert not {"TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK", "SLURM_PROCID", "ROLE_NAME"} & {
+        *names
+    }
+
+
+def test_nobody_reads_the_terminal(tmp_path: Path) -> None:
+    """A rank that asks gets no answer, instead of being stopped for asking."""
+    command = [sys.executable, str(tmp_path / "train.py")]
+    (tmp_path / "train.py").write_text("import os; print(os.read(0, 9), flush=True)")
+    for fork in (False, True):
+        assert ranks.run_ranks(1, command, tmp_path, fork=fork) == [0]
+        assert ranks.log_of(tmp_path, 0).read_text() == "b''\n"
+
+
+def test_a_command_line_error(tmp_path: Path) -> None:
+    """argparse's own line."""
+    code = "import argparse; argparse.ArgumentParser(prog='train.py').parse_args(['--none'])"
+    with pytest.raises(TTraceError, match="rank 0 failed: error: unrecognized arguments: --none"):
+        jobs.run(job(tmp_path, code, nproc=2), fork=True)
+
+
+def test_an_assertion_without_words(tmp_path: Path) -> None:
+    """Then it is where it was raised."""
+    with pytest.raises(TTraceError, match=r"^rank 0 failed: AssertionError: assert 1 == 2 "):
+        jobs.run(job(tmp_path, "assert 1 == 2", nproc=1), fork=False)
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    """What cannot be started says so."""
+    log = tmp_path / "log"
+    assert child.run_subprocess(["/nowhere/python"], {}, log) == 1
+    assert log.read_text() == "/nowhere/python: No such file or directory\n"
+
+
+def test_signals_of_a_started_process(tmp_path: Path) -> None:
+    """As a shell would start it: nothing is held back."""
+    code = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        assert child.run_subprocess([sys.executable, "-c", code], {}, tmp_path / "log") == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    assert (tmp_path / "log").read_text() == "set()\n"

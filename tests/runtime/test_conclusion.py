@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one answer: it needs evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.placement.boxes import product, whole
+from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.runtime.conclusion import _is_evidence, conclude, not_enough
+from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
+
+
+def verdict(kind: Kind, outcome: Outcome, index: int = 0) -> Verdict:
+    """A verdict of which only kind and outcome matter."""
+    return Verdict(1, 0, kind, "a", index, outcome, 0.0, 0.0, 1.0, 0.0, (0,), "Replicate", (1,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "index", "expected"),
+    [
+        (Kind.OUTPUT, Outcome.PASS, 0, True),
+        (Kind.PARAM, Outcome.PASS, 1, True),
+        (Kind.OUTPUT, Outcome.UNCHECKED, 0, False),
+        (Kind.TOKENS, Outcome.PASS, 0, False),
+        (Kind.PARAM, Outcome.PASS, 0, False),
+    ],
+)
+def test_only_computed_tensors_that_pass_are_evidence(kind, outcome, index, expected) -> None:
+    """A run whose computed tensors are all unchecked is not equivalent by default."""
+    assert _is_evidence(verdict(kind, outcome, index)) is expected
+
+
+@pytest.fixture
+def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for them imports Megatron, which takes many seconds."""
+    monkeypatch.setattr(versions, "installed", dict)
+
+
+class Job:
+    """A reference of computed tensors, of which some are blind, and a candidate that has them."""
+
+    def __init__(self, directory: Path, *, blind: int, seen: int) -> None:
+        self.directory = directory
+        names = [f"decoder.layers.{number}" for number in range(blind + seen)]
+        self.keys = [TraceKey(1, 0, Kind.OUTPUT, name) for name in names]
+        self.moved = {
+            key: Moved(4, 2.0, (0.5 if number < blind else 1e-6,))
+            for number, key in enumerate(self.keys)
+        }
+        writer = TraceWriter(directory / "reference", 0)
+        sink = WriteSink(writer, 1)
+        for key in self.keys:
+            sink.placed((0, key.kind, key.name, 0), torch.ones(4), (4,), ())
+        writer.close()
+        seal(directory / "reference", {"role": "reference", "epsilon": epsilon("float32")})
+
+    def answer(self, allowed: float, *, error: float = 0.0) -> Summary:
+        """What is concluded; ``error`` is the relative error of the last tensor."""
+        found = [
+            Measured(key, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
+            for key in self.keys
+        ]
+        wrong = Sums(4, 4.0 * error**2, 4.0, 4.0, 4.0)
+        found[-1] = dataclasses.replace(found[-1], sums=wrong)
+        summary, _ = conclude(
+            TraceReader(self.directory / "reference"),
+            Tolerances(self.moved, dict.fromkeys(self.keys, "float32")),
+            {0: found},
+            candidate=self.directory / "candidate",
+            mesh=mesh_of(0, 2, tp=2),
+            config={},
+            timings={},
+            allow_unchecked=allowed,
+        )
+        return summary
+
+
+@pytest.mark.usefixtures("no_versions")
+def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
+    """Three of twelve are blind: how many, why, and what would accept it; a quarter does."""
+    job = Job(tmp_path, blind=3, seen=9)
+    summary = job.answer(0.10)
+    assert summary.verdict is Result.COULD_NOT_CHECK
+    assert summary.verdict.exit_code == 2
+    assert summary.notices == (
+        "could not check enough: 3 of 12 tensors (25.0 %) are unchecked, more than 10 %; "
+        "most: blind (3); --ttrace-allow-unchecked 0.25 accepts it",
+    )
+    accepted = job.answer(0.25)
+    assert accepted.verdict is Result.EQUIVALENT
+    assert accepted.notices == ()
+    assert accepted.not_exercised == (NotExercised(Unexercised.UNCHECKED, 3, 12),)
+
+
+@pytest.mark.usefixtures("no_versions")
+def test_a_divergence_stays_one(tmp_path: Path) -> None:
+    """However little was checked: what was found is wrong."""
+    summary = Job(tmp_path, blind=9, seen=3).answer(0.10, error=0.5)
+    assert summary.verdict is Result.DIVERGED
+    assert summary.notices == ()
+
+
+@pytest.mark.usefixtures("no_versions")
+def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
+    """Everything is blind: allowing that is no check."""
+    summary = Job(tmp_path, blind=3, seen=0).answer(1.0)
+    assert summary.verdict is Result.COULD_NOT_CHECK
+    assert "every one of them is unchecked" in summary.notices[0]
+
+
+@given(
+    blind=st.integers(0, 400),
+    seen=st.integers(0, 400),
+    allowed=st.floats(0, 1),
+)
+def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float) -> None:
+    """Who types what the notice says gets no such notice again."""
+    verdicts = [verdict(Kind.OUTPUT, Outcome.UNCHECKED)] * blind
+    verdicts += [verdict(Kind.OUTPUT, Outcome.PASS)] * seen
+    told = not_enough(verdicts, allowed)
+    assert bool(told) == (blind > allowed * (blind + seen))
+    if told:
+        named = float(told.split("--ttrace-allow-unchecked ")[1].split()[0])
+        assert named <= 1
+        assert not not_enough(verdicts, named)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""References are built aside, renamed into place, shared, and never changed."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.runtime import launch
+from megatron_ttrace.trace.locks import Lock
+from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+
+NAME = "0123456789abcdef"
+KEY = TraceKey(1, 0, Kind.OUTPUT, "a")
+DATA = "rank-00000.0000.safetensors"
+
+
+class Maker:
+    """Makes a small reference of the given values, and counts."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+        self.made = 0
+
+    def __call__(self, aside: Path) -> None:
+        """What the reference run does in the directory that it is given."""
+        self.made += 1
+        aside.mkdir()
+        writer = TraceWriter(aside, 0)
+        writer.add(Entry(KEY, (4,), "float32"), torch.full((4,), self.value))
+        writer.close()
+        seal(aside, {"role": "reference", "fingerprint": NAME})
+
+
+def obtain(home: Path, make: Callable[[Path], None], patience: float = 5.0) -> bool:
+    """Find or make; what is returned stands for the very trace that lies there."""
+    checksum = launch._obtain(home, NAME, make, patience)
+    if checksum is not None:
+        assert TraceReader(home, announced=checksum).checksum == checksum
+    return checksum is not None
+
+
+def value_of(home: Path) -> float:
+    """The first value of the stored tensor."""
+    reader = TraceReader(home)
+    return float(reader.tensor(reader.entry(KEY))[0])
+
+
+def visible(folder: Path) -> list[str]:
+    """What is in a folder, without locks."""
+    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".lock"))
+
+
+def test_made_once(tmp_path: Path) -> None:
+    """The second time it is found; nothing else is left."""
+    make = Maker()
+    home = tmp_path / "cache" / NAME
+    assert obtain(home, make)
+    before = (home / "meta.json").read_bytes()
+    assert obtain(home, make)
+    assert make.made == 1
+    assert (home / "meta.json").read_bytes() == before
+    assert visible(home.parent) == [NAME]
+
+
+@pytest.mark.parametrize("name", ["meta.json", DATA, "rank-00000.index.jsonl"])
+def test_a_damaged_one_is_made_again(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One flipped bit, one line; whoever has the damaged file open keeps what he has."""
+    home = tmp_path / NAME
+    obtain(home, Maker(1.0))
+    with (home / name).open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-2, os.SEEK_END)
+        file.write(bytes([byte ^ 4]))
+    with (home / name).open("rb") as held:
+        damaged = held.read()
+        capsys.readouterr()
+        assert obtain(home, Maker(2.0))
+        held.seek(0)
+        assert held.read() == damaged
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("ttrace: the reference made earlier is of no use: ")
+    assert name in line
+    assert value_of(home) == 2.0
+    assert visible(tmp_path) == [NAME]
+
+
+def test_one_of_another_configuration_is_replaced(tmp_path: Path) -> None:
+    """As in a directory that is used for one job after the other."""
+    home = tmp_path / "reference"
+    Maker(1.0)(home)
+    seal(home, {"role": "reference", "fingerprint": "another"})
+    assert obtain(home, Maker(2.0))
+    assert value_of(home) == 2.0
+    assert visible(tmp_path) == ["reference"]
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """A link to a cache's entry is replaced; the entry keeps its bytes and its seal."""
+    entry, link = tmp_path / "cache" / "other", tmp_path / "out" / "reference"
+    entry.parent.mkdir()
+    Maker(1.0)(entry)
+    seal(entry, {"role": "reference", "fingerprint": "other"})
+    link.parent.mkdir()
+    link.symlink_to(entry)
+    before = {path.name: path.read_bytes() for path in entry.iterdir()}
+    assert obtain(link, Maker(2.0))
+    assert not link.is_symlink()
+    assert value_of(link) == 2.0
+    assert {path.name: path.read_bytes() for path in entry.iterdir()} == before
+    for home in (entry, entry, tmp_path / "cache" / "absent"):
+        launch._link(link, home)
+        assert link.readlink() == home.resolve()
+    assert {path.name: path.read_bytes() for path in entry.iterdir()} == before
+    assert visible(link.parent) == ["reference"]
+
+
+def test_somebody_elses_directory(tmp_path: Path) -> None:
+    """A folder of that name that we did not make is neither replaced nor removed."""
+    home = tmp_path / "reference"
+    home.mkdir()
+    (home / "thesis.tex").write_text("")
+    with pytest.raises(TTraceError, match="is not a reference of ours"):
+        obtain(home, Maker())
+    with pytest.raises(TTraceError, match="is not a reference of ours"):
+        launch._link(home, tmp_path / "cache")
+    assert (home / "thesis.tex").exists()
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    """What was there stays, and the lock is free."""
+    home = tmp_path / NAME
+
+    def fail(aside: Path) -> None:
+        aside.mkdir()
+        (aside / "overrides.json").write_text("{}")
+        raise TTraceError("the reference run failed")
+
+    with pytest.raises(TTraceError, match="the reference run failed"):
+        obtain(home, fail)
+    assert visible(tmp_path) == []
+    assert obtain(home, Maker())
+
+
+def test_leftovers_of_killed_builds(tmp_path: Path) -> None:
+    """They are removed, but for those of an entry that somebody is building now."""
+    left = [f".{NAME}.building-1", f".{NAME}.old-1", ".dead.building-1", ".alive.building-1"]
+    for name in left:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("")
+    alive = Lock(tmp_path / ".alive.lock")
+    assert alive.acquire()
+    obtain(tmp_path / NAME, Maker())
+    assert visible(tmp_path) == [".alive.building-1", NAME]
+    alive.release()
+
+
+@contextlib.contextmanager
+def building(lock: Path) -> Iterator[int]:
+    """Another process that holds an entry's lock."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if not child:
+        other = Lock(lock)
+        other.acquire()
+        other.sign()
+        os.write(told, b"1")
+        signal.pause()
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def test_waiting_for_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said for whom, and the wait has an end."""
+    make = Maker()
+    with building(tmp_path / f".{NAME}.lock") as other:
+        assert not obtain(tmp_path / NAME, make, patience=0.3)
+        said = capsys.readouterr().out
+        assert f"waiting for the reference {NAME}, which process {other} on " in said
+        assert "making an own copy" in said
+        assert make.made == 0
+    assert obtain(tmp_path / NAME, make)
+
+
+def test_the_second_uses_what_the_first_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs that want the same entry at the same time: one makes it, both have it."""
+    monkeypatch.setattr(launch, "_POLL_SECONDS", 0.01)
+    home = tmp_path / NAME
+    started, go = threading.Event(), threading.Event()
+    first, second = Maker(1.0), Maker(2.0)
+
+    def slowly(aside: Path) -> None:
+        started.set()
+        go.wait()
+        first(aside)
+
+    other = threading.Thread(target=obtain, args=(home, slowly))
+    other.start()
+    started.wait()
+    threading.Timer(0.1, go.set).start()
+    assert obtain(home, second)
+    other.join()
+    assert (first.made, second.made, value_of(home)) == (1, 0, 1.0)
+
+
+def test_without_locks_the_faster_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry that appeared meanwhile is verified and used."""
+    home = tmp_path / NAME
+
+    def slowly(aside: Path) -> None:
+        Maker(2.0)(aside)
+
+    rename = Path.rename
+
+    def late(path: Path, target: Path) -> Path:
+        if target == home and not home.exists():
+            Maker(1.0)(home)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    assert obtain(home, slowly)
+    assert value_of(home) == 1.0
+    assert visible(tmp_path) == [NAME]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """One line; an entry that is there is used all the same."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TTraceError, match="cannot be written") as caught:
+        obtain(tmp_path / "file" / NAME, Maker())
+    assert "\n" not in str(caught.value)

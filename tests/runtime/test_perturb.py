@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A perturbed replay is one epsilon away from the reference."""
+
+import pytest
+import torch
+
+from megatron_ttrace.compare.tolerance import epsilon
+from megatron_ttrace.cpu.te import offering, quantize
+from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.runtime.perturb import jitter, perturbed, split_head
+from tests.capture.recorder import Model, batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_jitter_moves_every_element_by_about_an_epsilon(dtype):
+    """Up or down at random, in the tensor's own dtype."""
+    ones = torch.ones(1000, dtype=dtype)
+    moved = jitter(ones, torch.Generator().manual_seed(1))
+    assert moved.dtype == dtype
+    change = (moved.double() - 1) / epsilon(dtype)
+    if dtype is torch.float64:
+        assert change.abs().max() == 0  # computed in float32: nothing that Megatron trains in
+        return
+    assert set(change.tolist()) <= {-1.0, 1.0}
+    assert 0.4 < float((change > 0).double().mean()) < 0.6
+
+
+def run(model, seed):
+    """The loss of a perturbed step, and the gradients of the parameters."""
+    ids, labels = batch()
+    with perturbed([canonical_names(model)], seed):
+        loss = model(ids, labels=labels)
+        loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def test_a_seed_is_one_perturbation():
+    """The same seed again is the same replay, another one is another."""
+    first, again, other = (run(Model(), seed) for seed in (1, 1, 2))
+    assert torch.equal(first[0], again[0])
+    assert all(map(torch.equal, first[1], again[1]))
+    assert not all(map(torch.equal, first[1], other[1]))
+
+
+def test_the_replay_stays_close():
+    """Gradients move by rounding, not by more, and every one of them moves."""
+    plain = Model()
+    ids, labels = batch()
+    plain(ids, labels=labels).backward()
+    _, gradients = run(Model(), 1)
+    for expected, found in zip(plain.parameters(), gradients, strict=True):
+        distance = float((found - expected.grad).norm() / expected.grad.norm())
+        assert 0 < distance < 1e-4
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_fp8_is_rounded_with_another_scale(monkeypatch, emulated):
+    """An epsilon is far less than FP8's steps; where FP8 is the hardware's, scales are too."""
+    monkeypatch.setattr(offering, "_emulated", emulated)
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    plain = quantize.current_scaling(x, torch.float8_e4m3fn)
+    with perturbed([canonical_names(Model())], 1):
+        replay = quantize.current_scaling(x, torch.float8_e4m3fn)
+    assert torch.equal(plain, replay) != emulated
+    assert torch.equal(quantize.current_scaling(x, torch.float8_e4m3fn), plain)
+
+
+def test_no_hook_is_left():
+    """Whatever happens inside."""
+    model = Model()
+    with pytest.raises(ValueError, match="inside"), perturbed([canonical_names(model)], 1):
+        raise ValueError("inside")
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+class Head(torch.nn.Module):
+    """Megatron's call of an output layer: its own weight or the embedding's."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, input_, weight=None):
+        return input_ @ (self.weight if weight is None else weight).T, None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_heads_gradient_is_added_up_in_two_parts(dtype, tied):
+    """In 16 bits only; what is small beside the target's row is lost part by part."""
+    step = epsilon(dtype)
+    above = torch.tensor([[1.0, 0.3 * step, 0.3 * step]], dtype=dtype)
+    head = Head(torch.ones(3, 1, dtype=dtype))
+    found = set()
+    for seed in range(16):
+        hidden = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+        handle = split_head(head, torch.Generator().manual_seed(seed))
+        logits, _ = head(hidden, weight=head.weight.detach() if tied else None)
+        logits.backward(above)
+        handle.remove()
+        found.add(round(float(hidden.grad.double() - 1) / step, 1))
+    # Behind the first word two small ones count together; behind the second each is lost.
+    assert len(found) == 1 if dtype is torch.float32 else found == {0.0, 1.0}
+
+
+def test_others_that_read_the_hidden_states_keep_their_share():
+    """The head's part of the gradient changes, by rounding; what else is in it stays."""
+    generator = torch.Generator().manual_seed(1)
+    head = Head(torch.randn(64, 8, generator=generator).bfloat16())
+    hidden = torch.randn(4, 8, generator=generator).bfloat16().requires_grad_()
+    above = torch.randn(4, 64, generator=generator).bfloat16()
+    handle = split_head(head, generator)
+    logits, _ = head(hidden)
+    ((logits * above).sum() + (8 * hidden).sum()).backward()
+    handle.remove()
+    expected = (above @ head.weight).detach() + 8
+    assert 0 < float((hidden.grad - expected).float().norm() / expected.float().norm()) < 0.02
