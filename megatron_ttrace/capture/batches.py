@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-Batch = dict[str, torch.Tensor]
+from megatron_ttrace.trace.captured import Batch
 
 
 class Served:

@@ -34,10 +34,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.mcore.names import ROOT, Names
+from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import Kind
-
-Place = tuple[int, Kind, str, int]
-"""(microbatch, kind, canonical name, index) of a traced tensor within an iteration."""
 
 
 class Sink(ExpertSink, Protocol):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ttrace.capture.isolate import clipped_by
-from megatron_ttrace.capture.modules import ModuleTap, Place, Sink
+from megatron_ttrace.capture.modules import ModuleTap, Sink
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
@@ -22,6 +22,7 @@ from megatron_ttrace.mcore.sharded_weights import local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placement, Step
 from megatron_ttrace.placement.zigzag import ZigZag
+from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)

@@ -22,7 +22,6 @@ from megatron_ttrace.placement.token_index import (
     NOBODY,
     TokenIndex,
     expert_boxes,
-    is_summand,
     match,
 )
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -186,3 +185,20 @@ def within(name: str, layer: str) -> tuple[int | None, str]:
         number, _, module = rest.removeprefix("local_experts.").partition(".")
         return int(number), module
     return None, rest
+
+
+def is_summand(kind: Kind, module: str) -> bool:
+    """Whether, with expert tensor parallelism, a tensor is one rank's summand of the whole.
+
+    The second linear layer leaves its output to the dispatcher's reduce-scatter, and the gradient
+    of what was gathered for the first is reduce-scattered behind it (``explicit_expert_comm`` in
+    megatron/core/tensor_parallel/layers.py).
+
+    Args:
+        kind: of the tensor.
+        module: its name within the experts, without an expert's number: ``""`` for the experts as
+            a whole and for one expert, ``linear_fc1``, ``linear_fc2``, ...
+    """
+    if kind is Kind.OUTPUT:
+        return module in ("", "linear_fc2")
+    return kind is Kind.GRAD_INPUT and module in ("", "linear_fc1")

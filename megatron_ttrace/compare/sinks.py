@@ -13,20 +13,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_ttrace.capture.modules import Place
 from megatron_ttrace.compare.experts import ExpertRows, is_beyond
 from megatron_ttrace.compare.measure import Sums, box_views, measure
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.routing import Groups, choice
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.mcore.summands import Summands
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.partial import describe_summand
 from megatron_ttrace.placement.plan import Placement, describe, plan
 from megatron_ttrace.placement.token_index import TokenIndex, token_positions
+from megatron_ttrace.trace.captured import Place, Summands
 from megatron_ttrace.trace.records import CHOICE, SCORES, STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 

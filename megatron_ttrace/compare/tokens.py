@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.capture.batches import Batch
+from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.capture.modules import Place
 from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.plan import Placement
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
+from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter
 

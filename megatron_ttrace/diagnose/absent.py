@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_ttrace.diagnose.evidence import Finding, ranges
+from megatron_ttrace.diagnose.evidence import ranges
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.findings import Finding
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

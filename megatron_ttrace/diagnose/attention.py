@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, Finding, Part, ranges
+from megatron_ttrace.diagnose.evidence import Evidence, Part, ranges
+from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import Kind, TraceKey
 
 _INNER = "core_attention"

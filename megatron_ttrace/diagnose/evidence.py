@@ -30,19 +30,6 @@ EXPERT = ("etp", "ep", "edp", "pp")
 """The two ways in which Megatron numbers the same ranks."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """A tested hypothesis.
-
-    ``text`` says what is wrong, ``cause`` is its sort (see places.py), ``axis`` the mesh axes it
-    speaks of, joined by ``+``.
-    """
-
-    text: str
-    cause: str
-    axis: str = ""
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One rank's shard, in float32 and divided by its expected factor.

@@ -33,11 +33,12 @@ from megatron_ttrace.diagnose import (
     sources,
 )
 from megatron_ttrace.diagnose.culprits import UNKNOWN
-from megatron_ttrace.diagnose.evidence import ELEMENTS, Evidence, Finding, Part, parts_of, where
+from megatron_ttrace.diagnose.evidence import ELEMENTS, Evidence, Part, parts_of, where
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.places import usual_place
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.partial import axis_of_summand
+from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader
 

@@ -9,8 +9,9 @@ import itertools
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
-from megatron_ttrace.diagnose.evidence import Evidence, Finding, Part, dot
+from megatron_ttrace.diagnose.evidence import Evidence, Part, dot
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.findings import Finding
 
 _ROWS = 4096
 _WIDTH = 8

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, Finding, Part, dot
+from megatron_ttrace.diagnose.evidence import Evidence, Part, dot
 from megatron_ttrace.diagnose.sources import normed
+from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 _FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}

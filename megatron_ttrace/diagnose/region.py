@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
-from megatron_ttrace.diagnose.evidence import Evidence, Finding, ranges
+from megatron_ttrace.diagnose.evidence import Evidence, ranges
 from megatron_ttrace.mcore.names import ROOT
+from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 _MOST = 0.75

@@ -7,17 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import (
-    Evidence,
-    Finding,
-    Part,
-    axis_combinations,
-    dot,
-    ranges,
-)
+from megatron_ttrace.diagnose.evidence import Evidence, Part, axis_combinations, dot, ranges
 from megatron_ttrace.diagnose.scaling import describe_factor, sizes
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.findings import Finding
 
 
 def partial(evidence: Evidence) -> Finding | None:

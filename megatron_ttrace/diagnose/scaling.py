@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, Finding, Part, axis_combinations, dot
+from megatron_ttrace.diagnose.evidence import Evidence, Part, axis_combinations, dot
+from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import Kind
 
 _ZERO = {

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
-from megatron_ttrace.diagnose.evidence import Evidence, Finding, Part, dot, ranges
+from megatron_ttrace.diagnose.evidence import Evidence, Part, dot, ranges
 from megatron_ttrace.diagnose.sources import product
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT, ROOT
+from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 _HEAD = "output_layer"

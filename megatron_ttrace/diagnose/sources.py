@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
-from megatron_ttrace.diagnose.evidence import Evidence, Finding, Part, dot
+from megatron_ttrace.diagnose.evidence import Evidence, Part, dot
+from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 _SAMPLE = 256

@@ -1,24 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start values for every parameter, and where each parameter sits in the whole model.
-
-``reveal`` (default) differs from Megatron's initialiser on purpose: a bias of zero, a norm weight
-of one or a gradient that vanishes hides a bug. Weights get standard deviation GAIN/sqrt(fan-in),
-which keeps activations and attention scores of one size at any width (with Megatron's 0.02 a narrow
-model's attention is uniform and its gradients are mostly rounding); biases and norm weights vary.
-``megatron`` uses Megatron's own distributions (``--init-method-std``; biases 0, norm weights 1).
-"""
+"""Where each parameter sits in the whole model, as the marks of Megatron's layers say."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
@@ -26,18 +15,6 @@ from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placement, Step, plan
 from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.runtime.start.generator import normal
-
-GAIN = 0.5
-"""Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth, and a
-third of its gradients are blind; at 0.5 none is. docs/measurements.md has the table. Norms of
-queries and keys stand where the gain of their projections would: their weights are of its size."""
-
-EMBEDDING_GAIN = 2.0
-BIAS = 0.05
-"""Tokens must differ by more than what they have in common, the biases: gradients of queries and
-keys are differences between tokens, and what is common cancels and leaves its rounding behind."""
-
 
 UNMARKED = {"softmax_offset": 0}
 """Dims of parameters that are divided over tp although nothing on them says so: the attention
@@ -100,44 +77,3 @@ def _divided_dim(name: str, parameter: torch.nn.Parameter) -> int | None:
     if getattr(parameter, "tensor_model_parallel", False):
         return int(getattr(parameter, "partition_dim", 0))
     return UNMARKED.get(name.rpartition(".")[2])
-
-
-def scale_of(name: str, shape: Sequence[int], config: Any, init: str) -> tuple[float, float]:
-    """(mean, standard deviation) of a parameter's start values."""
-    leaf = name.rpartition(".")[2]
-    is_weight = len(shape) >= 2
-    is_output = any(part in f".{name}" for part in (".linear_proj.", ".linear_fc2."))
-    depth = math.sqrt(2.0 * config.num_layers) if is_output else 1.0
-    if init == "megatron":
-        if is_weight:
-            return 0.0, float(config.init_method_std) / depth
-        is_norm_weight = leaf.endswith("weight")
-        zero_centred = getattr(config, "layernorm_zero_centered_gamma", False)
-        return (1.0 if is_norm_weight and not zero_centred else 0.0), 0.0
-    if is_weight:
-        gain = EMBEDDING_GAIN if ".embedding." in f".{name}" else GAIN
-        return 0.0, gain / math.sqrt(shape[-1]) / depth
-    if leaf.endswith("weight"):
-        zero_centred = getattr(config, "layernorm_zero_centered_gamma", False)
-        size = GAIN if ".q_layernorm." in f".{name}" or ".k_layernorm." in f".{name}" else 1.0
-        return (size - 1.0 if zero_centred else size), 0.2 * size
-    return 0.0, BIAS
-
-
-def fill(
-    place: ParameterPlace,
-    parameter: torch.Tensor,
-    mesh: Mesh,
-    *,
-    seed: int,
-    config: Any,
-    init: str,
-) -> None:
-    """Overwrite a local parameter with its slice of the generated logical one."""
-    mean, std = scale_of(place.name, place.logical_shape, config, init)
-    with torch.no_grad():
-        for box in place.boxes(mesh):
-            values = normal(seed, place.name, place.logical_shape, box.logical, box.extent)
-            values.mul_(std).add_(mean)
-            target = local_view(parameter.data, box)
-            target.copy_(values.to(torch.float32).to(target.dtype))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from megatron_ttrace.diagnose.evidence import Finding
+from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import Kind, TraceKey
 
 _GRADIENT = (Kind.MAIN_GRAD,)

@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.trace.captured import Summands
 
 _KEY, _WEIGHT = 1, 6
 """Places among the arguments: query, key, value, mask, hidden states, queries' latent, weight."""
-
-Summands = dict[tuple[str, int], str]
-"""By module and input: the axis over which its gradient is a summand."""
 
 
 def summands(chunks: Iterable[Names]) -> Summands:

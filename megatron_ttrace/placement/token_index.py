@@ -24,7 +24,6 @@ from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import dims_of
 from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.trace.records import Kind
 
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -160,23 +159,6 @@ def expert_boxes(
         else:
             raise NoPlacementError(f"{local} fits no division of {logical} by etp={etp}")
     return " ".join(words), product(maps)
-
-
-def is_summand(kind: Kind, module: str) -> bool:
-    """Whether, with expert tensor parallelism, a tensor is one rank's summand of the whole.
-
-    The second linear layer leaves its output to the dispatcher's reduce-scatter, and the gradient
-    of what was gathered for the first is reduce-scattered behind it (``explicit_expert_comm`` in
-    megatron/core/tensor_parallel/layers.py).
-
-    Args:
-        kind: of the tensor.
-        module: its name within the experts, without an expert's number: ``""`` for the experts as
-            a whole and for one expert, ``linear_fc1``, ``linear_fc2``, ...
-    """
-    if kind is Kind.OUTPUT:
-        return module in ("", "linear_fc2")
-    return kind is Kind.GRAD_INPUT and module in ("", "linear_fc1")
 
 
 def token_positions(local: tuple[int, int], mesh: Mesh, seq_length: int) -> Rows:

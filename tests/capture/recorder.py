@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.capture.modules import ModuleTap, Place
+from megatron_ttrace.capture.modules import ModuleTap
 from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.trace.captured import Place
 
 
 class Recorder:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.diagnose.evidence import Finding
 from megatron_ttrace.mcore.places import PLACES, Place, usual_place
+from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import Kind
 from tests.diagnose.evidence_by_hand import OUTPUT, WEIGHT
 

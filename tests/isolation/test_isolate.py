@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_ttrace.capture.isolate import clipped_by, substitute
-from megatron_ttrace.capture.modules import ModuleTap, Place
+from megatron_ttrace.capture.modules import ModuleTap
 from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import Kind
 from tests import warm
 from tests.integration.jobs import SCRIPT, TINY, environment

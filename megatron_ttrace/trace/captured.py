@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What capture hands to a sink, and what is known of it beforehand."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ttrace.trace.records import Kind
+
+Place = tuple[int, Kind, str, int]
+"""(microbatch, kind, canonical name, index) of a traced tensor within an iteration."""
+
+Batch = dict[str, torch.Tensor]
+"""The tensors of one microbatch by name, as the data loader made them."""
+
+Summands = dict[tuple[str, int], str]
+"""By module and input: the mesh axis over which its gradient is a summand."""
