@@ -16,6 +16,14 @@ def enable() -> None:
     Call it before anything of Megatron is imported. Without ``--ttrace`` nothing of the training
     loop is touched; without an accelerator the CPU backend switches itself on.
     """
-    from megatron_ttrace.runtime.entry import enable as enable_
+    from megatron_ttrace.runtime import entry, injection
 
-    enable_()
+    injection.offer(_known_bug)
+    entry.enable()
+
+
+def _known_bug(name: str) -> None:
+    """What ``--ttrace-bug`` does: this package's known bugs, put in where a run lets them."""
+    from megatron_ttrace.evaluation.bugs import patching
+
+    patching.introduce(name)

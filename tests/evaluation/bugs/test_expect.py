@@ -93,39 +93,8 @@ def test_explanation() -> None:
     assert examine(summary(CULPRIT), unasked).explained is None
 
 
-COMMANDS = ("bugs", "rivals", "mutants")
-"""Packages that know of known bugs or put faults in: they look at finished reports."""
-
-
-def test_the_checker_cannot_know() -> None:
-    """Of all others only the commands, and the one call that puts a bug in, reach there."""
-    importers = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [f"{node.module}.{alias.name}" for alias in node.names]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-            for name in names:
-                if name.split(".")[1:2] and name.split(".")[1] in COMMANDS:
-                    where = path.relative_to(PACKAGE)
-                    importers.add((where.as_posix(), ".".join(name.split(".")[1:3])))
-    outside = {(where, what) for where, what in importers if where.split("/")[0] not in COMMANDS}
-    assert {(where, what) for where, what in outside if not where.startswith("cli/")} == {
-        ("runtime/entry.py", "bugs.patching"),
-        ("runtime/loop.py", "bugs.patching"),
-    }
-    assert {where for where, _ in outside if where.startswith("cli/")} == {
-        "cli/bugs.py",
-        "cli/rivals.py",
-    }
-
-
 def test_who_reads_the_flag() -> None:
-    """``settings.bug`` is read where it is introduced and nowhere else."""
+    """``settings.bug`` is read where the fault is put in and nowhere else (see test_house.py)."""
     readers = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
@@ -134,4 +103,4 @@ def test_who_reads_the_flag() -> None:
     }
     # A suite's row has a bug, too.
     readers -= {"cli/bugs.py", "evaluation/bugs/suite.py", "evaluation/baselines/run.py"}
-    assert readers == {"flags.py", "runtime/loop.py", "runtime/entry.py"}
+    assert readers == {"mcore/flags.py", "runtime/loop.py", "runtime/entry.py"}
