@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ttrace.trace import codec
+from megatron_ttrace.mcore.roles import is_shared_embedding
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Direction,
@@ -30,7 +31,6 @@ NOTE = "not bitwise equal, though this layout does not reorder its arithmetic"
 
 _GRADIENTS = (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
 _UPDATES = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-_SHARED = ("word_embeddings.weight", "output_layer.weight")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def _of_step(key: TraceKey, job: Arithmetic) -> str:
         return "dp adds up microbatches in another order"
     if key.kind is Kind.GRAD_NORM:
         return "each rank sums its own parameters first"
-    if job.pp > 1 and job.shared_embedding and key.name.endswith(_SHARED):
+    if job.pp > 1 and job.shared_embedding and is_shared_embedding(key.name):
         return "the first and the last stage add up their copies' gradients"
     if job.clips and (key.kind in _UPDATES or key.kind is Kind.PARAM):
         return "clipped by a norm that is summed in another order"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.mcore.roles import expert_and_module, is_summand, is_within_experts
 from megatron_ttrace.placement.boxes import Box, DimMap, length, product, whole
 from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import Mesh
@@ -42,7 +43,7 @@ def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
         spread
         and dispatcher not in FOLLOWED
         and key.microbatch >= 0
-        and ".experts." in f".{key.name}."
+        and is_within_experts(key.name)
     )
 
 
@@ -180,25 +181,4 @@ class ExpertRows:
 
 def within(name: str, layer: str) -> tuple[int | None, str]:
     """The expert's number, if ``name`` is within one expert, and the module's name in it."""
-    rest = name.removeprefix(layer).removeprefix(".")
-    if rest.startswith("local_experts."):
-        number, _, module = rest.removeprefix("local_experts.").partition(".")
-        return int(number), module
-    return None, rest
-
-
-def is_summand(kind: Kind, module: str) -> bool:
-    """Whether, with expert tensor parallelism, a tensor is one rank's summand of the whole.
-
-    The second linear layer leaves its output to the dispatcher's reduce-scatter, and the gradient
-    of what was gathered for the first is reduce-scattered behind it (``explicit_expert_comm`` in
-    megatron/core/tensor_parallel/layers.py).
-
-    Args:
-        kind: of the tensor.
-        module: its name within the experts, without an expert's number: ``""`` for the experts as
-            a whole and for one expert, ``linear_fc1``, ``linear_fc2``, ...
-    """
-    if kind is Kind.OUTPUT:
-        return module in ("", "linear_fc2")
-    return kind is Kind.GRAD_INPUT and module in ("", "linear_fc1")
+    return expert_and_module(name.removeprefix(layer).removeprefix("."))

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.mcore.roles import without_number
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey, Verdict
 
@@ -26,7 +26,6 @@ LIMIT = 36.0
 FEW = 8
 """Fewer random numbers are not judged: in bf16 four of them may well be equal by chance."""
 
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _TWIN = "are bit by bit those of"
 
 Region = tuple[Any, ...]
@@ -265,7 +264,7 @@ def _twins(
 
 def _weight(key: TraceKey) -> str:
     """The name of a parameter, the same for all experts of a layer."""
-    return _EXPERT.sub("*", key.name)
+    return without_number(key.name)
 
 
 def notices(verdicts: Sequence[Verdict]) -> list[str]:

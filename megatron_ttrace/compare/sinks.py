@@ -19,6 +19,7 @@ from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.routing import Groups, choice
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.mcore.roles import is_first_of_gated
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
@@ -414,7 +415,7 @@ class CompareSink:
         return (
             self._layout.gated
             and key.kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT)
-            and key.name.split("#")[0].endswith("linear_fc1")
+            and is_first_of_gated(key.name.split("#")[0])
         )
 
     def _plan_activation(

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, Part, ranges
+from megatron_ttrace.mcore.roles import INNER_ATTENTION
 from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import Kind, TraceKey
 
-_INNER = "core_attention"
 _FLOPS = 2e9
 _NAMES = "qkv"
 
@@ -74,7 +74,7 @@ class _Attention:
 def blocks(evidence: Evidence) -> Finding | None:
     """Attention's input gradients, put together wrongly. The repair: put them together rightly."""
     key = evidence.key
-    if key.kind is not Kind.GRAD_INPUT or _INNER not in key.name or key.index > 2:
+    if key.kind is not Kind.GRAD_INPUT or INNER_ATTENTION not in key.name or key.index > 2:
         return None
     attention = _attention(evidence)
     if attention is None:

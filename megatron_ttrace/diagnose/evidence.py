@@ -18,6 +18,7 @@ import torch
 
 from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.compare.tolerance import Tolerance
+from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.records import TraceKey
@@ -121,7 +122,7 @@ class Evidence:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that number this tensor's ranks, of those with more than one rank."""
-        family = EXPERT if ".experts." in f".{self.key.name}" else DENSE
+        family = EXPERT if is_within_experts(self.key.name) else DENSE
         return tuple(axis for axis in family if self.meshes and self.meshes[0].size(axis) > 1)
 
     @property

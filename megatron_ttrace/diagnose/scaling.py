@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, Part, axis_combinations, dot
+from megatron_ttrace.mcore.roles import INNER_ATTENTION
 from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import Kind
 
@@ -110,7 +111,7 @@ def sizes(evidence: Evidence) -> dict[str, float]:
     kinds = (Kind.GRAD_OUTPUT, Kind.LOSS, Kind.GRAD_NORM)
     if evidence.microbatches > 1 and evidence.key.kind in kinds:
         found["microbatches"] = evidence.microbatches
-    if "core_attention" in evidence.key.name and evidence.reference.ndim == 4:
+    if INNER_ATTENTION in evidence.key.name and evidence.reference.ndim == 4:
         found[SOFTMAX] = math.sqrt(evidence.reference.shape[-1])
     return found
 

@@ -18,12 +18,9 @@ from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose.evidence import Evidence, Part, dot, ranges
 from megatron_ttrace.diagnose.sources import product
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT, ROOT
+from megatron_ttrace.mcore.roles import HEAD, LOOKED_UP
 from megatron_ttrace.trace.findings import Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-
-_HEAD = "output_layer"
-_IDS = {"word_embeddings": 0, "position_embeddings": 1}
-"""Which of the model's inputs an embedding looks up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +136,7 @@ def _shares(evidence: Evidence) -> Iterator[_Share]:
     module, _, leaf = evidence.key.name.rpartition(".")
     if leaf not in ("weight", "bias"):
         return
-    modules = [module, _HEAD] if _is_tied(evidence) else [module]
+    modules = [module, HEAD] if _is_tied(evidence) else [module]
     for one in modules:
         for microbatch in range(1 << 16):
             if not evidence.in_time:
@@ -153,13 +150,13 @@ def _shares(evidence: Evidence) -> Iterator[_Share]:
 
 def _is_tied(evidence: Evidence) -> bool:
     """Whether the output layer uses this parameter, too: then it has none of its own."""
-    head = TraceKey(evidence.key.iteration, STEP_LEVEL, Kind.PARAM, f"{_HEAD}.weight", 0)
+    head = TraceKey(evidence.key.iteration, STEP_LEVEL, Kind.PARAM, f"{HEAD}.weight", 0)
     return evidence.key.name == EMBEDDING_WEIGHT and evidence.whole(head) is None
 
 
 def _share(evidence: Evidence, module: str, leaf: str, microbatch: int) -> torch.Tensor | None:
     place = (evidence.key.iteration, microbatch)
-    looked_up = _IDS.get(module.rpartition(".")[2])
+    looked_up = LOOKED_UP.get(module.rpartition(".")[2])
     if leaf == "weight" and looked_up is None:
         return product(evidence, module, module, microbatch)
     gradient = evidence.whole(TraceKey(*place, Kind.GRAD_OUTPUT, module, 0))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.experts import is_summand
+from megatron_ttrace.mcore.roles import is_summand
 from megatron_ttrace.placement.boxes import Segment, length
 from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import mesh_of

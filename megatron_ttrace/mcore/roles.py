@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a canonical name says about the part of the model that a tensor belongs to.
+
+Other rooms ask here, so that what Megatron calls its modules is known in one room.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron_ttrace.trace.records import Kind
+
+INNER_ATTENTION = "core_attention"
+"""Scores and their sum, between the projections."""
+
+HEAD = "output_layer"
+"""Hidden states to the vocabulary's scores."""
+
+LOOKED_UP = {"word_embeddings": 0, "position_embeddings": 1}
+"""Tables of an embedding, and which of the model's inputs they are looked up by."""
+
+_SHARED = ("word_embeddings.weight", "output_layer.weight")
+_NUMBERED_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
+_ONE_BY_ONE = "local_experts."
+
+
+def is_within_experts(name: str) -> bool:
+    """Whether a tensor lies inside a layer's experts, whose ranks are numbered in their own way."""
+    return ".experts." in f".{name}."
+
+
+def is_shared_embedding(name: str) -> bool:
+    """Whether a weight is one that the first and the last stage can hold copies of."""
+    return name.endswith(_SHARED)
+
+
+def is_first_of_gated(module: str) -> bool:
+    """Whether a module's output stacks gate and up projection where MLPs are gated."""
+    return module.endswith("linear_fc1")
+
+
+def expert_and_module(within: str) -> tuple[int | None, str]:
+    """The number of the expert and the module in it, of a name within the experts of a layer.
+
+    Experts that are computed together have no number: ``None``.
+    """
+    if not within.startswith(_ONE_BY_ONE):
+        return None, within
+    number, _, module = within.removeprefix(_ONE_BY_ONE).partition(".")
+    return int(number), module
+
+
+def without_number(name: str) -> str:
+    """A parameter's name with the number of its expert left out."""
+    return _NUMBERED_EXPERT.sub("*", name)
+
+
+def is_summand(kind: Kind, module: str) -> bool:
+    """Whether, with expert tensor parallelism, a tensor is one rank's summand of the whole.
+
+    The second linear layer leaves its output to the dispatcher's reduce-scatter, and the gradient
+    of what was gathered for the first is reduce-scattered behind it (``explicit_expert_comm`` in
+    megatron/core/tensor_parallel/layers.py).
+
+    Args:
+        kind: of the tensor.
+        module: its name within the experts, without an expert's number: ``""`` for the experts as
+            a whole and for one expert, ``linear_fc1``, ``linear_fc2``, ...
+    """
+    if kind is Kind.OUTPUT:
+        return module in ("", "linear_fc2")
+    return kind is Kind.GRAD_INPUT and module in ("", "linear_fc1")
