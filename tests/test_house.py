@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the house, read from the imports; each with a sample that breaks it.
+
+The rooms and what belongs in them: docs/architecture.md.
+"""
+
+import ast
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "megatron_ttrace"
+
+ROOMS = (
+    "errors",
+    "resources",
+    "placement",
+    "trace",
+    "report",
+    "cpu",
+    "mcore",
+    "processes",
+    "compare",
+    "capture",
+    "diagnose",
+    "runtime",
+    "evaluation",
+    "cli",
+    "__main__",
+)
+"""A room imports from rooms above it in this list."""
+
+NEUTRAL = ("placement", "trace", "compare", "diagnose", "report")
+"""Rooms that neither import Megatron nor know what its classes and modules are called."""
+
+Modules = Mapping[str, str]
+"""Dotted module name without the package -> source; ``""`` is the package's ``__init__``."""
+
+
+@functools.cache
+def parse(source: str) -> ast.Module:
+    """Each source once."""
+    return ast.parse(source)
+
+
+@functools.cache
+def modules() -> dict[str, str]:
+    """The package as it is committed."""
+    found = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        words = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+        found[".".join(words).removesuffix("__init__").rstrip(".")] = path.read_text()
+    return found
+
+
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Everything in a source."""
+    return tuple(ast.walk(parse(source)))
+
+
+def room_of(module: str) -> str:
+    """The first part of a module's name; the package itself has none."""
+    return module.split(".")[0]
+
+
+def imports_of(source: str, known: Modules) -> Iterator[str]:
+    """Our modules that a source imports anywhere in it, in functions too."""
+    for node in nodes(source):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == PACKAGE:
+                yield rest if rest in known else rest.rpartition(".")[0]
+
+
+def arrows(known: Modules) -> set[tuple[str, str]]:
+    """(importing module, imported module)."""
+    return {(name, target) for name, text in known.items() for target in imports_of(text, known)}
+
+
+def unknown_rooms(known: Modules) -> list[str]:
+    """Every file is in a room."""
+    return [name for name in known if name and room_of(name) not in ROOMS]
+
+
+def upwards(known: Modules) -> list[str]:
+    """The order of the list is the only direction; ``enable`` alone, in the package, starts all."""
+    return [
+        f"{name} -> {target}"
+        for name, target in sorted(arrows(known))
+        if name and target and ROOMS.index(room_of(target)) > ROOMS.index(room_of(name))
+    ]
+
+
+def evaluation_is_a_leaf(known: Modules) -> list[str]:
+    """What checks cannot know how it is tested: only commands reach there, and ``enable``."""
+    return [
+        f"{name} -> {target}"
+        for name, target in sorted(arrows(known))
+        if room_of(target) == "evaluation" and room_of(name) not in ("", "cli", "evaluation")
+    ]
+
+
+def report_renders(known: Modules) -> list[str]:
+    """A renderer needs records, and nothing else of us."""
+    return [
+        f"{name} -> {target}"
+        for name, target in sorted(arrows(known))
+        if room_of(name) == "report" and room_of(target) not in ("report", "trace", "errors")
+    ]
+
+
+def circles(known: Modules) -> list[str]:
+    """No module reaches itself by its imports."""
+    found: list[str] = []
+    targets: dict[str, set[str]] = {name: set() for name in known}
+    for name, target in arrows(known):
+        # A package's own __init__ is imported with whatever is in it.
+        if target in targets and target != name and name:
+            targets[name].add(target)
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append(" -> ".join([*path[path.index(name) :], name]))
+            return
+        if name in done:
+            return
+        for target in sorted(targets[name]):
+            visit(target, [*path, name])
+        done.add(name)
+
+    for name in sorted(targets):
+        visit(name, [])
+    return found
+
+
+def commands_in_one_room(known: Modules) -> list[str]:
+    """A command is a module with ``add_parser``."""
+    return [
+        name
+        for name, text in known.items()
+        if room_of(name) != "cli"
+        and any(
+            isinstance(node, ast.FunctionDef) and node.name == "add_parser"
+            for node in parse(text).body
+        )
+    ]
+
+
+FOREIGN = {"megatron", "transformer_engine", "transformer_engine_torch", "apex"}
+
+
+def neutral_imports(known: Modules) -> list[str]:
+    """A neutral room imports nothing of Megatron's, nor what it runs on."""
+    found = []
+    for name, text in known.items():
+        if room_of(name) not in NEUTRAL:
+            continue
+        for node in nodes(text):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            found += [f"{name} imports {one}" for one in names if one.split(".")[0] in FOREIGN]
+    return found
+
+
+MODULE_NAMES = re.compile(
+    r"(?<!\w)(linear_(?:fc[12]|qkv|proj|q|kv)|(?:core|self|cross)_attention|\w*layernorm"
+    r"|word_embeddings|output_layer|local_experts|token_dispatcher|megatron[./](?:core|training))"
+    r"(?!\w)|(?<=[.|(])(experts|mlp|router|decoder)(?=\\?\.)|^(decoder|embedding)(?=\\?\.)"
+)
+"""What Megatron calls the parts of its models, and where its files are."""
+
+
+def megatron_classes() -> frozenset[str]:
+    """Names of the classes of the installed Megatron that cannot be anything else."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    root = Path(next(iter(spec.submodule_search_locations)))
+    pattern = re.compile(r"^class (\w+)", re.MULTILINE)
+    return frozenset(
+        name
+        for path in root.rglob("*.py")
+        for name in pattern.findall(path.read_text(encoding="utf-8"))
+        if sum(letter.isupper() for letter in name) >= 3
+    )
+
+
+def strings(source: str) -> Iterator[str]:
+    """The string constants of a source, but for docstrings."""
+    prose = {
+        id(node.value)
+        for node in nodes(source)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in nodes(source):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node.value
+
+
+def neutral_names(known: Modules, classes: frozenset[str]) -> dict[str, set[str]]:
+    """Megatron's names in strings of neutral rooms: what a decision could hang on."""
+    found: dict[str, set[str]] = {}
+    for name, text in known.items():
+        if room_of(name) not in NEUTRAL:
+            continue
+        for constant in strings(text):
+            hits = {match[0] for match in MODULE_NAMES.finditer(constant)}
+            hits |= classes.intersection(re.findall(r"\w+", constant))
+            if hits:
+                found.setdefault(name, set()).update(hits)
+    return found
+
+
+RULES = [
+    unknown_rooms,
+    upwards,
+    evaluation_is_a_leaf,
+    report_renders,
+    circles,
+    commands_in_one_room,
+    neutral_imports,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule) -> None:
+    """The package keeps the rule."""
+    known = modules()
+    assert len(known) > 100
+    assert not rule(known)
+
+
+BROKEN = [
+    (unknown_rooms, {"attic.box": ""}),
+    (upwards, {"trace.a": "from megatron_ttrace.compare import b\n", "compare.b": ""}),
+    (upwards, {"trace.a": "def f():\n    import megatron_ttrace.cli.b\n", "cli.b": ""}),
+    (upwards, {"trace.a": "from megatron_ttrace.runtime.b import c\n", "runtime.b": ""}),
+    (
+        evaluation_is_a_leaf,
+        {"runtime.a": "from megatron_ttrace.evaluation.b import c\n", "evaluation.b": ""},
+    ),
+    (report_renders, {"report.a": "from megatron_ttrace.placement import b\n", "placement.b": ""}),
+    (
+        circles,
+        {
+            "trace.a": "from megatron_ttrace.trace.b import x\n",
+            "trace.b": "from megatron_ttrace.trace import c\n",
+            "trace.c": "def f():\n    from megatron_ttrace.trace.a import y\n",
+        },
+    ),
+    (commands_in_one_room, {"report.a": "def add_parser(subparsers):\n    pass\n"}),
+    (neutral_imports, {"diagnose.a": "def f():\n    from megatron.core import b\n"}),
+    (neutral_imports, {"compare.a": "import transformer_engine.pytorch as te\n"}),
+]
+
+
+@pytest.mark.parametrize(("rule", "sample"), BROKEN)
+def test_rule_finds(rule, sample) -> None:
+    """The rule can fail."""
+    assert rule(sample)
+
+
+def test_only_enable_reaches_up() -> None:
+    """The package itself imports two rooms, in the two functions that start a run."""
+    reached = {
+        function.name: {
+            room_of(target) for target in imports_of(ast.unparse(function), modules()) if target
+        }
+        for function in parse(modules()[""]).body
+        if isinstance(function, ast.FunctionDef)
+    }
+    assert {name: rooms for name, rooms in reached.items() if rooms} == {
+        "enable": {"runtime"},
+        "_known_bug": {"evaluation"},
+    }
+
+
+def test_neutral_names() -> None:
+    """No neutral room knows what Megatron calls things, but for what is listed to be moved."""
+    found = neutral_names(modules(), megatron_classes())
+    assert found == {name: names for name, names in STILL_KNOWN.items() if names}
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        'x = name.endswith("linear_fc1")\n',
+        'x = re.compile(r"\\.experts\\.linear_fc1")\n',
+        'x = type(m).__name__ == "TEColumnParallelLinear"\n',
+        'x = "look at megatron/core/optimizer"\n',
+        'x = f"{name}.self_attention"\n',
+    ],
+)
+def test_neutral_names_finds(sample: str) -> None:
+    """The rule can fail."""
+    assert neutral_names({"compare.a": sample}, megatron_classes())
+
+
+STILL_KNOWN: dict[str, set[str]] = {
+    # The order of a picture's rows and their labels.
+    "report.figures": {"final_layernorm"},
+    "report.table": {"decoder", "output_layer"},
+    # Where to begin to look, by a module's name.
+    "report.wording": {
+        "ColumnParallelLinear",
+        "VocabParallelEmbedding",
+        "core_attention",
+        "layernorm",
+        "megatron/core",
+        "output_layer",
+        "token_dispatcher",
+        "word_embeddings",
+    },
+}
+"""Neutral modules that hold names of Megatron's still. This list gets shorter, never longer."""
