@@ -18,6 +18,7 @@ PACKAGE = "megatron_ttrace"
 
 ROOMS = (
     "errors",
+    "streams",
     "resources",
     "placement",
     "trace",
@@ -284,10 +285,9 @@ def test_only_enable_reaches_up() -> None:
         for function in parse(modules()[""]).body
         if isinstance(function, ast.FunctionDef)
     }
-    assert {name: rooms for name, rooms in reached.items() if rooms} == {
-        "enable": {"runtime"},
-        "_known_bug": {"evaluation"},
-    }
+    for name, rooms in reached.items():
+        allowed = {"evaluation"} if name == "_known_bug" else {"runtime"}
+        assert rooms <= (allowed if name.startswith(("enable", "_known_bug")) else set()), name
 
 
 def test_neutral_names() -> None:
