@@ -285,9 +285,10 @@ def test_only_enable_reaches_up() -> None:
         for function in parse(modules()[""]).body
         if isinstance(function, ast.FunctionDef)
     }
-    for name, rooms in reached.items():
-        allowed = {"evaluation"} if name == "_known_bug" else {"runtime"}
-        assert rooms <= (allowed if name.startswith(("enable", "_known_bug")) else set()), name
+    assert {name: rooms for name, rooms in reached.items() if rooms} == {
+        "_entry": {"runtime"},
+        "_known_bug": {"evaluation"},
+    }
 
 
 def test_neutral_names() -> None:
