@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.mesh import Axes, Mesh
 
 
 def current_mesh(args: argparse.Namespace) -> Mesh:
@@ -16,23 +16,23 @@ def current_mesh(args: argparse.Namespace) -> Mesh:
     return Mesh(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        sizes=(
-            mpu.get_tensor_model_parallel_world_size(),
-            mpu.get_context_parallel_world_size(),
-            mpu.get_pipeline_model_parallel_world_size(),
-            mpu.get_expert_model_parallel_world_size(),
-            mpu.get_expert_tensor_parallel_world_size(),
-            mpu.get_data_parallel_world_size(),
-            mpu.get_expert_data_parallel_world_size(),
+        sizes=Axes(
+            tp=mpu.get_tensor_model_parallel_world_size(),
+            cp=mpu.get_context_parallel_world_size(),
+            pp=mpu.get_pipeline_model_parallel_world_size(),
+            ep=mpu.get_expert_model_parallel_world_size(),
+            etp=mpu.get_expert_tensor_parallel_world_size(),
+            dp=mpu.get_data_parallel_world_size(),
+            edp=mpu.get_expert_data_parallel_world_size(),
         ),
-        coordinates=(
-            mpu.get_tensor_model_parallel_rank(),
-            mpu.get_context_parallel_rank(),
-            mpu.get_pipeline_model_parallel_rank(),
-            mpu.get_expert_model_parallel_rank(),
-            mpu.get_expert_tensor_parallel_rank(),
-            mpu.get_data_parallel_rank(),
-            mpu.get_expert_data_parallel_rank(),
+        coordinates=Axes(
+            tp=mpu.get_tensor_model_parallel_rank(),
+            cp=mpu.get_context_parallel_rank(),
+            pp=mpu.get_pipeline_model_parallel_rank(),
+            ep=mpu.get_expert_model_parallel_rank(),
+            etp=mpu.get_expert_tensor_parallel_rank(),
+            dp=mpu.get_data_parallel_rank(),
+            edp=mpu.get_expert_data_parallel_rank(),
         ),
         vpp=args.virtual_pipeline_model_parallel_size or 1,
     )

@@ -9,23 +9,34 @@ dp = world / (tp cp pp); expert-side ones use etp, ep, edp, pp with edp = world 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-AXES = ("tp", "cp", "pp", "ep", "etp", "dp", "edp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+class Axes(NamedTuple):
+    """A number for each axis. A file holds them in this order."""
+
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    etp: int
+    dp: int
+    edp: int
+
+
+AXES = Axes._fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes of the axes, and this rank's coordinate on each.
-
-    ``sizes`` and ``coordinates`` are aligned with :data:`AXES`.
-    """
+    """Sizes of the axes, and this rank's coordinate on each."""
 
     rank: int
     world_size: int
-    sizes: tuple[int, ...]
-    coordinates: tuple[int, ...]
+    sizes: Axes
+    coordinates: Axes
     vpp: int = 1
 
     @classmethod
@@ -34,18 +45,18 @@ class Mesh:
         return cls(
             rank=data["rank"],
             world_size=data["world_size"],
-            sizes=tuple(data["sizes"]),
-            coordinates=tuple(data["coordinates"]),
+            sizes=Axes(*data["sizes"]),
+            coordinates=Axes(*data["coordinates"]),
             vpp=data["vpp"],
         )
 
     def size(self, axis: str) -> int:
         """Number of ranks along ``axis``."""
-        return self.sizes[AXES.index(axis)]
+        return int(getattr(self.sizes, axis))
 
     def at(self, axis: str) -> int:
         """This rank's coordinate on ``axis``."""
-        return self.coordinates[AXES.index(axis)]
+        return int(getattr(self.coordinates, axis))
 
     def describe(self) -> dict[str, int]:
         """Axis sizes larger than one, with the world size, for reports.
@@ -96,15 +107,15 @@ def mesh_of(
     return Mesh(
         rank=rank,
         world_size=world_size,
-        sizes=(tp, cp, pp, ep, etp, dense["dp"], expert["dp"]),
-        coordinates=(
-            here["tp"],
-            here["cp"],
-            here["pp"],
-            expert_here["ep"],
-            expert_here["tp"],
-            here["dp"],
-            expert_here["dp"],
+        sizes=Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dense["dp"], edp=expert["dp"]),
+        coordinates=Axes(
+            tp=here["tp"],
+            cp=here["cp"],
+            pp=here["pp"],
+            ep=expert_here["ep"],
+            etp=expert_here["tp"],
+            dp=here["dp"],
+            edp=expert_here["dp"],
         ),
         vpp=vpp,
     )
