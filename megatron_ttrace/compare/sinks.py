@@ -478,8 +478,3 @@ def fails(sums: Sums | None, tolerances: Tolerances, key: TraceKey) -> bool:
         return False
     tolerance = tolerances.of(key)
     return sums.nonfinite > 0 or rank_error(sums, tolerance.rms) > tolerance.value
-
-
-def step_level(kind: Kind, name: str, index: int = 0) -> Place:
-    """The place of a tensor that belongs to the whole step."""
-    return STEP_LEVEL, kind, name, index

@@ -31,8 +31,6 @@ class Step:
 Placement = tuple[Step, ...]
 """Steps, outermost first. Axes that are not named replicate. A ``FlatShard`` comes last."""
 
-REPLICATED: Placement = ()
-
 
 def describe(placement: Placement) -> str:
     """``"cp:ZigZag(0) tp:Shard(0)"``; ``"Replicate"`` for the empty placement."""

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ttrace.compare import sinks
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.sinks import CompareSink, Layout, fails, step_level
+from megatron_ttrace.compare.sinks import CompareSink, Layout, fails
 from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
@@ -19,6 +19,7 @@ from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.compare.places import step_level
 
 S, H = 8, 6
 OUT = (0, Kind.OUTPUT, "decoder.layers.0.mlp", 0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace import __main__
-from megatron_ttrace.compare.sinks import CompareSink, Layout, step_level
+from megatron_ttrace.compare.sinks import CompareSink, Layout
 from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import TTraceError
@@ -20,6 +20,7 @@ from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.compare.places import step_level
 
 OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)
 GRAD = (0, Kind.GRAD_OUTPUT, "decoder.layers.0", 0)
