@@ -12,11 +12,12 @@ from pathlib import Path
 
 from megatron_ttrace.processes import forkserver
 from megatron_ttrace.processes.ranks import log_of, run_ranks
+from megatron_ttrace.runtime import PRELOADED
 
 
 def main(nproc: int, command: list[str]) -> int:
     """Run and repeat the logs."""
-    forkserver.preload(Path(command[0]))
+    forkserver.preload(Path(command[0]), modules=PRELOADED)
     with tempfile.TemporaryDirectory() as home:
         codes = run_ranks(nproc, [sys.executable, *command], Path(home), fork=True)
         for rank in range(nproc):

@@ -82,13 +82,14 @@ def run(args: argparse.Namespace) -> int:
     flags.settings_from_args(ours)
     with signals.abrupt():
         from megatron_ttrace.processes import job as jobs
+        from megatron_ttrace.runtime import PRELOADED
         from megatron_ttrace.trace import shared
 
     shared.require_free(Path(ours.ttrace_dir))
     say = _silent if args.quiet or args.json else _progress()
     if not Path(script[0]).is_file():
         raise TTraceError(f"{script[0]}: no such script")
-    fork = not args.no_fork and jobs.prepare(ours.ttrace_device, Path(script[0]))
+    fork = not args.no_fork and jobs.prepare(ours.ttrace_device, Path(script[0]), modules=PRELOADED)
     job = jobs.Job(
         script=Path(script[0]),
         arguments=tuple(theirs),

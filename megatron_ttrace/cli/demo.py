@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.processes import job as jobs
     from megatron_ttrace.report import files, terminal
     from megatron_ttrace.resources import launch_dir
+    from megatron_ttrace.runtime import PRELOADED
 
     began = time.monotonic()
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     say("importing Megatron")
     script = args.script or launch_dir() / "pretrain_gpt.py"
-    fork = jobs.prepare(script=script)
+    fork = jobs.prepare(script=script, modules=PRELOADED)
     say("making a data set of this Python's standard library")
     prefix = text_data.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
     words = f"{_ARGUMENTS} {text_data.training_flags(prefix, megatron_core_version())}".split()

@@ -63,8 +63,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Run a model of each depth, tabulate, draw."""
     from megatron_ttrace.processes import job as jobs
+    from megatron_ttrace.runtime import PRELOADED
 
-    fork = jobs.prepare()
+    fork = jobs.prepare(modules=PRELOADED)
     panels = []
     for layers in args.layers:
         print(f"{layers} layers", file=sys.stderr, flush=True)

@@ -96,8 +96,9 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         raise TTraceError(f"no configuration fits {' '.join(args.patterns)}: see --list")
     from megatron_ttrace.processes import job as jobs
+    from megatron_ttrace.runtime import PRELOADED
 
-    fork = jobs.prepare()
+    fork = jobs.prepare(modules=PRELOADED)
     rows = []
     jobs_to_run = [(one, seed) for seed in args.seeds for one in chosen]
     for number, (one, seed) in enumerate(jobs_to_run, 1):

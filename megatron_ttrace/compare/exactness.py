@@ -15,8 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ttrace.trace import codec
 from megatron_ttrace.mcore.roles import is_shared_embedding
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Direction,

@@ -114,7 +114,9 @@ def _enable_on_import() -> None:
     imported before the script does.
     """
     if "megatron.core" in sys.modules:  # a fork of a process that imported it
-        from megatron_ttrace.runtime import entry
+        import megatron_ttrace
+
+        entry = megatron_ttrace._entry()
 
         entry.enable()
     else:
@@ -136,7 +138,9 @@ class _Awaiting:
         if name in _BACKEND and self._active:
             return None
         # Not at the top: this imports torch.
-        from megatron_ttrace.runtime import entry
+        import megatron_ttrace
+
+        entry = megatron_ttrace._entry()
 
         if entry.is_enabled():
             return None

@@ -9,6 +9,7 @@ a fork. A rank asks for its reference run over a socket that it inherits.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -29,7 +30,7 @@ _VARIABLE = "TTRACE_FORKSERVER"
 _MARGIN_SECONDS = 10.0
 
 
-def preload(script: Path) -> None:
+def preload(script: Path, *, modules: Sequence[str] = ()) -> None:
     """Import what every rank of ``script`` needs, in the parent, without starting a thread."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
@@ -42,8 +43,8 @@ def preload(script: Path) -> None:
         import megatron.core.models.gpt
         import megatron.training.training  # noqa: F401
 
-        import megatron_ttrace.runtime.candidate
-        import megatron_ttrace.runtime.reference_run  # noqa: F401
+        for name in modules:
+            importlib.import_module(name)
 
 
 def refuses(script: Path) -> str:

@@ -16,10 +16,9 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags, provenance
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.processes import forkserver, ranks, signals
-from megatron_ttrace.processes.logs import died_of, how_it_ended, usage_error
+from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, tail, usage_error
 from megatron_ttrace.processes.waiting import OutOfTimeError, Patience
 from megatron_ttrace.resources import launch_dir
-from megatron_ttrace.runtime.launch import port_was_taken, tail
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.records import Summary
 
@@ -74,12 +73,15 @@ class Job:
         return [*words, "--", str(self.script), *self.arguments]
 
 
-def prepare(device: str = "auto", script: Path | None = None) -> bool:
+def prepare(
+    device: str = "auto", script: Path | None = None, *, modules: Sequence[str] = ()
+) -> bool:
     """Import Megatron here when ranks can be forked; returns whether they can.
 
     Args:
         device: of the job.
         script: whose Megatron it is; by default that of our own ``pretrain_gpt.py``.
+        modules: names of what every rank imports besides (``runtime.PRELOADED``).
     """
     # Nothing is to be put in order yet, and imports swallow Ctrl-C.
     with signals.abrupt():
@@ -87,7 +89,7 @@ def prepare(device: str = "auto", script: Path | None = None) -> bool:
 
         if not cpu.needed(device):
             return False
-        forkserver.preload(script or launch_dir() / "pretrain_gpt.py")
+        forkserver.preload(script or launch_dir() / "pretrain_gpt.py", modules=modules)
     return True
 
 

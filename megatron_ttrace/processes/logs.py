@@ -7,6 +7,8 @@ import re
 import signal
 from pathlib import Path
 
+_TAIL = 12
+
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit): ?(.*)$")
 _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")
@@ -68,3 +70,21 @@ def _looks_raised(lines: list[str]) -> str:
         if _ERROR.match(said):
             return said
     return ""
+
+
+def tail(log: Path, lines: int = _TAIL) -> str:
+    """The last lines of a log that hold anything."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"  ({log} cannot be read: {error})"
+    kept = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(f"  {line[:300]}" for line in kept[-lines:])
+
+
+def port_was_taken(log: Path) -> bool:
+    """Whether a run died because another process took its port between choosing and using it."""
+    try:
+        return "EADDRINUSE" in log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.capture.batches import Batch, Served
+from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
@@ -29,6 +29,7 @@ from megatron_ttrace.runtime.conclusion import conclude
 from megatron_ttrace.runtime.session import Session
 from megatron_ttrace.runtime.start import handoff
 from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Summary, TraceKey, Verdict
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 

@@ -125,9 +125,9 @@ def _prepare(args: argparse.Namespace) -> argparse.Namespace:
     if settings is None and args.ttrace_bug is not None and "bug" not in _said:
         _said.add("bug")
         # A known bug can also be trained with, unwatched: that is how it looks to a user today.
-        from megatron_ttrace.evaluation.bugs import patching
+        from megatron_ttrace.runtime import injection
 
-        patching.introduce(args.ttrace_bug)
+        injection.put_in(args.ttrace_bug)
     if settings is not None:
         from megatron_ttrace.runtime import loop
 

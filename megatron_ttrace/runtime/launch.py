@@ -26,13 +26,12 @@ from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import overrides_of
 from megatron_ttrace.processes.child import free_port, run_subprocess
-from megatron_ttrace.processes.logs import died_of, how_it_ended
+from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, tail
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.sealing import CHECKSUM
 from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
 
-_TAIL = 12
 _POLL_SECONDS = 0.2
 _BUILDING, _OLD = ".building-", ".old-"
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_")
@@ -273,24 +272,6 @@ def runner() -> Runner:
     from megatron_ttrace.processes import forkserver
 
     return forkserver.request if forkserver.available() else run_subprocess
-
-
-def tail(log: Path, lines: int = _TAIL) -> str:
-    """The last lines of a log that hold anything."""
-    try:
-        text = log.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return f"  ({log} cannot be read: {error})"
-    kept = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(f"  {line[:300]}" for line in kept[-lines:])
-
-
-def port_was_taken(log: Path) -> bool:
-    """Whether a run died because another process took its port between choosing and using it."""
-    try:
-        return "EADDRINUSE" in log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
 
 
 def _program() -> list[str]:

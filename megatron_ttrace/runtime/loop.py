@@ -34,9 +34,9 @@ def install(args: argparse.Namespace, settings: Settings) -> None:
         return
 
     if settings.role == "candidate" and settings.bug is not None:
-        from megatron_ttrace.evaluation.bugs import patching
+        from megatron_ttrace.runtime import injection
 
-        patching.introduce(settings.bug)
+        injection.put_in(settings.bug)
     watch = _Watch(settings)
     training.setup_model_and_optimizer = _around(
         training.setup_model_and_optimizer, watch.around_setup

@@ -23,13 +23,13 @@ from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.mesh import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by
-from megatron_ttrace.mcore.parameters import fill
 from megatron_ttrace.mcore.sharded_weights import WeightPart, buffers_of, parts_of, publish
 from megatron_ttrace.mcore.versions import call_known
 from megatron_ttrace.runtime import low_precision
 from megatron_ttrace.runtime.agreement import EndError, Ranks, one_line
 from megatron_ttrace.runtime.start import handoff
 from megatron_ttrace.runtime.start.moments import awaken, prime
+from megatron_ttrace.runtime.start.parameters import fill
 from megatron_ttrace.runtime.start.tokens import spread_batch
 
 

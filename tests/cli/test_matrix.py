@@ -22,7 +22,7 @@ def ran(monkeypatch):
             Result.EQUIVALENT, {}, (), {}, {}, {}, exactness=Exactness(5, len(found) - 1)
         )
 
-    monkeypatch.setattr(jobs, "prepare", lambda: True)
+    monkeypatch.setattr(jobs, "prepare", lambda **more: True)
     monkeypatch.setattr(jobs, "run", run)
     monkeypatch.setattr(
         files, "load_report", lambda where: (None, [make_verdict(rel_err=3e-4, tolerance=1e-3)])

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.processes import ranks
+from megatron_ttrace.runtime import PRELOADED
 
 if __name__ == "__main__":
-    fork = jobs.prepare("cpu")
+    fork = jobs.prepare("cpu", modules=PRELOADED)
     for one in json.loads(Path(sys.argv[1]).read_text()):
         logs = Path(one["directory"]) / "logs"
         limit = time.monotonic() + one["limit"]

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.processes import job as jobs
+from megatron_ttrace.runtime import PRELOADED
 
 if __name__ == "__main__":
-    fork = jobs.prepare("cpu")
+    fork = jobs.prepare("cpu", modules=PRELOADED)
     for one in json.loads(Path(sys.argv[1]).read_text()):
         try:
             jobs.run(

@@ -407,7 +407,7 @@ def test_no_pickle_anywhere(tmp_path):
     for module in Path(trace.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(module.read_text())):
             names = {
-                *((getattr(node, "names", None) and [a.name for a in node.names]) or []),
+                *(getattr(a, "name", a) for a in getattr(node, "names", None) or []),
                 getattr(node, "module", None),
             }
             assert not names & {"pickle", "dill", "marshal", "shelve"}

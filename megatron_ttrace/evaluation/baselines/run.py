@@ -17,6 +17,7 @@ from megatron_ttrace.evaluation.matrix.configurations import Configuration, argu
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.report import files
 from megatron_ttrace.resources import launch_dir
+from megatron_ttrace.runtime import PRELOADED
 from megatron_ttrace.trace.records import Summary, TraceKey
 
 SAVE = "--ttrace-save-candidate"
@@ -64,7 +65,7 @@ def matrix(
     chosen: Sequence[Configuration], directory: Path, say: Callable[[str], None], found: Collected
 ) -> None:
     """Healthy configurations."""
-    fork = jobs.prepare()
+    fork = jobs.prepare(modules=PRELOADED)
     for one in chosen:
         say(one.name)
         home = directory / one.name.replace("/", "-")

@@ -17,6 +17,7 @@ from megatron_ttrace.evaluation.bugs.uneven import uneven_corpus
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.report import files
 from megatron_ttrace.resources import launch_dir
+from megatron_ttrace.runtime import PRELOADED
 from megatron_ttrace.trace.records import Outcome, Result, Summary, Verdict
 
 _FLAGS = ("--ttrace-device", "cpu", "--ttrace-no-wandb")
@@ -195,7 +196,7 @@ def run(
         say: told what happens, line by line.
     """
     say("importing Megatron")
-    runner = _Runner(variant, directory, jobs.prepare("cpu"))
+    runner = _Runner(variant, directory, jobs.prepare("cpu", modules=PRELOADED))
     for bug in bugs:
         for number, layout in enumerate(bug.layouts):
             if variant.model in layout.models:

@@ -15,6 +15,7 @@ from megatron_ttrace.evaluation.mutants.records import HARMLESS, Fate, Mutant, R
 from megatron_ttrace.evaluation.mutants.scan import modules
 from megatron_ttrace.evaluation.mutants.swap import introduce
 from megatron_ttrace.processes import job as jobs
+from megatron_ttrace.runtime import PRELOADED
 from megatron_ttrace.trace.records import Result, Summary
 
 Say = Callable[[str], None]
@@ -44,7 +45,7 @@ class Campaign:
         self.alarmed = False
         self._files = {module: str(path) for module, path in modules()}
         say("importing Megatron")
-        if not jobs.prepare("cpu"):
+        if not jobs.prepare("cpu", modules=PRELOADED):
             raise TTraceError("mutants run on a CPU only: hide the accelerator")
 
     def reach(self, layouts: Sequence[Layout] = LAYOUTS) -> list[Reach]:
