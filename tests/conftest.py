@@ -2,8 +2,13 @@
 """Settings of all tests."""
 
 import os
+from types import ModuleType
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+STARTERS = ("tests.warm", "tests.documents", "tests.integration.jobs")
+"""What runs whole programs; test modules that use it are left out of `make unit`."""
 
 # No deadlines: on a shared machine that is slow for a moment an example would fail for no reason.
 settings.register_profile("steady", deadline=None, print_blob=True)
@@ -16,3 +21,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of modules that start programs, so that nobody has to think of it."""
+    for item in items:
+        module = getattr(item, "module", None)
+        if isinstance(module, ModuleType) and _starts_programs(module):
+            item.add_marker("slow")
+
+
+def _starts_programs(module: ModuleType) -> bool:
+    named = {value.__name__ for value in vars(module).values() if isinstance(value, ModuleType)}
+    homes = {
+        getattr(value, "__module__", None) for value in vars(module).values() if callable(value)
+    }
+    return not named.union(homes).isdisjoint(STARTERS)

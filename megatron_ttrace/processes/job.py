@@ -30,6 +30,8 @@ _UNBIDDEN = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
 """Signals that no process sends itself when another rank is lost."""
+_ORDERLY = frozenset({int(ExitCode.EQUIVALENT), int(ExitCode.COULD_NOT_CHECK), None})
+"""Exit codes of ranks that did not crash; ``None`` is one that we ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,8 +242,11 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
                 f"rank {end.rank} {how_it_ended(end.code)}; its last lines, from {log}:\n"
                 f"{tail(log)}"
             )
+    silent = {rank: _fell_silent(rank, logs, observed) for rank in range(len(codes))}
+    crashes = [silent[rank] for rank, code in enumerate(codes) if code not in _ORDERLY]
     for rank, code in enumerate(codes):
-        if code == ExitCode.COULD_NOT_CHECK:
+        # A rank that reports a lost connection after another one crashed is not the cause.
+        if code == ExitCode.COULD_NOT_CHECK and silent[rank] <= min(crashes, default=silent[rank]):
             log = ranks.log_of(logs, rank)
             refused = usage_error(log)
             if refused:
@@ -252,7 +257,7 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
     failed = [(rank, code) for rank, code in enumerate(codes) if code not in (0, None)]
     if failed:
         # The others die of a lost connection to it: whoever had last words first is the cause.
-        rank, code = min(failed, key=lambda one: _fell_silent(one[0], logs, observed))
+        rank, code = min(failed, key=lambda one: silent[one[0]])
         log = ranks.log_of(logs, rank)
         how = how_it_ended(code or 0)
         died = died_of(log)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ttrace.compare.exactness import NOTE
 from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import TraceReader
+from megatron_ttrace.trace.store import TraceReader, seal
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.1.mlp.linear_fc2")
@@ -23,6 +23,8 @@ def flip_a_bit(candidate: Path, rank: int) -> None:
     tensors = load_file(candidate / entry.file)
     tensors[entry.tensor].view(torch.int32).view(-1)[7] ^= 1
     save_file(tensors, candidate / entry.file)
+    written = {"format", "run", "files"}
+    seal(candidate, {name: value for name, value in reader.meta.items() if name not in written})
 
 
 def test_one_bit(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import script
 from megatron_ttrace.processes import child, ranks, waiting
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.processes.job import Job
@@ -35,6 +36,12 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These scripts import no Megatron, whatever another test of this process imported."""
+    monkeypatch.setattr(script, "_enable_on_import", lambda: None)
 
 
 def rank(tmp_path: Path, number: int = 0) -> Waited:
@@ -91,10 +98,10 @@ def test_a_machine_that_slept(tmp_path: Path, clock: Clock) -> None:
 
 def job(tmp_path: Path, code: str, timeout: int = 60, **others: object) -> Job:
     """A job of a tiny script."""
-    script = tmp_path / "train.py"
-    script.write_text(code)
+    program = tmp_path / "train.py"
+    program.write_text(code)
     flags = ("--ttrace-timeout", str(timeout))
-    return Job(script=script, arguments=(), directory=tmp_path / "out", flags=flags, **others)
+    return Job(script=program, arguments=(), directory=tmp_path / "out", flags=flags, **others)
 
 
 def test_ranks_that_hang(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def rows(output: str) -> list[dict[str, Any]]:
 
 
 def verdicts(directory: Path) -> list[str]:
-    return (directory / "verdicts.jsonl").read_text().splitlines()
+    """The lines, without the id of their run."""
+    lines = map(json.loads, (directory / "verdicts.jsonl").read_text().splitlines())
+    return [json.dumps({name: line[name] for name in line if name != "run"}) for line in lines]
 
 
 def one_layout(folder: Path, name: str, *, harmless: bool = False) -> None:
