@@ -12,6 +12,8 @@ class ExitCode(IntEnum):
     COULD_NOT_CHECK = 2
 
 
+_LONGEST_LINE = 500
+
 DEBUG = "TTRACE_DEBUG"
 """Environment variable: when set, errors are shown with their traceback."""
 
@@ -22,3 +24,9 @@ class TTraceError(Exception):
     The message is one line that says what is wrong and what to do. Commands print it without a
     traceback and exit with :attr:`ExitCode.COULD_NOT_CHECK`.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """An unexpected error's type and text without line breaks."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_LONGEST_LINE] if text else type(error).__name__

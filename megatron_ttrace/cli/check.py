@@ -37,7 +37,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--nproc-per-node", type=int, default=1, metavar="N", help="number of ranks (default 1)"
+        "--nproc-per-node",
+        type=flags.integer(1, flags.MOST_RANKS),
+        default=1,
+        metavar="N",
+        help="number of ranks (default 1)",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument(
@@ -50,7 +54,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout",
         dest="ttrace_timeout",
-        type=float,
+        type=flags.number,
         default=argparse.SUPPRESS,
         metavar="SECONDS",
         help="the same as --ttrace-timeout: how long a reference run may take, and how long ranks "
@@ -59,7 +63,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-unchecked",
         dest="ttrace_allow_unchecked",
-        type=float,
+        type=flags.number,
         default=argparse.SUPPRESS,
         metavar="SHARE",
         help="the same as --ttrace-allow-unchecked",
@@ -76,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     if not script:
         raise TTraceError("no script given: ttrace check --nproc-per-node N -- SCRIPT ARGS")
-    if args.nproc_per_node < 1:
-        raise TTraceError(f"--nproc-per-node {args.nproc_per_node}: at least 1 rank is needed")
+    flags.check_single(args, "nproc_per_node")
     ours, theirs = _split(args, script[1:])
     flags.settings_from_args(ours)
     with signals.abrupt():

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags, inputs
 from megatron_ttrace.report import files, html, junit, table, terminal
 from megatron_ttrace.trace.records import Summary, Verdict
@@ -58,11 +57,6 @@ def run(args: argparse.Namespace) -> int:
     """
     inputs.require_regular_folder(args.directory)
     summary, verdicts = files.load_report(args.directory)
-    if reason := summary.disagreement(verdicts):
-        raise TTraceError(
-            f"{args.directory}: {files.VERDICTS} and {files.SUMMARY} are not of one run "
-            f"({reason}): run the check again"
-        )
     if args.html is not None:
         html.write(args.html, summary, verdicts, files.run_of(args.directory))
     if args.junit is not None:

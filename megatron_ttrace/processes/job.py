@@ -227,17 +227,20 @@ class _Echo:
 def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | None = None) -> str:
     """One reason out of many logs and exit codes.
 
-    In this order: who was stopped; who was killed from outside; our own words; what the first of
-    the others died of. Ranks that we ended are not blamed.
+    In this order: who was stopped; who was killed from outside, or crashed before any other rank
+    gave up; our own words; what the first of the others died of. Ranks that we ended are not
+    blamed.
     """
     observed = observed or ranks.Observed()
     if observed.stopped:
         are = "is" if len(observed.stopped) == 1 else "are"
         log = observed.stopped_log
         return f"{', '.join(observed.stopped[:4])} {are} stopped; the others gave up (log: {log})"
+    gave_up = False
     for end in observed.ends:
-        if -end.code in _UNBIDDEN:
-            log = ranks.log_of(logs, end.rank)
+        log = ranks.log_of(logs, end.rank)
+        gave_up |= end.code > 0
+        if -end.code in _UNBIDDEN or (end.code < 0 and not gave_up and not _aborted(end, log)):
             return (
                 f"rank {end.rank} {how_it_ended(end.code)}; its last lines, from {log}:\n"
                 f"{tail(log)}"
@@ -274,6 +277,11 @@ def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:
         if end.rank == rank and end.code < 0 and -end.code != signal.SIGABRT:
             return end.seen
     return _last_written(ranks.log_of(logs, rank))
+
+
+def _aborted(end: ranks.End, log: Path) -> bool:
+    """Whether an exception ended this rank: it may be that of a connection lost to another."""
+    return -end.code == signal.SIGABRT and bool(died_of(log))
 
 
 def _last_written(log: Path) -> int:

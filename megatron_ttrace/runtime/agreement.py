@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.errors import ExitCode, TTraceError, one_line
 from megatron_ttrace.runtime import channel
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
@@ -34,7 +34,6 @@ _SAY_AFTER_SECONDS = 10.0
 _FAREWELL_SECONDS = 5.0
 _RANKS_PER_SECOND = 2000
 """How many ranks may ask the store in a second while they wait."""
-_LONGEST_LINE = 500
 
 _OK, _FAILED = "ok", "failed"
 
@@ -382,12 +381,6 @@ def say_end(cause: Cause, rank: int) -> None:
     if rank in (0, cause.rank):
         print(f"ttrace: {cause.line}; the job ends", file=sys.stderr, flush=True)
     sys.stdout.flush()
-
-
-def one_line(error: BaseException) -> str:
-    """An unexpected error's type and text without line breaks."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:_LONGEST_LINE] if text else type(error).__name__
 
 
 def _key(name: str) -> str:

@@ -13,12 +13,13 @@ import argparse
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from megatron_ttrace import cpu
 from megatron_ttrace.cpu import helpers_cpp
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.errors import DEBUG, ExitCode, TTraceError, one_line
 from megatron_ttrace.mcore import flags, inputs, provenance
 
 _enabled = False
@@ -32,8 +33,8 @@ def enable() -> None:
         return
     _enabled = True
     activate()
-    with exits_on_user_error():
-        if _early_flags(sys.argv[1:]).ttrace:
+    with exits_on_user_error(unexpected=_is_checked()):
+        if _is_checked():
             _check_versions()
         _wrap_parse_args()
 
@@ -45,23 +46,42 @@ def is_enabled() -> bool:
 
 def activate() -> None:
     """The part of :func:`enable` that must come before anything of Megatron is imported."""
-    provenance.begin()
-    with exits_on_user_error():
+    with exits_on_user_error(unexpected=_is_checked()):
+        provenance.begin()
         if cpu.needed(_early_flags(sys.argv[1:]).ttrace_device):
             cpu.activate()
 
 
 class exits_on_user_error:  # noqa: N801 - reads as a statement
-    """Turns a :class:`TTraceError` into one line on stderr and exit code 2."""
+    """Turns a :class:`TTraceError` into one line on stderr and exit code 2.
+
+    Args:
+        unexpected: whether other errors are turned, too. Python's own exit code for them is 1,
+            which would say that the run diverged.
+    """
+
+    def __init__(self, *, unexpected: bool = False) -> None:
+        self._unexpected = unexpected
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, TTraceError):
-            print(f"ttrace: {error}", file=sys.stderr, flush=True)
-            sys.stderr.flush()
-            raise SystemExit(int(ExitCode.COULD_NOT_CHECK)) from None
+            line = str(error)
+        elif self._unexpected and isinstance(error, Exception):
+            if os.environ.get(DEBUG):
+                traceback.print_exception(error)
+            line = f"internal error: {one_line(error)} (set {DEBUG}=1 for the traceback)"
+        else:
+            return
+        print(f"ttrace: {line}", file=sys.stderr, flush=True)
+        raise SystemExit(int(ExitCode.COULD_NOT_CHECK)) from None
+
+
+def _is_checked() -> bool:
+    """Whether this process belongs to a run under check."""
+    return bool(_early_flags(sys.argv[1:]).ttrace)
 
 
 def _early_flags(argv: list[str]) -> argparse.Namespace:
@@ -90,10 +110,13 @@ def _wrap_parse_args() -> None:
         def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
-            return flags.add_arguments(parser)
+            with exits_on_user_error(unexpected=_is_checked()):
+                return flags.add_arguments(parser)
 
+        # What Megatron's own parser raises is told as Megatron does.
         with exits_on_user_error():
             args: argparse.Namespace = original(with_ours, *rest, **kwargs)
+        with exits_on_user_error(unexpected=args.ttrace):
             return _prepare(args)
 
     for module in list(sys.modules.values()):

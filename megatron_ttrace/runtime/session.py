@@ -17,7 +17,7 @@ import torch
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
-from megatron_ttrace.errors import DEBUG, TTraceError
+from megatron_ttrace.errors import DEBUG, TTraceError, one_line
 from megatron_ttrace.mcore import quiet
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.mesh import current_mesh
@@ -26,7 +26,7 @@ from megatron_ttrace.mcore.optimizer import Snapshot, owned_by
 from megatron_ttrace.mcore.sharded_weights import WeightPart, buffers_of, parts_of, publish
 from megatron_ttrace.mcore.versions import call_known
 from megatron_ttrace.runtime import low_precision
-from megatron_ttrace.runtime.agreement import EndError, Ranks, one_line
+from megatron_ttrace.runtime.agreement import EndError, Ranks
 from megatron_ttrace.runtime.start import handoff
 from megatron_ttrace.runtime.start.moments import awaken, prime
 from megatron_ttrace.runtime.start.parameters import fill

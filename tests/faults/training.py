@@ -21,9 +21,9 @@ ORDER = "TTRACE_FAULTS_ORDER"
 """Environment variable: what to do, as JSON: ``bits``, ``record`` (a file each), ``raise``."""
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 
-# Not under test here: the stand-in for a GPU, what runs before a rank knows that it is checked, and
-# the net that catches exceptions itself.
-_LEFT_OUT = ("cpu/", "launching/", "processes/", "cli/", "bugs/", "flags.", "versions.", "errors.")
+# Not under test here: the stand-in for a GPU, what is not part of a rank, and the net that catches
+# exceptions itself.
+_LEFT_OUT = ("cpu/", "processes/", "cli/", "evaluation/", "errors.")
 _ENTRY = ("entry.py", "loop.py", "__init__.py", "__main__.py", "resources.py")
 _TOOL = 3
 

@@ -92,6 +92,18 @@ def test_killed_without_last_words(tmp_path):
     assert "step 2" in found
 
 
+@pytest.mark.parametrize("crash_first", [True, False])
+def test_a_crash_and_who_lost_it(tmp_path, crash_first):
+    """Who lost the connection to a rank that crashed is not the cause; who failed before it is."""
+    ranks.log_of(tmp_path, 0).write_text("step 1\n")
+    ranks.log_of(tmp_path, 1).write_text("ttrace: rank 1: lost the connection; the job ends\n")
+    ends = [ranks.End(0, -signal.SIGSEGV, 1), ranks.End(1, 2, 2)]
+    observed = ranks.Observed(ends=ends if crash_first else ends[::-1])
+    found = jobs._why([-signal.SIGSEGV, 2], tmp_path, observed)
+    crashed = "rank 0 was killed by signal 11 (SIGSEGV)"
+    assert found.startswith(crashed if crash_first else "rank 1: lost the connection")
+
+
 def test_no_log_at_all(tmp_path):
     """Even then there is a sentence."""
     assert jobs._why([3], tmp_path).startswith("rank 0 failed with exit code 3")

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How errors of ours end a rank before its run begins."""
+
+import pytest
+
+from megatron_ttrace.errors import DEBUG, TTraceError
+from megatron_ttrace.runtime.entry import exits_on_user_error
+
+
+def test_an_unexpected_error_of_a_checked_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line and exit code 2: Python's own 1 would say that the run diverged."""
+    monkeypatch.delenv(DEBUG, raising=False)
+    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=True):
+        raise KeyError("a\nb")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ttrace: internal error: KeyError: ")
+    assert said.count("\n") == 1
+
+
+def test_an_unexpected_error_of_another_run() -> None:
+    """A run that nobody checks ends as it would without us."""
+    with pytest.raises(KeyError), exits_on_user_error():
+        raise KeyError
+
+
+@pytest.mark.parametrize("unexpected", [False, True])
+def test_an_error_that_the_user_can_fix(
+    unexpected: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own words."""
+    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=unexpected):
+        raise TTraceError("no")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "ttrace: no\n"
+
+
+def test_what_megatron_s_parser_does() -> None:
+    """Its exit is left alone."""
+    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=True):
+        raise SystemExit(7)
+    assert ended.value.code == 7
