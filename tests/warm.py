@@ -146,7 +146,6 @@ def _become(order: dict, streams: Sequence[int], base: list[str]) -> None:
         os.environ.update(order["env"])
         sys.orig_argv = [sys.executable, *order["words"]]
         first, *rest = order["words"]
-        sys.orig_argv = [sys.executable, *order["words"]]
         own = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
         if first == "-m":
             module, *rest = rest

@@ -41,11 +41,17 @@ def test_our_own_words_first(tmp_path):
     """A rank that could not check says why, with the lines that belong to it."""
     found = why(
         tmp_path,
-        [1, 2],
-        TRACEBACK,
+        [2, 1],
         "ttrace: making the reference\nother output\nttrace: it failed: do this\n  a detail\nend\n",
+        TRACEBACK,
     )
     assert found == "it failed: do this\n  a detail"
+
+
+def test_a_crash_before_our_own_words(tmp_path):
+    """A rank that crashed is the cause; the one that then lost its connection is not."""
+    found = why(tmp_path, [1, 2], TRACEBACK, "ttrace: lost the connection to the store\n")
+    assert "world size (2) is not divisible by 3" in found
 
 
 def test_megatrons_own_words(tmp_path):
