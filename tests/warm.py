@@ -136,6 +136,9 @@ def _become(order: dict, streams: Sequence[int], base: list[str]) -> None:
     code = 1
     try:
         os.setpgid(0, 0)
+        # Temporary directories that modules made on import (wandb's) belong to the server: a
+        # program that ends must not remove them.
+        atexit._clear()
         os.chdir(order["cwd"])
         for number, stream in enumerate(streams, start=1):
             os.dup2(stream, number)

@@ -30,8 +30,8 @@ _UNBIDDEN = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
 """Signals that no process sends itself when another rank is lost."""
-_ORDERLY = frozenset({int(ExitCode.EQUIVALENT), int(ExitCode.COULD_NOT_CHECK), None})
-"""Exit codes of ranks that did not crash; ``None`` is one that we ended."""
+_EXCEPTION = 1
+"""Python's exit code after an exception. A rank without a summary that ends with it crashed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
                 f"{tail(log)}"
             )
     silent = {rank: _fell_silent(rank, logs, observed) for rank in range(len(codes))}
-    crashes = [silent[rank] for rank, code in enumerate(codes) if code not in _ORDERLY]
+    crashes = [silent[rank] for rank, code in enumerate(codes) if code == _EXCEPTION]
     for rank, code in enumerate(codes):
         # A rank that reports a lost connection after another one crashed is not the cause.
         if code == ExitCode.COULD_NOT_CHECK and silent[rank] <= min(crashes, default=silent[rank]):
