@@ -241,7 +241,8 @@ def prepare(directory: Path) -> str:
     """Called on rank 0: claim the directory unless the launcher has; returns the run's id.
 
     Raises:
-        TTraceError: when another run uses it, or it cannot be written.
+        TTraceError: when another run uses it, it cannot be written, or it is no longer what the
+            launcher claimed.
     """
     for lock in _held.pop(directory.resolve(), []):
         lock.release()
@@ -250,6 +251,12 @@ def prepare(directory: Path) -> str:
         run = named
     else:
         own = claim(directory)
+        if named:
+            own.release()
+            raise TTraceError(
+                f"--ttrace-dir {directory} was removed or replaced after the check had begun: run "
+                f"it again (if no ttrace check started this run, unset {VARIABLE})"
+            )
         run = own.run
         _held[directory.resolve()] = [own._lock]
     _join(directory, run)

@@ -142,6 +142,14 @@ def test_ranks_of_a_launcher(tmp_path: Path) -> None:
         stray.wait()
 
 
+def test_a_directory_that_was_removed(tmp_path: Path) -> None:
+    """Ranks do not begin another run in the place of the one that their launcher began."""
+    code = "try:\n    shared.prepare(directory)\nexcept shared.TTraceError as e:\n    print(e)"
+    rank = in_a_process(tmp_path / "gone", code, TTRACE_RUN_ID="0" * 16)
+    assert "was removed or replaced" in line_of(rank)
+    rank.wait()
+
+
 def test_ranks_without_a_launcher(tmp_path: Path) -> None:
     """Rank 0 claims the directory for as long as it lives; the others join."""
     other = "; other = os.fork() or shared.require(directory, run) or print('joined', flush=True)"
