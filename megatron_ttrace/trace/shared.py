@@ -114,7 +114,7 @@ def claim(directory: Path) -> Claim:
             lock.sign()
             clean_up(directory)
             run = secrets.token_hex(8)
-            (directory / MARK).write_text(run, encoding="utf-8")
+            _mark(directory, run)
         except BaseException:
             lock.release()
             raise
@@ -281,12 +281,24 @@ def require(directory: Path, mark: str) -> None:
     )
 
 
+def _mark(directory: Path, run: str) -> None:
+    """Leave a run's id, in a new file: a link would lead elsewhere, and a FIFO would wait."""
+    _unlink(directory / MARK)
+    with (directory / MARK).open("x", encoding="utf-8") as file:
+        file.write(run)
+
+
 def _marked(directory: Path) -> str:
     try:
-        with (directory / MARK).open("rb") as file:
-            return file.read(64).decode(errors="replace")
+        file = os.open(directory / MARK, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return ""
+    try:
+        return os.read(file, 64).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
 
 
 def _join(directory: Path, run: str) -> None:
