@@ -16,7 +16,14 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags, provenance
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.processes import forkserver, ranks, signals
-from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, tail, usage_error
+from megatron_ttrace.processes.logs import (
+    died_of,
+    how_it_ended,
+    port_was_taken,
+    tail,
+    unwritable,
+    usage_error,
+)
 from megatron_ttrace.processes.waiting import OutOfTimeError, Patience
 from megatron_ttrace.resources import launch_dir
 from megatron_ttrace.trace import shared
@@ -267,6 +274,9 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
         if died:
             how = how if code is not None and code < 0 else "failed"
             return f"rank {rank} {how}: {died} (log: {log})"
+        full = unwritable(log)
+        if full:
+            return f"rank {rank} {how}: {log} cannot be written ({full})"
         return f"rank {rank} {how}; its last lines, from {log}:\n{tail(log)}"
     return f"the job ended without an answer; its last lines:\n{tail(ranks.log_of(logs, 0))}"
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 from pathlib import Path
@@ -14,6 +16,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _USAGE = re.compile(r"^[^\s:]+: (error: .+)$")
 _LONGEST = 500
+_PROBE = bytes(1 << 16)
 
 
 def how_it_ended(code: int) -> str:
@@ -32,6 +35,26 @@ def died_of(log: Path) -> str:
     """The last exception of a log, or its command line's error: Megatron's words of refusal."""
     lines = _lines(log)
     return (_raised(lines) or usage_error(log) or _looks_raised(lines))[:_LONGEST]
+
+
+def unwritable(log: Path) -> str:
+    """Why a log whose process has ended cannot grow: then its last words are missing. Else ""."""
+    try:
+        # Opening a FIFO that nobody reads would wait.
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        return error.strerror or str(error)
+    size = os.fstat(file).st_size
+    try:
+        missing = len(_PROBE) - os.write(file, _PROBE)
+        os.write(file, _PROBE[:missing])
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, size)
+        os.close(file)
+    return ""
 
 
 def usage_error(log: Path) -> str:

@@ -114,7 +114,7 @@ def claim(directory: Path) -> Claim:
             lock.sign()
             clean_up(directory)
             run = secrets.token_hex(8)
-            (directory / MARK).write_text(run, encoding="utf-8")
+            _mark(directory, run)
         except BaseException:
             lock.release()
             raise
@@ -241,7 +241,8 @@ def prepare(directory: Path) -> str:
     """Called on rank 0: claim the directory unless the launcher has; returns the run's id.
 
     Raises:
-        TTraceError: when another run uses it, or it cannot be written.
+        TTraceError: when another run uses it, it cannot be written, or it is no longer what the
+            launcher claimed.
     """
     for lock in _held.pop(directory.resolve(), []):
         lock.release()
@@ -250,6 +251,12 @@ def prepare(directory: Path) -> str:
         run = named
     else:
         own = claim(directory)
+        if named:
+            own.release()
+            raise TTraceError(
+                f"--ttrace-dir {directory} was removed or replaced after the check had begun: run "
+                f"it again (if no ttrace check started this run, unset {VARIABLE})"
+            )
         run = own.run
         _held[directory.resolve()] = [own._lock]
     _join(directory, run)
@@ -274,12 +281,24 @@ def require(directory: Path, mark: str) -> None:
     )
 
 
+def _mark(directory: Path, run: str) -> None:
+    """Leave a run's id, in a new file: a link would lead elsewhere, and a FIFO would wait."""
+    _unlink(directory / MARK)
+    with (directory / MARK).open("x", encoding="utf-8") as file:
+        file.write(run)
+
+
 def _marked(directory: Path) -> str:
     try:
-        with (directory / MARK).open("rb") as file:
-            return file.read(64).decode(errors="replace")
+        file = os.open(directory / MARK, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return ""
+    try:
+        return os.read(file, 64).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
 
 
 def _join(directory: Path, run: str) -> None:

@@ -110,6 +110,21 @@ def test_a_crash_and_who_lost_it(tmp_path, crash_first):
     assert found.startswith(crashed if crash_first else "rank 1: lost the connection")
 
 
+def test_a_log_without_room(tmp_path):
+    """A rank that could not write its last words: that is the reason."""
+    ranks.log_of(tmp_path, 0).symlink_to("/dev/full")
+    found = jobs._why([1], tmp_path)
+    assert found.startswith("rank 0 failed with exit code 1: ")
+    assert found.endswith("cannot be written (No space left on device)")
+
+
+def test_a_log_with_room(tmp_path):
+    """Looking for room changes no log."""
+    log = ranks.log_of(tmp_path, 0)
+    assert why(tmp_path, [1], "step 1\n").endswith("step 1")
+    assert log.read_text() == "step 1\n"
+
+
 def test_no_log_at_all(tmp_path):
     """Even then there is a sentence."""
     assert jobs._why([3], tmp_path).startswith("rank 0 failed with exit code 3")
