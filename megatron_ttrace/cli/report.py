@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import flags, inputs
+from megatron_ttrace.mcore import flags
 from megatron_ttrace.report import files, html, junit, table, terminal
+from megatron_ttrace.runtime import api
 from megatron_ttrace.trace.records import Summary, Verdict
 
 _EPILOG = """\
@@ -56,13 +56,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TTraceError: when the files are missing, cut off or foreign, or an output is unwritable.
     """
-    inputs.require_regular_folder(args.directory)
-    summary, verdicts = files.load_report(args.directory)
-    if reason := summary.disagreement(verdicts):
-        raise TTraceError(
-            f"{args.directory}: {files.VERDICTS} and {files.SUMMARY} are not of one run "
-            f"({reason}): run the check again"
-        )
+    report = api.load_report(args.directory)
+    summary, verdicts = report.summary, report.verdicts
     if args.html is not None:
         html.write(args.html, summary, verdicts, files.run_of(args.directory))
     if args.junit is not None:
