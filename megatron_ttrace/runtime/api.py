@@ -91,8 +91,8 @@ def check(
     ``report.summary.notices``. Everything else that the command ends with exit code 2 raises.
 
     Args:
-        script: a Megatron training script that calls ``megatron_ttrace.enable()``, for instance
-            ``launch/pretrain_gpt.py``, or one that was patched with ``ttrace patch``.
+        script: a Megatron training script, for instance ``pretrain_gpt.py`` of a checkout. It need
+            not call :func:`enable`.
         arguments: the script's arguments. Any ``--ttrace-*`` flag may stand among them and takes
             precedence over the parameters below.
         nproc_per_node: number of ranks, all on this machine.
@@ -295,7 +295,9 @@ def run_check(
     summary = jobs.run(job, fork=fork, say=say)
     from megatron_ttrace.report import files
 
-    _, verdicts = files.load_report(job.directory)
+    written, verdicts = files.load_report(job.directory)
+    if written.run != summary.run:
+        raise TTraceError(f"{job.directory} was taken by another check: choose another directory")
     return Report(
         summary=summary,
         verdicts=tuple(verdicts),
@@ -343,14 +345,14 @@ def _words(ours: argparse.Namespace) -> list[str]:
 
 def _undecided(directory: Path, run: str) -> Report | None:
     """The report of a run that ended without a verdict, if it wrote one that says so."""
+    from megatron_ttrace.report import files
+
     try:
-        report = load_report(directory)
+        if files.answer_of(directory, run).verdict is not Result.COULD_NOT_CHECK:
+            return None
+        return load_report(directory)
     except TTraceError:
         return None
-    written_by = report.run.id if report.run else ""
-    if report.verdict is not Result.COULD_NOT_CHECK or written_by != run:
-        return None
-    return report
 
 
 def _config(found: Any) -> dict[str, Any]:
