@@ -8,6 +8,7 @@ threads. What the tables of mcore/ are told of it here is what a change would wr
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Callable
@@ -179,7 +180,7 @@ def trace(model: Model, sink: WriteSink | CompareSink, mesh: Mesh) -> None:
             sink.placed(where, of(parameter).detach(), found.logical_shape, found.placement)
 
     step_level(Kind.PARAM, lambda parameter: parameter)
-    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with ModuleTap([names], sink, [0], failed):
         model(x).backward()
     step_level(Kind.MAIN_GRAD, lambda parameter: parameter.grad)
@@ -218,7 +219,11 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
     meshes = [mesh_of(rank, TP, tp=TP) for rank in range(TP)]
     seal(
         folder / "candidate",
-        {"role": "candidate", "meshes": [mesh.to_dict() for mesh in meshes], "config": {}},
+        {
+            "role": "candidate",
+            "meshes": [dataclasses.asdict(mesh) for mesh in meshes],
+            "config": {},
+        },
     )
     return conclude(
         reference,
