@@ -36,7 +36,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--nproc-per-node", type=int, default=1, metavar="N", help="number of ranks (default 1)"
+        "--nproc-per-node",
+        type=flags.integer(1, flags.MOST_RANKS),
+        default=1,
+        metavar="N",
+        help="number of ranks (default 1)",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument(
@@ -49,7 +53,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout",
         dest="ttrace_timeout",
-        type=float,
+        type=flags.number,
         default=argparse.SUPPRESS,
         metavar="SECONDS",
         help="the same as --ttrace-timeout: how long a reference run may take, and how long ranks "
@@ -58,7 +62,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-unchecked",
         dest="ttrace_allow_unchecked",
-        type=float,
+        type=flags.number,
         default=argparse.SUPPRESS,
         metavar="SHARE",
         help="the same as --ttrace-allow-unchecked",
@@ -75,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     if not script:
         raise TTraceError("no script given: ttrace check --nproc-per-node N -- SCRIPT ARGS")
+    flags.check_single(args, "nproc_per_node")
     report = api.run_check(
         Path(script[0]),
         script[1:],

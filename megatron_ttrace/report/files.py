@@ -225,10 +225,9 @@ def load_report(directory: Path | str) -> tuple[Summary, list[Verdict]]:
     summary, run, sealed = _summary(directory / SUMMARY, _read(directory / SUMMARY))
     data = _read(path)
     verdicts, found = _verdicts(path, data)
-    counted = sum(summary.counts.values())
-    if summary.counts and counted != len(verdicts):
+    if reason := summary.disagreement(verdicts):
         raise TTraceError(
-            f"{path} holds {len(verdicts)} verdicts but {SUMMARY} counts {counted}: "
+            f"{path} and {SUMMARY} disagree ({reason}): "
             "one of them is cut off or from another run; run the check again"
         )
     if found not in (None, run):

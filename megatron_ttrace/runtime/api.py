@@ -188,7 +188,7 @@ def compare(
     trusted, tested = TraceReader(theirs), TraceReader(ours)
     for trace, role in ((trusted, "reference"), (tested, "candidate")):
         if trace.meta.get("role") != role:
-            raise TTraceError(f"{trace.directory} is no {role} trace: give REFERENCE CANDIDATE")
+            raise TTraceError(f"{trace.directory} is not a {role} trace: give REFERENCE CANDIDATE")
     if not tested.meta.get("complete"):
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
     epsilon_of(trusted)
@@ -238,11 +238,6 @@ def load_report(directory: PathLike) -> Report:
     folder = Path(directory)
     inputs.require_regular_folder(folder)
     summary, verdicts = files.load_report(folder)
-    if reason := summary.disagreement(verdicts):
-        raise TTraceError(
-            f"{folder}: {files.VERDICTS} and {files.SUMMARY} are not of one run "
-            f"({reason}): run the check again"
-        )
     return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
 
 
@@ -270,8 +265,8 @@ def run_check(
     Raises:
         TTraceError: when there is no answer, or it is "could not check".
     """
-    if nproc < 1:
-        raise TTraceError(f"--nproc-per-node {nproc}: at least 1 rank is needed")
+    if not 1 <= nproc <= flags.MOST_RANKS:
+        raise TTraceError(f"--nproc-per-node {nproc}: give 1 to {flags.MOST_RANKS} ranks")
     ours, theirs = split(arguments, before)
     flags.settings_from_args(ours)
     # Nothing is to be put in order yet, and imports swallow Ctrl-C.
