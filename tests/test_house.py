@@ -345,6 +345,40 @@ def test_the_front_door_finds() -> None:
     assert by_function == {"f": {"cli"}}
 
 
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def absent_files(text: str) -> list[str]:
+    """Files that a text names in code, and that are neither in the package nor beside it."""
+    named = re.findall(r"`((?:\w+/)*[\w.]+\.(?:py|j2|js|css))`", text)
+    assert named
+    return [one for one in named if not any((at / one).is_file() for at in (ROOT, ROOT / PACKAGE))]
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    """Each step of the three ways has its file."""
+    assert not absent_files(ARCHITECTURE)
+    for way in ("A tensor, from", "A verdict, to", "An argument, from"):
+        [section] = re.findall(rf"^## {way}.*?(?=^## )", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+        steps = re.findall(r"^\d\..*?(?=^\d\.|\Z)", section, re.MULTILINE | re.DOTALL)
+        assert len(steps) >= 6
+        assert not [step for step in steps if not re.search(r"`[\w/.]+\.py`", step)]
+
+
+def test_the_architecture_lists_the_rooms() -> None:
+    """In the order of the rule."""
+    rows = re.findall(r"^\| ((?:`[\w./]+`(?:, )?)+) \|", ARCHITECTURE, re.MULTILINE)
+    listed = [
+        name.rstrip("/").removesuffix(".py") for row in rows for name in row[1:-1].split("`, `")
+    ]
+    assert tuple(listed) == tuple(name for name in ROOMS if name != "__main__")
+
+
+def test_absent_files_finds() -> None:
+    """The rule can fail."""
+    assert absent_files("`trace/attic.py` and `trace/store.py`") == ["trace/attic.py"]
+
+
 def test_neutral_names() -> None:
     """No neutral room knows what Megatron calls things, but for what is listed to be moved."""
     found = neutral_names(modules(), megatron_classes())
