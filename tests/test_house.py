@@ -374,6 +374,17 @@ def test_the_architecture_lists_the_rooms() -> None:
     assert tuple(listed) == tuple(name for name in ROOMS if name != "__main__")
 
 
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CHANGELOG.md"])
+def test_files_and_links_of_the_guides(name: str) -> None:
+    """What they name and link to is there."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[\w-]+/)+[\w.-]*)`", text)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    assert links
+    at = (ROOT, ROOT / PACKAGE)
+    assert not [one for one in [*named, *links] if not any((here / one).exists() for here in at)]
+
+
 def test_absent_files_finds() -> None:
     """The rule can fail."""
     assert absent_files("`trace/attic.py` and `trace/store.py`") == ["trace/attic.py"]
