@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import megatron_ttrace
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_ttrace"
 
@@ -227,7 +229,27 @@ def neutral_names(known: Modules, classes: frozenset[str]) -> dict[str, set[str]
     return found
 
 
+INSIDE = {"__version__", "_entry"}
+"""What rooms may ask of the package; a script that ``ttrace`` starts is as good as one with
+``enable()`` in it."""
+
+
+def front_door_is_for_users(known: Modules) -> list[str]:
+    """No room asks for what the package offers to users: the rooms' order would mean nothing."""
+    found = []
+    for name, text in known.items():
+        asked: set[str] = set()
+        for node in nodes(text):
+            if isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
+                asked |= {alias.name for alias in node.names} - known.keys()
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == PACKAGE:
+                asked.add(node.attr)
+        found += [f"{name} asks for {one}" for one in sorted(asked - INSIDE)]
+    return found
+
+
 RULES = [
+    front_door_is_for_users,
     unknown_rooms,
     upwards,
     evaluation_is_a_leaf,
@@ -247,6 +269,8 @@ def test_rule(rule) -> None:
 
 
 BROKEN = [
+    (front_door_is_for_users, {"trace.a": "def f():\n    from megatron_ttrace import check\n"}),
+    (front_door_is_for_users, {"trace.a": "import megatron_ttrace\nmegatron_ttrace.check('a')\n"}),
     (unknown_rooms, {"attic.box": ""}),
     (upwards, {"trace.a": "from megatron_ttrace.compare import b\n", "compare.b": ""}),
     (upwards, {"trace.a": "def f():\n    import megatron_ttrace.cli.b\n", "cli.b": ""}),
@@ -276,19 +300,94 @@ def test_rule_finds(rule, sample) -> None:
     assert rule(sample)
 
 
-def test_only_enable_reaches_up() -> None:
-    """The package itself imports two rooms, in the two functions that start a run."""
-    reached = {
-        function.name: {
-            room_of(target) for target in imports_of(ast.unparse(function), modules()) if target
-        }
-        for function in parse(modules()[""]).body
-        if isinstance(function, ast.FunctionDef)
-    }
-    assert {name: rooms for name, rooms in reached.items() if rooms} == {
+def front_door(source: str) -> tuple[dict[str, set[str]], dict[str, set[str]], set[str]]:
+    """What the package itself imports: by function, for types only, and at once.
+
+    Each is a set of modules of ours.
+    """
+    known = {**modules(), "": source}
+    typed: set[str] = set()
+    by_function: dict[str, set[str]] = {}
+    at_once: set[str] = set()
+    for node in parse(source).body:
+        found = {target for target in imports_of(ast.unparse(node), known) if target}
+        if isinstance(node, ast.FunctionDef):
+            by_function[node.name] = found
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            typed |= found
+        else:
+            at_once |= found
+    return {name: found for name, found in by_function.items() if found}, {"": typed}, at_once
+
+
+def test_the_front_door() -> None:
+    """The package reaches down to what it offers, when that is asked for; nothing else does.
+
+    ``enable()`` starts a run, with a bug put in where one is asked for; the other public names are
+    imported from their homes when they are first used, and from nowhere else.
+    """
+    by_function, typed, at_once = front_door(modules()[""])
+    assert {name: set(map(room_of, found)) for name, found in by_function.items()} == {
         "_entry": {"runtime"},
         "_known_bug": {"evaluation"},
     }
+    assert not at_once
+    homes = {home.partition(".")[2] for home in megatron_ttrace._HOMES}
+    assert typed == {"": homes}
+    assert {room_of(home) for home in homes} == {"errors", "trace", "runtime"}
+
+
+def test_the_front_door_finds() -> None:
+    """An import at once, and one in a function, are seen."""
+    source = "from megatron_ttrace.runtime import api\ndef f():\n    import megatron_ttrace.cli.b\n"
+    by_function, _, at_once = front_door(source)
+    assert at_once == {"runtime.api"}
+    assert by_function == {"f": {"cli"}}
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def absent_files(text: str) -> list[str]:
+    """Files that a text names in code, and that are neither in the package nor beside it."""
+    named = re.findall(r"`((?:\w+/)*[\w.]+\.(?:py|j2|js|css))`", text)
+    assert named
+    return [one for one in named if not any((at / one).is_file() for at in (ROOT, ROOT / PACKAGE))]
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    """Each step of the three ways has its file."""
+    assert not absent_files(ARCHITECTURE)
+    for way in ("A tensor, from", "A verdict, to", "An argument, from"):
+        [section] = re.findall(rf"^## {way}.*?(?=^## )", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+        steps = re.findall(r"^\d\..*?(?=^\d\.|\Z)", section, re.MULTILINE | re.DOTALL)
+        assert len(steps) >= 6
+        assert not [step for step in steps if not re.search(r"`[\w/.]+\.py`", step)]
+
+
+def test_the_architecture_lists_the_rooms() -> None:
+    """In the order of the rule."""
+    rows = re.findall(r"^\| ((?:`[\w./]+`(?:, )?)+) \|", ARCHITECTURE, re.MULTILINE)
+    listed = [
+        name.rstrip("/").removesuffix(".py") for row in rows for name in row[1:-1].split("`, `")
+    ]
+    assert tuple(listed) == tuple(name for name in ROOMS if name != "__main__")
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CHANGELOG.md"])
+def test_files_and_links_of_the_guides(name: str) -> None:
+    """What they name and link to is there."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[\w-]+/)+[\w.-]*)`", text)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    assert links
+    at = (ROOT, ROOT / PACKAGE)
+    assert not [one for one in [*named, *links] if not any((here / one).exists() for here in at)]
+
+
+def test_absent_files_finds() -> None:
+    """The rule can fail."""
+    assert absent_files("`trace/attic.py` and `trace/store.py`") == ["trace/attic.py"]
 
 
 def test_neutral_names() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
-from megatron_ttrace.processes import signals
+from megatron_ttrace.runtime import api
 
 _EPILOG = """\
 example:
@@ -23,7 +23,6 @@ example:
 
 exit code: 0 equivalent, 1 diverged, 2 could not check, 130 interrupted by Ctrl-C
 """
-_OWN = ("ttrace", "ttrace_exit", "ttrace_dir", "ttrace_role", "ttrace_overrides")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -81,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if not script:
         raise TTraceError("no script given: ttrace check --nproc-per-node N -- SCRIPT ARGS")
     flags.check_single(args, "nproc_per_node")
+<<<<<<< HEAD
     ours, theirs = _split(args, script[1:])
     flags.settings_from_args(ours)
     with signals.abrupt():
@@ -96,44 +96,35 @@ def run(args: argparse.Namespace) -> int:
     job = jobs.Job(
         script=Path(script[0]),
         arguments=tuple(theirs),
+=======
+    report = api.run_check(
+        Path(script[0]),
+        script[1:],
+        before(args),
+>>>>>>> w2/api
         nproc=args.nproc_per_node,
-        directory=Path(ours.ttrace_dir),
-        flags=tuple(_words(ours)),
+        environment={},
+        fork=not args.no_fork,
+        say=_silent if args.quiet or args.json else _progress(),
     )
-    summary = jobs.run(job, fork=fork, say=say)
-    from megatron_ttrace.report import files, terminal
-
     if args.json:
-        print(json.dumps(summary.to_json(), indent=1))
+        print(json.dumps(report.summary.to_json(), indent=1))
     else:
         from rich.console import Console
 
-        _, verdicts = files.load_report(job.directory)
-        terminal.render(summary, verdicts, Console(), job.directory, job.isolating())
-    return int(summary.verdict.exit_code)
+        from megatron_ttrace.report import terminal
+
+        terminal.render(
+            report.summary, report.verdicts, Console(), report.directory, report.isolating
+        )
+    return int(report.verdict.exit_code)
 
 
-def _split(args: argparse.Namespace, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags may stand before the script or among its arguments; the latter win."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    flags.add_arguments(parser)
-    before = argparse.Namespace(
+def before(args: argparse.Namespace) -> argparse.Namespace:
+    """Our flags that stand before the script; those among its arguments win."""
+    return argparse.Namespace(
         **{name: value for name, value in vars(args).items() if name.startswith("ttrace")}
     )
-    return parser.parse_known_args(words, before)
-
-
-def _words(ours: argparse.Namespace) -> list[str]:
-    """Our flags as words again, without those that ``check`` sets itself, and without defaults."""
-    defaults = vars(flags.add_arguments(argparse.ArgumentParser()).parse_args([]))
-    words = []
-    for name, value in vars(ours).items():
-        flag = "--" + name.replace("_", "-")
-        if name in _OWN or value is None or value is False or value == defaults.get(name):
-            continue
-        # One word, so that a value that starts with dashes is not taken for a flag.
-        words += [flag] if value is True else [f"{flag}={value}"]
-    return words
 
 
 def _silent(line: str) -> None:

@@ -9,6 +9,7 @@ import re
 import torch
 
 from megatron_ttrace.mcore.names import raw
+from megatron_ttrace.mcore.roles import is_within_first_of_gated
 from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.flat_shard import FlatShard
@@ -63,7 +64,7 @@ def place_parameter(
     if size == 1 or dim is None:
         return ParameterPlace(name, tuple(shape), ())
     shape[dim] *= size
-    stacked = gated and dim == 0 and ".linear_fc1." in f".{name}"
+    stacked = gated and dim == 0 and is_within_first_of_gated(name)
     rule = BlockShard(dim) if stacked else Shard(dim)
     return ParameterPlace(name, tuple(shape), (Step(axis, rule),))
 

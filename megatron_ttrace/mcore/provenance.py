@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace import __version__
@@ -58,12 +58,16 @@ def begin() -> None:
         _environment.update(os.environ)
 
 
-def command_line() -> str:
-    """This process' command line as a JSON list, without the values of secret flags."""
-    words = list(sys.orig_argv)
-    if os.path.basename(sys.argv[0] or "") == "ttrace":
-        words = list(sys.argv)
-    return json.dumps(_without_secrets(words))
+def command_line(words: Sequence[str] = ()) -> str:
+    """A command line as a JSON list, without the values of secret flags.
+
+    Args:
+        words: of the command; by default this process's.
+    """
+    if not words:
+        as_ttrace = os.path.basename(sys.argv[0] or "") == "ttrace"
+        words = sys.argv if as_ttrace else sys.orig_argv
+    return json.dumps(_without_secrets(list(words)))
 
 
 def require_found() -> None:

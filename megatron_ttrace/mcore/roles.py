@@ -19,6 +19,10 @@ HEAD = "output_layer"
 LOOKED_UP = {"word_embeddings": 0, "position_embeddings": 1}
 """Tables of an embedding, and which of the model's inputs they are looked up by."""
 
+FIRST_OF_GATED: tuple[str, ...] = ("linear_fc1",)
+"""Linear layers whose output, and whose parameters' dim 0, stack gate and up projection where MLPs
+are gated. Tensor parallelism divides each of the two halves."""
+
 _SHARED = ("word_embeddings.weight", "output_layer.weight")
 _NUMBERED_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _ONE_BY_ONE = "local_experts."
@@ -36,7 +40,12 @@ def is_shared_embedding(name: str) -> bool:
 
 def is_first_of_gated(module: str) -> bool:
     """Whether a module's output stacks gate and up projection where MLPs are gated."""
-    return module.endswith("linear_fc1")
+    return module.endswith(FIRST_OF_GATED)
+
+
+def is_within_first_of_gated(parameter: str) -> bool:
+    """Whether a parameter is one of such a module."""
+    return not set(FIRST_OF_GATED).isdisjoint(parameter.split("."))
 
 
 def expert_and_module(within: str) -> tuple[int | None, str]:

@@ -29,7 +29,7 @@ from megatron_ttrace.resources import launch_dir
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.records import Summary
 
-__all__ = ["Job", "OutOfTimeError", "prepare", "run"]
+__all__ = ["Job", "NoAnswerError", "OutOfTimeError", "prepare", "run"]
 
 _OURS = re.compile(r"^ttrace: (.*)$")
 _MARGIN_SECONDS = 10.0
@@ -39,6 +39,20 @@ _UNBIDDEN = frozenset(
 """Signals that no process sends itself when another rank is lost."""
 _EXCEPTION = 1
 """Python's exit code after an exception. A rank without a summary that ends with it crashed."""
+
+
+class NoAnswerError(TTraceError):
+    """A run whose ranks ended without a verdict; what it wrote may still be in its directory.
+
+    Attributes:
+        directory: the ``--ttrace-dir``.
+        run: the id of the run.
+    """
+
+    def __init__(self, message: str, directory: Path, run: str) -> None:
+        super().__init__(message)
+        self.directory = directory
+        self.run = run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +193,7 @@ def _believed(
 
     answers = set(codes)
     if answers not in ({int(ExitCode.EQUIVALENT)}, {int(ExitCode.DIVERGED)}):
-        raise TTraceError(_why(codes, logs, observed))
+        raise NoAnswerError(_why(codes, logs, observed), directory, run_id)
     if not (directory / files.SUMMARY).exists():
         raise TTraceError(_why(codes, logs, observed))
     summary = files.answer_of(directory, run_id)

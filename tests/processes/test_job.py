@@ -17,6 +17,7 @@ from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.processes import ranks
 from megatron_ttrace.processes.job import Job
 from megatron_ttrace.report import files
+from megatron_ttrace.runtime import api
 from megatron_ttrace.trace.records import Result
 
 TRACEBACK = """\
@@ -255,7 +256,7 @@ def test_the_isolating_command_is_one_that_check_reads():
     job = Job(Path("a.py"), ("--lr", "1e-3"), 2, Path("out"), ("--ttrace-bug=11",))
     program, *words = job.isolating()
     args = build_parser().parse_args(words)
-    ours, theirs = check._split(args, args.script[2:])
+    ours, theirs = api.split(args.script[2:], check.before(args))
     assert program == "ttrace"
     assert (args.command, args.nproc_per_node, args.script[:2]) == ("check", 2, ["--", "a.py"])
     assert (ours.ttrace_isolate, ours.ttrace_bug, ours.ttrace_dir) == (True, "11", "out-isolated")

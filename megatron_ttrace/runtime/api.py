@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the package offers to Python programs; ``ttrace check`` and ``ttrace compare`` call it too.
+
+Importing this module imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import flags, inputs, provenance
+from megatron_ttrace.processes import signals
+from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
+
+__all__ = ["Report", "check", "compare", "load_report", "run_check"]
+
+_SET_BY_US = ("ttrace", "ttrace_exit", "ttrace_dir", "ttrace_role", "ttrace_overrides")
+PathLike = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of a check: the answer, one verdict per tensor, and where the files are.
+
+    Attributes:
+        summary: the content of ``summary.json``: counts, culprits, notices, layout, versions,
+            timings, and the run that it belongs to.
+        verdicts: the content of ``verdicts.jsonl``, in the order in which the reference computed
+            the tensors.
+        directory: where ``summary.json``, ``verdicts.jsonl`` and ``report.html`` are.
+        isolating: the command that checks the same job with every module isolated, as words; empty
+            for a report that was read from files or made from saved traces.
+    """
+
+    summary: Summary
+    verdicts: tuple[Verdict, ...]
+    directory: Path
+    isolating: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Result:
+        """The answer: equivalent, diverged, or could not check."""
+        return self.summary.verdict
+
+    @property
+    def is_equivalent(self) -> bool:
+        """Whether the run computes what one device would. False if it could not be checked."""
+        return self.verdict is Result.EQUIVALENT
+
+    @property
+    def culprits(self) -> tuple[Culprit, ...]:
+        """The modules in which errors originate, the first one first; empty unless diverged."""
+        return self.summary.culprits
+
+    @property
+    def run(self) -> Run | None:
+        """Command, script, Megatron, host and date of the run; ``None`` if not recorded."""
+        return self.summary.run
+
+    def failures(self) -> list[Verdict]:
+        """The verdicts that make a run diverge, in execution order."""
+        return [one for one in self.verdicts if one.verdict.is_failure]
+
+
+def check(
+    script: PathLike,
+    arguments: Sequence[str] = (),
+    *,
+    nproc_per_node: int = 1,
+    directory: PathLike = "ttrace-out",
+    timeout: float = flags.DEFAULT_TIMEOUT,
+    allow_unchecked: float = flags.DEFAULT_ALLOW_UNCHECKED,
+    environment: Mapping[str, str] | None = None,
+    fork: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Run a Megatron training script on this machine and check it, as ``ttrace check`` does.
+
+    The script runs exactly as ``python SCRIPT`` would in this directory and environment, once per
+    rank, up to the last traced iteration. Where no reference is given, one is made first.
+
+    A check that finished without being able to decide (too many tensors unchecked, tracing failed)
+    returns a report whose verdict is ``Result.COULD_NOT_CHECK``; the reason is among
+    ``report.summary.notices``. Everything else that the command ends with exit code 2 raises.
+
+    Args:
+        script: a Megatron training script, for instance ``pretrain_gpt.py`` of a checkout. It need
+            not call :func:`enable`.
+        arguments: the script's arguments. Any ``--ttrace-*`` flag may stand among them and takes
+            precedence over the parameters below.
+        nproc_per_node: number of ranks, all on this machine.
+        directory: where traces and reports are written (``--ttrace-dir``). What an earlier check
+            left there is removed, except for its reference.
+        timeout: seconds after which a reference run, or a rank without output, counts as lost.
+        allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
+        environment: variables added to each rank's environment.
+        fork: import Megatron into this process once and fork the ranks from it, which saves some
+            ten seconds per check on a machine without a GPU (with one, it has no effect). This
+            process then has Megatron's CPU backend activated, and must not run threads of its own.
+        progress: called with one line of text for each step of the check.
+
+    Returns:
+        The report. Its files are in ``directory``.
+
+    Raises:
+        TTraceError: when there is no report: a script that does not exist, a flag with a wrong
+            value, a directory in use, a rank that crashed. The message says what to do.
+    """
+    from megatron_ttrace.processes.job import NoAnswerError
+
+    before = argparse.Namespace(
+        ttrace_dir=os.fspath(directory),
+        ttrace_timeout=timeout,
+        ttrace_allow_unchecked=allow_unchecked,
+    )
+    words = ["ttrace", "check", "--nproc-per-node", str(nproc_per_node), "--ttrace-dir"]
+    words += [str(directory), "--", os.fspath(script), *arguments]
+    recorded = {provenance.COMMAND: provenance.command_line(words)}
+    try:
+        return run_check(
+            Path(script),
+            arguments,
+            before,
+            nproc=nproc_per_node,
+            environment={**recorded, **(environment or {})},
+            fork=fork,
+            say=progress or _silent,
+        )
+    except NoAnswerError as error:
+        report = _undecided(error.directory, error.run)
+        if report is None:
+            raise
+        return report
+
+
+def compare(
+    reference: PathLike,
+    candidate: PathLike,
+    *,
+    output: PathLike | None = None,
+    allow_unchecked: float = flags.DEFAULT_ALLOW_UNCHECKED,
+    wandb: bool = False,
+    show: bool = False,
+) -> Report:
+    """Compare two saved traces without running anything, as ``ttrace compare`` does.
+
+    Args:
+        reference: directory of a reference's trace, ``DIR/reference`` of a check.
+        candidate: directory of a candidate's trace, ``DIR/candidate`` of a check that ran with
+            ``--ttrace-save-candidate``.
+        output: where the report is written; by default the directory that holds ``candidate``.
+        allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
+        wandb: whether to log the report to W&B too.
+        show: whether to print the report.
+
+    Returns:
+        The report; its verdict is ``Result.COULD_NOT_CHECK`` if too many tensors are unchecked.
+
+    Raises:
+        TTraceError: when a trace is missing, damaged, or not of the role that is asked for, or when
+            the report cannot be written.
+    """
+    import io
+
+    from rich.console import Console
+
+    from megatron_ttrace.compare import tolerance
+    from megatron_ttrace.compare.offline import epsilon_of, measure_saved, meshes_of
+    from megatron_ttrace.report import publish
+    from megatron_ttrace.runtime.conclusion import conclude
+    from megatron_ttrace.trace import shared
+    from megatron_ttrace.trace.sanitise import clean
+    from megatron_ttrace.trace.store import TraceReader
+
+    if not 0 <= allow_unchecked <= 1:
+        raise TTraceError(f"--allow-unchecked {allow_unchecked}: give a share from 0 to 1")
+    began = time.monotonic()
+    theirs, ours = Path(reference), Path(candidate)
+    for folder in (theirs, ours):
+        inputs.require_regular_folder(folder)
+    trusted, tested = TraceReader(theirs), TraceReader(ours)
+    for trace, role in ((trusted, "reference"), (tested, "candidate")):
+        if trace.meta.get("role") != role:
+            raise TTraceError(f"{trace.directory} is not a {role} trace: give REFERENCE CANDIDATE")
+    if not tested.meta.get("complete"):
+        raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
+    epsilon_of(trusted)
+    meshes = meshes_of(tested)
+    try:
+        summary, verdicts = conclude(
+            trusted,
+            tolerance.of_reference(trusted),
+            measure_saved(trusted, tested),
+            candidate=ours,
+            mesh=meshes[0],
+            config=_config(tested.meta.get("config")),
+            timings={"measure": time.monotonic() - began},
+            allow_unchecked=allow_unchecked,
+        )
+    except (ArithmeticError, ValueError) as error:
+        # Numbers that are each in range, and not of one run.
+        raise TTraceError(
+            f"{ours} and {theirs} contradict themselves or each other "
+            f"({clean(error)}): run the traced job again"
+        ) from error
+    folder = Path(output) if output is not None else ours.parent
+    run = tested.meta["run"]
+    with shared.claim_report(folder, run):
+        publish(
+            summary,
+            verdicts,
+            folder,
+            wandb=wandb,
+            console=None if show else Console(file=io.StringIO()),
+            run_id=run,
+        )
+    return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
+
+
+def load_report(directory: PathLike) -> Report:
+    """Read the report of a finished check or comparison, as ``ttrace report`` does.
+
+    Args:
+        directory: the ``--ttrace-dir`` of the check.
+
+    Raises:
+        TTraceError: when a file is missing, damaged, foreign, or of another run than the others.
+    """
+    from megatron_ttrace.report import files
+
+    folder = Path(directory)
+    inputs.require_regular_folder(folder)
+    summary, verdicts = files.load_report(folder)
+    return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
+
+
+def run_check(
+    script: Path,
+    arguments: Sequence[str],
+    before: argparse.Namespace,
+    *,
+    nproc: int,
+    environment: Mapping[str, str],
+    fork: bool,
+    say: Callable[[str], None],
+) -> Report:
+    """Run a check to its end; what :func:`check` and ``ttrace check`` share.
+
+    Args:
+        script: what to run.
+        arguments: its arguments, with any of our flags among them.
+        before: values of our flags that ``arguments`` may override.
+        nproc: number of ranks.
+        environment: added to each rank's.
+        fork: whether ranks may be forked from this process.
+        say: told what happens, line by line.
+
+    Raises:
+        TTraceError: when there is no answer, or it is "could not check".
+    """
+    if not 1 <= nproc <= flags.MOST_RANKS:
+        raise TTraceError(f"--nproc-per-node {nproc}: give 1 to {flags.MOST_RANKS} ranks")
+    ours, theirs = split(arguments, before)
+    flags.settings_from_args(ours)
+    # Nothing is to be put in order yet, and imports swallow Ctrl-C.
+    with signals.abrupt():
+        from megatron_ttrace.processes import job as jobs
+        from megatron_ttrace.runtime import PRELOADED
+        from megatron_ttrace.trace import shared
+
+    shared.require_free(Path(ours.ttrace_dir))
+    if not script.is_file():
+        raise TTraceError(f"{script}: no such script")
+    fork = fork and jobs.prepare(ours.ttrace_device, script, modules=PRELOADED)
+    job = jobs.Job(
+        script=script,
+        arguments=tuple(theirs),
+        nproc=nproc,
+        directory=Path(ours.ttrace_dir),
+        flags=tuple(_words(ours)),
+        environment=dict(environment),
+    )
+    summary = jobs.run(job, fork=fork, say=say)
+    from megatron_ttrace.report import files
+
+    written, verdicts = files.load_report(job.directory)
+    if written.run != summary.run:
+        raise TTraceError(f"{job.directory} was taken by another check: choose another directory")
+    return Report(
+        summary=summary,
+        verdicts=tuple(verdicts),
+        directory=job.directory,
+        isolating=tuple(job.isolating()),
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise TTraceError(message)
+
+
+def split(
+    arguments: Sequence[str], before: argparse.Namespace
+) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags and the script's arguments.
+
+    Args:
+        arguments: both, mixed.
+        before: values that our flags have already; those in ``arguments`` win.
+
+    Raises:
+        TTraceError: when one of our flags cannot have its value.
+    """
+    parser = _Parser(prog="ttrace", add_help=False, allow_abbrev=False)
+    flags.add_arguments(parser)
+    return parser.parse_known_args(list(arguments), before)
+
+
+def _words(ours: argparse.Namespace) -> list[str]:
+    """Our flags as words again, without those that a check sets itself, and without defaults."""
+    defaults = vars(flags.add_arguments(argparse.ArgumentParser()).parse_args([]))
+    words = []
+    for name, value in vars(ours).items():
+        flag = "--" + name.replace("_", "-")
+        if name in _SET_BY_US or value is None or value is False or value == defaults.get(name):
+            continue
+        # One word, so that a value that starts with dashes is not taken for a flag.
+        words += [flag] if value is True else [f"{flag}={value}"]
+    return words
+
+
+def _undecided(directory: Path, run: str) -> Report | None:
+    """The report of a run that ended without a verdict, if it wrote one that says so."""
+    from megatron_ttrace.report import files
+
+    try:
+        if files.answer_of(directory, run).verdict is not Result.COULD_NOT_CHECK:
+            return None
+        return load_report(directory)
+    except TTraceError:
+        return None
+
+
+def _config(found: Any) -> dict[str, Any]:
+    """The candidate's configuration, as far as the comparison reads it.
+
+    Raises:
+        CodecError: when it is not one.
+    """
+    from megatron_ttrace.compare.exactness import Arithmetic
+    from megatron_ttrace.trace import codec
+
+    config = codec.decoder(dict[str, Any])(found)
+    if isinstance(config.get("arithmetic"), Mapping):
+        Arithmetic.from_json(config["arithmetic"])
+    return dict(config)
+
+
+def _silent(line: str) -> None:
+    del line

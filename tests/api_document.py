@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference part of docs/api.md, made from the docstrings.
+
+``python -m tests.api_document`` writes it anew; a test compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import megatron_ttrace
+from tests.integration.jobs import ROOT
+
+PATH = ROOT / "docs" / "api.md"
+BEGIN = "<!-- from here on made by: python -m tests.api_document -->\n"
+ORDER = (
+    *("check", "compare", "load_report", "enable", "Report", "Summary", "Verdict", "Culprit"),
+    *("Result", "Outcome", "Kind", "TTraceError"),
+)
+_SECTION = re.compile(r"(Args|Returns|Raises|Attributes):")
+
+
+def render() -> str:
+    """The reference of all public names."""
+    return BEGIN + "\n" + "\n".join(_entry(name) for name in ORDER)
+
+
+def write() -> None:
+    """Put it in the place of what stands in the document."""
+    by_hand = PATH.read_text(encoding="utf-8").partition(BEGIN)[0]
+    PATH.write_text(by_hand + render(), encoding="utf-8")
+
+
+def _entry(name: str) -> str:
+    value = getattr(megatron_ttrace, name)
+    parts = [f"## `{name}`\n"]
+    if inspect.isfunction(value):
+        parts.append(_code(_signature(name, value)))
+    parts.append("\n".join(_markdown(inspect.getdoc(value) or "")).strip("\n") + "\n")
+    if isinstance(value, type) and issubclass(value, enum.Enum):
+        members = ", ".join(f"`{one.name}` (`{one.value}`)" for one in value)
+        parts.append(f"Members: {members}.\n")
+    elif dataclasses.is_dataclass(value):
+        parts.append("\n".join(_members(value)) + "\n")
+    return "\n".join(parts)
+
+
+def _signature(name: str, function: Any) -> str:
+    """One parameter per line, as the source has it."""
+    signature = inspect.signature(function)
+    lines, marked = [], False
+    for one in signature.parameters.values():
+        if one.kind is one.KEYWORD_ONLY and not marked:
+            lines.append("    *,")
+            marked = True
+        default = json.dumps(one.default) if isinstance(one.default, str) else repr(one.default)
+        default = "" if one.default is one.empty else f" = {default}"
+        lines.append(f"    {one.name}: {one.annotation}{default},")
+    inside = "\n".join(["", *lines, ""]) if lines else ""
+    return f"def {name}({inside}) -> {signature.return_annotation}"
+
+
+def _code(text: str) -> str:
+    return f"```python\n{text}\n```\n"
+
+
+def _members(value: Any) -> Iterator[str]:
+    """Fields with their types, then properties and methods with what they are."""
+    yield "Fields, then properties and methods:\n"
+    for field in dataclasses.fields(value):
+        yield f"- `{field.name}: {field.type}`"
+    for name, member in vars(value).items():
+        if name.startswith("_") or not (isinstance(member, property) or inspect.isfunction(member)):
+            continue
+        what = " ".join((inspect.getdoc(member) or "").partition("\n\n")[0].split())
+        call = "" if isinstance(member, property) else "()"
+        yield f"- `.{name}{call}`: {_literal(what)}"
+
+
+def _markdown(doc: str) -> Iterator[str]:
+    """A docstring of Google's form; entries of its sections become lists."""
+    within = ""
+    for paragraph in re.split(r"\n\n+", doc):
+        head, _, body = paragraph.partition("\n")
+        match = _SECTION.fullmatch(head)
+        if match:
+            within = match[1]
+            yield f"{within}:\n"
+            yield from _items(within, textwrap.dedent(body))
+        else:
+            yield _literal(paragraph)
+        yield ""
+
+
+def _items(section: str, body: str) -> Iterator[str]:
+    for item in re.split(r"\n(?! )", body):
+        text = " ".join(item.split())
+        name, colon, what = text.partition(": ")
+        named = section != "Returns" and colon and re.fullmatch(r"\w+", name)
+        yield f"- `{name}`: {_literal(what)}" if named else _literal(text)
+
+
+def _literal(text: str) -> str:
+    """Code as Markdown has it; roles of Sphinx are left out."""
+    return re.sub(r":\w+:`([^`]*)`", r"`\1`", text.replace("``", "`"))
+
+
+if __name__ == "__main__":
+    write()

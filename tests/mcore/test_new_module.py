@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A new class of modules is a change in mcore/ alone.
+
+``FusedGatedLinear`` is made up: no room of the package has heard of it. It projects to gate and up
+at once, and scales each channel. Nothing on its scales says that they are divided. Two ranks run as
+threads. What the tables of mcore/ are told of it here is what a change would write into them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ttrace.capture.modules import ModuleTap
+from megatron_ttrace.compare.sinks import CompareSink, Layout
+from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.mcore import parameters, places, roles, versions
+from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.runtime.conclusion import conclude
+from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Result, Summary, Verdict
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+
+S, B, H, F, TP = 8, 2, 6, 8, 2
+LAYERS = 2
+GATE_UP = "layers.0.fused.gate_up"
+
+
+class Wire:
+    """An all-reduce between threads."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(TP, timeout=30)
+        self._sent: dict[int, torch.Tensor] = {}
+
+    def all_reduce(self, rank: int, mine: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks."""
+        self._sent[rank] = mine.detach()
+        self._barrier.wait()
+        total = sum(self._sent[one] for one in range(TP))
+        self._barrier.wait()
+        assert isinstance(total, torch.Tensor)
+        return total
+
+
+class Copy(torch.autograd.Function):
+    """Into a tensor-parallel region: the gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(ctx, x, wire, rank):
+        ctx.wire, ctx.rank = wire, rank
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.wire.all_reduce(ctx.rank, grad), None, None
+
+
+class Reduce(torch.autograd.Function):
+    """Out of it: the sum of the ranks' values."""
+
+    @staticmethod
+    def forward(ctx, x, wire, rank):
+        return wire.all_reduce(rank, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+class FusedGatedLinear(torch.nn.Module):
+    """``[S, B, H] -> [S, B, 2 F / TP]``, this rank's share of the gate before that of up."""
+
+    def __init__(self, rank: int | None, wire: Wire | None, fault: float = 1.0) -> None:
+        super().__init__()
+        weight, scales = (0.3 * torch.randn(2 * F, H), 1 + 0.2 * torch.rand(2 * F))
+        self.rank, self.wire, self.fault = rank, wire, fault
+        self.weight = torch.nn.Parameter(share(weight, rank, stacked=True))
+        self.weight.tensor_model_parallel, self.weight.partition_dim = rank is not None, 0
+        self.channel_scales = torch.nn.Parameter(share(scales, rank, stacked=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.wire is not None:
+            x = Copy.apply(x, self.wire, self.rank)
+        return x @ self.weight.T * self.channel_scales * self.fault
+
+
+class Down(torch.nn.Module):
+    """``[S, B, F / TP] -> [S, B, H]``."""
+
+    def __init__(self, rank: int | None, wire: Wire | None) -> None:
+        super().__init__()
+        self.rank, self.wire = rank, wire
+        whole = 0.3 * torch.randn(H, F)
+        self.weight = torch.nn.Parameter(share(whole.T, rank).T.contiguous())
+        self.weight.tensor_model_parallel, self.weight.partition_dim = rank is not None, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.weight.T
+        return x if self.wire is None else Reduce.apply(x, self.wire, self.rank)
+
+
+class Fused(torch.nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, rank: int | None, wire: Wire | None, fault: float) -> None:
+        super().__init__()
+        self.gate_up = FusedGatedLinear(rank, wire, fault)
+        self.down = Down(rank, wire)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(torch.nn.functional.silu(gate) * up)
+
+
+class Layer(torch.nn.Module):
+    """A residual around it."""
+
+    def __init__(self, number: int, rank: int | None, wire: Wire | None, fault: float) -> None:
+        super().__init__()
+        self.layer_number = number
+        self.fused = Fused(rank, wire, fault)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fused(x)
+
+
+class Model(torch.nn.Module):
+    """Some layers and a loss; ``fault`` scales what the first one's new module puts out."""
+
+    def __init__(
+        self, rank: int | None = None, wire: Wire | None = None, fault: float = 1.0
+    ) -> None:
+        super().__init__()
+        generator = torch.random.get_rng_state()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(
+            Layer(number + 1, rank, wire, 1.0 if number else fault) for number in range(LAYERS)
+        )
+        torch.random.set_rng_state(generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def share(whole: torch.Tensor, rank: int | None, *, stacked: bool = False) -> torch.Tensor:
+    """A rank's rows; of each half where two are stacked."""
+    if rank is None:
+        return whole.clone()
+    parts = whole.chunk(2) if stacked else (whole,)
+    return torch.cat([part.chunk(TP)[rank] for part in parts])
+
+
+def trace(model: Model, sink: WriteSink | CompareSink, mesh: Mesh) -> None:
+    """One step: what a training run captures of it."""
+
+    def failed(error: BaseException) -> None:
+        raise AssertionError("tracing failed") from error
+
+    names = canonical_names(model)
+    placed = {
+        name: parameters.place_parameter(name, parameter, mesh, gated=True)
+        for name, parameter in names.parameters.items()
+    }
+
+    def step_level(kind: Kind, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
+        for name, parameter in names.parameters.items():
+            where = (STEP_LEVEL, kind, name, 0)
+            found = placed[name]
+            sink.placed(where, of(parameter).detach(), found.logical_shape, found.placement)
+
+    step_level(Kind.PARAM, lambda parameter: parameter)
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with ModuleTap([names], sink, [0], failed):
+        model(x).backward()
+    step_level(Kind.MAIN_GRAD, lambda parameter: parameter.grad)
+
+
+def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
+    """Reference and candidate, and what is concluded."""
+    writer = TraceWriter(folder / "reference", 0)
+    trace(Model(), WriteSink(writer, 1), mesh_of(0, 1))
+    writer.close()
+    seal(folder / "reference", {"role": "reference", "epsilon": epsilon("float32")})
+    reference = TraceReader(folder / "reference")
+    tolerances = Tolerances(
+        {
+            key: Moved(tensor.numel(), float(tensor.norm()), (1e-6,))
+            for key in reference
+            for tensor in [reference.tensor(reference.entry(key))]
+        },
+        dict.fromkeys(reference, "float32"),
+    )
+    wire = Wire()
+
+    def run(rank: int) -> CompareSink:
+        writer = TraceWriter(folder / "candidate", rank)
+        mesh = mesh_of(rank, TP, tp=TP)
+        sink = CompareSink(
+            reference, 1, Layout(mesh, S, True, 1.0), tolerances=tolerances, writer=writer
+        )
+        trace(models[rank], sink, mesh)
+        writer.close()
+        return sink
+
+    models = [Model(rank, wire, fault) for rank in range(TP)]
+    with ThreadPoolExecutor(TP) as pool:
+        sinks = list(pool.map(run, range(TP)))
+    meshes = [mesh_of(rank, TP, tp=TP) for rank in range(TP)]
+    seal(
+        folder / "candidate",
+        {
+            "role": "candidate",
+            "meshes": [dataclasses.asdict(mesh) for mesh in meshes],
+            "config": {},
+        },
+    )
+    return conclude(
+        reference,
+        tolerances,
+        {rank: sink.measured for rank, sink in enumerate(sinks)},
+        candidate=folder / "candidate",
+        mesh=meshes[0],
+        config={},
+        timings={},
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for them imports Megatron, which takes many seconds."""
+    monkeypatch.setattr(versions, "installed", dict)
+
+
+@pytest.fixture
+def supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told of the new module: three rows of tables, all in mcore/."""
+    monkeypatch.setattr(roles, "FIRST_OF_GATED", (*roles.FIRST_OF_GATED, "gate_up"))
+    monkeypatch.setitem(parameters.UNMARKED, "channel_scales", 0)
+    place = places.Place("core/made/up.py:FusedGatedLinear", name=r"\.gate_up$")
+    monkeypatch.setattr(places, "PLACES", (place, *places.PLACES))
+
+
+@pytest.mark.usefixtures("supported")
+def test_a_supported_module_is_captured_and_placed(tmp_path: Path) -> None:
+    """Every tensor of it is judged and passes, in halves that are divided one by one."""
+    summary, verdicts = check(tmp_path)
+    assert summary.verdict is Result.EQUIVALENT, summary.culprits
+    assert summary.counts == {"pass": len(verdicts)}
+    found = {
+        (one.kind, one.name): (str(one.placement), one.shape)
+        for one in verdicts
+        if one.name.startswith(GATE_UP)
+    }
+    halves = {0: "tp:BlockShard(0, 2)", 2: "tp:BlockShard(2, 2)"}
+    assert found == {
+        (Kind.PARAM, f"{GATE_UP}.weight"): (halves[0], (2 * F, H)),
+        (Kind.PARAM, f"{GATE_UP}.channel_scales"): (halves[0], (2 * F,)),
+        (Kind.INPUT, GATE_UP): ("Replicate", (S, B, H)),
+        (Kind.OUTPUT, GATE_UP): (halves[2], (S, B, 2 * F)),
+        (Kind.GRAD_OUTPUT, GATE_UP): (halves[2], (S, B, 2 * F)),
+        (Kind.GRAD_INPUT, GATE_UP): ("Replicate", (S, B, H)),
+        (Kind.MAIN_GRAD, f"{GATE_UP}.weight"): (halves[0], (2 * F, H)),
+        (Kind.MAIN_GRAD, f"{GATE_UP}.channel_scales"): (halves[0], (2 * F,)),
+    }
+
+
+@pytest.mark.usefixtures("supported")
+def test_a_fault_in_it_is_localised(tmp_path: Path) -> None:
+    """One culprit: this module, forward, on both ranks, with the place that the table names."""
+    summary, _ = check(tmp_path, fault=2.0)
+    assert summary.verdict is Result.DIVERGED
+    [culprit] = summary.culprits
+    assert (culprit.name, culprit.kind, culprit.direction, culprit.ranks) == (
+        *(GATE_UP, Kind.OUTPUT, Direction.FORWARD),
+        (0, 1),
+    )
+    assert "FusedGatedLinear in megatron/core/made/up.py" in json.dumps(culprit.to_json())
+
+
+def test_without_the_rows_it_is_not_supported(tmp_path: Path) -> None:
+    """Nothing else in the package knows how it is divided: a right run is no pass then."""
+    summary, _ = check(tmp_path)
+    assert summary.verdict is Result.DIVERGED
+    assert {culprit.name.partition(".gate_up")[0] for culprit in summary.culprits} == {
+        f"layers.{number}.fused" for number in range(LAYERS)
+    }
