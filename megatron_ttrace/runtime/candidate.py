@@ -17,7 +17,9 @@ from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.errors import ExitCode, TTraceError

@@ -15,8 +15,10 @@ import torch
 
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.compare import tolerance
-from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
+from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore.optimizer import Snapshot
@@ -154,13 +156,7 @@ def _distance(one: Measured) -> float:
     A replay that routes another number of tokens to an expert has another shape there: infinitely
     far, so that the tensor is blind.
     """
-    if one.sums is None:
-        return math.inf
-    if one.sums.diff == 0.0:
-        return 0.0
-    if one.sums.reference == 0.0:
-        return math.inf
-    return math.sqrt(one.sums.diff / one.sums.reference)
+    return math.inf if one.sums is None else relative_error(one.sums, rms=0.0)
 
 
 def _moved(first: Measured, distances: list[float]) -> tolerance.Moved:
