@@ -25,7 +25,7 @@ class Comparator:
         whole = self._reference.tensor(self._reference.entry(match.key))
         sums = measure(data, whole, match.boxes, match.factor)
         share: tuple[float, ...] = ()
-        if match.summands > 1:
+        if match.partial_over:
             share = sketch_of_share(data, whole, match.boxes, match.factor, match.summands)
         return Measured(
             match.key, match.placement, match.boxes, match.logical_shape, sums, sketch=share

@@ -63,8 +63,9 @@ class Match:
         boxes: the local elements and the logical ones, pair by pair.
         logical_shape: of the reference's tensor.
         factor: expected candidate/reference ratio.
-        summands: number of ranks whose tensors add up to the reference's; 1 for a tensor that is
-            compared as it is.
+        partial_over: the axis whose ranks' tensors add up to the reference's; empty for a tensor
+            that is compared as it is.
+        summands: number of ranks along that axis.
     """
 
     key: TraceKey
@@ -72,6 +73,7 @@ class Match:
     boxes: tuple[Box, ...]
     logical_shape: tuple[int, ...]
     factor: float = 1.0
+    partial_over: str = ""
     summands: int = 1
 
     @property
@@ -147,6 +149,7 @@ class Planner:
                 piece.boxes,
                 piece.logical_shape,
                 self.factor(key),
+                "etp" if piece.is_summand else "",
                 ranks if piece.is_summand else 1,
             )
             if piece.key in self._reference
@@ -181,6 +184,7 @@ class Planner:
             boxes,
             whole,
             self.factor(key),
+            axis,
             self._layout.mesh.size(axis) if axis else 1,
         )
 
@@ -204,12 +208,12 @@ class Planner:
         """Expected candidate/reference ratio."""
         return self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
 
-    def _summand_over(self, key: TraceKey) -> str | None:
-        """The axis whose ranks each have a summand of this tensor; ``None`` for all others."""
+    def _summand_over(self, key: TraceKey) -> str:
+        """The axis whose ranks each have a summand of this tensor; empty for all others."""
         if key.kind is not Kind.GRAD_INPUT:
-            return None
+            return ""
         axis = self._layout.summands.get((key.name.partition("#")[0], key.index))
-        return axis if axis and self._layout.mesh.size(axis) > 1 else None
+        return axis if axis and self._layout.mesh.size(axis) > 1 else ""
 
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the reference's order."""

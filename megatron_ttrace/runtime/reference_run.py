@@ -21,12 +21,15 @@ from megatron_ttrace.compare.planning import Layout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
+from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime import low_precision
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.perturb import perturbed
 from megatron_ttrace.runtime.session import Session
+from megatron_ttrace.runtime.start.handover import Started
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
@@ -36,25 +39,22 @@ class ReferenceSession(Session):
 
     is_reference = True
 
-    def __init__(self, args: Any, settings: Any, ranks: Ranks) -> None:
+    def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
         super().__init__(args, settings, ranks)
         if settings.overrides is None:
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
         self._order = json.loads(Path(settings.overrides).read_text(encoding="utf-8"))
         self._directory = Path(self._order["directory"])
 
-    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Scheduler) -> None:
         """Take over the candidate's place in the data and the schedule, if it has one."""
         super().begin(chunks, optimizer, scheduler)
         started = self._order.get("started")
         if started is None:
             return
-        self.start = Path(started["directory"])
-        self.start_step = started["step"]
-        self.args.iteration = started["iteration"]
-        self.args.consumed_train_samples = started["consumed_train_samples"]
-        scheduler.num_steps = started["schedule"]
-        scheduler.step(increment=0)
+        handed = Started(**started)
+        self.start, self.start_step = Path(handed.directory), handed.step
+        handed.resume(self.args, scheduler)
 
     @property
     def is_loaded(self) -> bool:
