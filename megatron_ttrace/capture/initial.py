@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.moments import Moments, moments_of
+from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.plan import describe
 
@@ -47,7 +47,7 @@ def initial_values(model: TracedModel) -> list[Initial]:
     return found
 
 
-def uninitialised(args: argparse.Namespace, *, is_loaded: bool) -> str:
+def uninitialised(args: MegatronArguments, *, is_loaded: bool) -> str:
     """Why a run's initial values say nothing; empty when they do."""
     if is_loaded:
         return "the run starts from a checkpoint: initial values are not judged"

@@ -58,10 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
     from megatron_ttrace.mcore import text_data
     from megatron_ttrace.mcore.versions import megatron_core_version
-    from megatron_ttrace.processes import job as jobs
     from megatron_ttrace.report import files, terminal
-    from megatron_ttrace.resources import launch_dir
-    from megatron_ttrace.runtime import PRELOADED
+    from megatron_ttrace.runtime.runner import Case, Runner
 
     began = time.monotonic()
 
@@ -69,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
 
     say("importing Megatron")
-    script = args.script or launch_dir() / "pretrain_gpt.py"
-    fork = jobs.prepare(script=script, modules=PRELOADED)
+    runner = Runner(args.directory, flags=(), script=args.script)
     say("making a data set of this Python's standard library")
     prefix = text_data.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
     words = f"{_ARGUMENTS} {text_data.training_flags(prefix, megatron_core_version())}".split()
@@ -82,18 +79,11 @@ def run(args: argparse.Namespace) -> int:
         ("sick: the same with known bug 01 (--ttrace-bug 01)", ("--ttrace-bug", "01"), _is_found),
     ):
         console.rule(title)
-        directory = args.directory / title.split(":")[0]
-        job = jobs.Job(
-            script=script,
-            arguments=tuple(words),
-            nproc=_RANKS,
-            directory=directory,
-            flags=flags,
-            environment={"TTRACE_CACHE": str((args.directory / "references").resolve())},
-        )
-        summary = jobs.run(job, fork=fork, say=say)
-        verdicts = files.load_report(directory)[1]
-        terminal.render(summary, verdicts, console, directory, job.isolating())
+        name = title.split(":")[0]
+        case = Case(name=name, arguments=tuple(words), nproc=_RANKS, flags=flags)
+        checked = runner.run(case, say)
+        summary, job = checked.summary, checked.job
+        terminal.render(summary, checked.verdicts(), console, job.directory, job.isolating())
         outcomes.append(expected(summary))
         alarm = alarm or (expected is _is_healthy and summary.verdict is Result.DIVERGED)
     console.rule("demo")

@@ -13,6 +13,7 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.growth import Growth
+    from megatron_ttrace.runtime.runner import Runner
 
 K, C = 4.0, 1.03
 """Constants of theorem 5.3's bound as Megatron's gradient test has them."""
@@ -62,14 +63,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run a model of each depth, tabulate, draw."""
-    from megatron_ttrace.processes import job as jobs
-    from megatron_ttrace.runtime import PRELOADED
+    from megatron_ttrace.runtime.runner import NO_WANDB, Runner
 
-    fork = jobs.prepare(modules=PRELOADED)
+    runner = Runner(args.directory, flags=(NO_WANDB, "--ttrace-init", args.init), shares=False)
     panels = []
     for layers in args.layers:
         print(f"{layers} layers", file=sys.stderr, flush=True)
-        panels.append(_measure(args, layers, fork=fork))
+        panels.append(_measure(args, layers, runner))
     if args.json:
         print(json.dumps([_described(grown) for grown in panels], indent=1))
     else:
@@ -85,27 +85,22 @@ def run(args: argparse.Namespace) -> int:
     return int(ExitCode.EQUIVALENT)
 
 
-def _measure(args: argparse.Namespace, layers: int, *, fork: bool) -> Growth:
+def _measure(args: argparse.Namespace, layers: int, runner: Runner) -> Growth:
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.evaluation.growth import growth
-    from megatron_ttrace.processes import job as jobs
-    from megatron_ttrace.resources import launch_dir
+    from megatron_ttrace.runtime.runner import Case
     from megatron_ttrace.trace.store import TraceReader
 
     name = f"{layers}-{'bf16' if args.bf16 else 'fp32'}-{args.init}"
-    job = jobs.Job(
-        script=launch_dir() / "pretrain_gpt.py",
+    case = Case(
+        name=name,
         arguments=(
             *_JOB.split(),
             *("--num-layers", str(layers)),
             *(["--bf16"] if args.bf16 else []),
         ),
-        nproc=1,
-        directory=args.directory / name,
-        flags=("--ttrace-no-wandb", "--ttrace-init", args.init),
     )
-    jobs.run(job, fork=fork)
-    reference = TraceReader(job.directory / "reference")
+    reference = TraceReader(runner.run(case).job.directory / "reference")
     return growth(
         reference,
         tolerance.of_reference(reference),

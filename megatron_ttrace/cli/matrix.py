@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.matrix.configurations import (
@@ -19,6 +19,9 @@ from megatron_ttrace.evaluation.matrix.configurations import (
     select,
 )
 from megatron_ttrace.trace.records import Outcome, Result, Verdict
+
+if TYPE_CHECKING:
+    from megatron_ttrace.runtime.runner import Runner
 
 _EPILOG = """\
 example:
@@ -95,14 +98,13 @@ def run(args: argparse.Namespace) -> int:
     chosen = select(everything, args.patterns)
     if not chosen:
         raise TTraceError(f"no configuration fits {' '.join(args.patterns)}: see --list")
-    from megatron_ttrace.processes import job as jobs
-    from megatron_ttrace.runtime import PRELOADED
+    from megatron_ttrace.runtime.runner import NO_WANDB, Runner
 
-    fork = jobs.prepare(modules=PRELOADED)
+    runner = Runner(args.directory, flags=(NO_WANDB, *args.ttrace_flags.split()))
     rows = []
     jobs_to_run = [(one, seed) for seed in args.seeds for one in chosen]
     for number, (one, seed) in enumerate(jobs_to_run, 1):
-        row = _check(one, seed, args, fork=fork)
+        row = _check(one, seed, args, runner)
         rows.append(row)
         if args.json:
             print(json.dumps(dataclasses.asdict(row)), flush=True)
@@ -129,26 +131,20 @@ def _seeds(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers, e.g. 1,2,3") from None
 
 
-def _check(one: Configuration, seed: int, args: argparse.Namespace, *, fork: bool) -> Row:
-    from megatron_ttrace.processes import job as jobs
-    from megatron_ttrace.report import files
-    from megatron_ttrace.resources import launch_dir
+def _check(one: Configuration, seed: int, args: argparse.Namespace, runner: Runner) -> Row:
+    from megatron_ttrace.runtime.runner import Case
     from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
     name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
-    directory = args.directory / name.replace("/", "-")
-    job = jobs.Job(
-        script=launch_dir() / "pretrain_gpt.py",
+    case = Case(
+        name=name.replace("/", "-"),
         arguments=(*arguments_of(one, args.directory), "--seed", str(seed)),
         nproc=one.nproc,
-        directory=directory,
-        flags=("--ttrace-no-wandb", *args.ttrace_flags.split()),
-        environment={"TTRACE_CACHE": str((args.directory / "references").resolve())},
     )
     began = time.monotonic()
     try:
-        summary = jobs.run(job, fork=fork)
-        verdicts = files.load_report(directory)[1]
+        found = runner.run(case)
+        summary, verdicts = found.summary, found.verdicts()
     except TTraceError as error:
         seconds = time.monotonic() - began
         # A log's last lines belong to some errors, and their text is foreign.

@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
-from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.mcore.roles import without_number
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey, Verdict

@@ -7,8 +7,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.compare.sinks import Measured, rank_error
+from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Tolerance, Tolerances
 from megatron_ttrace.placement.boxes import Box
@@ -98,7 +98,7 @@ def _judge(
         )
     errors: dict[int, float] = {}
     for rank, sums in _wholes(holders):
-        errors[rank] = max(rank_error(sums, tolerance.rms), errors.get(rank, 0.0))
+        errors[rank] = max(relative_error(sums, tolerance.rms), errors.get(rank, 0.0))
     worst = max(errors.values())
     value = tolerance.value
     margin = worst / value if value else (0.0 if worst == 0.0 else math.inf)

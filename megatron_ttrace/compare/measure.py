@@ -122,6 +122,26 @@ def measure(
     return total
 
 
+def relative_error(sums: Sums, rms: float) -> float:
+    """The relative error of one rank's part of a tensor: what is held against its tolerance.
+
+    ``rms(c - r over the part) / max(rms(r over the part), rms(r over the whole tensor))``. For a
+    part that is the whole tensor this is ``||c - r|| / ||r||``. For a smaller part, dividing by the
+    part's own size finds a wrong shard however many ranks there are, and a part that happens to be
+    nearly zero is not judged against itself. Sums that are no numbers are an infinite error.
+    """
+    if sums.n == 0 or sums.diff == 0.0:
+        return 0.0
+    scale = scale_of(sums, rms)
+    error = math.sqrt(sums.diff / sums.n) / scale if scale else math.inf
+    return math.inf if math.isnan(error) else error
+
+
+def scale_of(sums: Sums, rms: float) -> float:
+    """What the root mean square of a part's difference is divided by; ``sums.n`` is not zero."""
+    return max(math.sqrt(sums.reference / sums.n), rms)
+
+
 def checksum(data: torch.Tensor) -> int:
     """A position-weighted sum of the bits: replicas with swapped rows differ, too."""
     flat = data.detach().contiguous().reshape(-1).view(torch.uint8)

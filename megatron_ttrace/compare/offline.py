@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from megatron_ttrace.compare.measure import Sums, measure
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
-from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.compare.wire import moments_of, sums_of
 from megatron_ttrace.errors import TTraceError

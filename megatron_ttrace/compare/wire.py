@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
-from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, CodecError, Count, Word

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_ttrace.compare.measure import local_view, logical_view
+from megatron_ttrace.compare.measure import Sums, local_view, logical_view, relative_error
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.boxes import Box
@@ -106,10 +106,7 @@ class Evidence:
             diff += _squares(piece - there)
             size += _squares(there)
             count += there.numel()
-        if not count or diff == 0.0:
-            return 0.0
-        scale = max(math.sqrt(size / count), self.tolerance.rms)
-        return math.sqrt(diff / count) / scale if scale else math.inf
+        return relative_error(Sums(n=count, diff=diff, reference=size), self.tolerance.rms)
 
     def fits(self, part: Part, pieces: Pieces | None) -> bool:
         """Whether a part with these values would pass."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.compare import initial
-from megatron_ttrace.compare.sinks import Measured, fails
+from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose import (
     absent,

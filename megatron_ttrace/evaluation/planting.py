@@ -2,9 +2,9 @@
 """Plant errors of a known size into a saved candidate and see whether the checker finds them.
 
 An error is planted into a random box of a random tensor of a random rank. Its size is given in
-tolerances of that rank's part (:func:`megatron_ttrace.compare.sinks.rank_error`): what the rounding
-of the run itself added stays in, and the sum is rounded to the stored dtype as a real error would
-be. Judging takes the way of every check: measure, then judge.
+tolerances of that rank's part (:func:`megatron_ttrace.compare.measure.relative_error`): what the
+rounding of the run itself added stays in, and the sum is rounded to the stored dtype as a real
+error would be. Judging takes the way of every check: measure, then judge.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 from megatron_ttrace.compare import tolerance as tolerances_of
 from megatron_ttrace.compare.judge import judge
-from megatron_ttrace.compare.measure import measure
+from megatron_ttrace.compare.measure import measure, scale_of
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.offline import epsilon_of, measure_saved
-from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.partial import axis_of_summand
@@ -234,8 +234,7 @@ class Field:
         tolerance = self._tolerances.of(entry.key)
         sums = self._measured[entry.key][rank][0].sums
         assert sums is not None
-        scale = max(math.sqrt(sums.reference / sums.n), tolerance.rms)
-        return tolerance.value * scale * math.sqrt(sums.n)
+        return tolerance.value * scale_of(sums, tolerance.rms) * math.sqrt(sums.n)
 
     def _is_fertile(self, rank: int, entry: Entry) -> bool:
         """Whether sizes in tolerances mean anything here: not for exact and not for blind ones."""

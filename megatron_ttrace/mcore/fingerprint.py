@@ -7,7 +7,6 @@ harmless counts: a needless new reference costs seconds, a stale one a false ver
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from megatron_ttrace.mcore import provenance, versions
 from megatron_ttrace.mcore import script as scripts
+from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import QUIET, SINGLE_DEVICE, overrides_of
 
@@ -65,7 +65,7 @@ _HARMLESS = {
 }
 
 
-def identity(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
     """Everything the reference of this candidate depends on, as JSON values."""
     derived = {**vars(args), **SINGLE_DEVICE, **QUIET, **overrides_of(args)}
     arguments = {
@@ -162,7 +162,7 @@ def _device() -> str:
     return torch.cuda.get_device_name()
 
 
-def _data(args: argparse.Namespace) -> dict[str, Any]:
+def _data(args: MegatronArguments) -> dict[str, Any]:
     """Sizes and times of the data files: their content is too large to read."""
     stamps: dict[str, Any] = {}
     for name in ("data_path", "train_data_path"):

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import argparse
-
+from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.placement.mesh import Axes, Mesh
 
 
-def current_mesh(args: argparse.Namespace) -> Mesh:
+def current_mesh(args: MegatronArguments) -> Mesh:
     """Read the initialised ``megatron.core.parallel_state``."""
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu

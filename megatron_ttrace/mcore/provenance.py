@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import getpass
 import hashlib
@@ -20,6 +19,7 @@ from megatron_ttrace import __version__
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.records import Code, Run
 
@@ -98,7 +98,7 @@ def ttrace() -> Code:
     return _code(__version__, folder, folder / "__init__.py")
 
 
-def collect(args: argparse.Namespace) -> Run:
+def collect(args: MegatronArguments) -> Run:
     """The record of this run, on the rank that writes the summary."""
     begin()
     script = Path(sys.argv[0])

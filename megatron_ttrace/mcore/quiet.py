@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ttrace.mcore.arguments import MegatronArguments
+
 _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
 
 
-def has_dropout(args: Any) -> bool:
+def has_dropout(args: MegatronArguments) -> bool:
     """Whether this run drops anything."""
     return bool(args.hidden_dropout or args.attention_dropout)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 
 SINGLE_DEVICE: dict[str, Any] = {
@@ -71,7 +72,7 @@ QUIET: dict[str, Any] = {
 """What the reference run must not do although the user's run does: write, log, stop early."""
 
 
-def overrides_of(args: argparse.Namespace) -> dict[str, Any]:
+def overrides_of(args: MegatronArguments) -> dict[str, Any]:
     """The values a reference must take over from a *validated* candidate."""
     return {
         "global_batch_size": args.global_batch_size,

@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_ttrace.compare import exactness, exercised, experts, initial
 from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
-from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer

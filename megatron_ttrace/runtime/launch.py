@@ -9,7 +9,6 @@ of the cache, others that want the same entry wait for it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -23,6 +22,7 @@ from typing import Any
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore import script as scripts
+from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import overrides_of
 from megatron_ttrace.processes.child import free_port, run_subprocess
@@ -41,7 +41,7 @@ Runner = Callable[[Sequence[str], dict[str, str], Path, float], int]
 
 
 def ensure(
-    args: argparse.Namespace, settings: Settings, *, started: dict[str, Any] | None = None
+    args: MegatronArguments, settings: Settings, *, started: dict[str, Any] | None = None
 ) -> tuple[str, str]:
     """Find or make a reference trace that fits this candidate. Called on rank 0 only.
 
@@ -224,7 +224,7 @@ def _make(
     home: Path,
     name: str,
     wanted: dict[str, Any],
-    args: argparse.Namespace,
+    args: MegatronArguments,
     settings: Settings,
     started: dict[str, Any] | None,
 ) -> None:

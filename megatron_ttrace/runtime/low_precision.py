@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from megatron_ttrace.cpu import te
 from megatron_ttrace.mcore import fp8
+from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.perturb import jitter
@@ -33,18 +33,20 @@ NOTICE = (
 )
 
 
-def uses_fp8(args: Any) -> bool:
+def uses_fp8(args: MegatronArguments) -> bool:
     """Whether products are taken in FP8."""
     return bool(getattr(args, "fp8", None))
 
 
-def is_isolated(args: Any) -> bool:
+def is_isolated(args: MegatronArguments) -> bool:
     """Whether FP8 makes this run be checked module by module."""
     return uses_fp8(args) and te.emulated()
 
 
 @contextmanager
-def equal_scales(args: Any, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> Iterator[None]:
+def equal_scales(
+    args: MegatronArguments, chunks: Sequence[torch.nn.Module], mesh: Mesh
+) -> Iterator[None]:
     """Start from the same delayed scales on every layout; put this run's own back afterwards."""
     if not uses_fp8(args):
         yield
@@ -63,7 +65,7 @@ def equal_scales(args: Any, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> It
         kept.restore()
 
 
-def restart_scales(args: Any, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> float:
+def restart_scales(args: MegatronArguments, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> float:
     """Put delayed scales to their start values; returns that of gradients."""
     scale = backward_scale(args, mesh)
     if uses_fp8(args):
@@ -71,7 +73,7 @@ def restart_scales(args: Any, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> 
     return scale
 
 
-def backward_scale(args: Any, mesh: Mesh) -> float:
+def backward_scale(args: MegatronArguments, mesh: Mesh) -> float:
     """A gradient's first scale: a rank's loss is a mean over the tokens of its own step."""
     if args.calculate_per_token_loss:
         return fp8.HEADROOM

@@ -15,16 +15,21 @@ import torch
 
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.compare import tolerance
-from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.compare.sinks import CompareSink, Layout, Measured
+from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
+from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime import low_precision
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.perturb import perturbed
 from megatron_ttrace.runtime.session import Session
+from megatron_ttrace.runtime.start.handover import Started
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
@@ -34,25 +39,22 @@ class ReferenceSession(Session):
 
     is_reference = True
 
-    def __init__(self, args: Any, settings: Any, ranks: Ranks) -> None:
+    def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
         super().__init__(args, settings, ranks)
         if settings.overrides is None:
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
         self._order = json.loads(Path(settings.overrides).read_text(encoding="utf-8"))
         self._directory = Path(self._order["directory"])
 
-    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Scheduler) -> None:
         """Take over the candidate's place in the data and the schedule, if it has one."""
         super().begin(chunks, optimizer, scheduler)
         started = self._order.get("started")
         if started is None:
             return
-        self.start = Path(started["directory"])
-        self.start_step = started["step"]
-        self.args.iteration = started["iteration"]
-        self.args.consumed_train_samples = started["consumed_train_samples"]
-        scheduler.num_steps = started["schedule"]
-        scheduler.step(increment=0)
+        handed = Started(**started)
+        self.start, self.start_step = Path(handed.directory), handed.step
+        handed.resume(self.args, scheduler)
 
     @property
     def is_loaded(self) -> bool:
@@ -154,13 +156,7 @@ def _distance(one: Measured) -> float:
     A replay that routes another number of tokens to an expert has another shape there: infinitely
     far, so that the tensor is blind.
     """
-    if one.sums is None:
-        return math.inf
-    if one.sums.diff == 0.0:
-        return 0.0
-    if one.sums.reference == 0.0:
-        return math.inf
-    return math.sqrt(one.sums.diff / one.sums.reference)
+    return math.inf if one.sums is None else relative_error(one.sums, rms=0.0)
 
 
 def _moved(first: Measured, distances: list[float]) -> tolerance.Moved:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import traceback
@@ -19,6 +18,7 @@ from megatron_ttrace.capture.initial import Initial, initial_values, uninitialis
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.errors import DEBUG, TTraceError, one_line
 from megatron_ttrace.mcore import quiet
+from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.mesh import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
@@ -38,7 +38,7 @@ class Session:
 
     is_reference = False
 
-    def __init__(self, args: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
         self.args = args
         self.settings = settings
         self.ranks = ranks
@@ -49,7 +49,7 @@ class Session:
         self.initial: list[Initial] = []
         self.not_initial = ""
         self._model: TracedModel | None = None
-        self._scheduler: Any = None
+        self._scheduler: Scheduler | None = None
         self._kept = ExitStack()
 
     @property
@@ -63,7 +63,7 @@ class Session:
         """Where this rank's tensors live."""
         return next(self.model.chunks[0].parameters()).device
 
-    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Scheduler) -> None:
         """Called when Megatron has built model and optimizer."""
         from megatron.core.utils import get_model_config
 

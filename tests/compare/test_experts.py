@@ -7,7 +7,8 @@ import torch
 
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.sinks import CompareSink, Layout
+from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import mesh_of

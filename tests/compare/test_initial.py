@@ -13,8 +13,8 @@ from mpmath import betainc, mp  # comes with torch
 
 from megatron_ttrace.compare.initial import FEW, LIMIT, cause, distance, judge, notices
 from megatron_ttrace.compare.measure import local_view
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments, moments_of
-from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.placement.mesh import SINGLE, mesh_of
 from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.placement.shard import Shard

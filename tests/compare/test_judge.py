@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.judge import judge
-from megatron_ttrace.compare.measure import Sums, local_view, logical_view, measure
-from megatron_ttrace.compare.sinks import Measured, rank_error
+from megatron_ttrace.compare.measure import Sums, local_view, logical_view, measure, relative_error
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Tolerance, is_exact
 from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
@@ -226,9 +226,9 @@ def test_the_worse_of_two_findings_of_one_rank_counts():
         (Sums(n=4, diff=nan, reference=1.0), 1.0, inf),
     ],
 )
-def test_rank_error(sums, rms, expected):
+def test_relative_error(sums, rms, expected):
     """Relative to the part or to the whole tensor, whichever is larger."""
-    assert rank_error(sums, rms) == expected
+    assert relative_error(sums, rms) == expected
 
 
 LAYOUTS = {

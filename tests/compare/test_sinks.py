@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 
-from megatron_ttrace.compare import sinks
+from megatron_ttrace.compare import comparator
+from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.measured import fails
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.sinks import CompareSink, Layout, fails
+from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
@@ -170,8 +173,8 @@ def test_another_iteration_is_another_tensor(reference, tensors):
 def test_a_repeated_name_is_not_measured_again(reference, tensors, monkeypatch):
     """The reference knows both names as one tensor, so the first finding counts for both."""
     calls = []
-    plain = sinks.measure
-    monkeypatch.setattr(sinks, "measure", lambda *args: calls.append(args) or plain(*args))
+    plain = comparator.measure
+    monkeypatch.setattr(comparator, "measure", lambda *args: calls.append(args) or plain(*args))
     sink = CompareSink(reference, 1, layout())
     sink.tensor((OUT,), tensors[OUT] + 1)
     sink.repeat(OUT, NEXT, tensors[OUT] + 1)
@@ -324,9 +327,9 @@ def test_fails_is_about_the_rank_alone(tensors):
     """No sums: nothing to say. NaN: fails, whatever the tolerance."""
     known = limits(tensors)
     assert not fails(None, known, key(OUT))
-    assert fails(sinks.Sums(n=4, nonfinite=1), known, key(OUT))
-    assert fails(sinks.Sums(n=4, diff=4.0, reference=4.0), known, key(OUT))
-    assert not fails(sinks.Sums(n=4, diff=4e-8, reference=4.0), known, key(OUT))
+    assert fails(Sums(n=4, nonfinite=1), known, key(OUT))
+    assert fails(Sums(n=4, diff=4.0, reference=4.0), known, key(OUT))
+    assert not fails(Sums(n=4, diff=4e-8, reference=4.0), known, key(OUT))
 
 
 def test_empty_ranges_survive_saving(tmp_path, reference, tensors):

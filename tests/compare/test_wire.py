@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
-from megatron_ttrace.compare.sinks import Measured
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import Kind, TraceKey

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ttrace.compare.measure import measure
-from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.diagnose import absent
 from megatron_ttrace.diagnose.culprits import UNKNOWN

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace import __main__
-from megatron_ttrace.compare.sinks import CompareSink, Layout
+from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import TTraceError

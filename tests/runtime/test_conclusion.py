@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.compare.sinks import Measured
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import versions

@@ -10,14 +10,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.evaluation.baselines.tally import Case, Flagged, apply
+from megatron_ttrace.evaluation.baselines.tally import Flagged, Pair, apply
 from megatron_ttrace.evaluation.bugs import suite
 from megatron_ttrace.evaluation.bugs.catalogue import Bug
 from megatron_ttrace.evaluation.matrix.configurations import Configuration, arguments_of
-from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.report import files
-from megatron_ttrace.resources import launch_dir
-from megatron_ttrace.runtime import PRELOADED
+from megatron_ttrace.runtime.runner import Case, Runner
 from megatron_ttrace.trace.records import Summary, TraceKey
 
 SAVE = "--ttrace-save-candidate"
@@ -27,7 +25,7 @@ SAVE = "--ttrace-save-candidate"
 class Collected:
     """What all runs gave; ``problems`` are cases that could not be run."""
 
-    cases: list[Case] = dataclasses.field(default_factory=list)
+    cases: list[Pair] = dataclasses.field(default_factory=list)
     healthy: dict[str, Flagged] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
 
@@ -57,7 +55,7 @@ def bugs(
             known[at] = apply(at)
             found.healthy[f"{name} without the bug"] = known[at]
         sick = directory_of(row.sick)
-        found.cases.append(Case(name, known[at], apply(sick), _culprit(row.bug, sick)))
+        found.cases.append(Pair(name, known[at], apply(sick), _culprit(row.bug, sick)))
         shutil.rmtree(sick / "candidate", ignore_errors=True)
 
 
@@ -65,20 +63,18 @@ def matrix(
     chosen: Sequence[Configuration], directory: Path, say: Callable[[str], None], found: Collected
 ) -> None:
     """Healthy configurations."""
-    fork = jobs.prepare(modules=PRELOADED)
+    runner = Runner(directory)
     for one in chosen:
         say(one.name)
-        home = directory / one.name.replace("/", "-")
-        job = jobs.Job(
-            script=launch_dir() / "pretrain_gpt.py",
+        case = Case(
+            name=one.name.replace("/", "-"),
             arguments=arguments_of(one, directory),
             nproc=one.nproc,
-            directory=home,
-            flags=("--ttrace-no-wandb", SAVE),
-            environment={"TTRACE_CACHE": str((directory / "references").resolve())},
+            flags=(SAVE,),
         )
+        home = directory / case.name
         try:
-            jobs.run(job, fork=fork)
+            runner.run(case)
             found.healthy[one.name] = apply(home)
         except TTraceError as error:
             found.problems.append(f"{one.name}: {error}")

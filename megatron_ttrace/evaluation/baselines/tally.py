@@ -27,7 +27,7 @@ class Flagged:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Case:
+class Pair:
     """A job with a known bug, and the same job without it.
 
     ``culprit`` are the tensors where the bug is born, as the bug's description has them.
@@ -93,7 +93,7 @@ def _failures(verdicts: Iterable[Verdict]) -> set[TraceKey]:
     return {verdict.key for verdict in verdicts if verdict.verdict.is_failure}
 
 
-def lines(cases: Sequence[Case], healthy: dict[str, Flagged]) -> list[Line]:
+def lines(cases: Sequence[Pair], healthy: dict[str, Flagged]) -> list[Line]:
     """The table: a line for each rule, ours last."""
     return [
         Line(

@@ -14,13 +14,10 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, Layout
 from megatron_ttrace.evaluation.bugs.expect import Findings, examine
 from megatron_ttrace.evaluation.bugs.uneven import uneven_corpus
-from megatron_ttrace.processes import job as jobs
-from megatron_ttrace.report import files
-from megatron_ttrace.resources import launch_dir
-from megatron_ttrace.runtime import PRELOADED
+from megatron_ttrace.runtime.runner import NO_WANDB, Case, Checked, Runner
 from megatron_ttrace.trace.records import Outcome, Result, Summary, Verdict
 
-_FLAGS = ("--ttrace-device", "cpu", "--ttrace-no-wandb")
+_FLAGS = ("--ttrace-device", "cpu", NO_WANDB)
 _WORDS = 60
 _COMMON = f"""
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
@@ -196,12 +193,12 @@ def run(
         say: told what happens, line by line.
     """
     say("importing Megatron")
-    runner = _Runner(variant, directory, jobs.prepare("cpu", modules=PRELOADED))
+    pairs = _Pairs(variant, Runner(directory, flags=(*_FLAGS, *variant.flags), device="cpu"))
     for bug in bugs:
         for number, layout in enumerate(bug.layouts):
             if variant.model in layout.models:
                 say(f"{bug.id} {bug.name}: {' '.join(layout.arguments)}")
-                yield runner.row(bug, layout, f"{bug.id}-{number}")
+                yield pairs.row(bug, layout, f"{bug.id}-{number}")
 
 
 def exit_code(rows: Sequence[Row]) -> ExitCode:
@@ -217,11 +214,12 @@ def worst_margin(verdicts: Iterable[Verdict]) -> float:
     return max((margin for margin in judged if margin is not None), default=0.0)
 
 
-class _Runner:
-    def __init__(self, variant: Variant, directory: Path, fork: bool) -> None:
+class _Pairs:
+    """Runs each job with and without a bug; cases share the runs without."""
+
+    def __init__(self, variant: Variant, runner: Runner) -> None:
         self._variant = variant
-        self._directory = directory
-        self._fork = fork
+        self._runner = runner
         self._healthy: dict[object, tuple[Summary, float]] = {}
 
     def row(self, bug: Bug, layout: Layout, name: str) -> Row:
@@ -230,7 +228,8 @@ class _Runner:
         error = ""
         try:
             healthy, margin = self._run_healthy(layout, name)
-            sick = self._run(layout, layout.arguments, f"{name}-sick", ("--ttrace-bug", bug.id))
+            bugged = ("--ttrace-bug", bug.id)
+            sick = self._run(layout, layout.arguments, f"{name}-sick", bugged).summary
             findings = examine(sick, bug.expected)
         except TTraceError as reason:
             error = str(reason)
@@ -241,26 +240,24 @@ class _Runner:
         arguments = (*layout.arguments, *layout.healthy)
         question = (layout.nproc, arguments, layout.flags, layout.data)
         if question not in self._healthy:
-            summary = self._run(layout, arguments, f"{name}-healthy", ())
-            verdicts = files.load_report(self._directory / f"{name}-healthy")[1]
-            self._healthy[question] = summary, worst_margin(verdicts)
+            found = self._run(layout, arguments, f"{name}-healthy", ())
+            self._healthy[question] = found.summary, worst_margin(found.verdicts())
         return self._healthy[question]
 
     def _run(
         self, layout: Layout, arguments: Sequence[str], name: str, flags: Sequence[str]
-    ) -> Summary:
-        job = jobs.Job(
-            script=launch_dir() / "pretrain_gpt.py",
-            arguments=(*self._variant.arguments, *self._data(layout), *arguments),
-            nproc=layout.nproc,
-            directory=self._directory / name,
-            flags=(*_FLAGS, *self._variant.flags, *layout.flags, *flags),
-            environment={"TTRACE_CACHE": str((self._directory / "references").resolve())},
+    ) -> Checked:
+        return self._runner.run(
+            Case(
+                name=name,
+                arguments=(*self._variant.arguments, *self._data(layout), *arguments),
+                nproc=layout.nproc,
+                flags=(*layout.flags, *flags),
+            )
         )
-        return jobs.run(job, fork=self._fork)
 
     def _data(self, layout: Layout) -> tuple[str, ...]:
         if layout.data == "mock":
             return ("--mock-data",)
-        prefix = uneven_corpus((self._directory / "data" / layout.data).resolve(), _WORDS)
+        prefix = uneven_corpus((self._runner.directory / "data" / layout.data).resolve(), _WORDS)
         return ("--data-path", str(prefix), "--split", "100,0,0")

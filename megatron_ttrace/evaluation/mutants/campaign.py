@@ -14,8 +14,8 @@ from megatron_ttrace.evaluation.mutants.layouts import LAYOUTS, Layout, in_order
 from megatron_ttrace.evaluation.mutants.records import HARMLESS, Fate, Mutant, Row, Trial
 from megatron_ttrace.evaluation.mutants.scan import modules
 from megatron_ttrace.evaluation.mutants.swap import introduce
-from megatron_ttrace.processes import job as jobs
-from megatron_ttrace.runtime import PRELOADED
+from megatron_ttrace.processes.waiting import OutOfTimeError
+from megatron_ttrace.runtime.runner import NO_WANDB, Case, Runner
 from megatron_ttrace.trace.records import Result, Summary
 
 Say = Callable[[str], None]
@@ -45,7 +45,12 @@ class Campaign:
         self.alarmed = False
         self._files = {module: str(path) for module, path in modules()}
         say("importing Megatron")
-        if not jobs.prepare("cpu", modules=PRELOADED):
+        self._runner = Runner(
+            self._directory,
+            flags=("--ttrace-device", "cpu", NO_WANDB),
+            device="cpu",
+        )
+        if not self._runner.forks:
             raise TTraceError("mutants run on a CPU only: hide the accelerator")
 
     def reach(self, layouts: Sequence[Layout] = LAYOUTS) -> list[Reach]:
@@ -125,7 +130,7 @@ class Campaign:
         began = time.monotonic()
         try:
             summary = self._run(layout, {train.MUTANT: train.encode(mutant)}, limit)
-        except jobs.OutOfTimeError as error:
+        except OutOfTimeError as error:
             return Trial(layout.name, Fate.HUNG, time.monotonic() - began, str(error))
         except TTraceError as error:
             return Trial(layout.name, Fate.CRASHED, time.monotonic() - began, _one_line(error))
@@ -133,16 +138,15 @@ class Campaign:
         return Trial(layout.name, fate, time.monotonic() - began, _told(summary))
 
     def _run(self, layout: Layout, variables: dict[str, str], limit: float | None) -> Summary:
-        job = jobs.Job(
+        case = Case(
+            name=layout.name,
             script=Path(train.__file__),
             arguments=layout.arguments,
             nproc=layout.nproc,
-            directory=self._directory / layout.name,
-            flags=("--ttrace-device", "cpu", "--ttrace-no-wandb"),
-            environment={"TTRACE_CACHE": str(self._directory / "references"), **variables},
+            environment=variables,
             limit=limit,
         )
-        return jobs.run(job, fork=True)
+        return self._runner.run(case).summary
 
 
 def _told(summary: Summary) -> str:

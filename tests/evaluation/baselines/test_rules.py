@@ -6,7 +6,7 @@ import torch
 
 from megatron_ttrace.evaluation.baselines.rules import RULES, Job, depth, theorem_bound
 from megatron_ttrace.evaluation.baselines.statistics import statistics
-from megatron_ttrace.evaluation.baselines.tally import OURS, Case, Flagged, lines
+from megatron_ttrace.evaluation.baselines.tally import OURS, Flagged, Pair, lines
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -104,10 +104,10 @@ def test_a_bug_counts_as_found_by_what_is_new():
     third = TraceKey(1, 0, Kind.OUTPUT, "third")
     alarm = flagged(other)
     cases = [
-        Case("01/0", alarm, flagged(other), frozenset({KEY})),
-        Case("02/0", alarm, flagged(other, third), frozenset({KEY})),
-        Case("03/0", alarm, flagged(other, KEY), frozenset({KEY})),
-        Case("04a/0", alarm, flagged(other), frozenset({other})),
+        Pair("01/0", alarm, flagged(other), frozenset({KEY})),
+        Pair("02/0", alarm, flagged(other, third), frozenset({KEY})),
+        Pair("03/0", alarm, flagged(other, KEY), frozenset({KEY})),
+        Pair("04a/0", alarm, flagged(other), frozenset({other})),
     ]
     table = lines(cases, {"a": alarm, "b": flagged()})
     assert [line.rule for line in table] == [*BY_NAME, OURS]

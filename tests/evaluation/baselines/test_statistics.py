@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.sinks import CompareSink, Layout
+from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.evaluation.baselines.statistics import of_saved, statistics
 from megatron_ttrace.placement.mesh import mesh_of

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of a candidate's tensors are stored: the failed ones to be explained, or all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from megatron_ttrace.compare.measured import Measured, fails
+from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.trace.records import TraceKey
+from megatron_ttrace.trace.store import Entry, TraceWriter
+
+
+class Keeper:
+    """Stores what one rank found, for explanations and for ``ttrace compare``."""
+
+    def __init__(
+        self,
+        writer: TraceWriter | None,
+        tolerances: Tolerances | None,
+        factor: Callable[[TraceKey], float],
+        *,
+        keep_all: bool,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            writer: where tensors are stored; without one nothing is.
+            tolerances: to tell which tensors failed.
+            factor: expected candidate/reference ratio of a tensor.
+            keep_all: store the others too.
+        """
+        self._writer = writer
+        self._tolerances = tolerances
+        self._factor = factor
+        self._keep_all = keep_all
+        self._kept: dict[TraceKey, int] = {}
+
+    def keep(self, found: Measured, data: torch.Tensor, same_as: int | None = None) -> int | None:
+        """Store a tensor if it is worth it.
+
+        Args:
+            found: what was found out about it.
+            data: this rank's tensor.
+            same_as: its line if it was stored already, for another piece of it.
+
+        Returns:
+            Its line, if it is stored.
+        """
+        if self._writer is None:
+            return same_as
+        if found.problem:
+            if self._keep_all:
+                entry = dataclasses.replace(self._entry(found, data), misfit=found.note)
+                self._writer.add(entry, data)
+            return same_as
+        suspect = (
+            not found.sketch  # a summand alone proves nothing
+            and self._tolerances is not None
+            and fails(found.sums, self._tolerances, found.key)
+        )
+        if not self._keep_all and not suspect:
+            return same_as
+        entry = self._entry(found, data)
+        if same_as is None:
+            self._kept[found.key] = self._writer.add(entry, data)
+            return self._kept[found.key]
+        self._writer.add(dataclasses.replace(entry, same_as=same_as), None)
+        return same_as
+
+    def keep_again(self, first: TraceKey, found: Measured, data: torch.Tensor) -> None:
+        """Store another name of ``first``, if that was stored."""
+        if first in self._kept and self._writer is not None:
+            entry = self._entry(found, data)
+            self._writer.add(dataclasses.replace(entry, same_as=self._kept[first]), None)
+
+    def keep_sums(self, found: Measured) -> None:
+        """Store a finding that no stored tensor would give again."""
+        if self._keep_all and self._writer is not None and found.sums is not None:
+            sums = dataclasses.astuple(found.sums)
+            entry = self._entry(found, torch.empty(0))
+            self._writer.add(dataclasses.replace(entry, sums=sums), None)
+
+    def _entry(self, found: Measured, data: torch.Tensor) -> Entry:
+        return Entry(
+            key=found.key,
+            shape=tuple(data.shape),
+            dtype=str(data.dtype).removeprefix("torch."),
+            logical_shape=found.logical_shape,
+            placement=found.placement,
+            boxes=found.boxes,
+            factor=self._factor(found.key),
+        )

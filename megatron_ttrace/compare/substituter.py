@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is handed back in a captured tensor's place: this rank's part of the reference.
+
+What becomes of it in the graph is capture's (megatron_ttrace/capture/isolate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_ttrace.compare.measure import box_views
+from megatron_ttrace.compare.planning import Match, Misfit, Planner
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import TraceReader
+
+Wobble = Callable[[TraceKey, torch.Tensor], torch.Tensor]
+
+
+class Substituter:
+    """Makes a rank's tensors out of one reference."""
+
+    def __init__(
+        self, reference: TraceReader, planner: Planner, wobble: Wobble | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            reference: the trusted trace.
+            planner: of this rank.
+            wobble: what is done to the values, in a replay that estimates tolerances.
+        """
+        self._reference = reference
+        self._planner = planner
+        self._wobble = wobble
+
+    def instead(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of the reference, where there is one and ``data`` is not that.
+
+        Of what belongs to the whole step only scalars have a part here.
+        """
+        if not data.is_floating_point() and data.dtype != torch.bool:
+            return None
+        if self._planner.experts.holds(key):
+            return self._rows(key, data)
+        if key not in self._reference:
+            return None
+        entry = self._reference.entry(key)
+        if key.microbatch == STEP_LEVEL and not entry.shape:
+            return self._reference.tensor(entry).clone()
+        instead = torch.empty_like(data)
+        oriented = self._planner.oriented(key, instead)
+        try:
+            match = self._planner.activation(key, tuple(oriented.shape))
+        except ValueError:
+            return None
+        if sum(box.numel for box in match.boxes) != data.numel():
+            return None
+        self.fill(oriented, key, match.boxes)
+        if match.share != 1.0:
+            instead.mul_(match.share)
+        return self._if_other(key, instead, data)
+
+    def _rows(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
+        """An experts' tensor with the reference's rows; of a summand, with an equal share each."""
+        instead = data.detach().clone()
+        try:
+            matches = self._planner.rows(key, tuple(data.shape))
+        except ValueError:
+            return None
+        for match in matches:
+            if isinstance(match, Misfit):
+                continue
+            whole = self._reference.tensor(self._reference.entry(match.key))
+            for here, there in box_views(instead, whole, match.boxes):
+                here.copy_(there)
+                if match.share != 1.0:
+                    here.mul_(match.share)
+        return self._if_other(key, instead, data)
+
+    def chosen(self, match: Match, data: torch.Tensor) -> torch.Tensor:
+        """The reference's choice of a router, in the shape of this rank's."""
+        theirs = torch.empty_like(data)
+        self.fill(theirs, match.key, match.boxes)
+        return theirs
+
+    def fill(self, data: torch.Tensor, key: TraceKey, boxes: Sequence[Box]) -> None:
+        """Write the reference's values over ``data``, in place."""
+        whole = self._reference.tensor(self._reference.entry(key))
+        for here, there in box_views(data, whole, boxes):
+            here.copy_(there)
+
+    def _if_other(
+        self, key: TraceKey, instead: torch.Tensor, data: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The reference's values; ``None`` where they are no others."""
+        if self._wobble is not None and instead.is_floating_point():
+            instead = self._wobble(key, instead)
+        return None if torch.equal(instead, data) else instead
+
+
+def makers_of(keys: Sequence[TraceKey]) -> list[TraceKey]:
+    """Of the names of one gradient those of the modules that computed it: the innermost takers.
+
+    The gradient of a tensor is made by the modules that it enters, not by the one that it left, nor
+    by what contains those, nor by one that hands on what it was given (dropout that is off).
+    """
+    left = {key.name for key in keys if key.kind is Kind.GRAD_OUTPUT}
+    entered = [key for key in keys if key.kind is Kind.GRAD_INPUT and key.name not in left]
+    return [
+        key for key in entered if not any(o.name.startswith(f"{key.name}.") for o in entered)
+    ] or list(keys)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of Megatron's validated arguments a traced run reads, with their types.
+
+Listed is what every supported release has. What only some have is asked for with ``getattr`` and a
+default, where it is read.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class MegatronArguments(Protocol):
+    """``megatron.training.get_args()`` after validation, as far as a traced run reads it."""
+
+    # Sizes.
+    num_layers: int
+    hidden_size: int
+    seq_length: int
+    num_experts: int | None
+    micro_batch_size: int
+    global_batch_size: int
+    rampup_batch_size: list[str] | list[int] | None
+    make_vocab_size_divisible_by: int
+    # Layout.
+    tensor_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    sequence_parallel: bool
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    moe_token_dispatcher_type: str
+    # Arithmetic.
+    bf16: bool
+    params_dtype: torch.dtype
+    lr: float
+    clip_grad: float
+    seed: int
+    hidden_dropout: float
+    attention_dropout: float
+    calculate_per_token_loss: bool
+    untie_embeddings_and_output_weights: bool
+    # Where it starts from, and where in the data it stands.
+    load: str | None
+    iteration: int
+    consumed_train_samples: int
+
+
+class Scheduler(Protocol):
+    """Megatron's ``OptimizerParamScheduler``, as far as a traced run uses it."""
+
+    num_steps: int
+
+    def step(self, increment: int) -> None:
+        """Go on by so many samples, and set the learning rate."""

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer of a running job: all ranks' findings concluded, written and sent to trackers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare.exactness import Arithmetic
+from megatron_ttrace.compare.exercised import Requested
+from megatron_ttrace.compare.wire import decode
+from megatron_ttrace.mcore import provenance
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
+from megatron_ttrace.runtime.conclusion import conclude
+from megatron_ttrace.runtime.requirements import isolates
+from megatron_ttrace.trace.records import Summary, Verdict
+from megatron_ttrace.trace.store import seal
+
+
+def answer(
+    comparison: Comparison,
+    heard: Sequence[tuple[dict[str, Any], Any]],
+    directory: Path,
+    *,
+    model: TracedModel,
+    args: MegatronArguments,
+    settings: Settings,
+    timings: dict[str, float],
+    notices: Sequence[str],
+) -> tuple[Summary, list[Verdict]]:
+    """Conclude; called on one rank.
+
+    Args:
+        comparison: of this rank.
+        heard: each rank's mesh and findings.
+        directory: where the ranks kept tensors; it is sealed if there are any.
+        model: this rank's part.
+        args: Megatron's.
+        settings: of the check.
+        timings: for the report.
+        notices: for the report.
+    """
+    config = config_of(model, args, settings)
+    if any(directory.glob("*.index.jsonl")):
+        seal(
+            directory,
+            {
+                "role": "candidate",
+                "complete": settings.save_candidate,
+                "meshes": [mesh for mesh, _ in heard],
+                "config": config,
+            },
+        )
+    summary, verdicts = conclude(
+        comparison.reference,
+        comparison.tolerances,
+        {rank: decode(message) for rank, (_, message) in enumerate(heard)},
+        candidate=directory,
+        mesh=model.mesh,
+        config=config,
+        timings=timings,
+        notices=notices,
+        allow_unchecked=settings.allow_unchecked,
+    )
+    return dataclasses.replace(summary, run=provenance.collect(args)), verdicts
+
+
+def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> dict[str, Any]:
+    """The candidate's configuration, for the report and for ``ttrace compare``."""
+    return {
+        **model.mesh.describe(),
+        "sequence_parallel": bool(args.sequence_parallel),
+        "distributed_optimizer": bool(args.use_distributed_optimizer),
+        "dtype": "bf16" if args.bf16 else str(args.params_dtype).removeprefix("torch."),
+        "layers": args.num_layers,
+        "hidden": args.hidden_size,
+        "seq_length": args.seq_length,
+        "dispatcher": dispatcher(args),
+        "iterations": list(settings.iterations),
+        "isolate": isolates(args, settings),
+        "init": settings.init,
+        "reference": str(settings.directory / "reference"),
+        "arithmetic": _arithmetic(model, args, settings).to_json(),
+        "requested": Requested.of(args, model.chunks).to_json(),
+    }
+
+
+def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings) -> Arithmetic:
+    mesh = model.mesh
+    device = next(model.chunks[0].parameters()).device
+    return Arithmetic(
+        splits_sums=tuple(axis for axis in ("tp", "cp", "ep", "etp") if mesh.size(axis) > 1),
+        pp=mesh.size("pp"),
+        dp=mesh.size("dp"),
+        shared_embedding=not args.untie_embeddings_and_output_weights
+        or bool(getattr(args, "mtp_num_layers", None)),
+        clips=bool(args.clip_grad),
+        per_rank_state=bool(getattr(args, "fp8", None)) or bool(args.num_experts),
+        gradient_factor=gradient_factor(args, mesh),
+        deterministic=device.type == "cpu" or bool(getattr(args, "deterministic_mode", False)),
+        same_code=not (settings.reference_args or settings.allow_other_megatron),
+    )
+
+
+def publish(summary: Summary, verdicts: list[Verdict], settings: Settings) -> None:
+    """Write the report; send it to the trackers that Megatron has opened."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    from megatron_ttrace import report
+
+    wandb = get_wandb_writer()
+    report.publish(
+        summary,
+        verdicts,
+        settings.directory,
+        wandb_run=getattr(wandb, "run", None),
+        tensorboard=get_tensorboard_writer(),
+        wandb=settings.wandb,
+    )

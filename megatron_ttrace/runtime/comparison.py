@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traced steps of a candidate on one rank: compared as they run, findings collected."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.initial import Initial
+from megatron_ttrace.capture.step import StepSink, TracedModel
+from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.tokens import match
+from megatron_ttrace.compare.wire import encode
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.summands import summands
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.runtime.agreement import Ranks
+from megatron_ttrace.trace.captured import Batch
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+
+
+class Comparison:
+    """What one rank finds out, from the first traced step to the last."""
+
+    def __init__(
+        self, reference: TraceReader, writer: TraceWriter, *, keep_all: bool, isolate: bool
+    ) -> None:
+        """Prepare.
+
+        Args:
+            reference: the trusted trace.
+            writer: where failed tensors are kept.
+            keep_all: keep the others too.
+            isolate: feed every module the reference's inputs.
+        """
+        self.reference = reference
+        self.tolerances = tolerance.of_reference(reference)
+        self._writer = writer
+        self._keep_all = keep_all
+        self._isolate = isolate
+        self._measured: list[Measured] = []
+
+    def initial(self, iteration: int, found: Sequence[Initial]) -> None:
+        """Initial values belong to the run; they are told with the first traced iteration."""
+        for one in found:
+            key = TraceKey(iteration, STEP_LEVEL, Kind.INITIAL, one.name)
+            where = one.placement, one.boxes, one.logical_shape
+            self._measured.append(Measured(key, *where, None, moments=one.moments))
+            if self._keep_all:
+                entry = Entry(
+                    key,
+                    one.logical_shape,
+                    one.dtype,
+                    logical_shape=one.logical_shape,
+                    placement=one.placement,
+                    boxes=one.boxes,
+                    sums=dataclasses.astuple(one.moments),
+                )
+                self._writer.add(entry, None)
+
+    def step(
+        self,
+        iteration: int,
+        layout: Layout,
+        batches: Sequence[Batch],
+        numbers: Sequence[int],
+        rehearse: Callable[[StepSink, Sequence[int]], None],
+    ) -> None:
+        """Compare one traced step, and the tokens that it is fed.
+
+        Args:
+            iteration: of the step.
+            layout: of this rank.
+            batches: this rank's microbatches; none on ranks without data.
+            numbers: the reference's number of each microbatch.
+            rehearse: runs the step, captured into a sink.
+        """
+        sink = CompareSink(
+            self.reference,
+            iteration,
+            layout,
+            tolerances=self.tolerances,
+            writer=self._writer,
+            keep_all=self._keep_all,
+            isolate=self._isolate,
+        )
+        for number, batch in zip(numbers, batches, strict=False):
+            for name, value in batch.items():
+                sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
+        rehearse(sink, numbers)
+        self._measured += sink.measured
+
+    def findings(self) -> Any:
+        """Everything that was measured, to be sent to the rank that judges; files are closed."""
+        if self._keep_all or len(self._writer):
+            self._writer.close()
+        return encode(self._measured)
+
+
+def layout_of(model: TracedModel, args: MegatronArguments) -> Layout:
+    """What the comparison must know of this rank's part of the model."""
+    return Layout(
+        model.mesh,
+        args.seq_length,
+        model.gated,
+        gradient_factor(args, model.mesh),
+        frozenset(
+            name
+            for names in model.names
+            for name, module in names.modules.items()
+            if getattr(module, "reduce_scatter_embeddings", False)
+            # What contains it has that attribute too, and turns nothing.
+            and hasattr(module, "vocab_start_index")
+        ),
+        dispatcher(args),
+        summands(model.names),
+    )
+
+
+def gradient_factor(args: MegatronArguments, mesh: Mesh) -> float:
+    """Each microbatch's loss is divided by the number of microbatches of *its* rank."""
+    if args.calculate_per_token_loss:
+        return 1.0
+    return float(mesh.size("dp") * mesh.size("cp"))
+
+
+def dispatcher(args: MegatronArguments) -> str:
+    """How tokens reach their experts; empty without experts."""
+    return str(args.moe_token_dispatcher_type) if args.num_experts else ""
+
+
+def microbatch_numbers(
+    reference: TraceReader,
+    iteration: int,
+    batches: list[Batch],
+    count: int,
+    mesh: Mesh,
+    ranks: Ranks,
+    device: torch.device,
+) -> list[int]:
+    """The reference's microbatch numbers; ranks without data hear them from those with."""
+    dp, dp_rank = mesh.size("dp"), mesh.at("dp")
+
+    def matched() -> list[Any]:
+        mine = match(batches, reference, iteration, dp, dp_rank) if batches else None
+        return [dp_rank, mine]
+
+    heard = ranks.exchange("matching microbatches", matched, device)
+    known = [numbers for rank, numbers in heard if rank == dp_rank and numbers is not None]
+    return known[0] if known else [local * dp + dp_rank for local in range(count)]

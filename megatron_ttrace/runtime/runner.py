@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run checks of small jobs one after the other: one Case, one Runner, for everything that does so.
+
+Where there is no GPU, Megatron is imported once and ranks are forks of this process. Cases in one
+directory share references.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megatron_ttrace.processes import job as jobs
+from megatron_ttrace.report import files
+from megatron_ttrace.resources import launch_dir
+from megatron_ttrace.runtime import PRELOADED
+from megatron_ttrace.trace.records import Summary, Verdict
+
+NO_WANDB = "--ttrace-no-wandb"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A job to check.
+
+    Attributes:
+        name: of its directory, below the runner's.
+        arguments: of the training script, without ours.
+        nproc: number of ranks.
+        flags: further ``--ttrace-*`` flags.
+        script: a training script; ``None`` for the runner's.
+        environment: added to each rank's environment.
+        limit: seconds after which the job is ended, or ``None``.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    nproc: int = 1
+    flags: tuple[str, ...] = ()
+    script: Path | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    limit: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checked:
+    """A case that was run to its end.
+
+    Attributes:
+        job: what was run.
+        summary: the answer.
+    """
+
+    job: jobs.Job
+    summary: Summary
+
+    def verdicts(self) -> list[Verdict]:
+        """Read from its report."""
+        return files.load_report(self.job.directory)[1]
+
+
+class Runner:
+    """Runs cases in one directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        flags: tuple[str, ...] = (NO_WANDB,),
+        device: str = "auto",
+        script: Path | None = None,
+        shares: bool = True,
+    ) -> None:
+        """Import Megatron, if ranks can be forked.
+
+        Args:
+            directory: where to work.
+            flags: ``--ttrace-*`` flags of all cases.
+            device: of all cases.
+            script: of all cases that name none; by default our own ``pretrain_gpt.py``.
+            shares: whether references are kept in one place, for all cases.
+        """
+        self.directory = directory
+        self._flags = flags
+        self._script = script or launch_dir() / "pretrain_gpt.py"
+        self._environment: dict[str, str] = {}
+        if shares:
+            self._environment["TTRACE_CACHE"] = str((directory / "references").resolve())
+        self.forks = jobs.prepare(device, self._script, modules=PRELOADED)
+
+    def job(self, case: Case) -> jobs.Job:
+        """The job of a case."""
+        return jobs.Job(
+            script=case.script or self._script,
+            arguments=case.arguments,
+            nproc=case.nproc,
+            directory=self.directory / case.name,
+            flags=(*self._flags, *case.flags),
+            environment={**self._environment, **case.environment},
+            limit=case.limit,
+        )
+
+    def run(self, case: Case, say: Callable[[str], None] = lambda line: None) -> Checked:
+        """Run a case to its end.
+
+        Args:
+            case: what to check.
+            say: told what happens, line by line.
+
+        Raises:
+            OutOfTimeError: when it took longer than its limit; its ranks are ended.
+            TTraceError: when there is no answer, with the reason.
+        """
+        job = self.job(case)
+        return Checked(job, jobs.run(job, fork=self.forks, say=say))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that cannot be traced are refused with a reason; others are told how they are checked."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.runtime import low_precision, requirements
+
+
+def arguments(**values):
+    """Megatron's, of a run that asks for nothing."""
+    return argparse.Namespace(**{"rampup_batch_size": None, "load": None, **values})
+
+
+def settings(**values):
+    """Ours."""
+    return Settings(directory=Path("unused"), **values)
+
+
+REFUSED = [
+    ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
+    ({"use_torch_fsdp2": True}, {}, "--use-torch-fsdp2"),
+    ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
+]
+
+
+@pytest.mark.parametrize(("given", "asked", "words"), REFUSED)
+def test_refused(given, asked, words, monkeypatch):
+    """In one line."""
+    monkeypatch.setattr(requirements, "starts_from_checkpoint", lambda args: bool(args.load))
+    with pytest.raises(TTraceError, match=words) as refused:
+        requirements.require(arguments(**given), settings(**asked))
+    assert "\n" not in str(refused.value)
+
+
+ACCEPTED = [
+    ({"rampup_batch_size": ["2", "2", "8"]}, {}),
+    ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
+    ({"use_megatron_fsdp": True}, {}),
+    ({"load": "there"}, {}),
+]
+
+
+@pytest.mark.parametrize(("given", "asked"), ACCEPTED)
+def test_accepted(given, asked, monkeypatch):
+    """What comes near to a refusal is none."""
+    monkeypatch.setattr(requirements, "starts_from_checkpoint", lambda args: bool(args.load))
+    requirements.require(arguments(**given), settings(**asked))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_low_precision_isolates_and_says_so(asks, monkeypatch):
+    """Unless the user asked for it."""
+    monkeypatch.setattr(low_precision.te, "emulated", lambda: True)
+    chosen = settings(isolate=asks)
+    assert requirements.isolates(arguments(fp8="hybrid"), chosen)
+    assert requirements.notices(arguments(fp8="hybrid"), chosen) == (
+        [] if asks else [low_precision.NOTICE]
+    )
+    assert requirements.isolates(arguments(), chosen) == asks
+    assert requirements.notices(arguments(), chosen) == []
+
+
+def test_another_megatrons_reference_is_told():
+    """Where it was allowed."""
+    chosen = settings(reference=Path("there"), allow_other_megatron=True)
+    assert len(requirements.notices(arguments(), chosen)) == 1

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one runner of small jobs, without running one."""
+
+import pytest
+
+from megatron_ttrace.processes import job as jobs
+from megatron_ttrace.runtime import PRELOADED
+from megatron_ttrace.runtime.runner import NO_WANDB, Case, Runner
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of the processes; none is started."""
+    calls = []
+
+    def prepare(device, script, *, modules):
+        calls.append((device, script, modules))
+        return True
+
+    monkeypatch.setattr(jobs, "prepare", prepare)
+    monkeypatch.setattr(jobs, "run", lambda job, *, fork, say: (job, fork))
+    return calls
+
+
+def test_a_case_becomes_a_job(asked, tmp_path):
+    """Its own flags and environment come after the runner's; references are shared."""
+    runner = Runner(tmp_path, flags=(NO_WANDB, "--a"), device="cpu")
+    case = Case(
+        name="one", arguments=("--x", "1"), nproc=2, flags=("--b",), environment={"K": "v"}, limit=3
+    )
+    found = runner.run(case)
+    [(device, script, modules)] = asked
+    assert (device, script.name, modules) == ("cpu", "pretrain_gpt.py", PRELOADED)
+    assert found.summary == (found.job, True)
+    assert found.job == jobs.Job(
+        script=script,
+        arguments=("--x", "1"),
+        nproc=2,
+        directory=tmp_path / "one",
+        flags=(NO_WANDB, "--a", "--b"),
+        environment={"TTRACE_CACHE": str(tmp_path / "references"), "K": "v"},
+        limit=3,
+    )
+
+
+def test_scripts_and_caches_of_its_own(asked, tmp_path):
+    """A case's script wins over the runner's; without sharing the user's cache stays."""
+    runner = Runner(tmp_path, script=tmp_path / "mine.py", shares=False)
+    assert asked[0][1] == tmp_path / "mine.py"
+    assert runner.job(Case(name="a", arguments=())).script == tmp_path / "mine.py"
+    other = runner.job(Case(name="a", arguments=(), script=tmp_path / "other.py"))
+    assert (other.script.name, other.environment) == ("other.py", {})
