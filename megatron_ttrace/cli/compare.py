@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     reference, candidate = TraceReader(args.reference), TraceReader(args.candidate)
     for trace, role in ((reference, "reference"), (candidate, "candidate")):
         if trace.meta.get("role") != role:
-            raise TTraceError(f"{trace.directory} is no {role} trace: give REFERENCE CANDIDATE")
+            raise TTraceError(f"{trace.directory} is not a {role} trace: give REFERENCE CANDIDATE")
     if not candidate.meta.get("complete"):
         raise TTraceError(
             f"{args.candidate} holds failed tensors only: trace with --ttrace-save-candidate"

@@ -128,7 +128,7 @@ def _device() -> Finding:
     torch = importlib.import_module("torch")
     count = torch.cuda.device_count()
     if not count:
-        return Finding("GPU", "optional", "none", "the CPU backend stands in for it")
+        return Finding("GPU", "optional", "none", "the CPU backend is used")
     properties = torch.cuda.get_device_properties(0)
     memory = f"{properties.total_memory / _GIB:.0f} GiB"
     if "NCCL" not in _backends():
@@ -140,7 +140,7 @@ def _device() -> Finding:
 def _checks(broken: list[str]) -> Finding:
     """What will run where."""
     if broken:
-        return Finding("checks", "missing", "cannot run here", f"first mend {', '.join(broken)}")
+        return Finding("checks", "missing", "cannot run here", f"first fix {', '.join(broken)}")
     count = importlib.import_module("torch").cuda.device_count()
     if not count:
         found = "reference and ranks on this machine's CPU over gloo, TransformerEngine emulated"

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError("give name patterns, or --all; 'ttrace matrix --list' shows the names")
     chosen = select(everything, args.patterns)
     if not chosen:
-        raise TTraceError(f"no configuration fits {' '.join(args.patterns)}: see --list")
+        raise TTraceError(f"no configuration matches {' '.join(args.patterns)}: see --list")
     from megatron_ttrace.processes import job as jobs
     from megatron_ttrace.runtime import PRELOADED
 
@@ -183,7 +183,7 @@ def _line(row: Row) -> str:
     if row.tensors and row.why:
         told = row.why
     if row.finding:
-        outdated = "not found any more: " if row.verdict is Result.EQUIVALENT else ""
+        outdated = "no longer found: " if row.verdict is Result.EQUIVALENT else ""
         told = f"{outdated}docs/findings.md, {row.finding}; {told}"
     return (
         f"{row.name:<34} {row.verdict.value:<12} {row.tensors:>5} tensors "

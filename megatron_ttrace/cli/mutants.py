@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.only or any(fnmatch.fnmatchcase(mutant.id, one) for one in args.only)
     ]
     if not chosen:
-        raise TTraceError(f"no mutant fits {' '.join(args.only)}: see ttrace mutants list")
+        raise TTraceError(f"no mutant matches {' '.join(args.only)}: see ttrace mutants list")
     if args.action == "list":
         _writable(args.json)
         return _list(chosen, args.json)

@@ -276,7 +276,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     reference = Path(args.ttrace_reference) if args.ttrace_reference else None
     if reference is not None and not reference.is_dir():
         raise TTraceError(
-            f"--ttrace-reference {reference}: no such directory; leave the flag out to make one"
+            f"--ttrace-reference {reference}: no such directory; omit the flag to make one"
         )
     return Settings(
         directory=Path(args.ttrace_dir),

@@ -106,7 +106,7 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         TTraceError: when there is no answer, with the reason.
     """
     if not job.script.is_file():
-        wrong = "is no regular file" if job.script.exists() else "no such script"
+        wrong = "is not a regular file" if job.script.exists() else "no such script"
         raise TTraceError(f"{job.script}: {wrong}")
     with shared.claim(job.directory) as claim:
         return _run(job, claim.run, fork, say)
@@ -260,7 +260,7 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
             how = how if code is not None and code < 0 else "failed"
             return f"rank {rank} {how}: {died} (log: {log})"
         return f"rank {rank} {how}; its last lines, from {log}:\n{tail(log)}"
-    return f"the job ended without an answer; its last lines:\n{tail(ranks.log_of(logs, 0))}"
+    return f"the job ended without a result; its last lines:\n{tail(ranks.log_of(logs, 0))}"
 
 
 def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:

@@ -151,7 +151,7 @@ def test_damaged_traces(traced: Path, tmp_path: Path) -> None:
 def test_compare_wants_a_reference_and_a_candidate(traced: Path, tmp_path: Path) -> None:
     """Swapped directories are noticed; the right order passes."""
     swapped = ttrace("compare", traced / "candidate", traced / "reference", cwd=tmp_path)
-    refused(swapped, "is no reference trace")
+    refused(swapped, "is not a reference trace")
     right = ttrace(
         *("compare", traced / "reference", traced / "candidate", "--output", tmp_path / "out"),
         cwd=tmp_path,
