@@ -31,8 +31,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "check",
         help="check a training job against its single-device reference",
-        description="Run a Megatron training script on this machine and check it; "
-        "--ttrace and --ttrace-exit are implied.",
+        description="Run a Megatron training script on this machine and check it. "
+        "--ttrace and --ttrace-exit are implied; the script needs no changes.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,9 +43,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-fork",
         action="store_true",
-        help="start every rank as a fresh process, also where forking would save time",
+        help="start every rank as a fresh process instead of forking it",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress lines")
+    parser.add_argument("--quiet", action="store_true", help="do not print progress")
     flags.add_arguments(parser)
     parser.add_argument(
         "--timeout",
@@ -53,8 +53,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=float,
         default=argparse.SUPPRESS,
         metavar="SECONDS",
-        help="the same as --ttrace-timeout: how long a reference run may take, and how long ranks "
-        f"may write nothing ({flags.DEFAULT_TIMEOUT:.0f})",
+        help="the same as --ttrace-timeout: time limit for the reference run, and for ranks that "
+        f"write nothing (default {flags.DEFAULT_TIMEOUT:.0f})",
     )
     parser.add_argument(
         "--allow-unchecked",
@@ -65,7 +65,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="the same as --ttrace-allow-unchecked",
     )
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="what to run"
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="-- SCRIPT ARGS",
+        help="script and its arguments",
     )
     parser.set_defaults(run=run)
     return parser
