@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make demo` and `make test` do everything on a fresh machine; `make help` lists the rest.
+# `make demo` and `make test` work on a fresh machine; `make help` lists all targets.
 
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
@@ -7,7 +7,7 @@ PYTEST := $(PYTHON) -m pytest -q
 # What `make test-versions` runs: training on the CPU, bitwise neutrality, checks, known bugs.
 RELEASE_TESTS := tests/integration/test_releases.py tests/integration/test_demo.py \
   tests/integration/test_bitwise.py tests/cpu/test_training.py
-# More threads than cores make small jobs of several ranks slower, and sums differ with the number.
+# More threads than cores slow down small jobs of several ranks, and change the order of sums.
 export OMP_NUM_THREADS = 1
 # Test processes at a time. Each imports Megatron once and forks what it runs (tests/warm.py).
 JOBS ?= 2
@@ -16,22 +16,22 @@ export VENV
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test unit test-versions lint format nightly clean
 
-help: ## list the targets
+help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
-venv: ## make or renew .venv with the pinned versions
+venv: ## create or update .venv with the pinned versions
 	@launch/bootstrap.sh venv
 
-demo: venv ## check a correct run and a broken one, and show both reports
+demo: venv ## check a healthy run and one with a known bug; needs nothing installed
 	$(VENV)/bin/ttrace demo
 
-test: lint ## lint, then all tests but the nightly ones
+test: lint ## lint, then all tests except the nightly ones
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not nightly and not releases"
 
-unit: venv ## the tests that train nothing
+unit: venv ## the tests that do not train
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not nightly and not releases"
 
-test-versions: venv ## chosen tests with every megatron-core release that is supported
+test-versions: venv ## selected tests with every supported megatron-core release
 	@set -e; for release in $$($(PYTHON) -c \
 	  'from megatron_ttrace.mcore.versions import SUPPORTED; print(*SUPPORTED)'); do \
 	  echo "== megatron-core $$release"; \
@@ -39,16 +39,16 @@ test-versions: venv ## chosen tests with every megatron-core release that is sup
 	    $(PYTEST) -m "not nightly" $(RELEASE_TESTS); \
 	done
 
-lint: venv ## ruff and mypy
+lint: venv ## run ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-format: venv ## let ruff mend what it can
+format: venv ## fix style with ruff
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
 
-nightly: venv ## every test, the long ones included
+nightly: venv ## all tests, including the long ones
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600
 
 clean: ## remove the environment and all caches

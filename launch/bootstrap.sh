@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   launch/bootstrap.sh python   print the path of a Python that megatron-core has wheels for
-#   launch/bootstrap.sh venv     make or renew the environment in $VENV (default .venv)
+#   launch/bootstrap.sh venv     create or update the environment in $VENV (default .venv)
 #   launch/bootstrap.sh release 0.17.1
-#                                put that megatron-core, alone, under $VENV/releases, and print where
+#                                install that megatron-core alone under $VENV/releases; print its path
 #
-# TTRACE_PYTHON names the interpreter to use instead of the one that would be found.
+# TTRACE_PYTHON names the interpreter to use instead of searching for one.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-.venv}
-VERSIONS="3.12 3.13" # those of megatron-core's wheels, the preferred one first
+VERSIONS="3.12 3.13" # the versions of megatron-core's wheels, the preferred one first
 CONSTRAINTS=requirements/constraints.txt
 
 fail() {
@@ -19,8 +19,8 @@ fail() {
   exit 2
 }
 
-# Whether $1 is a Python of version $2 that can make environments. It is run, not believed: a pyenv
-# shim can be there for a version that is not switched on, and Debian ships Python without ensurepip.
+# Whether $1 is a Python of version $2 that can create environments. It is run to find out: pyenv has
+# shims of versions that are not activated, and Debian ships Python without ensurepip.
 usable() {
   "$1" -c "
 import ensurepip, sys, venv
@@ -66,7 +66,7 @@ find_python() {
     "pyenv install 3.12, or uv python install 3.12), or name one with TTRACE_PYTHON=/path/to/python"
 }
 
-# What the environment was made from. An environment cannot be moved, so its place belongs to it.
+# What the environment was made from. An environment cannot be moved, so its path is included.
 fingerprint() {
   (echo "$ROOT/$VENV" && cat pyproject.toml setup.py "$CONSTRAINTS" launch/bootstrap.sh) | cksum
 }
@@ -79,15 +79,15 @@ make_venv() {
     return # nothing to install
   fi
   if [[ -d $VENV && ! -e $stamp && ! -e $unfinished && -n $(ls -A "$VENV") ]]; then
-    fail "$VENV is there and was not made by make: remove it, or choose another with VENV=DIR"
+    fail "$VENV exists and was not created by make: remove it, or choose another with VENV=DIR"
   fi
-  # An install that was interrupted can leave half a package that pip takes for a whole one.
+  # An interrupted install can leave a partial package that pip takes for a complete one.
   if [[ -e $unfinished ]] || ! "$VENV/bin/python" -c '' 2>/dev/null; then
     python=$(find_python)
     rm -rf "$VENV"
     mkdir -p "$VENV"
     touch "$unfinished"
-    echo "ttrace: making $VENV with $("$python" -V) (the first time takes some minutes and 6 GB)"
+    echo "ttrace: creating $VENV with $("$python" -V) (takes a few minutes and 6 GB)"
     "$python" -m venv "$VENV"
   fi
   touch "$unfinished"
@@ -99,13 +99,13 @@ make_venv() {
   rm -f "$unfinished"
 }
 
-# A release without what it depends on: on PYTHONPATH it goes before the environment's own release,
-# as a Megatron-LM checkout does, and all else is the environment's.
+# A release without its dependencies. On PYTHONPATH it precedes the environment's release, as a
+# Megatron-LM checkout does; everything else comes from the environment.
 add_release() {
   cd "$ROOT"
   local home unfinished
   [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "$1 is not a release of megatron-core, such as 0.17.1"
-  [[ -x $VENV/bin/python ]] || fail "$VENV is not there yet: make venv"
+  [[ -x $VENV/bin/python ]] || fail "$VENV does not exist: run make venv first"
   home=$(cd "$VENV" && pwd)/releases
   unfinished=$home/$1.unfinished
   if [[ ! -d $home/$1 ]]; then
@@ -122,7 +122,7 @@ case ${1:-} in
   python) find_python ;;
   release) add_release "${2:-}" ;;
   venv)
-    if command -v flock >/dev/null; then # two makes at once: the second waits for the first
+    if command -v flock >/dev/null; then # of two makes at once, the second waits for the first
       exec 9>"$ROOT/.${VENV//\//_}.lock"
       flock 9
     fi

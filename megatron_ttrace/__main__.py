@@ -33,8 +33,8 @@ COMMANDS = (
 )
 """Modules with ``add_parser(subparsers)``; parsing imports neither torch nor Megatron."""
 _EPILOG = (
-    "exit codes: 0 equivalent, 1 diverged, 2 could not check; 128 + N when ended by signal N "
-    "(130: Ctrl-C)"
+    "exit codes: 0 equivalent, 1 diverged, 2 could not check; 128 + N if signal N ended "
+    "the command (130: Ctrl-C, 143: SIGTERM)"
 )
 
 
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="ttrace",
-        description="Is this Megatron run numerically the single-device run?",
+        description="Check that a Megatron run is numerically equivalent to a single-device run.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )

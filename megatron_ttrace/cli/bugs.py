@@ -29,7 +29,7 @@ examples:
 
 Every bug is re-created in Megatron's own code, in memory, in a small job on the CPU. The job is
 checked without the bug (it must be equivalent) and with it (it must diverge at the expected
-place). The checker is not told that there is a bug.
+place). The checker does not know that there is a bug.
 
 exit code: 0 all as expected, 1 a job without a bug diverged, 2 a bug was missed or not explained as
 expected, or a case could not be run
@@ -42,8 +42,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the ``bugs`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bugs",
-        help="list known bugs, or see that the checker finds them",
-        description="Known silent bugs of distributed training, re-created.",
+        help="list known bugs, or test that the checker finds them",
+        description="Known silent bugs of distributed training, re-created as test cases.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -57,34 +57,36 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     running = actions.add_parser(
         "run",
-        help="run known bugs and say which are found",
-        description="Run known bugs and say which are found.",
+        help="run known bugs and report which are found",
+        description="Run known bugs and report which are found.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for action in (listing, running):
         action.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    running.add_argument("id", nargs="*", metavar="ID", help="which bugs, e.g. 01 04a")
-    running.add_argument("--all", action="store_true", help="all of them")
+    running.add_argument("id", nargs="*", metavar="ID", help="bugs to run, e.g. 01 04a")
+    running.add_argument("--all", action="store_true", help="run all bugs")
     running.add_argument("--model", choices=_MODELS, default="gpt", help="small model to use")
-    running.add_argument("--size", choices=_SIZES, default="small", help="of that model")
+    running.add_argument("--size", choices=_SIZES, default="small", help="size of the model")
     running.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     running.add_argument("--seed", type=int, default=None, metavar="N", help="Megatron's --seed")
     running.add_argument(
-        "--isolate", action="store_true", help="with --ttrace-isolate: only the culprit may be red"
+        "--isolate",
+        action="store_true",
+        help="check with --ttrace-isolate: only the culprit may fail",
     )
     running.add_argument(
         "--rows",
         type=Path,
         metavar="FILE",
-        help="also write each finished case to FILE, a JSON object a line",
+        help="also write each finished case to FILE, one JSON object per line",
     )
     running.add_argument(
         "--directory",
         type=Path,
         default=Path("ttrace-out/bugs"),
         metavar="DIR",
-        help="where to work",
+        help="working directory",
     )
     parser.set_defaults(run=run)
     return parser
@@ -211,7 +213,7 @@ def _total(totals: Totals) -> str:
     """The bars in words."""
     said = (
         f"of {totals.bugs} bugs {totals.detected} detected, {totals.localised} localised, "
-        f"{totals.explained} explained; {totals.twins} of {totals.cases} healthy twins pass"
+        f"{totals.explained} explained; {totals.twins} of {totals.cases} healthy runs pass"
     )
     if totals.weakest is not None:
         said += f"; weakest margin of a culprit {totals.weakest[0]:.3g} ({totals.weakest[1]})"

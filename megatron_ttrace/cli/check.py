@@ -30,8 +30,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "check",
         help="check a training job against its single-device reference",
-        description="Run a Megatron training script on this machine and check it; "
-        "--ttrace and --ttrace-exit are implied.",
+        description="Run a Megatron training script on this machine and check it. "
+        "--ttrace and --ttrace-exit are implied; the script needs no changes.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,9 +46,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-fork",
         action="store_true",
-        help="start every rank as a fresh process, also where forking would save time",
+        help="start every rank as a fresh process instead of forking it",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress lines")
+    parser.add_argument("--quiet", action="store_true", help="do not print progress")
     flags.add_arguments(parser)
     parser.add_argument(
         "--timeout",
@@ -56,8 +56,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=flags.number,
         default=argparse.SUPPRESS,
         metavar="SECONDS",
-        help="the same as --ttrace-timeout: how long a reference run may take, and how long ranks "
-        f"may write nothing ({flags.DEFAULT_TIMEOUT:.0f})",
+        help="the same as --ttrace-timeout: time limit for the reference run, and for ranks that "
+        f"write nothing (default {flags.DEFAULT_TIMEOUT:.0f})",
     )
     parser.add_argument(
         "--allow-unchecked",
@@ -68,7 +68,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="the same as --ttrace-allow-unchecked",
     )
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="what to run"
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="-- SCRIPT ARGS",
+        help="script and its arguments",
     )
     parser.set_defaults(run=run)
     return parser
@@ -80,28 +83,10 @@ def run(args: argparse.Namespace) -> int:
     if not script:
         raise TTraceError("no script given: ttrace check --nproc-per-node N -- SCRIPT ARGS")
     flags.check_single(args, "nproc_per_node")
-<<<<<<< HEAD
-    ours, theirs = _split(args, script[1:])
-    flags.settings_from_args(ours)
-    with signals.abrupt():
-        from megatron_ttrace.processes import job as jobs
-        from megatron_ttrace.runtime import PRELOADED
-        from megatron_ttrace.trace import shared
-
-    shared.require_free(Path(ours.ttrace_dir))
-    say = _silent if args.quiet or args.json else _progress()
-    if not Path(script[0]).is_file():
-        raise TTraceError(f"{script[0]}: no such script")
-    fork = not args.no_fork and jobs.prepare(ours.ttrace_device, Path(script[0]), modules=PRELOADED)
-    job = jobs.Job(
-        script=Path(script[0]),
-        arguments=tuple(theirs),
-=======
     report = api.run_check(
         Path(script[0]),
         script[1:],
         before(args),
->>>>>>> w2/api
         nproc=args.nproc_per_node,
         environment={},
         fork=not args.no_fork,

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--output",
         type=flags.path,
         metavar="DIR",
-        help="where to write the report (default: beside)",
+        help="directory for the report (default: the parent of CANDIDATE_DIR)",
     )
     parser.add_argument(
         "--allow-unchecked",
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="share of tensors that may be unchecked (default %(default)s); above it the answer "
         "is 'could not check'",
     )
-    parser.add_argument("--wandb", action="store_true", help="log the report to W&B, too")
+    parser.add_argument("--wandb", action="store_true", help="also log the report to W&B")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(run=run)
     return parser

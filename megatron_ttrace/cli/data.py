@@ -17,8 +17,8 @@ _EXAMPLE = """\
 example:
   ttrace data --output data/library --glob '*.py' --append-eod --max-bytes 2000000 src/ README.md
 
-A token is a byte, and a file is a document; the vocabulary has 257 entries, the last of which is
-the end of a document. Nothing is downloaded. The flags to train with are printed at the end.
+Each byte is a token, and each file is a document. The vocabulary has 257 entries; the last one is
+the end-of-document token. Nothing is downloaded. The flags to train with are printed at the end.
 """
 
 
@@ -26,8 +26,8 @@ def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser(
         "data",
-        help="turn text files into Megatron's .bin and .idx",
-        description="Turn text files into a Megatron data set of byte tokens.",
+        help="convert text files into Megatron's .bin and .idx",
+        description="Convert text files into a Megatron data set of byte tokens.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -36,26 +36,26 @@ def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
         metavar="FILE_OR_DIR",
         nargs="+",
         type=flags.path,
-        help="files, or folders of files",
+        help="files, or directories of files",
     )
     parser.add_argument(
         "--output",
         metavar="PREFIX",
         required=True,
         type=flags.path,
-        help="where to write PREFIX.bin and PREFIX.idx",
+        help="write PREFIX.bin and PREFIX.idx",
     )
     parser.add_argument(
         "--glob",
         metavar="PATTERN",
         default="*",
-        help="which files of a folder to take (default: all but hidden ones)",
+        help="files of a directory to read (default: all but hidden ones)",
     )
     parser.add_argument(
         "--max-bytes",
         metavar="N",
         type=flags.integer(),
-        help="stop after N bytes of text (default: take all)",
+        help="stop after N bytes of text (default: no limit)",
     )
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the token 256"

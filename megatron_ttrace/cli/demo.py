@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace demo``: a healthy run and a sick one, on this machine, in about a minute."""
+"""``ttrace demo``: check a healthy run and a faulty one, on this machine, in about a minute."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ example:
   ttrace demo
 
 Four ranks, TP 2 with sequence parallelism x PP 2, distributed optimizer, real text (the source of
-this Python's standard library). First as it is, then with known bug 01 in it.
+this Python's standard library). The job is checked twice: unchanged, and with known bug 01.
 
-exit code: 0 when the healthy run is found equivalent and the bug is found, 1 when the healthy run
-diverged, 2 otherwise
+exit code: 0 if the healthy run is equivalent and the bug is found, 1 if the healthy run diverged,
+2 otherwise
 """
 _RANKS = 4
 _CORPUS_BYTES = 4_000_000
@@ -37,13 +37,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the ``demo`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "demo",
-        help="see a healthy and a sick run checked",
+        help="check a healthy run and a run with a known bug",
         description="Check a healthy 4-rank job and the same job with a known bug.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--directory", type=Path, default=Path("demo-out"), metavar="DIR", help="where to work"
+        "--directory", type=Path, default=Path("demo-out"), metavar="DIR", help="working directory"
     )
     parser.add_argument(
         "--script", type=Path, default=None, metavar="SCRIPT", help=argparse.SUPPRESS
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     say("importing Megatron")
     runner = Runner(args.directory, flags=(), script=args.script)
-    say("making a data set of this Python's standard library")
+    say("making a data set from this Python's standard library")
     prefix = text_data.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
     words = f"{_ARGUMENTS} {text_data.training_flags(prefix, megatron_core_version())}".split()
     console = Console()
@@ -76,7 +76,11 @@ def run(args: argparse.Namespace) -> int:
     alarm = False
     for title, flags, expected in (
         ("healthy: TP 2 + SP x PP 2, distributed optimizer", (), _is_healthy),
-        ("sick: the same with known bug 01 (--ttrace-bug 01)", ("--ttrace-bug", "01"), _is_found),
+        (
+            "faulty: the same job with known bug 01 (--ttrace-bug 01)",
+            ("--ttrace-bug", "01"),
+            _is_found,
+        ),
     ):
         console.rule(title)
         name = title.split(":")[0]
@@ -90,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     healthy, found = outcomes
     console.print(f"healthy run found equivalent: {'yes' if healthy else 'NO'}")
     console.print(f"bug 01 found at embedding.word_embeddings: {'yes' if found else 'NO'}")
-    console.print(f"HTML report: {args.directory / 'sick' / files.HTML}")
+    console.print(f"HTML report: {args.directory / 'faulty' / files.HTML}")
     say("done")
     if all(outcomes):
         return int(ExitCode.EQUIVALENT)

@@ -23,7 +23,7 @@ example:
   ttrace doctor
   ttrace doctor --json
 
-exit code: 0 checks can run here, 2 something that every check needs is missing
+exit code: 0 if checks can run here, 2 if a package that every check needs is missing
 """
 _GIB = 1 << 30
 
@@ -42,8 +42,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the ``doctor`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
-        help="say what is installed and what will run where",
-        description="Look at this machine's installation.",
+        help="show what is installed and where checks will run",
+        description="Show what is installed, what is missing, and where checks will run.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -128,7 +128,7 @@ def _device() -> Finding:
     torch = importlib.import_module("torch")
     count = torch.cuda.device_count()
     if not count:
-        return Finding("GPU", "optional", "none", "the CPU backend stands in for it")
+        return Finding("GPU", "optional", "none", "the CPU backend is used")
     properties = torch.cuda.get_device_properties(0)
     memory = f"{properties.total_memory / _GIB:.0f} GiB"
     if "NCCL" not in _backends():
@@ -140,13 +140,13 @@ def _device() -> Finding:
 def _checks(broken: list[str]) -> Finding:
     """What will run where."""
     if broken:
-        return Finding("checks", "missing", "cannot run here", f"first mend {', '.join(broken)}")
+        return Finding("checks", "missing", "cannot run here", f"first fix {', '.join(broken)}")
     count = importlib.import_module("torch").cuda.device_count()
     if not count:
         found = "reference and ranks on this machine's CPU over gloo, TransformerEngine emulated"
         return Finding("checks", "ok", found)
     ranks = "1 rank" if count == 1 else f"up to {count} ranks"
-    found = f"reference on the first GPU, {ranks} on GPUs, untouched"
+    found = f"reference on the first GPU, {ranks} on GPUs (not yet tried)"
     return Finding("checks", "ok", found, "more ranks on the CPU with --ttrace-device cpu")
 
 
@@ -171,7 +171,7 @@ def _transformer_engine() -> Finding:
 
 
 def _apex() -> Finding:
-    advice = "build NVIDIA's from source; the package named apex on the index is another project"
+    advice = "build it from NVIDIA's source; the package named apex on the index is another project"
     try:
         importlib.import_module("apex.normalization.fused_layer_norm")
     except Exception as error:  # noqa: BLE001 - a broken installation raises anything

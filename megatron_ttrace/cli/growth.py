@@ -29,10 +29,11 @@ example:
   ttrace growth --layers 4,16,64 --svg growth-fp32.svg
   ttrace growth --layers 4,16 --bf16
 
-A small model of each depth is run on one device and replayed perturbed, as for every check. A row
-is the median tolerance of a layer's tensors; the bound is theorem 5.3's, k C^(L + 1 - l) epsilon.
+A small model of each depth is run on one device and replayed with perturbations, as in every check.
+Each row is the median tolerance of a layer's tensors. The bound is that of theorem 5.3,
+k C^(L + 1 - l) epsilon.
 
-exit code: 0, or 2 when a model could not be run
+exit code: 0, or 2 if a model could not be run
 """
 
 
@@ -40,21 +41,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the ``growth`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "growth",
-        help="how tolerances grow with the number of layers",
-        description="How estimated tolerances grow with depth, against theorem 5.3's bound.",
+        help="show how tolerances grow with the number of layers",
+        description="Show how tolerances grow with depth, compared with the bound of theorem 5.3.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--layers", type=_numbers, default=(4, 16, 64), metavar="N[,N...]", help="depths to try"
+        "--layers", type=_numbers, default=(4, 16, 64), metavar="N[,N...]", help="numbers of layers"
     )
-    parser.add_argument("--bf16", action="store_true", help="in bf16 instead of fp32")
+    parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     parser.add_argument(
         "--init", default="reveal", choices=("reveal", "megatron"), help="start values"
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot to FILE")
     parser.add_argument(
-        "--directory", type=Path, default=Path("ttrace-out/growth"), help="where to work"
+        "--directory", type=Path, default=Path("ttrace-out/growth"), help="working directory"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)

@@ -29,9 +29,10 @@ example:
   ttrace matrix 'tp2*' '*/llama/bf16'
   ttrace matrix --all --seeds 1234,7,42
 
-exit code: 0 all equivalent (but for configurations that show a fault of Megatron's listed in
-docs/findings.md: those must diverge), 1 a healthy one diverged, 2 nothing of that, but one could
-not be checked or a listed fault was not found
+Configurations that show a fault of Megatron listed in docs/findings.md must diverge.
+
+exit code: 0 all as expected, 1 a healthy one diverged, 2 no healthy one diverged, but one could not
+be checked or a listed fault was not found
 """
 
 
@@ -59,21 +60,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the ``matrix`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "matrix",
-        help="check that healthy configurations raise no alarm",
-        description="Check healthy configurations (layout x model x dtype).",
+        help="check healthy configurations, which must all pass",
+        description="Check healthy configurations (layout x model x dtype), which must all pass.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names to run, e.g. 'tp2*'")
-    parser.add_argument("--all", action="store_true", help="run everything")
-    parser.add_argument("--list", action="store_true", help="list the names and stop")
+    parser.add_argument("--all", action="store_true", help="run all configurations")
+    parser.add_argument("--list", action="store_true", help="list the names and exit")
     parser.add_argument(
         "--seeds",
         "--seed",
         type=_seeds,
         default=(1234,),
         metavar="N[,N...]",
-        help="Megatron's --seed (default 1234): other values, other data; several run one by one",
+        help="Megatron's --seed (default 1234); each configuration runs once per seed",
     )
     parser.add_argument("--directory", type=Path, default=Path("ttrace-out-matrix"), metavar="DIR")
     parser.add_argument(
@@ -82,7 +83,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar='"FLAGS"',
         help="further --ttrace-* flags for every check, e.g. '--ttrace-isolate'",
     )
-    parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     parser.set_defaults(run=run)
     return parser
 
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError("give name patterns, or --all; 'ttrace matrix --list' shows the names")
     chosen = select(everything, args.patterns)
     if not chosen:
-        raise TTraceError(f"no configuration fits {' '.join(args.patterns)}: see --list")
+        raise TTraceError(f"no configuration matches {' '.join(args.patterns)}: see --list")
     from megatron_ttrace.runtime.runner import NO_WANDB, Runner
 
     runner = Runner(args.directory, flags=(NO_WANDB, *args.ttrace_flags.split()))
@@ -179,7 +180,7 @@ def _line(row: Row) -> str:
     if row.tensors and row.why:
         told = row.why
     if row.finding:
-        outdated = "not found any more: " if row.verdict is Result.EQUIVALENT else ""
+        outdated = "no longer found: " if row.verdict is Result.EQUIVALENT else ""
         told = f"{outdated}docs/findings.md, {row.finding}; {told}"
     return (
         f"{row.name:<34} {row.verdict.value:<12} {row.tensors:>5} tensors "
@@ -196,7 +197,7 @@ def _total(rows: list[Row]) -> None:
     found = len(rows) - len(healthy)
     print(
         f"{good} of {len(healthy)} equivalent"
-        + (f", and {found} known faults of Megatron's" if found else "")
+        + (f", and {found} known faults of Megatron" if found else "")
         + f"; {tensors} tensors, {unchecked} unchecked "
         f"({unchecked / max(tensors, 1):.2%}); worst healthy margin {worst.worst_margin:.3g} "
         f"({worst.name}: {worst.worst}); {sum(row.inexact for row in rows)} of "

@@ -24,11 +24,12 @@ examples:
   ttrace mutants run --json mutants.json
   ttrace mutants run --only 'tensor_parallel.*' --all
 
-Faults are found by reading Megatron's source, put in one at a time, in memory, in the ranks of a
-small job on the CPU, and the job is checked. The checker is not told. A mutant counts where some
-job runs its line. Killed: the check says 'diverged', or the job crashes or hangs.
+Places for faults are found by scanning Megatron's source. One fault at a time is put in, in memory,
+in the ranks of a small job on the CPU, and the job is checked. The checker does not know of it. A
+mutant counts if some job runs its line. It is killed if the check says 'diverged', or if the job
+crashes or hangs.
 
-exit code: 0 at least 95 % killed; 1 a job diverged without a mutant, or with one that is proven
+exit code: 0 at least 95 % killed; 1 a job diverged without a mutant, or with one that is listed as
 harmless; 2 fewer were killed, or a job could not run
 """
 _COUNT = 100
@@ -39,23 +40,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the ``mutants`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "mutants",
-        help="single faults in Megatron's parallel code: how many are found",
-        description="Single faults in Megatron's parallel code.",
+        help="inject single faults into Megatron's parallel code and count how many are found",
+        description="Inject single faults (mutants) into Megatron's parallel code.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|run")
     listing = actions.add_parser(
         "list",
-        help="list what scanning finds",
+        help="list the mutants",
         description="List the mutants of the installed Megatron.",
         epilog="example:\n  ttrace mutants list --only '*off-by-one*'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     running = actions.add_parser(
         "run",
-        help="run a sample of them, or all",
-        description="Run mutants and say how many are found.",
+        help="run a sample of the mutants, or all",
+        description="Run mutants and report how many are found.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -65,7 +66,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="PATTERN",
-            help="ids to take, e.g. 'distributed.*:lost-mark:*'; can be repeated",
+            help="only ids that match, e.g. 'distributed.*:lost-mark:*'; can be repeated",
         )
         action.add_argument(
             "--json",
@@ -74,13 +75,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             metavar="FILE",
             help="write JSON to FILE, or print it instead of a table",
         )
-    running.add_argument("--all", action="store_true", help="all that are reached, no sample")
     running.add_argument(
-        "--count", type=int, default=_COUNT, metavar="N", help=f"size of the sample ({_COUNT})"
+        "--all", action="store_true", help="run all mutants whose line some job runs"
     )
     running.add_argument(
-        "--seed", type=int, default=_SEED, metavar="N", help="another one, another sample"
+        "--count",
+        type=int,
+        default=_COUNT,
+        metavar="N",
+        help=f"size of the sample (default {_COUNT})",
     )
+    running.add_argument("--seed", type=int, default=_SEED, metavar="N", help="seed of the sample")
     running.add_argument(
         "--layout",
         action="append",
@@ -93,7 +98,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=Path,
         default=Path("ttrace-out/mutants"),
         metavar="DIR",
-        help="where to work",
+        help="working directory",
     )
     parser.set_defaults(run=run)
     return parser
@@ -110,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.only or any(fnmatch.fnmatchcase(mutant.id, one) for one in args.only)
     ]
     if not chosen:
-        raise TTraceError(f"no mutant fits {' '.join(args.only)}: see ttrace mutants list")
+        raise TTraceError(f"no mutant matches {' '.join(args.only)}: see ttrace mutants list")
     if args.action == "list":
         _writable(args.json)
         return _list(chosen, args.json)

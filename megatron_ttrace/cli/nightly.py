@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   ttrace nightly                          everything: known bugs, healthy matrix, mutants
-  ttrace nightly --quick                  a minute, to see that it runs
+  ttrace nightly --quick                  about a minute, to see that it works
   ttrace nightly --minutes 60 --matrix '*/bf16' --mutants 40
-  ttrace nightly --show                   the page again, without running anything
+  ttrace nightly --show                   draw the page again, without running anything
 
-Files under DIR: history.sqlite (all nights), trend.html (yesterday beside today), logs of the
-parts, wandb/ (the night's run, when it is offline).
+Files under DIR: history.sqlite (all nights), trend.html (the trend page), logs of the parts, wandb/
+(the run of the night, if it is offline).
 
-exit code: 0 all good, 1 a healthy job diverged, 2 nothing of that, but a bug was missed or
+exit code: 0 all good, 1 a healthy job diverged, 2 no healthy job diverged, but a bug was missed or
 something could not be run
 """
 
@@ -34,53 +34,69 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the ``nightly`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "nightly",
-        help="known bugs, healthy matrix and mutants; what changed since the last good night",
-        description="Run everything that a night should, keep it, and say what changed.",
+        help="run bugs, matrix and mutants; report what changed since the last good night",
+        description="Run known bugs, healthy configurations and mutants, and report what changed.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_argument_group("what is run")
-    what.add_argument("--quick", action="store_true", help="two bugs and one healthy job")
-    what.add_argument("--no-bugs", action="store_true", help="without the known bugs")
-    what.add_argument("--no-matrix", action="store_true", help="without the healthy matrix")
-    what.add_argument("--no-mutants", action="store_true", help="without the mutants")
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--quick", action="store_true", help="run two bugs and one healthy job only")
+    what.add_argument("--no-bugs", action="store_true", help="omit the known bugs")
+    what.add_argument("--no-matrix", action="store_true", help="omit the healthy configurations")
+    what.add_argument("--no-mutants", action="store_true", help="omit the mutants")
     what.add_argument(
         "--bug",
         action="append",
         default=[],
         dest="bugs",
         metavar="ID",
-        help="this bug only; can be repeated",
+        help="run only this bug; can be repeated",
     )
     what.add_argument(
-        "--bugs-flags", default="", metavar='"FLAGS"', help="for ttrace bugs run, e.g. '--bf16'"
+        "--bugs-flags",
+        default="",
+        metavar='"FLAGS"',
+        help="flags for ttrace bugs run, e.g. '--bf16'",
     )
     what.add_argument(
         "--matrix",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="healthy jobs whose name fits, e.g. 'tp2*'; can be repeated",
+        help="run only healthy jobs whose name matches, e.g. 'tp2*'; can be repeated",
     )
     what.add_argument("--mutants", type=int, metavar="N", help="size of the sample of mutants")
     what.add_argument(
-        "--minutes", type=float, metavar="N", help="stop then; what is left is not run"
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="time limit; parts that have not started by then do not run",
     )
-    where = parser.add_argument_group("where it goes")
+    where = parser.add_argument_group("output")
     where.add_argument(
         "--directory",
         type=Path,
         default=Path("ttrace-out/nightly"),
         metavar="DIR",
-        help="where to work, and where results are kept",
+        help="working directory, where results are kept",
     )
     where.add_argument(
-        "--history", type=Path, metavar="FILE", help="SQLite file (DIR/history.sqlite)"
+        "--history", type=Path, metavar="FILE", help="SQLite file (default DIR/history.sqlite)"
     )
-    where.add_argument("--page", type=Path, metavar="FILE", help="trend page (DIR/trend.html)")
-    where.add_argument("--nights", type=int, default=30, metavar="N", help="on the page (30)")
+    where.add_argument(
+        "--page", type=Path, metavar="FILE", help="trend page (default DIR/trend.html)"
+    )
+    where.add_argument(
+        "--nights",
+        type=int,
+        default=30,
+        metavar="N",
+        help="number of nights on the page (default 30)",
+    )
     where.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
-    where.add_argument("--show", action="store_true", help="run nothing, make the page again")
+    where.add_argument(
+        "--show", action="store_true", help="draw the page again, without running anything"
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -97,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     page = args.page or args.directory / "trend.html"
     if args.show:
         if not history_path.is_file():
-            raise TTraceError(f"{history_path}: no history yet; ttrace nightly makes it")
+            raise TTraceError(f"{history_path}: no history yet; run ttrace nightly first")
         with History(history_path) as history:
             nights = history.last(args.nights)
         if not nights:
@@ -139,7 +155,7 @@ def _options(args: argparse.Namespace) -> Options:
     }
     parts = tuple(part for part, left_out in without.items() if not left_out)
     if not parts:
-        raise TTraceError("nothing is left to run: leave out one of the --no-... flags")
+        raise TTraceError("nothing is left to run: omit one of the --no-... flags")
     if args.mutants is not None and args.mutants < 1:
         raise TTraceError(f"--mutants {args.mutants}: give at least 1, or --no-mutants")
     if args.minutes is not None and args.minutes <= 0:

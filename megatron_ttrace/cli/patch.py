@@ -25,9 +25,10 @@ def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser(
         "patch",
-        help="teach a Megatron-LM checkout's pretrain_gpt.py the --ttrace flag",
+        help="add the --ttrace flag to a Megatron-LM checkout's pretrain_gpt.py",
         description="Add --ttrace to pretrain_gpt.py of a Megatron-LM checkout. "
-        "Nothing below megatron/ is touched, and --reverse restores every byte.",
+        "Nothing below megatron/ is changed, and --reverse restores every byte."
+        " 'ttrace check' does not need the patch.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -35,8 +36,8 @@ def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
         "checkout", metavar="CHECKOUT", type=flags.path, help="a clone of Megatron-LM"
     )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true", help="only say whether it would work")
-    action.add_argument("--reverse", action="store_true", help="take the flag out again")
+    action.add_argument("--check", action="store_true", help="only show whether the patch applies")
+    action.add_argument("--reverse", action="store_true", help="remove the flag again")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -55,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         outcome = "is patched" if checkout.applied else "is not patched; the patch applies"
     elif args.reverse:
-        outcome = "the patch was taken out" if changed else "was not patched, nothing to do"
+        outcome = "the patch was removed" if changed else "was not patched; nothing to do"
     elif changed:
         outcome = f"patched, {checkout.lines_added} lines added"
     else:
-        outcome = "was patched already, nothing to do"
+        outcome = "was already patched; nothing to do"
     if args.json:
         found = {
             "script": str(checkout.script),

@@ -23,11 +23,11 @@ example:
   ttrace check --nproc-per-node 2 --ttrace-save-candidate -- launch/pretrain_gpt.py ...
   ttrace plant ttrace-out/reference ttrace-out/candidate
 
-Errors go into random boxes of random tensors of random ranks, one at a time, and are judged as in
-every check. Sizes are in tolerances. The last rows are errors with a size of their own.
+One error at a time is put into a random box of a random tensor on a random rank, and judged as in
+every check. Sizes are in tolerances. In the last rows the shape of the error determines its size.
 
-exit code: 0 at least 99 % of the errors from 2 tolerances are found, and at most 1 % of those of
-half a tolerance are flagged; 2 not so, or there is nothing to plant into
+exit code: 0 if at least 99 % of the errors of 2 tolerances and more are found, and at most 1 % of
+those of half a tolerance are flagged; 2 if not, or if no tensor is suitable
 """
 
 
@@ -35,8 +35,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the ``plant`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plant",
-        help="plant errors into a saved run and count how many are found",
-        description="How large must an error be to be found? Plant errors into a saved run.",
+        help="plant errors in a saved run and count how many are found",
+        description="Measure how large an error must be to be found: plant errors in a saved run.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,12 +47,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=flags.integer(),
         default=500,
         metavar="N",
-        help="errors of each sort (default 500)",
+        help="number of errors of each kind (default 500)",
     )
     parser.add_argument(
-        "--seed", type=flags.integer(least=0), default=1, help="of the random places"
+        "--seed",
+        type=flags.integer(least=0),
+        default=1,
+        help="seed of the random places (default 1)",
     )
-    parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     parser.set_defaults(run=run)
     return parser
 
@@ -105,7 +108,7 @@ def _is_kept(row: dict[str, Any]) -> bool:
 
 
 def _show(rows: list[dict[str, Any]], places: int) -> None:
-    print(f"{places} places (a tensor on a rank); {rows[0]['trials']} errors of each sort")
+    print(f"{places} places (a tensor on a rank); {rows[0]['trials']} errors of each kind")
     print(f"{'shape':<10} {'tolerances':>10} {'found':>8} {'right rank':>10}")
     for row in rows:
         size = "its own" if row["size"] is None else f"{row['size']:g}"

@@ -12,11 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-<<<<<<< HEAD
-from megatron_ttrace.mcore import flags, inputs
-=======
 from megatron_ttrace.mcore import flags
->>>>>>> w2/api
 from megatron_ttrace.report import files, html, junit, table, terminal
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace.records import Summary, Verdict
@@ -60,13 +56,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TTraceError: when the files are missing, cut off or foreign, or an output is unwritable.
     """
-<<<<<<< HEAD
-    inputs.require_regular_folder(args.directory)
-    summary, verdicts = files.load_report(args.directory)
-=======
     report = api.load_report(args.directory)
     summary, verdicts = report.summary, report.verdicts
->>>>>>> w2/api
     if args.html is not None:
         html.write(args.html, summary, verdicts, files.run_of(args.directory))
     if args.junit is not None:

@@ -24,11 +24,11 @@ example:
   ttrace rivals --all --healthy 'tp2*/fp32' 'pp2*/fp32'
   ttrace rivals --planted ttrace-out/reference ttrace-out/candidate
 
-Each known bug's job runs with and without the bug, all tensors saved; every rule then judges the
-same merged tensors. A bug counts as found by a rule that flags any tensor that it does not flag
-without the bug, as located if one of these is the tensor where the bug is born.
+The job of each known bug runs with and without the bug, and all tensors are saved. Then every rule
+judges the same merged tensors. A rule finds a bug if it flags a tensor that it does not flag
+without the bug. It locates the bug if one of these is the tensor in which the bug starts.
 
-exit code: 0, or 2 when a case could not be run
+exit code: 0, or 2 if a case could not be run
 """
 
 
@@ -36,8 +36,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the ``rivals`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "rivals",
-        help="what other tools' rules would say of the known bugs and of healthy runs",
-        description="Misses and false alarms of other tools' rules, on the same tensors.",
+        help="apply other tools' rules to the known bugs and to healthy runs",
+        description="Count misses and false alarms of other tools' rules on the same tensors.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,14 +55,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         nargs=2,
         type=Path,
         metavar=("REFERENCE_DIR", "CANDIDATE_DIR"),
-        help="instead: plant errors into a saved run, as 'ttrace plant' does",
+        help="plant errors in a saved run instead, as 'ttrace plant' does",
     )
     parser.add_argument(
-        "--trials", type=int, default=500, metavar="N", help="planted errors of each sort"
+        "--trials",
+        type=int,
+        default=500,
+        metavar="N",
+        help="number of planted errors of each kind (default 500)",
     )
     parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     parser.add_argument(
-        "--directory", type=Path, default=Path("ttrace-out/rivals"), help="where to work"
+        "--directory", type=Path, default=Path("ttrace-out/rivals"), help="working directory"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)

@@ -201,7 +201,7 @@ def _moments(entry: Entry) -> Moments:
     if found.n and not found.nonfinite:
         large = max(map(abs, numbers))
         if not large < 1e60 or found.least > found.most:
-            raise codec.CodecError("sums: these are no moments")
+            raise codec.CodecError("sums: not valid moments")
         if not found.is_constant and not found.scatter > 0.0:
             raise codec.CodecError("sums: values differ, and have no variance")
     return found

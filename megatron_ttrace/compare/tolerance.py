@@ -246,7 +246,7 @@ def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) 
             moved[key] = Moved(line.n, line.norm, line.moved)
     except FileNotFoundError:
         raise TTraceError(
-            f"{path} is missing, {directory} is no reference trace: give one made by --ttrace"
+            f"{path} is missing, {directory} is not a reference trace: give one made by --ttrace"
         ) from None
     except (OSError, codec.CodecError) as error:
         raise TTraceError(

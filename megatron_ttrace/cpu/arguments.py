@@ -113,7 +113,7 @@ def _adapt_layers(adapter: _Adapter) -> None:
     needing = [] if have_te else _needs_transformer_engine(args)
     if needing:
         raise TTraceError(
-            f"{', '.join(needing)} needs TransformerEngine, which does not import here: "
+            f"{', '.join(needing)} needs TransformerEngine, which cannot be imported here: "
             "install it, or drop the option"
         )
     wanted_te = adapter.get("transformer_impl") == "transformer_engine"

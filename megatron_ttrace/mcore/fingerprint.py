@@ -127,13 +127,13 @@ def differences(
 
 
 def other_megatron(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """That a reference was made by another Megatron, in words; empty when it was the same."""
+    """That a reference was made by a different Megatron, in words; empty when it was the same."""
     here, there = ours["code"], theirs.get("code") or {}
     if all(here[name] == there.get(name) for name in scripts.MEGATRON):
         return ""
     return (
-        f"made by another Megatron, {_named(theirs)}; this run has {_named(ours)}. Leave the flag "
-        "out to make a fitting one, or add --ttrace-allow-other-megatron"
+        f"made by a different Megatron, {_named(theirs)}; this run has {_named(ours)}. Omit the "
+        "flag to make a matching reference, or add --ttrace-allow-other-megatron"
     )
 
 

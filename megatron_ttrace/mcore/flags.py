@@ -138,20 +138,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--ttrace",
         action="store_true",
-        help="Trace the first iterations, compare them with a single-device reference, and report.",
+        help="Check this run: compare its first iterations with a single-device reference.",
     )
     group.add_argument(
         "--ttrace-dir",
         default="ttrace-out",
         type=_path_text,
         metavar="DIR",
-        help="Where traces and reports are written (visible to all ranks).",
+        help="Directory for traces and reports, visible to all ranks (default ttrace-out).",
     )
     group.add_argument(
         "--ttrace-iterations",
         default="1",
         metavar="N|A-B,...",
-        help="Iterations to trace, counted from 1: a number or ranges, e.g. 1 or 1-2,5.",
+        help="Iterations to trace: numbers or ranges from 1, e.g. 1-2,5 (default 1).",
     )
     group.add_argument(
         "--ttrace-reference",
@@ -163,23 +163,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--ttrace-allow-other-megatron",
         action="store_true",
-        help="Accept a --ttrace-reference that another Megatron made.",
+        help="Accept a --ttrace-reference that was made by another Megatron.",
     )
     group.add_argument(
         "--ttrace-reference-args",
         default="",
         metavar='"ARGS"',
-        help="Changes to the derived reference arguments, e.g. another attention implementation.",
+        help="Arguments to add to those of the reference, e.g. another attention implementation.",
     )
     group.add_argument(
         "--ttrace-save-candidate",
         action="store_true",
-        help="Keep the candidate's tensors under DIR/candidate for 'ttrace compare'.",
+        help="Save all tensors of the candidate under DIR/candidate, for 'ttrace compare'.",
     )
     group.add_argument(
         "--ttrace-isolate",
         action="store_true",
-        help="Give every module the reference's inputs, so that one bug shows in one module.",
+        help="Give every module the reference's inputs, so that errors do not propagate.",
     )
     group.add_argument(
         "--ttrace-exit",
@@ -190,26 +190,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--ttrace-bug",
         default=None,
         metavar="ID",
-        help="Re-introduce a known bug ('ttrace bugs list') to see that it is found.",
+        help="Re-introduce a known bug ('ttrace bugs list'), to test the checker.",
     )
     group.add_argument(
         "--ttrace-device",
         default="auto",
         choices=("auto", "cpu"),
-        help="cpu: train on the CPU over gloo although an accelerator is there.",
+        help="cpu: train on the CPU over gloo even if an accelerator is present (default auto).",
     )
     group.add_argument(
         "--ttrace-init",
         default="reveal",
         choices=INITS,
-        help="Start values: 'reveal' leaves nothing at zero or one, so that bugs show.",
+        help="Start values: 'reveal' (default) sets nothing to zero or one, so that bugs "
+        "are visible; 'megatron' uses Megatron's own distributions.",
     )
     group.add_argument(
         "--ttrace-seeds",
         default=4,
         type=integer(),
         metavar="N",
-        help="Perturbed replays of the reference that tolerances are estimated from.",
+        help="Number of perturbed replays of the reference from which tolerances are estimated "
+        "(default 4).",
     )
     group.add_argument(
         "--ttrace-no-wandb", action="store_true", help="Do not log the verdicts to W&B."
@@ -219,14 +221,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=DEFAULT_TIMEOUT,
         type=number,
         metavar="SECONDS",
-        help="Give up on a reference run or a rank that has not answered for this long.",
+        help="Time limit for a reference run, and for a rank that does not answer (default 1800).",
     )
     group.add_argument(
         "--ttrace-allow-unchecked",
         default=DEFAULT_ALLOW_UNCHECKED,
         type=number,
         metavar="SHARE",
-        help="Share of tensors that may be unchecked; above it the answer is 'could not check'.",
+        help="Share of tensors that may be unchecked; above it the answer is 'could not check' "
+        "(default 0.1).",
     )
     group.add_argument("--ttrace-role", default="candidate", choices=ROLES, help=argparse.SUPPRESS)
     group.add_argument("--ttrace-overrides", default=None, help=argparse.SUPPRESS)
@@ -276,7 +279,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     reference = Path(args.ttrace_reference) if args.ttrace_reference else None
     if reference is not None and not reference.is_dir():
         raise TTraceError(
-            f"--ttrace-reference {reference}: no such directory; leave the flag out to make one"
+            f"--ttrace-reference {reference}: no such directory; omit the flag to make one"
         )
     return Settings(
         directory=Path(args.ttrace_dir),

@@ -81,7 +81,7 @@ def require_found() -> None:
         if here.get(name, file) != file:
             folder = Path(file).parents[2]
             raise TTraceError(
-                f"{name} was imported from {here[name]}, and the script then put another one on "
+                f"{name} was imported from {here[name]}, but the script then put another one on "
                 f"sys.path, {file}: run with PYTHONPATH={folder}"
             )
 

@@ -25,7 +25,7 @@ class BlockShard:
         """What ``rank`` of ``size`` keeps. Raises ``ValueError`` when a block does not divide."""
         total = length(dim_map)
         if total % self.blocks:
-            raise ValueError(f"a dim of {total} is not {self.blocks} equal blocks")
+            raise ValueError(f"a dim of {total} does not divide into {self.blocks} equal blocks")
         block = total // self.blocks
         parts = [take(dim_map, index * block, (index + 1) * block) for index in range(self.blocks)]
         return join([Shard(self.dim).divide(part, rank, size) for part in parts])

@@ -28,12 +28,12 @@ def bucket_shard(offset: int, numel: int, bucket: int, rank: int, size: int) -> 
         A range of the flattened parameter; empty where the rank holds nothing of it.
 
     Raises:
-        ValueError: when the bucket does not divide by ``size`` or does not hold the parameter.
+        ValueError: when the bucket is not divisible by ``size`` or does not hold the parameter.
     """
     if bucket % size:
-        raise ValueError(f"a bucket of {bucket} does not divide by {size}")
+        raise ValueError(f"a bucket of {bucket} is not divisible by {size}")
     if offset < 0 or offset + numel > bucket:
-        raise ValueError(f"{offset}..{offset + numel} leaves a bucket of {bucket}")
+        raise ValueError(f"{offset}..{offset + numel} exceeds a bucket of {bucket}")
     part = bucket // size
     start = min(max(rank * part - offset, 0), numel)
     end = min(max((rank + 1) * part - offset, 0), numel)

@@ -51,7 +51,7 @@ def coverage(logical_shape: Sequence[int], boxes: Iterable[Box]) -> Coverage:
     for box in held:
         for start, size, limit in zip(box.logical, box.extent, logical_shape, strict=True):
             if start < 0 or start + size > limit:
-                raise ValueError(f"{box} leaves a tensor of shape {tuple(logical_shape)}")
+                raise ValueError(f"{box} exceeds a tensor of shape {tuple(logical_shape)}")
     borders = [
         np.unique(
             [0, size, *(b.logical[d] for b in held), *(b.logical[d] + b.extent[d] for b in held)]

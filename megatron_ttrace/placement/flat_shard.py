@@ -34,7 +34,7 @@ class FlatShard:
         for size in shape:
             total *= size
         if not 0 <= self.start <= self.end <= total:
-            raise ValueError(f"flat range {self.start}..{self.end} leaves a tensor of {total}")
+            raise ValueError(f"flat range {self.start}..{self.end} exceeds a tensor of {total}")
         found, offset = [], 0
         for origin, extent in rows(self.start, self.end, shape):
             for box in _split(origin, extent, dim_maps):

@@ -43,11 +43,11 @@ def infer_activation(
         NoPlacementError: with a sentence that says what does not fit.
     """
     if len(local) != len(logical):
-        raise NoPlacementError(f"{tuple(local)} has not as many dims as {tuple(logical)}")
+        raise NoPlacementError(f"{tuple(local)} does not have as many dims as {tuple(logical)}")
     ratios = []
     for here, whole in zip(local, logical, strict=True):
         if (here == 0) != (whole == 0) or (here and whole % here):
-            raise NoPlacementError(f"{tuple(local)} is no even part of {tuple(logical)}")
+            raise NoPlacementError(f"{tuple(local)} is not an even part of {tuple(logical)}")
         ratios.append(whole // here if here else 1)
     steps = []
     cp, tp = mesh.size("cp"), mesh.size("tp")
@@ -58,7 +58,7 @@ def infer_activation(
     divided = [dim for dim, ratio in enumerate(ratios) if ratio > 1]
     if len(divided) > 1 or any(ratios[dim] != tp for dim in divided):
         raise NoPlacementError(
-            f"{tuple(local)} fits no division of {tuple(logical)} by cp={cp} and tp={tp}"
+            f"{tuple(local)} does not match any division of {tuple(logical)} by cp={cp} and tp={tp}"
         )
     for dim in divided:
         last = dim == len(logical) - 1

@@ -91,13 +91,13 @@ def mesh_of(
     """The coordinates of ``rank``.
 
     Raises:
-        ValueError: when the world size is no multiple of the layout.
+        ValueError: when the world size is not a multiple of the layout.
     """
     etp = tp if etp is None else etp
     for sizes in ((tp, cp, pp), (etp, ep, pp)):
         if world_size % (sizes[0] * sizes[1] * sizes[2]):
             raise ValueError(
-                f"world size {world_size} is no multiple of the layout tp={tp} cp={cp} pp={pp} "
+                f"world size {world_size} is not a multiple of the layout tp={tp} cp={cp} pp={pp} "
                 f"ep={ep} etp={etp}"
             )
     dense = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp": world_size // (tp * cp * pp)}

@@ -22,7 +22,7 @@ class Shard:
         """What ``rank`` of ``size`` keeps. Raises ``ValueError`` when the dim does not divide."""
         total = length(dim_map)
         if total % size:
-            raise ValueError(f"a dim of {total} does not divide by {size}")
+            raise ValueError(f"a dim of {total} is not divisible by {size}")
         part = total // size
         return take(dim_map, rank * part, (rank + 1) * part)
 

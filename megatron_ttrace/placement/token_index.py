@@ -145,7 +145,7 @@ def expert_boxes(
         NoPlacementError: when another dim is neither whole nor divided by ``etp``.
     """
     if len(local) != len(logical):
-        raise NoPlacementError(f"{local} has not as many dims as {logical}")
+        raise NoPlacementError(f"{local} does not have as many dims as {logical}")
     maps, words = [rows], ["TokenIndex(0)"]
     etp = mesh.size("etp")
     for dim in range(1, len(logical)):
@@ -157,7 +157,7 @@ def expert_boxes(
             maps.append(rule.divide(whole(logical[dim]), mesh.at("etp"), etp))
             words.append(f"etp:{rule}")
         else:
-            raise NoPlacementError(f"{local} fits no division of {logical} by etp={etp}")
+            raise NoPlacementError(f"{local} does not match any division of {logical} by etp={etp}")
     return " ".join(words), product(maps)
 
 

@@ -58,7 +58,7 @@ def refuses(script: Path) -> str:
         if here.get(name) != there.get(name):
             return f"it has {name} from {there.get(name, 'nowhere')}"
     module = scripts.shadowed(script, path)
-    return f"it has a module {module} of its own" if module else ""
+    return f"it has its own module {module}" if module else ""
 
 
 def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
@@ -140,7 +140,7 @@ class Requests:
             request: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             path.unlink()
         except (OSError, ValueError) as error:
-            raise TTraceError(f"the request for a reference run is lost: {error}") from error
+            raise TTraceError(f"the request for a reference run was lost: {error}") from error
         return request["command"], request["environment"], Path(request["log"])
 
     def answer(self, code: int) -> None:

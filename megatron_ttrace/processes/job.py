@@ -129,7 +129,7 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         TTraceError: when there is no answer, with the reason.
     """
     if not job.script.is_file():
-        wrong = "is no regular file" if job.script.exists() else "no such script"
+        wrong = "is not a regular file" if job.script.exists() else "no such script"
         raise TTraceError(f"{job.script}: {wrong}")
     with shared.claim(job.directory) as claim:
         return _run(job, claim.run, fork, say)
@@ -292,7 +292,7 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
         if full:
             return f"rank {rank} {how}: {log} cannot be written ({full})"
         return f"rank {rank} {how}; its last lines, from {log}:\n{tail(log)}"
-    return f"the job ended without an answer; its last lines:\n{tail(ranks.log_of(logs, 0))}"
+    return f"the job ended without a result; its last lines:\n{tail(ranks.log_of(logs, 0))}"
 
 
 def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:

@@ -113,7 +113,7 @@ class Patience:
         for pid, one in stopped.items():
             if pid in self._stopped and pid not in self._told:
                 self._told.add(pid)
-                self._say(f"{one} is stopped; 'kill -CONT {pid}' lets it go on")
+                self._say(f"{one} is stopped; 'kill -CONT {pid}' continues it")
         self._stopped = frozenset(stopped)
         self._told &= stopped.keys()
 
@@ -125,7 +125,7 @@ class Patience:
         elif named[0].is_reference:
             said = f"{_names(named)} did not end within {self._idle:.0f} s"
         else:
-            said = f"{_names(named)} said nothing for {self._idle:.0f} s"
+            said = f"{_names(named)} produced no output for {self._idle:.0f} s"
         return f"{said}; --timeout SECONDS waits longer (log: {(stopped or named)[0].log})"
 
 

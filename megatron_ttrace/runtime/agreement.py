@@ -221,7 +221,7 @@ class Ranks:
         Raises:
             EndError: when one does not come.
         """
-        self._arrive("back", "putting the training state back")
+        self._arrive("back", "restoring the training state")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ def decode(text: bytes, rank: int) -> Any:
     try:
         return json.loads(text.decode())
     except ValueError as error:
-        raise TTraceError(f"what rank {rank} sent arrived damaged ({error})") from error
+        raise TTraceError(f"the data from rank {rank} arrived damaged ({error})") from error
 
 
 def store() -> Any:

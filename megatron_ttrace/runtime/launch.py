@@ -73,7 +73,7 @@ def ensure(
             raise TTraceError(
                 f"--ttrace-reference {settings.reference} is of another configuration: "
                 + "; ".join(different[:3])
-                + ". Leave the flag out to make a fitting one"
+                + ". Omit the flag to make a matching reference"
             )
         return str(settings.reference), str(meta[CHECKSUM])
     directory = settings.directory / "reference"
@@ -121,10 +121,13 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
             lock.sign()
             checksum, flaw = _look(home, name)
             if checksum:
-                print(f"ttrace: using the reference made meanwhile ({name})", flush=True)
+                print(
+                    f"ttrace: using the reference that another run has just made ({name})",
+                    flush=True,
+                )
                 return checksum
             if flaw:
-                print(f"ttrace: the reference made earlier is of no use: {flaw}", flush=True)
+                print(f"ttrace: the reference made earlier cannot be used: {flaw}", flush=True)
             _require_ours(home)
             _sweep(home.parent, home.name)
             aside = home.parent / f".{home.name}{_BUILDING}{shared.run_id()}"
@@ -168,7 +171,7 @@ def _wait(lock: Lock, name: str, patience: float) -> bool:
             )
             is_told = True
         if time.monotonic() > until:
-            print(f"ttrace: waited {patience:.0f} s for it: making an own copy", flush=True)
+            print(f"ttrace: waited {patience:.0f} s for it: making a separate copy", flush=True)
             return False
         time.sleep(_POLL_SECONDS)
     return True
@@ -180,7 +183,9 @@ def _require_ours(home: Path) -> None:
         return
     names = os.listdir(home) if home.is_dir() else ["a file"]
     if names and not {META, "overrides.json"} & set(names):
-        raise TTraceError(f"{home} is not a reference of ours: remove it, or choose another place")
+        raise TTraceError(
+            f"{home} is not a ttrace reference: remove it, or choose another directory"
+        )
 
 
 def _sweep(parent: Path, own: str) -> None:

@@ -29,7 +29,7 @@ from megatron_ttrace.trace.records import TraceKey
 
 NOTICE = (
     "FP8: every module is checked with the reference's inputs, as with --ttrace-isolate, "
-    "for FP8's rounding spreads"
+    "because FP8 rounding errors spread"
 )
 
 

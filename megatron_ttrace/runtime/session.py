@@ -110,7 +110,7 @@ class Session:
             handoff.restore(self.model, self.start, self.start_step)
             return
         parts = parts_of(self.model.chunks)
-        self.ranks.together("putting in the start values", lambda: self._fill(parts))
+        self.ranks.together("setting the start values", lambda: self._fill(parts))
         if parts:
             publish(self.model.chunks)
         else:
@@ -218,7 +218,7 @@ class Session:
         snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
         scheduler = copy.copy(vars(self._scheduler))
         # What puts back may talk to other ranks: either all come to that or none.
-        self.ranks.together("keeping the training state")
+        self.ranks.together("saving the training state")
         if snapshot is not None:
             kept.callback(snapshot.restore)
         kept.callback(vars(self._scheduler).update, scheduler)
@@ -230,7 +230,7 @@ class Session:
             kept.close()
         except BaseException as error:
             traceback.print_exception(error)
-            wrong = TTraceError(f"the training state could not be put back ({one_line(error)})")
+            wrong = TTraceError(f"the training state could not be restored ({one_line(error)})")
             raise self.ranks.end(wrong, "after the traced steps") from error
         if waits:
             self.ranks.all_back()

@@ -134,7 +134,7 @@ def lines(path: Path) -> Iterator[Any]:
             if len(line) > LINE_LIMIT:
                 raise CodecError(f"longer than {LINE_LIMIT} bytes")
             if not line.endswith(b"\n"):
-                raise CodecError("cut off (no end of line)")
+                raise CodecError("truncated (no end of line)")
             yield parse(line)
 
 
@@ -383,7 +383,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise CodecError(f"the name {shown(twice)} stands twice in an object")
+        raise CodecError(f"the name {shown(twice)} occurs twice in an object")
     return found
 
 

@@ -159,7 +159,7 @@ def _sums(value: Any) -> tuple[float | int | str, ...]:
     if not isinstance(value, list) or len(value) > _MAX_SUMS:
         raise ValueError(f"'sums' is not a list of at most {_MAX_SUMS} numbers")
     if not all(type(item) in (int, float, str) for item in value):
-        raise ValueError("'sums' holds something else than numbers")
+        raise ValueError("'sums' contains a value that is not a number")
     return tuple(value)
 
 

@@ -276,8 +276,8 @@ def require(directory: Path, mark: str) -> None:
             _join(directory, mark)
             return
     raise TTraceError(
-        f"--ttrace-dir {directory} on {socket.gethostname()} is not the one that rank 0 writes: "
-        "choose a directory that all nodes share"
+        f"--ttrace-dir {directory} on {socket.gethostname()} is not the directory that rank 0 "
+        "writes to: choose a directory that all nodes share"
     )
 
 

@@ -158,7 +158,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
     """The meta data of a complete trace. Names and sizes of all its files are checked.
 
     Raises:
-        TTraceError: when the directory holds no complete trace, or another file than it should.
+        TTraceError: when the directory does not contain a complete trace, or contains other files.
     """
     path = directory / META
     try:
@@ -171,7 +171,8 @@ def read_meta(directory: Path) -> dict[str, Any]:
         files = _listed(meta)
     except FileNotFoundError:
         raise TTraceError(
-            f"{directory} holds no complete trace (no meta.json): run the traced job again"
+            f"{directory} does not contain a complete trace (no meta.json): "
+            "run the traced job again"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__

@@ -49,7 +49,7 @@ def test_what_is_missing_is_told(
     told = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert told["megatron-core"]["state"] == "missing"
     assert "pip install" in told["megatron-core"]["found"]
-    assert told["checks"]["advice"] == "first mend megatron-core"
+    assert told["checks"]["advice"] == "first fix megatron-core"
 
 
 def test_a_machine_with_nothing_gets_an_answer(

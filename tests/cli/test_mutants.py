@@ -33,7 +33,7 @@ def test_list():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "--only", "nothing*"], "no mutant fits nothing*"),
+        (["run", "--only", "nothing*"], "no mutant matches nothing*"),
         (["run", "--only", DOUBLED, "--layout", "tp3"], "--layout tp3: unknown, known are tp2"),
         (["run", "--count", "0"], "--count 0: at least 1"),
         (["run", "--json", "no/such/folder.json"], "not writable"),

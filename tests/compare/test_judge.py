@@ -147,9 +147,9 @@ def test_uneven_replicas_are_noted():
 
 def test_shape():
     """One rank's tensor cannot be placed: its own words are passed on."""
-    verdict = verdict_of(found(), found(problem="shape", note="(3,) is no even part of (4,)"))
+    verdict = verdict_of(found(), found(problem="shape", note="(3,) is not an even part of (4,)"))
     assert verdict.verdict is Outcome.SHAPE
-    assert (verdict.ranks, verdict.note) == ((1,), "(3,) is no even part of (4,)")
+    assert (verdict.ranks, verdict.note) == ((1,), "(3,) is not an even part of (4,)")
 
 
 def test_nonfinite():

@@ -159,7 +159,7 @@ def test_extra_and_misshapen_tensors_are_findings(reference, tensors):
         ("shape", None),
         ("shape", None),
     ]
-    assert sink.measured[1].note == "(5, 1, 6) is no even part of (8, 1, 6)"
+    assert sink.measured[1].note == "(5, 1, 6) is not an even part of (8, 1, 6)"
     assert sink.measured[2].note == "the whole tensor is (6, 6), in the reference (24, 6)"
 
 

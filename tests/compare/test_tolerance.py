@@ -188,7 +188,7 @@ def test_bytes_that_are_no_text_are_damage(tmp_path):
 
 def test_a_trace_without_tolerances_is_no_reference(tmp_path):
     """A candidate's trace given as the reference."""
-    with pytest.raises(TTraceError, match="is no reference trace"):
+    with pytest.raises(TTraceError, match="is not a reference trace"):
         read(tmp_path, [])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each fault of Megatron's diverges, and with that one thing mended it is equivalent."""
+"""Each fault of Megatron's diverges, and with that one thing fixed it is equivalent."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from megatron_ttrace.evaluation.matrix import configurations as matrix
 from megatron_ttrace.evaluation.matrix.documents import uneven_documents
 from tests.integration.jobs import TINY, environment, ttrace
 
-SCRIPT = Path(__file__).with_name("mended.py")
+SCRIPT = Path(__file__).with_name("fixed.py")
 TE = "--transformer-impl transformer_engine"
 CP = f"{TE} --context-parallel-size 2 --position-embedding-type rope"
 SINKS = "--tensor-model-parallel-size 2 --softmax-type learnable"
@@ -25,7 +25,7 @@ SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type al
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("before", "mend", "arguments"),
+    ("before", "fix", "arguments"),
     [
         ("", "mla-rotary-key", MLA),
         ("", "masked-tokens", f"{CP} --eod-mask-loss"),
@@ -34,19 +34,19 @@ SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type al
         ("", "indexer", SPARSE),
     ],
 )
-def test_a_mend_makes_it_equivalent(before, mend, arguments, tmp_path):
-    """So the cause is what is mended, and nothing else is wrong."""
+def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
+    """So the cause is what is fixed, and nothing else is wrong."""
     job = [*TINY, *arguments.split()]
     if "--eod-mask-loss" in job:
         job.remove("--mock-data")
         job += ["--data-path", str(uneven_documents(tmp_path / "documents", 64))]
         job += ["--split", "100,0,0"]
     found = []
-    for mends in (before, f"{before} {mend}"):
+    for fixes in (before, f"{before} {fix}"):
         done = ttrace(
             *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", 2, "--", SCRIPT, *job),
             cwd=tmp_path,
-            MEND=mends,
+            FIX=fixes,
         )
         found.append(done.returncode)
     assert found == [1, 0]

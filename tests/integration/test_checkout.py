@@ -102,7 +102,7 @@ def test_reference_of_another_megatron(healthy: Path, faulty: Path, tmp_path: Pa
     done = check(faulty / "pretrain_gpt.py", tmp_path / "out", *flags, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     [line] = our_lines(done.stderr)
-    assert "made by another Megatron, 0.1" in line
+    assert "made by a different Megatron, 0.1" in line
     assert str(healthy / "tree") in line
     assert str(faulty) in line
     assert "--ttrace-allow-other-megatron" in line

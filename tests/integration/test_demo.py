@@ -25,13 +25,13 @@ def test_demo(tmp_path: Path) -> None:
     # On a machine that does other things the clock says nothing of the demo.
     assert time.monotonic() - began < 120 or not idle
     assert cpu_seconds() - spent < 120
-    healthy, sick = (
+    healthy, faulty = (
         json.loads((tmp_path / "demo" / name / "summary.json").read_text())
-        for name in ("healthy", "sick")
+        for name in ("healthy", "faulty")
     )
     assert healthy["verdict"] == "equivalent"
-    assert sick["verdict"] == "diverged"
-    first = sick["culprits"][0]
+    assert faulty["verdict"] == "diverged"
+    first = faulty["culprits"][0]
     assert (first["name"], first["kind"], first["direction"]) == (
         "embedding.word_embeddings",
         "output",

@@ -32,9 +32,9 @@ def test_what_every_rank_keeps(offset, numel, bucket, size, expected):
 
 def test_what_does_not_fit_is_refused():
     """An unpadded bucket; a parameter beyond its end."""
-    with pytest.raises(ValueError, match="a bucket of 7 does not divide by 2"):
+    with pytest.raises(ValueError, match="a bucket of 7 is not divisible by 2"):
         bucket_shard(0, 7, 7, 0, 2)
-    with pytest.raises(ValueError, match=r"6\.\.9 leaves a bucket of 8"):
+    with pytest.raises(ValueError, match=r"6\.\.9 exceeds a bucket of 8"):
         bucket_shard(6, 3, 8, 0, 2)
 
 

@@ -51,7 +51,7 @@ def test_table(shape, boxes, least, most):
 @pytest.mark.parametrize("bad", [box([3], [2]), box([-1], [2]), box([5], [1])])
 def test_a_box_outside_the_tensor_is_an_error(bad):
     """Elements beyond the border would hide a hole elsewhere."""
-    with pytest.raises(ValueError, match=r"leaves a tensor of shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"exceeds a tensor of shape \(4,\)"):
         coverage((4,), [bad])
 
 

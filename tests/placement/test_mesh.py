@@ -90,7 +90,7 @@ def test_a_short_order_is_completed_as_megatron_does():
 @pytest.mark.parametrize("world", [7, 12])
 def test_a_world_that_does_not_fit_is_refused(world):
     """No fractional data-parallel size."""
-    with pytest.raises(ValueError, match=rf"world size {world} is no multiple"):
+    with pytest.raises(ValueError, match=rf"world size {world} is not a multiple"):
         mesh_of(0, world, tp=2, cp=2, pp=2)
     with pytest.raises(ValueError, match="ep=5"):
         mesh_of(0, 8, tp=2, ep=5)

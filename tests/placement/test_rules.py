@@ -47,9 +47,9 @@ def test_what_every_rank_keeps(rule, total, size, expected):
 @pytest.mark.parametrize(
     ("rule", "total", "size", "says"),
     [
-        (Shard(0), 7, 2, "a dim of 7 does not divide by 2"),
+        (Shard(0), 7, 2, "a dim of 7 is not divisible by 2"),
         (BlockShard(0), 7, 2, "a dim of 7 is not 2 equal blocks"),
-        (BlockShard(0), 6, 2, "a dim of 3 does not divide by 2"),
+        (BlockShard(0), 6, 2, "a dim of 3 is not divisible by 2"),
         (ZigZag(0), 6, 2, "a sequence of 6 does not divide into 4 chunks"),
     ],
 )
@@ -89,7 +89,7 @@ def test_flat_shard_of_a_3_by_4_tensor(start, end, expected):
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (0, 13), (5, 4)])
 def test_a_flat_range_outside_the_tensor_is_refused(start, end):
     """A range that does not fit would silently compare the wrong elements."""
-    with pytest.raises(ValueError, match="leaves a tensor of 12"):
+    with pytest.raises(ValueError, match="exceeds a tensor of 12"):
         FlatShard(start, end).boxes([whole(3), whole(4)])
 
 

@@ -129,7 +129,7 @@ def test_a_log_with_room(tmp_path):
 def test_no_log_at_all(tmp_path):
     """Even then there is a sentence."""
     assert jobs._why([3], tmp_path).startswith("rank 0 failed with exit code 3")
-    assert jobs._why([0, 0], tmp_path).startswith("the job ended without an answer")
+    assert jobs._why([0, 0], tmp_path).startswith("the job ended without a result")
 
 
 ANSWER = """
@@ -209,7 +209,7 @@ def test_an_answer_of_an_earlier_run_is_no_answer(tmp_path):
     """A stale summary is removed before the ranks start."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / files.SUMMARY).write_text("{}")
-    with pytest.raises(TTraceError, match="the job ended without an answer"):
+    with pytest.raises(TTraceError, match="the job ended without a result"):
         jobs.run(job(tmp_path, "pass"), fork=False)
     assert not (tmp_path / "out" / files.SUMMARY).exists()
 

@@ -106,7 +106,7 @@ def job(tmp_path: Path, code: str, timeout: int = 60, **others: object) -> Job:
 
 def test_ranks_that_hang(tmp_path: Path) -> None:
     """They are ended."""
-    with pytest.raises(OutOfTimeError, match=r"rank 0 .*, rank 1 .* said nothing for"):
+    with pytest.raises(OutOfTimeError, match=r"rank 0 .*, rank 1 .* produced no output for"):
         jobs.run(job(tmp_path, SLEEPS, timeout=1, nproc=2), fork=True)
     pids = [int(ranks.log_of(tmp_path / "out/logs", number).read_text()) for number in (0, 1)]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

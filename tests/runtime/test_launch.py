@@ -89,7 +89,7 @@ def test_a_damaged_one_is_made_again(
         held.seek(0)
         assert held.read() == damaged
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("ttrace: the reference made earlier is of no use: ")
+    assert line.startswith("ttrace: the reference made earlier cannot be used: ")
     assert name in line
     assert value_of(home) == 2.0
     assert visible(tmp_path) == [NAME]
@@ -130,9 +130,9 @@ def test_somebody_elses_directory(tmp_path: Path) -> None:
     home = tmp_path / "reference"
     home.mkdir()
     (home / "thesis.tex").write_text("")
-    with pytest.raises(TTraceError, match="is not a reference of ours"):
+    with pytest.raises(TTraceError, match="is not a ttrace reference"):
         obtain(home, Maker())
-    with pytest.raises(TTraceError, match="is not a reference of ours"):
+    with pytest.raises(TTraceError, match="is not a ttrace reference"):
         launch._link(home, tmp_path / "cache")
     assert (home / "thesis.tex").exists()
 
@@ -194,7 +194,7 @@ def test_waiting_for_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert not obtain(tmp_path / NAME, make, patience=0.3)
         said = capsys.readouterr().out
         assert f"waiting for the reference {NAME}, which process {other} on " in said
-        assert "making an own copy" in said
+        assert "making a separate copy" in said
         assert make.made == 0
     assert obtain(tmp_path / NAME, make)
 

@@ -246,12 +246,12 @@ def test_a_run_that_never_ended(tmp_path):
     writer = TraceWriter(tmp_path, 0)
     writer.add(entry(torch.ones(2)), torch.ones(2))
     writer.close()
-    refused(tmp_path, "holds no complete trace")
+    refused(tmp_path, "does not contain a complete trace")
 
 
 def test_no_directory_at_all(tmp_path):
     """A path that is not there."""
-    refused(tmp_path / "nowhere", "holds no complete trace")
+    refused(tmp_path / "nowhere", "does not contain a complete trace")
 
 
 def of_files(files):

@@ -152,7 +152,7 @@ def read_bug(path: Path) -> Bug:
             return _bug(tomllib.load(file), path)
     except (KeyError, ValueError, TypeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise TTraceError(f"{path}: no description of a bug ({reason})") from error
+        raise TTraceError(f"{path}: not a valid description of a bug ({reason})") from error
 
 
 def _bug(data: dict[str, Any], path: Path) -> Bug:

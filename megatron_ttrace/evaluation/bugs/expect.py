@@ -83,7 +83,7 @@ def _problem(
         return "found equivalent"
     if not right:
         named = ", ".join(_short(culprit) for culprit in culprits[:3])
-        return f"names {named or 'nobody'}"
+        return f"names {named or 'no module'}"
     if strays:
         return f"also names {', '.join(_short(culprit) for culprit in strays[:3])}"
     if explained is False:

@@ -98,7 +98,7 @@ class Campaign:
         try:
             before = introduce(mutant)
         except TTraceError as error:
-            self._say(f"{mutant.id} cannot be put in: {error}")
+            self._say(f"{mutant.id} cannot be applied: {error}")
             return False
         for function, code in before:
             function.__code__ = code
@@ -110,7 +110,7 @@ class Campaign:
         """Try each mutant in its layouts until one kills it.
 
         What is proven to be harmless is tried in the first only, to see that it still is. What
-        cannot be put in is left out, loudly.
+        cannot be applied is left out, loudly.
         """
         healthy = {one.layout.name: one.seconds for one in reach}
         for mutant, layouts in plan:

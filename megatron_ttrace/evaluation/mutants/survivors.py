@@ -41,7 +41,7 @@ def load(path: Path = FILE) -> list[Survivor]:
             for table in tables
         ]
     except (KeyError, ValueError, TypeError) as error:
-        raise TTraceError(f"{path}: no list of explanations ({error})") from error
+        raise TTraceError(f"{path}: not a valid list of explanations ({error})") from error
 
 
 def explanation_of(mutant: Mutant, known: Iterable[Survivor]) -> tuple[Explanation | None, str]:

@@ -69,7 +69,7 @@ def headline(night: Night) -> str:
     said += [f"{alarms} false alarm{'s' * (alarms > 1)}"] * bool(alarms)
     said += [f"{counts[State.BROKEN]} could not run"] * bool(counts[State.BROKEN])
     lost = [gap.part.value for gap in night.gaps if not gap.by_choice]
-    said += [f"{' and '.join(lost)} not whole"] * bool(lost)
+    said += [f"{' and '.join(lost)} incomplete"] * bool(lost)
     return ", ".join(said) or f"all good: {len(night.cases)} cases"
 
 
@@ -81,11 +81,11 @@ def lines(night: Night, good: Night | None) -> list[str]:
         for case in night.cases
         if case.state is State.BROKEN
     ]
-    said += [f"{gap.part} is not whole: {gap.reason}" for gap in night.gaps if not gap.by_choice]
+    said += [f"{gap.part} is incomplete: {gap.reason}" for gap in night.gaps if not gap.by_choice]
     if night.is_good:
         return said
     if good is None:
-        return [*said, "there is no good night yet to hold this one against"]
+        return [*said, "there is no good night yet to compare with"]
     changes = compare(good, night)
     said.append(f"since the last good night, {good.began}:")
     moved = {**changes.versions, **changes.options}

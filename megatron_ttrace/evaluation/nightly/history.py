@@ -56,9 +56,7 @@ class History:
             self._db.execute("PRAGMA foreign_keys = ON")
             self._prepare()
         except (sqlite3.Error, OSError) as error:
-            raise TTraceError(
-                f"{path}: no history of nights can be kept there ({error})"
-            ) from error
+            raise TTraceError(f"{path}: the history cannot be stored there ({error})") from error
 
     def __enter__(self) -> History:
         return self

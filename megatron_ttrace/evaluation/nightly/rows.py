@@ -48,7 +48,7 @@ def configuration(row: Row) -> Case:
         state = State.ALARM if diverged else State.MISSED
     note = row["why"] or (f"worst is {row['worst']}" if row["worst"] else "")
     if finding:
-        said = "as in docs/findings.md" if diverged else "not there any more, see docs/findings.md"
+        said = "as in docs/findings.md" if diverged else "no longer present, see docs/findings.md"
         note = f"{finding}: {said}; {note}"
     return Case(
         part=Part.MATRIX,
@@ -84,10 +84,10 @@ def _mutant(row: Row) -> Case:
     told = row["trials"][-1]["told"] if row["trials"] else ""
     if survived:
         state = State.GOOD if explanation else State.MISSED
-        told = row["why"] or "survives, and nobody has said why"
+        told = row["why"] or "survives without an explanation"
     elif explanation == "equivalent" and row["fate"] == "diverged":
         state = State.ALARM
-        told = f"is said to be harmless ({row['why']}), and was found: {told}"
+        told = f"is listed as harmless ({row['why']}), but was found: {told}"
     else:
         state = State.GOOD
     return Case(

@@ -149,7 +149,7 @@ def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return f"stopped after {seconds:.0f} s, when the night's time was up", None
+            return f"stopped after {seconds:.0f} s, at the time limit of the night", None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

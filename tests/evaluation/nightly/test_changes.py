@@ -51,9 +51,7 @@ def test_nothing_but_the_result_changed() -> None:
 
 
 def test_no_good_night_yet() -> None:
-    assert "there is no good night yet to hold this one against" in changes.lines(
-        night(MISSED), None
-    )
+    assert "there is no good night yet to compare with" in changes.lines(night(MISSED), None)
 
 
 def test_a_good_night_says_nothing() -> None:
@@ -62,8 +60,8 @@ def test_a_good_night_says_nothing() -> None:
 
 def test_a_gap_is_told() -> None:
     tonight = night(gaps=(Gap(Part.MATRIX, "stopped after 60 s"),))
-    assert "matrix is not whole: stopped after 60 s" in changes.lines(tonight, night())
-    assert changes.headline(tonight) == "matrix not whole"
+    assert "matrix is incomplete: stopped after 60 s" in changes.lines(tonight, night())
+    assert changes.headline(tonight) == "matrix incomplete"
 
 
 def test_headline() -> None:

@@ -14,7 +14,7 @@ from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, 
     ("changes", "state"),
     [
         ({}, State.GOOD),
-        ({"met": False, "localised": False, "problem": "names nobody"}, State.MISSED),
+        ({"met": False, "localised": False, "problem": "names no module"}, State.MISSED),
         ({"met": False, "healthy": False}, State.ALARM),
         (
             {"met": False, "healthy": None, "detected": None, "problem": "rank 0 failed"},
@@ -73,7 +73,7 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
     [
         ({}, State.GOOD, "linear_proj"),
         ({"fate": "crashed"}, State.GOOD, "linear_proj"),
-        ({"fate": "survived"}, State.MISSED, "nobody has said why"),
+        ({"fate": "survived"}, State.MISSED, "without an explanation"),
         ({"fate": "survived", "explanation": "unseen", "why": "a hole"}, State.GOOD, "a hole"),
         ({"fate": "survived", "explanation": "equivalent", "why": "p"}, State.GOOD, "p"),
         ({"explanation": "equivalent", "why": "no number depends"}, State.ALARM, "and was found"),

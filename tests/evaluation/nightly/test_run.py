@@ -163,7 +163,7 @@ def ttrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["--minutes", "0"], "--minutes 0"),
         (["--nights", "0"], "--nights 0"),
         (["--show"], "no history yet"),
-        (["--history", "FILE/x"], "no history of nights can be kept there"),
+        (["--history", "FILE/x"], "the history cannot be stored there"),
     ],
 )
 def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""launch/pretrain_gpt.py with faults of Megatron's (docs/findings.md) mended.
+"""launch/pretrain_gpt.py with faults of Megatron's (docs/findings.md) fixed.
 
-``MEND`` names them. A divergence that goes away with its mend has that cause and no other.
+``FIX`` names them. A divergence that goes away with its fix has that cause and no other.
 """
 
 import importlib.util
@@ -37,20 +37,20 @@ def mla_rotary_key():
     """Sum the gradient of the key's rotary part over the ranks, each of which has some heads."""
     rotate = mla.apply_rotary_pos_emb
 
-    def mended(t, *args, **keywords):
+    def fixed(t, *args, **keywords):
         shared_by_heads = t.shape[-2] == 1
         return rotate(
             copy_to_tensor_model_parallel_region(t) if shared_by_heads else t, *args, **keywords
         )
 
-    mla.apply_rotary_pos_emb = mended
+    mla.apply_rotary_pos_emb = fixed
 
 
 def masked_tokens():
     """Divide by the tokens of the whole sequence."""
     calculate = schedules.forward_step_calc_loss
 
-    def mended(model, output, loss_func, *args, **keywords):
+    def fixed(model, output, loss_func, *args, **keywords):
         def counted(*inputs):
             loss, count, report = loss_func(*inputs)
             # Megatron divides by this rank's count.
@@ -58,18 +58,18 @@ def masked_tokens():
 
         return calculate(model, output, counted, *args, **keywords)
 
-    schedules.forward_step_calc_loss = mended
+    schedules.forward_step_calc_loss = fixed
 
 
 def predicted_tokens():
     """Divide by the predictable tokens of the whole sequence."""
     roll = mtp.roll_tensor
 
-    def mended(*args, **keywords):
+    def fixed(*args, **keywords):
         rolled, total = roll(*args, **keywords)
         return rolled, over_context_parallel(total)
 
-    mtp.roll_tensor = mended
+    mtp.roll_tensor = fixed
 
 
 def indexer():
@@ -85,31 +85,31 @@ def sinks():
     """Mark the attention sinks as divided by head."""
     build = DotProductAttention.__init__
 
-    def mended(self, *args, **keywords):
+    def fixed(self, *args, **keywords):
         build(self, *args, **keywords)
         if isinstance(self.softmax_offset, torch.nn.Parameter):
             self.softmax_offset.tensor_model_parallel = True
             self.softmax_offset.partition_dim = 0
             self.softmax_offset.partition_stride = 1
 
-    DotProductAttention.__init__ = mended
+    DotProductAttention.__init__ = fixed
 
 
 def frozen():
-    """Train nothing but the attention sinks (no mend: shows what their norm leaves out)."""
+    """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     from megatron.core.models.gpt import GPTModel
 
     build = GPTModel.__init__
 
-    def mended(self, *args, **keywords):
+    def fixed(self, *args, **keywords):
         build(self, *args, **keywords)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_("softmax_offset" in name)
 
-    GPTModel.__init__ = mended
+    GPTModel.__init__ = fixed
 
 
-MENDS = {
+FIXS = {
     "mla-rotary-key": mla_rotary_key,
     "masked-tokens": masked_tokens,
     "predicted-tokens": predicted_tokens,
@@ -118,8 +118,8 @@ MENDS = {
     "train-only-sinks": frozen,
 }
 
-for name in os.environ.get("MEND", "").split():
-    MENDS[name]()
+for name in os.environ.get("FIX", "").split():
+    FIXS[name]()
 # Not run as a script: that would change ``sys.argv[0]``, which the reference is started from.
 spec = importlib.util.spec_from_file_location(
     "pretrain_gpt", Path(__file__).parents[2] / "launch" / "pretrain_gpt.py"
