@@ -19,7 +19,7 @@ import torch
 from megatron_ttrace.compare import wire
 from megatron_ttrace.compare.moments import moments_of
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.sinks import CompareSink, Layout, step_level
+from megatron_ttrace.compare.sinks import CompareSink, Layout
 from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import TTraceError
@@ -32,6 +32,7 @@ from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import checksum_of, seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from tests.compare.places import step_level
 from tests.faults.fuzz import mutations
 from tests.faults.fuzz.harness import Attempt, WrongError, command
 
