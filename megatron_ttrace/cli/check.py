@@ -80,6 +80,10 @@ def run(args: argparse.Namespace) -> int:
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     if not script:
         raise TTraceError("no script given: ttrace check --nproc-per-node N -- SCRIPT ARGS")
+    try:
+        flags.path(script[0])
+    except argparse.ArgumentTypeError as error:
+        raise TTraceError(f"the script {error}") from error
     flags.check_single(args, "nproc_per_node")
     ours, theirs = _split(args, script[1:])
     flags.settings_from_args(ours)
@@ -115,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _split(args: argparse.Namespace, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our flags may stand before the script or among its arguments; the latter win."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = flags.Parser(prog="ttrace check", add_help=False, allow_abbrev=False)
     flags.add_arguments(parser)
     before = argparse.Namespace(
         **{name: value for name, value in vars(args).items() if name.startswith("ttrace")}
