@@ -40,12 +40,12 @@ _EPILOG = (
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    import argparse
     import importlib
 
     from megatron_ttrace import __version__
+    from megatron_ttrace.mcore import flags
 
-    parser = argparse.ArgumentParser(
+    parser = flags.Parser(
         prog="ttrace",
         description="Check that a Megatron run is numerically equivalent to a single-device run.",
         epilog=_EPILOG,

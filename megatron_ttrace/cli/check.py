@@ -82,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     if not script:
         raise TTraceError("no script given: ttrace check --nproc-per-node N -- SCRIPT ARGS")
+    try:
+        flags.path(script[0])
+    except argparse.ArgumentTypeError as error:
+        raise TTraceError(f"the script {error}") from error
     flags.check_single(args, "nproc_per_node")
     report = api.run_check(
         Path(script[0]),

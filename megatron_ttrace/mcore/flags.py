@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_ttrace.errors import TTraceError
 
@@ -71,6 +72,16 @@ class Settings:
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED
     role: str = "candidate"
     overrides: Path | None = None
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line of ours: what is wrong with it is told in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """See :class:`argparse.ArgumentParser`. Raises ``TTraceError``."""
+        from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+        raise TTraceError(f"{clean(message, NOTE_LIMIT)} (see {self.prog} --help)")
 
 
 def path(text: str) -> Path:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import re
@@ -85,7 +84,9 @@ class Job:
         Raises:
             TTraceError: when one of our flags has a value that it cannot have.
         """
-        parser = flags.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+        parser = flags.add_arguments(
+            flags.Parser(prog="ttrace check", add_help=False, allow_abbrev=False)
+        )
         words = [*self.arguments, *self.flags]
         return flags.settings_from_args(parser.parse_known_args(words)[0]).timeout
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags, inputs, provenance
@@ -301,13 +301,6 @@ def run_check(
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """One that raises instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise TTraceError(message)
-
-
 def split(
     arguments: Sequence[str], before: argparse.Namespace
 ) -> tuple[argparse.Namespace, list[str]]:
@@ -320,7 +313,7 @@ def split(
     Raises:
         TTraceError: when one of our flags cannot have its value.
     """
-    parser = _Parser(prog="ttrace", add_help=False, allow_abbrev=False)
+    parser = flags.Parser(prog="ttrace check", add_help=False, allow_abbrev=False)
     flags.add_arguments(parser)
     return parser.parse_known_args(list(arguments), before)
 

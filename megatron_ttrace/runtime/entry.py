@@ -72,7 +72,7 @@ class exits_on_user_error:  # noqa: N801 - reads as a statement
         elif self._unexpected and isinstance(error, Exception):
             if os.environ.get(DEBUG):
                 traceback.print_exception(error)
-            line = f"internal error: {one_line(error)} (set {DEBUG}=1 for the traceback)"
+            line = f"could not begin: {one_line(error)} (set {DEBUG}=1 for the traceback)"
         else:
             return
         print(f"ttrace: {line}", file=sys.stderr, flush=True)
@@ -110,13 +110,10 @@ def _wrap_parse_args() -> None:
         def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
-            with exits_on_user_error(unexpected=_is_checked()):
-                return flags.add_arguments(parser)
+            return flags.add_arguments(parser)
 
-        # What Megatron's own parser raises is told as Megatron does.
-        with exits_on_user_error():
+        with exits_on_user_error(unexpected=_is_checked()):
             args: argparse.Namespace = original(with_ours, *rest, **kwargs)
-        with exits_on_user_error(unexpected=args.ttrace):
             return _prepare(args)
 
     for module in list(sys.modules.values()):

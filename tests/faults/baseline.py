@@ -147,6 +147,9 @@ def prepare(folder: Path, families: Collection[Family], start: float) -> Baselin
     if Family.CACHE in families:
         saves = "--ttrace-save-candidate"
         _run(folder / "faulty", 1, saves, cache=cache, faulty=True)
+        # A command that refuses everything would refuse what is damaged, too.
+        for name, code in (("healthy", 0), ("faulty", 1)):
+            _compare(folder / name, code)
     if families & {Family.CACHE, Family.DISK}:
         _run(folder / "another", 0, cache=folder / "other", job=("--seed", "4321"))
     if Family.LOCAL in families:
@@ -164,6 +167,15 @@ def _run(home: Path, code: int, *flags: str, **more: object) -> float:
         raise NoBaselineError(f"{home.name}: exit code {started.code}, not {code}: {said[-2000:]}")
     assert started.ended is not None
     return started.ended - started.began
+
+
+def _compare(home: Path, code: int) -> None:
+    words = ("compare", "out/reference", "out/candidate", "--output", "compared")
+    started = Started(Command(words=words, home=home, name="compare"))
+    started.wait(PATIENCE)
+    if started.code != code:
+        said = started.command.output("stderr").read_text(errors="replace")
+        raise NoBaselineError(f"{home.name}, offline: exit code {started.code}: {said[-2000:]}")
 
 
 def _training(folder: Path) -> dict[str, object]:

@@ -250,8 +250,8 @@ def _hostile(chooser: _Chooser) -> None:
     )
     slurm = (("SLURM_PROCID", "5"), ("SLURM_NTASKS", "16"), ("SLURM_LOCALID", "5"))
     actions: list[tuple[Action, Promise]] = [
-        (Hostile(directory="a b\tc"), right),
-        (Hostile(directory="line\nbreak"), any_line),
+        (Hostile(directory="a  b c"), right),
+        (Hostile(directory="line\nbreak\tand tab"), any_line),
         (Hostile(directory="\x1b[31mred\x07"), any_line),
         (Hostile(directory="größe-テスト-🜚"), right),
         (Hostile(directory="quote'\"$(touch x)`;&|"), right),

@@ -397,7 +397,7 @@ class Experiment:
 
     def _hostile(self, action: Hostile) -> None:
         home = self.home / action.home if action.home else self.home
-        home.mkdir(exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True)
         variables = {
             name: None if value is None else value.format(root=training.SCRIPT.parents[1])
             for name, value in action.variables
