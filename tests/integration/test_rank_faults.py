@@ -36,34 +36,36 @@ FP8 = (
 EXIT = (*TENSOR, "--ttrace-exit")
 """Without ``--ttrace`` this flag does nothing."""
 
-CANDIDATE, SESSION = f"{OURS}.integration.candidate:", f"{OURS}.integration.session:Session."
+CANDIDATE, SESSION = f"{OURS}.runtime.candidate:", f"{OURS}.runtime.session:Session."
+ANSWER, COMPARISON = f"{OURS}.runtime.answer:", f"{OURS}.runtime.comparison:"
+OPTIMIZER = f"{OURS}.mcore.optimizer:"
 SINK, CAPTURE = f"{OURS}.compare.sinks:CompareSink.", f"{OURS}.capture."
 STORE = f"{OURS}.trace.store:"
 
 SHORT = [
     (ZERO, f"{CANDIDATE}CandidateSession._check@1", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._gradients@1", "trains"),
-    (ZERO, f"{CANDIDATE}conclude@1", "trains"),
-    (ZERO, f"{CAPTURE}optimizer:Snapshot.restore@1", "ends"),
+    (ZERO, f"{ANSWER}conclude@1", "trains"),
+    (ZERO, f"{OPTIMIZER}Snapshot.restore@1", "ends"),
     (ZERO, "megatron.core.models.gpt.gpt_model:GPTModel.forward@1", "ends"),
 ]
 
 PLACES = {
     f"{CANDIDATE}CandidateSession.__init__": "trains",
-    f"{OURS}.integration.shared:require": "trains",
+    f"{OURS}.trace.shared:require": "trains",
     f"{STORE}TraceReader.__init__": "trains",
     f"{OURS}.compare.tolerance:of_reference": "trains",
     f"{SESSION}begin": "trains",
     f"{CANDIDATE}CandidateSession._measure_initial": "trains",
     f"{CAPTURE}batches:Served.__init__": "trains",
     f"{SESSION}_keep": "trains",
-    f"{CAPTURE}optimizer:Snapshot.__init__": "trains",
+    f"{OPTIMIZER}Snapshot.__init__": "trains",
     f"{SESSION}equal_start": "trains",
     f"{SESSION}_fill": "trains",
     f"{SESSION}serve": "trains",
     f"{CANDIDATE}CandidateSession._check": "trains",
     f"{CANDIDATE}CandidateSession._numbers": "trains",
-    f"{CANDIDATE}match": "trains",
+    f"{COMPARISON}match": "trains",
     f"{SINK}__init__": "trains",
     f"{SINK}placed": "trains",
     f"{SINK}tensor": "trains",
@@ -75,12 +77,12 @@ PLACES = {
     f"{CAPTURE}step:StepTap._update": "trains",
     f"{CAPTURE}step:StepTap._losses": "trains",
     f"{SESSION}_settle": "ends",
-    f"{CAPTURE}optimizer:Snapshot.restore": "ends",
+    f"{OPTIMIZER}Snapshot.restore": "ends",
     f"{CANDIDATE}CandidateSession._findings": "trains",
-    f"{CANDIDATE}encode": "trains",
-    f"{OURS}.integration.channel:gather": "ends",
-    f"{OURS}.integration.channel:buffer": "trains",
-    f"{OURS}.integration.channel:decode": "trains",
+    f"{COMPARISON}encode": "trains",
+    f"{OURS}.runtime.channel:gather": "ends",
+    f"{OURS}.runtime.channel:buffer": "trains",
+    f"{OURS}.runtime.channel:decode": "trains",
     "megatron.core.models.gpt.gpt_model:GPTModel.forward": "ends",
 }
 """Functions that run on every rank."""
@@ -90,15 +92,15 @@ LONG = [
     # Only the first tensor-parallel rank has batches to match.
     *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
     (ZERO, f"{CANDIDATE}CandidateSession._prepare_directory@0", "trains"),
-    (ZERO, f"{OURS}.reference.launch:ensure@0", "trains"),
-    (ZERO, f"{CANDIDATE}CandidateSession._publish@1", "trains"),
+    (ZERO, f"{OURS}.runtime.launch:ensure@0", "trains"),
+    (ZERO, f"{ANSWER}publish@1", "trains"),
     (ZERO, f"{SINK}tensor@1=70", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._update@0=2", "trains"),
     (ZERO, f"{STORE}TraceReader.tensor@1=3!full", "trains"),
     (ZERO, f"{CANDIDATE}CandidateSession._findings@1!full", "trains"),
     (ZERO, f"{SESSION}_fill@0!memory", "trains"),
     (ZERO, f"{CANDIDATE}CandidateSession._check@1!kill", "dies"),
-    (ZERO, f"{OURS}.integration.shared:require@0!kill", "dies"),
+    (ZERO, f"{OURS}.trace.shared:require@0!kill", "dies"),
     (EXPERTS, f"{SINK}tensor@1=5", "trains"),
     (EXPERTS, f"{SINK}positions@1", "trains"),
     (EXPERTS, f"{CAPTURE}experts:DispatchTap._follow@0", "trains"),
@@ -110,12 +112,12 @@ LONG = [
     (PIPELINE, "megatron.core.models.gpt.gpt_model:GPTModel.forward@0", "ends"),
     (FSDP, f"{SESSION}_fill@1", "trains"),
     (FSDP, f"{SINK}tensor@0=5", "trains"),
-    (FSDP, f"{CAPTURE}optimizer:Snapshot.restore@0", "ends"),
+    (FSDP, f"{OPTIMIZER}Snapshot.restore@0", "ends"),
     (FP8, f"{SINK}replace@1=3", "trains"),
     (EXIT, f"{CANDIDATE}CandidateSession._check@1", "exits"),
     (EXIT, f"{SINK}tensor@1=5", "exits"),
-    (EXIT, f"{CANDIDATE}conclude@1", "exits"),
-    (FP8, f"{OURS}.integration.low_precision:restart_scales@1", "trains"),
+    (EXIT, f"{ANSWER}conclude@1", "exits"),
+    (FP8, f"{OURS}.runtime.low_precision:restart_scales@1", "trains"),
 ]
 
 
