@@ -37,6 +37,10 @@ EXIT = (*TENSOR, "--ttrace-exit")
 """Without ``--ttrace`` this flag does nothing."""
 
 CANDIDATE, SESSION = f"{OURS}.runtime.candidate:", f"{OURS}.runtime.session:Session."
+<<<<<<< HEAD
+=======
+ANSWER, COMPARISON = f"{OURS}.runtime.answer:", f"{OURS}.runtime.comparison:"
+>>>>>>> w2/split
 OPTIMIZER = f"{OURS}.mcore.optimizer:"
 SINK, CAPTURE = f"{OURS}.compare.sinks:CompareSink.", f"{OURS}.capture."
 STORE = f"{OURS}.trace.store:"
@@ -44,7 +48,11 @@ STORE = f"{OURS}.trace.store:"
 SHORT = [
     (ZERO, f"{CANDIDATE}CandidateSession._check@1", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._gradients@1", "trains"),
+<<<<<<< HEAD
     (ZERO, f"{CANDIDATE}conclude@1", "trains"),
+=======
+    (ZERO, f"{ANSWER}conclude@1", "trains"),
+>>>>>>> w2/split
     (ZERO, f"{OPTIMIZER}Snapshot.restore@1", "ends"),
     (ZERO, "megatron.core.models.gpt.gpt_model:GPTModel.forward@1", "ends"),
 ]
@@ -64,7 +72,7 @@ PLACES = {
     f"{SESSION}serve": "trains",
     f"{CANDIDATE}CandidateSession._check": "trains",
     f"{CANDIDATE}CandidateSession._numbers": "trains",
-    f"{CANDIDATE}match": "trains",
+    f"{COMPARISON}match": "trains",
     f"{SINK}__init__": "trains",
     f"{SINK}placed": "trains",
     f"{SINK}tensor": "trains",
@@ -78,7 +86,11 @@ PLACES = {
     f"{SESSION}_settle": "ends",
     f"{OPTIMIZER}Snapshot.restore": "ends",
     f"{CANDIDATE}CandidateSession._findings": "trains",
+<<<<<<< HEAD
     f"{CANDIDATE}encode": "trains",
+=======
+    f"{COMPARISON}encode": "trains",
+>>>>>>> w2/split
     f"{OURS}.runtime.channel:gather": "ends",
     f"{OURS}.runtime.channel:buffer": "trains",
     f"{OURS}.runtime.channel:decode": "trains",
@@ -92,7 +104,11 @@ LONG = [
     *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
     (ZERO, f"{CANDIDATE}CandidateSession._prepare_directory@0", "trains"),
     (ZERO, f"{OURS}.runtime.launch:ensure@0", "trains"),
+<<<<<<< HEAD
     (ZERO, f"{CANDIDATE}CandidateSession._publish@1", "trains"),
+=======
+    (ZERO, f"{ANSWER}publish@1", "trains"),
+>>>>>>> w2/split
     (ZERO, f"{SINK}tensor@1=70", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._update@0=2", "trains"),
     (ZERO, f"{STORE}TraceReader.tensor@1=3!full", "trains"),
@@ -115,7 +131,11 @@ LONG = [
     (FP8, f"{SINK}replace@1=3", "trains"),
     (EXIT, f"{CANDIDATE}CandidateSession._check@1", "exits"),
     (EXIT, f"{SINK}tensor@1=5", "exits"),
+<<<<<<< HEAD
     (EXIT, f"{CANDIDATE}conclude@1", "exits"),
+=======
+    (EXIT, f"{ANSWER}conclude@1", "exits"),
+>>>>>>> w2/split
     (FP8, f"{OURS}.runtime.low_precision:restart_scales@1", "trains"),
 ]
 

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a captured tensor is compared with, from names and shapes alone."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ttrace.compare import planning
+from megatron_ttrace.compare.planning import Layout, Match, Misfit, Planner
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+
+KEY = TraceKey(1, 0, Kind.OUTPUT, "a", 0)
+GRAD = TraceKey(1, 0, Kind.GRAD_INPUT, "a", 0)
+LAYOUT = Layout(mesh_of(1, 2, tp=2), 8, False, 3.0, frozenset({"a", "x"}))
+
+
+@pytest.fixture
+def reference(tmp_path):
+    """An output and a gradient."""
+    writer = TraceWriter(tmp_path / "reference", 0)
+    sink = WriteSink(writer, 1)
+    for key in (KEY, GRAD):
+        sink.tensor(((key.microbatch, key.kind, key.name, key.index),), torch.ones(8, 1, 6))
+    writer.close()
+    seal(tmp_path / "reference", {"role": "reference"})
+    return TraceReader(tmp_path / "reference")
+
+
+def test_an_activation(reference):
+    """Its factor is that of its kind."""
+    planner = Planner(reference, 1, LAYOUT)
+    [output] = planner.plan(KEY, (4, 1, 6))
+    [gradient] = planner.plan(GRAD, (4, 1, 6))
+    assert isinstance(output, Match)
+    assert (output.placement, output.logical_shape, output.share) == ("tp:Shard(0)", (8, 1, 6), 1.0)
+    assert (gradient.factor, gradient.share, gradient.partial_over) == (3.0, 3.0, "")
+
+
+def test_a_summand_is_a_share(reference):
+    """Of as many ranks as its axis has."""
+    layout = dataclasses.replace(LAYOUT, summands={("a", 0): "tp"})
+    [match] = Planner(reference, 1, layout).plan(GRAD, (8, 1, 6))
+    assert (match.partial_over, match.summands, match.share) == ("tp", 2, 1.5)
+    assert match.placement == "Replicate tp:Partial(sum)"
+    [other] = Planner(reference, 1, layout).plan(KEY, (8, 1, 6))
+    assert (other.partial_over, other.summands) == ("", 1)
+
+
+def test_misfits(reference):
+    """What the reference lacks, and what fits no layout."""
+    planner = Planner(reference, 1, LAYOUT)
+    stranger = dataclasses.replace(KEY, name="b")
+    assert planner.plan(stranger, (4,)) == [Misfit(stranger, (4,), "extra", "not in the reference")]
+    [misfit] = planner.plan(KEY, (5, 1, 6))
+    assert (misfit.problem, misfit.logical_shape) == ("shape", (8, 1, 6))
+    [misfit] = planner.plan(KEY, (6,), ((6,), ()))
+    assert (misfit.problem, misfit.note) == (
+        "shape",
+        "the whole tensor is (6,), in the reference (8, 1, 6)",
+    )
+
+
+def test_what_cannot_be_followed_is_not_planned(reference):
+    """Experts behind a dispatcher that carries no other data."""
+    layout = Layout(mesh_of(0, 2, ep=2), 8, False, 1.0, dispatcher="flex")
+    key = dataclasses.replace(KEY, name="decoder.layers.0.mlp.experts")
+    assert Planner(reference, 1, layout).plan(key, (4,)) == []
+
+
+def test_each_shape_is_planned_once(reference, monkeypatch):
+    """Most tensors of a model have few shapes."""
+    calls = []
+    plain = planning.infer_activation
+    monkeypatch.setattr(
+        planning, "infer_activation", lambda *a, **k: calls.append(a) or plain(*a, **k)
+    )
+    planner = Planner(reference, 1, LAYOUT)
+    assert planner.plan(KEY, (4, 1, 6)) == planner.plan(KEY, (4, 1, 6))
+    planner.plan(GRAD, (4, 1, 6))
+    assert len(calls) == 1
+
+
+def test_only_a_known_tensor_is_turned(reference):
+    """Nothing tells how a tensor that the reference lacks would lie there."""
+    planner = Planner(reference, 1, LAYOUT)
+    data = torch.zeros(2, 8, 6)
+    assert planner.oriented(KEY, data).shape == (8, 2, 6)
+    assert planner.oriented(GRAD, data).shape == (2, 8, 6)
+    assert planner.oriented(dataclasses.replace(KEY, name="x"), data).shape == (2, 8, 6)

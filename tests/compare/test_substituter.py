@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is handed back in a captured tensor's place."""
+
+import pytest
+import torch
+
+from megatron_ttrace.compare.planning import Layout, Planner
+from megatron_ttrace.compare.substituter import Substituter, makers_of
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+
+OUT = (0, Kind.OUTPUT, "a", 0)
+KEY = TraceKey(1, *OUT)
+VALUES = torch.arange(48.0).view(8, 1, 6) + 1
+
+
+@pytest.fixture
+def reference(tmp_path):
+    """One tensor."""
+    writer = TraceWriter(tmp_path / "reference", 0)
+    WriteSink(writer, 1).tensor((OUT,), VALUES)
+    writer.close()
+    seal(tmp_path / "reference", {"role": "reference"})
+    return TraceReader(tmp_path / "reference")
+
+
+def substituter(reference, wobble=None):
+    """Of the second of two tensor-parallel ranks."""
+    planner = Planner(reference, 1, Layout(mesh_of(1, 2, tp=2), 8, False, 1.0))
+    return Substituter(reference, planner, wobble)
+
+
+def test_equal_values_are_not_handed_back(reference):
+    """The graph is not cut without need."""
+    half = VALUES.chunk(2)[1]
+    assert substituter(reference).instead(KEY, half) is None
+    assert torch.equal(substituter(reference).instead(KEY, half + 1), half)
+
+
+def test_a_replay_disturbs_what_it_hands_back(reference):
+    """By what its wobble does, told the key."""
+    half = VALUES.chunk(2)[1]
+    told = []
+    disturbed = substituter(reference, lambda key, data: told.append(key) or data * 2)
+    assert torch.equal(disturbed.instead(KEY, half), half * 2)
+    assert told == [KEY]
+
+
+def test_filling_is_in_place(reference):
+    """As main gradients are exchanged."""
+    made = substituter(reference)
+    data = torch.zeros(8, 1, 3)
+    match = made._planner.activation(KEY, (8, 1, 3))
+    made.fill(data, KEY, match.boxes)
+    assert torch.equal(data, VALUES.chunk(2, -1)[1])
+
+
+def names(*given):
+    """Keys of one gradient's names: (kind, module)."""
+    return [TraceKey(1, 0, kind, module, 0) for kind, module in given]
+
+
+ENTERS, LEFT = Kind.GRAD_INPUT, Kind.GRAD_OUTPUT
+
+
+@pytest.mark.parametrize(
+    ("given", "makers"),
+    [
+        # The gradient was made by the module that the tensor entered, not by the one it left.
+        ([(LEFT, "a"), (ENTERS, "b")], [1]),
+        # Of nested modules that it entered, by the innermost.
+        ([(ENTERS, "b"), (ENTERS, "b.c")], [1]),
+        # A module that hands on what it is given made nothing.
+        ([(ENTERS, "drop"), (LEFT, "drop"), (ENTERS, "b")], [2]),
+        # Two consumers made it together.
+        ([(ENTERS, "b"), (ENTERS, "c")], [0, 1]),
+        # Nobody is known to have made it.
+        ([(LEFT, "a"), (LEFT, "a.b")], [0, 1]),
+        # A name that only begins alike is another module.
+        ([(ENTERS, "b"), (ENTERS, "bc")], [0, 1]),
+    ],
+)
+def test_makers_of_a_gradient(given, makers):
+    """Those are compared with what they made; the others get the reference's values first."""
+    keys = names(*given)
+    assert makers_of(keys) == [keys[number] for number in makers]
