@@ -280,7 +280,7 @@ def test_not_finite():
         ({}, [held(0, drawn(2, *SHAPE))], "only one of the runs has it"),
         (REFERENCE, [], "only one of the runs has it"),
         (REFERENCE, [held(0, drawn(2, 4, 4), (4, 4))], "the whole tensor is (64, 64)"),
-        (REFERENCE, shards(drawn(2, 32, 64), drawn(3, 32, 64))[:1], "not all of it"),
+        (REFERENCE, shards(drawn(2, 32, 64), drawn(3, 32, 64))[:1], "do not cover it"),
         (
             REFERENCE,
             [*shards(drawn(2, 32, 64), drawn(3, 32, 64)), held(2, drawn(4, *SHAPE))],
