@@ -101,7 +101,7 @@ def test_slurm_outside_a_checkout(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "is no checkout" in done.stderr
+    assert "is not a checkout" in done.stderr
 
 
 def test_the_workflow_is_well_formed() -> None:
