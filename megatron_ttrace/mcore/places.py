@@ -176,7 +176,7 @@ PLACES = (
 
 
 def usual_place(finding: Finding, key: TraceKey) -> str:
-    """``megatron/file.py, function()``; empty if there is no common location."""
+    """``megatron/file.py, function()``; empty when there is no usual place."""
     for place in PLACES:
         if place.fits(finding, key):
             file, _, function = place.where.partition(":")

@@ -36,6 +36,6 @@ def describe_summand(placement: str, axis: str) -> str:
 
 
 def axis_of_summand(placement: str) -> str | None:
-    """The inverse of :func:`describe_summand`; ``None`` if it is not a summand."""
+    """The inverse of :func:`describe_summand`; ``None`` for what is no summand."""
     axis, _, rule = placement.rpartition(" ")[2].partition(":")
     return axis if rule == str(Partial()) else None
