@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace bugs``: the known bugs, and whether each of them is found."""
+"""``ttrace bugs``: the known bugs, and whether the checker finds them."""
 
 from __future__ import annotations
 

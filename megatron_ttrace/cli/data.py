@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace data``: text files into a data set that Megatron trains on."""
+"""``ttrace data``: convert text files into a data set for Megatron."""
 
 from __future__ import annotations
 

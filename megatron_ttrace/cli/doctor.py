@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace doctor``: what is installed, what is missing, what will run where."""
+"""``ttrace doctor``: what is installed, what is missing, and where checks will run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace mutants``: single faults in Megatron's parallel code, and whether they are found."""
+"""``ttrace mutants``: inject single faults into Megatron's parallel code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace nightly``: does the checker still see, and has Megatron slipped back?"""
+"""``ttrace nightly``: does the checker still find faults, and has Megatron regressed?"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace patch``: the flag in Megatron-LM's own script."""
+"""``ttrace patch``: add the flag to Megatron-LM's own script."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace plant``: plant errors into a saved run and say how many of them are found."""
+"""``ttrace plant``: plant errors in a saved run and count how many are found."""
 
 from __future__ import annotations
 

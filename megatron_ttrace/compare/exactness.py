@@ -27,7 +27,7 @@ from megatron_ttrace.trace.records import (
     Verdict,
 )
 
-NOTE = "not bitwise equal, although this layout does not reorder its arithmetic"
+NOTE = "not bitwise equal, though this layout does not reorder its arithmetic"
 
 _GRADIENTS = (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
 _UPDATES = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
@@ -86,9 +86,9 @@ def reordered(key: TraceKey, job: Arithmetic, *, later: bool = False) -> str:
         later: whether the step started from updates that this run made itself.
     """
     if not job.deterministic:
-        return "the accelerator's kernels may sum in any order (--deterministic-mode)"
+        return "an accelerator's kernels may add in any order (--deterministic-mode)"
     if not job.same_code:
-        return "the reference runs different code (--ttrace-reference-args)"
+        return "the reference runs other code (--ttrace-reference-args)"
     if key.kind is Kind.TOKENS or (key.kind is Kind.PARAM and key.index == 0 and not later):
         return ""
     if job.is_single:
@@ -113,13 +113,13 @@ def _of_microbatch(key: TraceKey, job: Arithmetic) -> str:
 
 def _of_step(key: TraceKey, job: Arithmetic) -> str:
     if job.dp > 1:
-        return "dp sums microbatches in a different order"
+        return "dp adds up microbatches in another order"
     if key.kind is Kind.GRAD_NORM:
         return "each rank sums its own parameters first"
     if job.pp > 1 and job.shared_embedding and is_shared_embedding(key.name):
         return "the first and the last stage add up their copies' gradients"
     if job.clips and (key.kind in _UPDATES or key.kind is Kind.PARAM):
-        return "clipped by a norm that is summed in a different order"
+        return "clipped by a norm that is summed in another order"
     return ""
 
 

@@ -29,8 +29,8 @@ from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 REASON = (
-    "dispatched: tokens cannot be followed through this dispatcher (only through "
-    "alltoall and allgather); its layer is judged as a whole"
+    "dispatched: this token dispatcher cannot be followed (alltoall and allgather can); its layer "
+    "is judged as a whole"
 )
 FOLLOWED = ("alltoall", "allgather")
 """Dispatchers (``--moe-token-dispatcher-type``) whose communication carries other data as well."""

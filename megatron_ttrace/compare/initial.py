@@ -26,7 +26,7 @@ LIMIT = 36.0
 FEW = 8
 """Fewer random numbers are not judged: in bf16 four of them may well be equal by chance."""
 
-_TWIN = "are bitwise equal to those of"
+_TWIN = "are bit by bit those of"
 
 Region = tuple[Any, ...]
 Holder = tuple[int, Measured]
@@ -136,11 +136,11 @@ def _unjudged(
     elif any(one.logical_shape != expected[0] for _, one in holders):
         note = f"the whole tensor is {expected[0]} in the reference"
     elif expected[1].nonfinite:
-        note = "the reference's initial values are not numbers"
+        note = "the reference's initial values are no numbers"
     elif sum(box.numel for box in boxes) != math.prod(expected[0]):
-        note = "its parts overlap or do not cover it"
+        note = "its parts overlap, or are not all of it"
     elif not coverage(expected[0], boxes).complete:
-        note = "its parts do not cover it"
+        note = "its parts are not all of it"
     return _Finding(Outcome.UNCHECKED, f"initial values: {note}") if note else None
 
 
@@ -192,7 +192,7 @@ def _compare(reference: Moments, parts: Mapping[Region, Sequence[Holder]]) -> _F
     if statistic <= limit:
         return _Finding(Outcome.PASS, "", (), error, tolerance)
     wrong = [rank for one in measured if one[0] > one[2] for rank in one[4]]
-    note = f"initial values differ in distribution: {_told(own, reference)}"
+    note = f"initial values are distributed otherwise: {_told(own, reference)}"
     return _Finding(Outcome.DIVERGED, note, sorted(wrong), error, tolerance)
 
 
@@ -274,8 +274,7 @@ def notices(verdicts: Sequence[Verdict]) -> list[str]:
         return []
     first = alike[0]
     return [
-        f"{len(alike)} parameters start with the values of another layer: "
-        f"{first.name}: {first.note}"
+        f"{len(alike)} parameters begin with another layer's numbers: {first.name}: {first.note}"
     ]
 
 

@@ -22,7 +22,7 @@ from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import QUIET, SINGLE_DEVICE, overrides_of
 
 _TOLD = "told"
-"""The part of an identity that is told and not compared."""
+"""The part of an identity that is reported and not compared."""
 _HARMLESS_PREFIXES = (
     "ttrace",
     "log_",
@@ -108,7 +108,7 @@ def digest(identity_: dict[str, Any]) -> str:
 def differences(
     ours: dict[str, Any], theirs: dict[str, Any], *, any_megatron: bool = False
 ) -> list[str]:
-    """What tells two identities apart, in words, most telling first.
+    """How two identities differ, in words, the most important difference first.
 
     Args:
         ours: identity of the reference that is wanted.

@@ -104,7 +104,7 @@ def path(text: str) -> Path:
 
 
 def _path_text(text: str) -> str:
-    """As :func:`path`; Megatron's arguments stay text, for they are copied as text."""
+    """As :func:`path`, but text: Megatron's arguments are copied as text."""
     return str(path(text)) if text else text
 
 

@@ -137,7 +137,7 @@ def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Itera
 
 
 def tokenise(content: bytes, *, append_eod: bool = True) -> NDArray[numpy.uint16]:
-    """One document's tokens: its bytes and, unless told otherwise, :data:`EOD`."""
+    """One document's tokens: its bytes and, by default, :data:`EOD`."""
     ids = numpy.frombuffer(content, dtype=numpy.uint8).astype(_DTYPE)
     return numpy.append(ids, _DTYPE(EOD)) if append_eod else ids
 

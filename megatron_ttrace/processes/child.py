@@ -44,7 +44,7 @@ def run_subprocess(
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at the moment."""
+    """A TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -33,7 +33,7 @@ _OF_OTHER_LAUNCHERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """How a rank ended by itself: its exit code (negative: a signal), and when we saw that.
+    """How a rank ended: its exit code (negative: a signal), and when this was seen.
 
     ``seen`` is in nanoseconds since the epoch, as a log's time of change.
     """

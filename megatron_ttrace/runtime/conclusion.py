@@ -132,7 +132,7 @@ def not_enough(verdicts: Sequence[Verdict], allowed: float) -> str:
     if unchecked <= allowed * judged:
         return ""
     reasons = Counter(
-        one.note.rsplit("; ", 1)[-1].partition(":")[0] or "unknown reason"
+        one.note.rsplit("; ", 1)[-1].partition(":")[0] or "no reason known"
         for one in verdicts
         if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
     )

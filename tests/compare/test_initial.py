@@ -223,7 +223,7 @@ def test_equal_shards():
     part = drawn(2, 32, 64)
     verdict = verdict_of(REFERENCE, *shards(part, part))
     assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (0, 1))
-    assert "on rank 0 are bitwise equal to those of another part of it on rank 1" in verdict.note
+    assert "on rank 0 are bit by bit those of another part of it on rank 1" in verdict.note
     assert cause(verdict) == "random state"
 
 
@@ -236,7 +236,7 @@ def test_equal_experts(leaf):
     apart = {**reference_of(drawn(5, *SHAPE), names[0]), **reference_of(data, names[1])}
     found = verdicts_of(apart, *holders)
     assert {one.verdict for one in found.values()} == {Outcome.DIVERGED}
-    assert f"bitwise equal to those of {names[1]} on rank 1" in found[names[0]].note
+    assert f"bit by bit those of {names[1]} on rank 1" in found[names[0]].note
     meant = {**reference_of(data, names[0]), **reference_of(data, names[1])}
     assert {one.verdict for one in verdicts_of(meant, *holders).values()} == {Outcome.PASS}
 
@@ -249,9 +249,9 @@ def test_equal_layers():
     holders = [held(rank, data, name=name) for rank, name in enumerate(names)]
     found = verdicts_of(apart, *holders)
     assert {one.verdict for one in found.values()} == {Outcome.PASS}
-    assert f"bitwise equal to those of {names[1]} on rank 1" in found[names[0]].note
+    assert f"bit by bit those of {names[1]} on rank 1" in found[names[0]].note
     [told] = notices(list(found.values()))
-    assert told.startswith(f"2 parameters start with the values of another layer: {names[0]}: ")
+    assert told.startswith(f"2 parameters begin with another layer's numbers: {names[0]}: ")
     assert not notices([verdict_of(REFERENCE, held(0, data))])
 
 

@@ -173,7 +173,7 @@ def test_foreign_environment_is_left_alone(machine: Machine) -> None:
     theirs = machine.add("python", RUNS, machine.checkout / ".venv" / "bin")
     done = machine.run("venv")
     assert done.returncode == 2
-    assert ".venv is there and was not made by make" in done.stderr
+    assert ".venv exists and was not created by make" in done.stderr
     assert theirs.exists()
     assert machine.installs() == 0
 

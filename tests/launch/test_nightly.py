@@ -101,7 +101,7 @@ def test_slurm_outside_a_checkout(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "is no checkout" in done.stderr
+    assert "is not a checkout" in done.stderr
 
 
 def test_the_workflow_is_well_formed() -> None:
@@ -110,7 +110,7 @@ def test_the_workflow_is_well_formed() -> None:
     workflow = yaml.safe_load((ROOT / "launch" / "nightly-github.yml").read_text())
     steps = workflow["jobs"]["nightly"]["steps"]
     names = [step.get("name") for step in steps]
-    assert names.index("Nights before") < names.index("Tonight") < names.index("Keep the history")
-    for step in steps[names.index("Tonight") + 1 :]:
+    assert names.index("Restore the history") < names.index("Run") < names.index("Save the history")
+    for step in steps[names.index("Run") + 1 :]:
         assert step["if"] == "always()"
     assert workflow["permissions"] == {"contents": "read"}

@@ -123,7 +123,7 @@ def test_every_flag(tmp_path):
         (("--ttrace-iterations", "0"), "--ttrace-iterations '0'"),
         (("--ttrace-seeds", "0"), "--ttrace-seeds 0: at least 1 replay is needed"),
         (("--ttrace-seeds", "-3"), "at least 1 replay"),
-        (("--ttrace-reference", "no/such/place"), "no such directory; leave the flag out"),
+        (("--ttrace-reference", "no/such/place"), "no such directory; omit the flag"),
     ],
 )
 def test_values_that_argparse_cannot_judge(words, says):

@@ -93,7 +93,7 @@ def test_twice_is_once(checkout: Path, capsys: pytest.CaptureFixture[str]) -> No
     patched = script.read_bytes()
     run(checkout)
     assert script.read_bytes() == patched
-    assert "was patched already" in capsys.readouterr().out
+    assert "was already patched" in capsys.readouterr().out
     run(checkout, "--reverse")
     run(checkout, "--reverse")
     assert script.read_bytes() == original

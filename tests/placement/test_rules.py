@@ -48,7 +48,7 @@ def test_what_every_rank_keeps(rule, total, size, expected):
     ("rule", "total", "size", "says"),
     [
         (Shard(0), 7, 2, "a dim of 7 is not divisible by 2"),
-        (BlockShard(0), 7, 2, "a dim of 7 is not 2 equal blocks"),
+        (BlockShard(0), 7, 2, "a dim of 7 does not divide into 2 equal blocks"),
         (BlockShard(0), 6, 2, "a dim of 3 is not divisible by 2"),
         (ZigZag(0), 6, 2, "a sequence of 6 does not divide into 4 chunks"),
     ],

@@ -62,7 +62,9 @@ def test_silent_ranks(tmp_path: Path, clock: Clock) -> None:
         with several[1].log.open("a") as log:
             log.write("iteration\n")
     clock.look(patience, 100, *several)
-    with pytest.raises(OutOfTimeError, match=r"rank 0 \(pid \d+\), rank 1 .* nothing for 100 s; "):
+    with pytest.raises(
+        OutOfTimeError, match=r"rank 0 \(pid \d+\), rank 1 .* no output for 100 s; "
+    ):
         clock.look(patience, 2, *several)
 
 

@@ -162,7 +162,7 @@ def test_lines_are_bounded_and_whole(tmp_path, monkeypatch):
     path.write_bytes(b"1\n[2]\n")
     assert list(codec.lines(path)) == [1, [2]]
     path.write_bytes(b"1\n[2]")
-    with pytest.raises(CodecError, match="cut off"):
+    with pytest.raises(CodecError, match="truncated"):
         list(codec.lines(path))
     monkeypatch.setattr(codec, "LINE_LIMIT", 10)
     path.write_bytes(b'"' + b"x" * 20 + b'"\n')

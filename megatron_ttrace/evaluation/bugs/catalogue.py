@@ -32,7 +32,7 @@ _ABBREVIATIONS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourcePatch:
-    """A change to the bodies of functions: ``fragment`` stands in the module exactly once."""
+    """A change to the bodies of functions: ``fragment`` occurs in the module exactly once."""
 
     module: str
     fragment: str

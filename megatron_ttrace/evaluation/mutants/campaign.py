@@ -155,6 +155,6 @@ def _told(summary: Summary) -> str:
 
 
 def _one_line(error: TTraceError) -> str:
-    """An error with the last lines of a log: the very last tells most."""
+    """An error with the last lines of a log; the last one is the most important."""
     first, *rest = str(error).splitlines()
     return f"{first} {rest[-1].strip()}" if rest else first

@@ -68,7 +68,7 @@ class Fate(StrEnum):
     """What became of a mutant in one layout, or in all that were tried."""
 
     DIVERGED = "diverged"
-    """The check named a culprit: killed, and nothing else would have told."""
+    """The check named a culprit: killed, and nothing else would have shown it."""
     CRASHED = "crashed"
     """The run, or the check of it, ended with an error: killed, but anyone would have noticed."""
     HUNG = "hung"

@@ -114,5 +114,5 @@ def _statement(source: Source, node: ast.AST) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without white space, so that another line break is no other mutant."""
+    """Without white space, so that a line break does not change a mutant's id."""
     return "".join(text.split())

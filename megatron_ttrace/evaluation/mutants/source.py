@@ -65,7 +65,7 @@ def span_of(node: ast.AST) -> Span:
 
 
 def last_name(node: ast.AST) -> str:
-    """``all_reduce`` of ``torch.distributed.all_reduce``; empty when it is no name."""
+    """``all_reduce`` of ``torch.distributed.all_reduce``; empty if it is not a name."""
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else ""

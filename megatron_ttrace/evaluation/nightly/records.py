@@ -29,7 +29,7 @@ class State(StrEnum):
     ALARM = "false alarm"
     """A healthy job was found diverged."""
     BROKEN = "could not run"
-    """There is no answer."""
+    """It has no result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

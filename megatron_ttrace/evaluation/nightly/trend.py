@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``trend.html``: tonight beside yesterday, and the nights before; one file, without a network.
+"""``trend.html``: the last two nights and a history; one file without network access.
 
 All text comes from outside (names of mutants, explanations, exceptions): it is made harmless by
 ``clean`` and quoted by the template engine.

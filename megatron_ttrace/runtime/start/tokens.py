@@ -33,7 +33,7 @@ def spread(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def spread_batch(item: Any, vocabulary: int) -> Any:
-    """A loader's batch with its ids renamed; what is no such batch is returned as it is."""
+    """A loader's batch with its ids renamed; anything else is returned unchanged."""
     if not isinstance(item, Mapping):
         return item
     return {

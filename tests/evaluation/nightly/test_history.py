@@ -75,5 +75,5 @@ def test_someone_elses_database(tmp_path: Path) -> None:
 def test_unwritable(tmp_path: Path) -> None:
     """A folder that is a file."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(TTraceError, match="no history of nights"):
+    with pytest.raises(TTraceError, match="history cannot be stored"):
         History(tmp_path / "file" / "history.sqlite")

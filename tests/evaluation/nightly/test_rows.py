@@ -55,7 +55,7 @@ def test_configuration(verdict: str, state: State) -> None:
     ("verdict", "state", "words"),
     [
         ("diverged", State.GOOD, "as in docs/findings.md"),
-        ("equivalent", State.MISSED, "not there any more"),
+        ("equivalent", State.MISSED, "no longer present"),
         ("could not check", State.BROKEN, "MTP and CP"),
     ],
 )
@@ -76,7 +76,7 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
         ({"fate": "survived"}, State.MISSED, "without an explanation"),
         ({"fate": "survived", "explanation": "unseen", "why": "a hole"}, State.GOOD, "a hole"),
         ({"fate": "survived", "explanation": "equivalent", "why": "p"}, State.GOOD, "p"),
-        ({"explanation": "equivalent", "why": "no number depends"}, State.ALARM, "and was found"),
+        ({"explanation": "equivalent", "why": "no number depends"}, State.ALARM, "but was found"),
     ],
 )
 def test_mutant(changes: dict, state: State, note: str) -> None:

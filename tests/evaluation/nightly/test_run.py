@@ -137,7 +137,7 @@ def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     night = runner.run(Options(seconds=2.0), tmp_path, lambda line: None)
     assert time.monotonic() - began < 20
     reasons = {gap.part: gap.reason for gap in night.gaps}
-    assert "time was up" in reasons[Part.BUGS]
+    assert "time limit of the night" in reasons[Part.BUGS]
     assert reasons[Part.MATRIX] == reasons[Part.MUTANTS] == "no time was left for it"
     state = Path(f"/proc/{pid.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"

@@ -58,7 +58,7 @@ def test_what_is_wrong_comes_first() -> None:
     text = trend.render(month())
     assert "1 missed" in text
     assert "torch: 2.15.0 -&gt; 2.16.0" in text
-    assert text.index("found equivalent") < text.index("Over the nights")
+    assert text.index("found equivalent") < text.index("History")
 
 
 def test_mutants_as_yesterday_are_folded() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mark lost: an attribute by which one part of Megatron tells another how a tensor lies."""
+"""A lost mark: an attribute by which Megatron's code knows how a tensor is divided."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKS = {
     "shared_embedding": "False",
     "tensor_model_parallel": "False",
 }
-"""What each is where nobody has set it."""
+"""The value of each if it is not set."""
 
 
 def lost_mark(node: ast.AST, source: Source) -> Iterator[tuple[ast.AST, str]]:
