@@ -37,10 +37,7 @@ EXIT = (*TENSOR, "--ttrace-exit")
 """Without ``--ttrace`` this flag does nothing."""
 
 CANDIDATE, SESSION = f"{OURS}.runtime.candidate:", f"{OURS}.runtime.session:Session."
-<<<<<<< HEAD
-=======
 ANSWER, COMPARISON = f"{OURS}.runtime.answer:", f"{OURS}.runtime.comparison:"
->>>>>>> w2/split
 OPTIMIZER = f"{OURS}.mcore.optimizer:"
 SINK, CAPTURE = f"{OURS}.compare.sinks:CompareSink.", f"{OURS}.capture."
 STORE = f"{OURS}.trace.store:"
@@ -48,11 +45,7 @@ STORE = f"{OURS}.trace.store:"
 SHORT = [
     (ZERO, f"{CANDIDATE}CandidateSession._check@1", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._gradients@1", "trains"),
-<<<<<<< HEAD
-    (ZERO, f"{CANDIDATE}conclude@1", "trains"),
-=======
     (ZERO, f"{ANSWER}conclude@1", "trains"),
->>>>>>> w2/split
     (ZERO, f"{OPTIMIZER}Snapshot.restore@1", "ends"),
     (ZERO, "megatron.core.models.gpt.gpt_model:GPTModel.forward@1", "ends"),
 ]
@@ -86,11 +79,7 @@ PLACES = {
     f"{SESSION}_settle": "ends",
     f"{OPTIMIZER}Snapshot.restore": "ends",
     f"{CANDIDATE}CandidateSession._findings": "trains",
-<<<<<<< HEAD
-    f"{CANDIDATE}encode": "trains",
-=======
     f"{COMPARISON}encode": "trains",
->>>>>>> w2/split
     f"{OURS}.runtime.channel:gather": "ends",
     f"{OURS}.runtime.channel:buffer": "trains",
     f"{OURS}.runtime.channel:decode": "trains",
@@ -104,11 +93,7 @@ LONG = [
     *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
     (ZERO, f"{CANDIDATE}CandidateSession._prepare_directory@0", "trains"),
     (ZERO, f"{OURS}.runtime.launch:ensure@0", "trains"),
-<<<<<<< HEAD
-    (ZERO, f"{CANDIDATE}CandidateSession._publish@1", "trains"),
-=======
     (ZERO, f"{ANSWER}publish@1", "trains"),
->>>>>>> w2/split
     (ZERO, f"{SINK}tensor@1=70", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._update@0=2", "trains"),
     (ZERO, f"{STORE}TraceReader.tensor@1=3!full", "trains"),
@@ -131,11 +116,7 @@ LONG = [
     (FP8, f"{SINK}replace@1=3", "trains"),
     (EXIT, f"{CANDIDATE}CandidateSession._check@1", "exits"),
     (EXIT, f"{SINK}tensor@1=5", "exits"),
-<<<<<<< HEAD
-    (EXIT, f"{CANDIDATE}conclude@1", "exits"),
-=======
     (EXIT, f"{ANSWER}conclude@1", "exits"),
->>>>>>> w2/split
     (FP8, f"{OURS}.runtime.low_precision:restart_scales@1", "trains"),
 ]
 
