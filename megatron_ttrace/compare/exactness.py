@@ -128,19 +128,16 @@ def _is_power_of_two(factor: float) -> bool:
 
 
 def examine(
-    verdicts: Sequence[Verdict], config: Mapping[str, Any]
+    verdicts: Sequence[Verdict], job: Arithmetic | None
 ) -> tuple[list[Verdict], Exactness | None]:
     """Note every pass that should be bitwise and is not; sum up.
 
     Args:
         verdicts: in execution order.
-        config: of the candidate; without an ``arithmetic`` entry (an older trace) nothing is
-            expected.
+        job: the candidate's; without it (an older trace) nothing is expected.
     """
-    told = config.get("arithmetic")
-    if not isinstance(told, Mapping):
+    if job is None:
         return list(verdicts), None
-    job = Arithmetic.from_json(told)
     traced = {verdict.iteration for verdict in verdicts}
     expected = lost = 0
     first: Verdict | None = None

@@ -39,9 +39,9 @@ class Measured:
 
     ``problem`` is empty, ``extra`` (the reference has no such tensor) or ``shape``; ``note`` says
     more. ``sums`` is ``None`` when nothing could be measured. ``sketch``, if any, says that the
-    tensor is a summand: what adds up to the reference are the sketches of all ranks with the same
-    boxes (megatron_ttrace/compare/sketch.py). ``moments``, of initial values only, are what is
-    judged in their place (megatron_ttrace/compare/initial.py).
+    tensor is a summand over the mesh axis ``partial_over``: what adds up to the reference are the
+    sketches of all ranks with the same boxes (megatron_ttrace/compare/sketch.py). ``moments``, of
+    initial values only, are what is judged in their place (megatron_ttrace/compare/initial.py).
     """
 
     key: TraceKey
@@ -53,6 +53,7 @@ class Measured:
     note: str = ""
     sketch: tuple[float, ...] = ()
     moments: Moments | None = None
+    partial_over: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +265,13 @@ class CompareSink:
                     data, whole, piece.boxes, factor, self._layout.mesh.size("etp")
                 )
             found = Measured(
-                piece.key, piece.placement, piece.boxes, piece.logical_shape, sums, sketch=share
+                piece.key,
+                piece.placement,
+                piece.boxes,
+                piece.logical_shape,
+                sums,
+                sketch=share,
+                partial_over=piece.partial_over,
             )
             self._add(found)
             kept = self._keep(found, data, kept)
@@ -322,6 +329,7 @@ class CompareSink:
             found = dataclasses.replace(
                 found,
                 placement=describe_summand(found.placement, axis),
+                partial_over=axis,
                 sketch=sketch_of_share(data, whole, boxes, factor, self._layout.mesh.size(axis)),
             )
         self._add(found)
@@ -390,6 +398,7 @@ class CompareSink:
             logical_shape=found.logical_shape,
             placement=found.placement,
             boxes=found.boxes,
+            partial_over=found.partial_over,
             factor=self._factor(found.key),
         )
 

@@ -6,7 +6,7 @@ import pytest
 from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box, Segment, whole
 from megatron_ttrace.placement.flat_shard import FlatShard
-from megatron_ttrace.placement.partial import Partial, axis_of_summand, describe_summand
+from megatron_ttrace.placement.partial import Partial, describe_summand
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.placement.zigzag import ZigZag
 
