@@ -124,5 +124,5 @@ def _cast(evidence: Evidence, own: Mapping[int, float]) -> tuple[str, str]:
     # Each part's largest value can be that of the whole.
     equal = {its for its_off, its, same, _ in found if same == done and its_off - off < _EQUAL}
     if equal == {_ALL, _OWN}:
-        return f": {done} of {_OWN}; or of {_ALL}, whose scale is the same here", hint
-    return f": {done} of {what}", hint
+        return f": that is {done} of {_OWN}; or of {_ALL}, whose scale is the same here", hint
+    return f": that is {done} of {what}", hint

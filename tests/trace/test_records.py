@@ -163,7 +163,7 @@ def test_the_contracts_fields():
     """``verdicts.jsonl``: names and order that others read."""
     assert [field.name for field in dataclasses.fields(Verdict)] == (
         "iteration microbatch kind name index verdict rel_err rel_err_eps tolerance margin "
-        "ranks placement shape note"
+        "ranks placement shape note reason"
     ).split()
     summary = Summary(Result.EQUIVALENT, {}, (), {}, {}, {}).to_json()
     assert {"verdict", "counts", "culprits", "config", "versions", "timings"} <= set(summary)
