@@ -194,6 +194,8 @@ def decoder(wanted: Any) -> Decoder:
         return _any
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         return _enum(wanted)
+    if isinstance(wanted, type) and issubclass(wanted, tuple) and hasattr(wanted, "_fields"):
+        return _named(wanted)
     if dataclasses.is_dataclass(wanted):
         return _record(wanted)
     raise TypeError(f"{wanted}: no record can hold this")
@@ -286,6 +288,12 @@ def _list(convert: Decoder) -> Decoder:
         return tuple(found)
 
     return decode_list
+
+
+def _named(wanted: Callable[..., Any]) -> Decoder:
+    """A ``NamedTuple``, written as a list in the order of its fields."""
+    decode_list = _fixed(tuple(map(decoder, typing.get_type_hints(wanted).values())))
+    return lambda value: wanted(*decode_list(value))
 
 
 def _fixed(converts: tuple[Decoder, ...]) -> Decoder:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ttrace.placement.mesh import Mesh, mesh_of
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, CodecError, Count, Size
 
@@ -179,6 +180,15 @@ def test_only_regular_files_are_read(tmp_path):
     assert codec.read(tmp_path / "file") == b"1234"
     with pytest.raises(CodecError, match="more than the 3"):
         codec.read(tmp_path / "file", 3)
+
+
+def test_a_named_tuple_is_a_list_in_the_order_of_its_fields():
+    """As the axes of a mesh are."""
+    mesh = mesh_of(1, 4, tp=2)
+    assert codec.decode(Mesh, codec.encode(mesh)) == mesh
+    assert codec.encode(mesh)["sizes"] == list(mesh.sizes)
+    with pytest.raises(CodecError, match="sizes"):
+        codec.decode(Mesh, {**codec.encode(mesh), "sizes": [2, 1]})
 
 
 def test_a_field_that_no_record_can_hold():
