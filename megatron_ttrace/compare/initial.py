@@ -107,7 +107,7 @@ def _judge(
         assert expected is not None
         found = _compare(expected[1], parts)
         elsewhere = [twins[key, region][1] for region in parts if (key, region) in twins]
-        if elsewhere and not found.note:
+        if elsewhere and found.outcome is Outcome.PASS:
             # Another layer with the same start is no wrong start of this one. It is told.
             found = dataclasses.replace(found, note=elsewhere[0], reason=Reason.TWIN)
     error, tolerance = found.error, found.tolerance
