@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_ttrace.errors import TTraceError
@@ -118,10 +119,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(found: Any) -> dict[str, Any]:
-    """The candidate's configuration. Raises ``CodecError`` when it is not one."""
-    from megatron_ttrace.compare.configuration import RunConfig
+    """The candidate's configuration, as far as the comparison reads it.
+
+    Raises:
+        CodecError: when it is not one.
+    """
+    from megatron_ttrace.compare.exactness import Arithmetic
     from megatron_ttrace.trace import codec
 
     config = codec.decoder(dict[str, Any])(found)
-    RunConfig.from_json(config)
+    if isinstance(config.get("arithmetic"), Mapping):
+        Arithmetic.from_json(config["arithmetic"])
     return dict(config)
