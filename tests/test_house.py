@@ -415,16 +415,5 @@ STILL_KNOWN: dict[str, set[str]] = {
     # The order of a picture's rows and their labels.
     "report.figures": {"final_layernorm"},
     "report.table": {"decoder", "output_layer"},
-    # Where to begin to look, by a module's name.
-    "report.wording": {
-        "ColumnParallelLinear",
-        "VocabParallelEmbedding",
-        "core_attention",
-        "layernorm",
-        "megatron/core",
-        "output_layer",
-        "token_dispatcher",
-        "word_embeddings",
-    },
 }
 """Neutral modules that hold names of Megatron's still. This list gets shorter, never longer."""

@@ -28,5 +28,11 @@ class Comparator:
         if match.partial_over:
             share = sketch_of_share(data, whole, match.boxes, match.factor, match.summands)
         return Measured(
-            match.key, match.placement, match.boxes, match.logical_shape, sums, sketch=share
+            match.key,
+            match.placement,
+            match.boxes,
+            match.logical_shape,
+            sums,
+            sketch=share,
+            partial_over=match.partial_over,
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from megatron_ttrace.mcore.roles import is_shared_embedding
@@ -77,8 +78,23 @@ class Arithmetic:
         return codec.decode(cls, data)
 
 
-def reordered(key: TraceKey, job: Arithmetic, *, later: bool = False) -> str:
-    """Why a tensor need not be bitwise the reference's; empty when it must be.
+class Reordered(Enum):
+    """Why a tensor need not be bitwise the reference's."""
+
+    KERNELS = "an accelerator's kernels may add in any order (--deterministic-mode)"
+    OTHER_CODE = "the reference runs other code (--ttrace-reference-args)"
+    SPLIT_SUMS = "an axis splits its sums"
+    RANK_STATE = "ranks keep state of their own microbatches"
+    STEP_BEFORE = "the step before was not bitwise equal"
+    GRADIENT_FACTOR = "gradients of another size are rounded differently"
+    REPLICAS = "dp adds up microbatches in another order"
+    NORM = "each rank sums its own parameters first"
+    SHARED_EMBEDDING = "the first and the last stage add up their copies' gradients"
+    CLIP = "clipped by a norm that is summed in another order"
+
+
+def reordered(key: TraceKey, job: Arithmetic, *, later: bool = False) -> Reordered | None:
+    """Why a tensor need not be bitwise the reference's; ``None`` when it must be.
 
     Args:
         key: of the tensor.
@@ -86,41 +102,41 @@ def reordered(key: TraceKey, job: Arithmetic, *, later: bool = False) -> str:
         later: whether the step started from updates that this run made itself.
     """
     if not job.deterministic:
-        return "an accelerator's kernels may add in any order (--deterministic-mode)"
+        return Reordered.KERNELS
     if not job.same_code:
-        return "the reference runs other code (--ttrace-reference-args)"
+        return Reordered.OTHER_CODE
     if key.kind is Kind.TOKENS or (key.kind is Kind.PARAM and key.index == 0 and not later):
-        return ""
+        return None
     if job.is_single:
-        return ""
+        return None
     if job.splits_sums:
-        return f"{' and '.join(job.splits_sums)} splits its sums"
+        return Reordered.SPLIT_SUMS
     if job.per_rank_state:
-        return "ranks keep state of their own microbatches"
+        return Reordered.RANK_STATE
     if later and (job.dp > 1 or job.clips or (job.shared_embedding and job.pp > 1)):
-        return "the step before was not bitwise equal"
+        return Reordered.STEP_BEFORE
     if key.microbatch != STEP_LEVEL and key.kind is not Kind.LOSS:
         return _of_microbatch(key, job)
     return _of_step(key, job)
 
 
-def _of_microbatch(key: TraceKey, job: Arithmetic) -> str:
+def _of_microbatch(key: TraceKey, job: Arithmetic) -> Reordered | None:
     """Activations and their gradients: each microbatch is computed whole, by one rank a layer."""
     if key.kind in _GRADIENTS and not _is_power_of_two(job.gradient_factor):
-        return f"gradients {job.gradient_factor:g} times as large are rounded differently"
-    return ""
+        return Reordered.GRADIENT_FACTOR
+    return None
 
 
-def _of_step(key: TraceKey, job: Arithmetic) -> str:
+def _of_step(key: TraceKey, job: Arithmetic) -> Reordered | None:
     if job.dp > 1:
-        return "dp adds up microbatches in another order"
+        return Reordered.REPLICAS
     if key.kind is Kind.GRAD_NORM:
-        return "each rank sums its own parameters first"
+        return Reordered.NORM
     if job.pp > 1 and job.shared_embedding and is_shared_embedding(key.name):
-        return "the first and the last stage add up their copies' gradients"
+        return Reordered.SHARED_EMBEDDING
     if job.clips and (key.kind in _UPDATES or key.kind is Kind.PARAM):
-        return "clipped by a norm that is summed in another order"
-    return ""
+        return Reordered.CLIP
+    return None
 
 
 def _is_power_of_two(factor: float) -> bool:
@@ -128,19 +144,16 @@ def _is_power_of_two(factor: float) -> bool:
 
 
 def examine(
-    verdicts: Sequence[Verdict], config: Mapping[str, Any]
+    verdicts: Sequence[Verdict], job: Arithmetic | None
 ) -> tuple[list[Verdict], Exactness | None]:
     """Note every pass that should be bitwise and is not; sum up.
 
     Args:
         verdicts: in execution order.
-        config: of the candidate; without an ``arithmetic`` entry (an older trace) nothing is
-            expected.
+        job: the candidate's; without it (an older trace) nothing is expected.
     """
-    told = config.get("arithmetic")
-    if not isinstance(told, Mapping):
+    if job is None:
         return list(verdicts), None
-    job = Arithmetic.from_json(told)
     traced = {verdict.iteration for verdict in verdicts}
     expected = lost = 0
     first: Verdict | None = None

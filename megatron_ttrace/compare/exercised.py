@@ -18,7 +18,6 @@ import torch
 
 from megatron_ttrace.compare.tokens import PRIMARY
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.records import (
     CHOICE,
@@ -103,30 +102,6 @@ class Requested:
     def to_json(self) -> dict[str, Any]:
         """For the configuration in ``summary.json``."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """From a candidate's configuration; an older one asks for nothing.
-
-        Raises:
-            TTraceError: when the entry is damaged.
-        """
-        told = config.get("requested")
-        if told is None:
-            return cls()
-        if not isinstance(told, dict):
-            raise TTraceError("the candidate's 'requested' is damaged: run the traced job again")
-        values = {}
-        for field in dataclasses.fields(cls):
-            value = told.get(field.name, field.default)
-            kinds = (float, int) if field.name == "clip" else (type(field.default),)
-            if type(value) not in kinds:
-                raise TTraceError(
-                    f"the candidate's 'requested' is damaged ({field.name} is {value!r:.40}): "
-                    "run the traced job again"
-                )
-            values[field.name] = value
-        return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,10 +28,6 @@ from megatron_ttrace.placement.token_index import (
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
-REASON = (
-    "dispatched: this token dispatcher cannot be followed (alltoall and allgather can); its layer "
-    "is judged as a whole"
-)
 FOLLOWED = ("alltoall", "allgather")
 """Dispatchers (``--moe-token-dispatcher-type``) whose communication carries other data as well."""
 
@@ -55,7 +51,12 @@ class Piece:
     placement: str
     boxes: tuple[Box, ...]
     logical_shape: tuple[int, ...]
-    is_summand: bool
+    partial_over: str = ""
+
+    @property
+    def is_summand(self) -> bool:
+        """Whether each rank of an axis holds a summand of it."""
+        return bool(self.partial_over)
 
 
 def rows_key(iteration: int, microbatch: int, experts: str) -> TraceKey:
@@ -113,7 +114,7 @@ class ExpertRows:
                 worst=float(strangers > 0),
             )
             boxes = product([rows, whole(2)])
-            found.append((Piece(key, "TokenIndex(0)", boxes, shape, False), sums))
+            found.append((Piece(key, "TokenIndex(0)", boxes, shape), sums))
         return found
 
     def holds(self, key: TraceKey) -> str:
@@ -142,15 +143,15 @@ class ExpertRows:
             there = dataclasses.replace(key, microbatch=number)
             if there not in self._reference:
                 # Named as what it is: a tensor that the reference does not have.
-                found.append(Piece(there, "", (), local, False))
+                found.append(Piece(there, "", (), local))
                 continue
             shape = self._reference.entry(there).shape
             rows, _ = self._match(index, rows_key(self._iteration, number, layer), expert)
             placement, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
-            summand = self._mesh.size("etp") > 1 and is_summand(key.kind, module)
-            if summand:
-                placement = describe_summand(placement, "etp")
-            found.append(Piece(there, placement, boxes, shape, summand))
+            over = "etp" if self._mesh.size("etp") > 1 and is_summand(key.kind, module) else ""
+            if over:
+                placement = describe_summand(placement, over)
+            found.append(Piece(there, placement, boxes, shape, over))
         return found
 
     def _match(

@@ -18,7 +18,8 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.mcore.roles import without_number
 from megatron_ttrace.placement.coverage import coverage
-from megatron_ttrace.trace.records import Kind, Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey, Verdict
 
 LIMIT = 36.0
 """Square of the number of standard errors that pass."""
@@ -89,6 +90,7 @@ class _Finding:
     ranks: Sequence[int] = ()
     error: float | None = None
     tolerance: float | None = None
+    reason: Reason | None = None
 
 
 def _judge(
@@ -105,9 +107,9 @@ def _judge(
         assert expected is not None
         found = _compare(expected[1], parts)
         elsewhere = [twins[key, region][1] for region in parts if (key, region) in twins]
-        if elsewhere and not found.note:
+        if elsewhere and found.outcome is Outcome.PASS:
             # Another layer with the same start is no wrong start of this one. It is told.
-            found = dataclasses.replace(found, note=elsewhere[0])
+            found = dataclasses.replace(found, note=elsewhere[0], reason=Reason.TWIN)
     error, tolerance = found.error, found.tolerance
     return Verdict.of(
         key,
@@ -120,6 +122,7 @@ def _judge(
         placement=holders[0][1].placement if holders else "",
         shape=shape,
         note=found.note,
+        reason=found.reason,
     )
 
 
@@ -141,7 +144,12 @@ def _unjudged(
         note = "its parts overlap, or are not all of it"
     elif not coverage(expected[0], boxes).complete:
         note = "its parts are not all of it"
-    return _Finding(Outcome.UNCHECKED, f"initial values: {note}") if note else None
+    return _unchecked(note) if note else None
+
+
+def _unchecked(note: str) -> _Finding:
+    reason = Reason.INITIAL_VALUES
+    return _Finding(Outcome.UNCHECKED, f"{reason.value}: {note}", reason=reason)
 
 
 def _broken(
@@ -164,7 +172,8 @@ def _broken(
         return _Finding(Outcome.REPLICA_CONFLICT, note, sorted(conflicts))
     if alike := [region for region in parts if twins.get((key, region), (False,))[0]]:
         ranks = [rank for region in alike for rank, _ in parts[region]]
-        return _Finding(Outcome.DIVERGED, twins[key, alike[0]][1], sorted(ranks))
+        note = twins[key, alike[0]][1]
+        return _Finding(Outcome.DIVERGED, note, sorted(ranks), reason=Reason.TWIN)
     return None
 
 
@@ -173,7 +182,7 @@ def _compare(reference: Moments, parts: Mapping[Region, Sequence[Holder]]) -> _F
     found = {region: _moments(group[0][1]) for region, group in parts.items()}
     total = sum(found.values(), Moments())
     if reference.n < FEW and not reference.is_constant:
-        return _Finding(Outcome.UNCHECKED, f"initial values: fewer than {FEW} random numbers")
+        return _unchecked(f"fewer than {FEW} random numbers")
     if reference.is_constant or total.is_constant:
         return _constant(reference, total, parts)
     tests: list[tuple[float, Moments, tuple[int, ...]]] = [(LIMIT, total, ())]
@@ -192,7 +201,7 @@ def _compare(reference: Moments, parts: Mapping[Region, Sequence[Holder]]) -> _F
     if statistic <= limit:
         return _Finding(Outcome.PASS, "", (), error, tolerance)
     wrong = [rank for one in measured if one[0] > one[2] for rank in one[4]]
-    note = f"initial values are distributed otherwise: {_told(own, reference)}"
+    note = f"initial values differ in distribution: {_told(own, reference)}"
     return _Finding(Outcome.DIVERGED, note, sorted(wrong), error, tolerance)
 
 
@@ -204,7 +213,7 @@ def _constant(
     if (total.least, total.most) == values:
         return _Finding(Outcome.PASS, "", (), 0.0, 0.0)
     if reference.n == 1:
-        return _Finding(Outcome.UNCHECKED, "initial values: one value has no distribution")
+        return _unchecked("one value has no distribution")
     what = "lost" if total.is_constant and not reference.is_constant else "not the reference's"
     wrong = [
         rank
@@ -216,11 +225,11 @@ def _constant(
     return _Finding(Outcome.DIVERGED, note, sorted(wrong), math.inf, 0.0)
 
 
-def cause(verdict: Verdict) -> str:
-    """The usual cause of a failure, as megatron_ttrace/mcore/places.py names places by."""
-    if verdict.verdict is Outcome.REPLICA_CONFLICT or _TWIN in verdict.note:
-        return "random state"
-    return "initial values"
+def cause(verdict: Verdict) -> Cause:
+    """The sort of a failure."""
+    if verdict.verdict is Outcome.REPLICA_CONFLICT or verdict.reason is Reason.TWIN:
+        return Cause.RANDOM_STATE
+    return Cause.INITIAL_VALUES
 
 
 def _told(own: Moments, reference: Moments) -> str:
@@ -258,7 +267,10 @@ def _twins(
             others = [(_weight(k) == weight, k, r) for (k, g), r in parts.items() if (k, g) != part]
             near, other, at = max(others, key=lambda one: one[0])
             what = "another part of it" if other == part[0] else other.name
-            found[part] = near, f"initial values on rank {rank} {_TWIN} {what} on rank {at}"
+            found[part] = (
+                near,
+                f"initial values on rank {rank} {_TWIN} {what} on rank {at}",
+            )
     return found
 
 
@@ -269,7 +281,9 @@ def _weight(key: TraceKey) -> str:
 
 def notices(verdicts: Sequence[Verdict]) -> list[str]:
     """What is worth telling of initial values that pass: layers that begin with equal numbers."""
-    alike = [v for v in verdicts if v.kind is Kind.INITIAL and v.is_luck and _TWIN in v.note]
+    alike = [
+        v for v in verdicts if v.kind is Kind.INITIAL and v.is_luck and v.reason is Reason.TWIN
+    ]
     if not alike:
         return []
     first = alike[0]

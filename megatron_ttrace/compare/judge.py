@@ -13,7 +13,13 @@ from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Tolerance, Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
-from megatron_ttrace.trace.records import Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.records import Outcome, Reason, TraceKey, Verdict
+
+_NOTES = {
+    Reason.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
+    "allgather can); its layer is judged as a whole",
+}
+"""Of what this layout does not allow to compare."""
 
 
 def judge(
@@ -21,7 +27,7 @@ def judge(
     measured: Mapping[int, Sequence[Measured]],
     tolerances: Tolerances,
     eps: float,
-    unjudged: Callable[[TraceKey], str] = lambda key: "",
+    unjudged: Callable[[TraceKey], Reason | None] = lambda key: None,
 ) -> list[Verdict]:
     """One verdict for every tensor of the reference or of any rank.
 
@@ -30,7 +36,7 @@ def judge(
         measured: what each rank found.
         tolerances: of the reference.
         eps: machine epsilon of the compute dtype, for printing errors in its multiples.
-        unjudged: why a tensor cannot be compared in this layout; empty for all that can.
+        unjudged: why a tensor cannot be compared in this layout; ``None`` for all that can.
     """
     by_key: dict[TraceKey, list[tuple[int, Measured]]] = {}
     for rank, found in measured.items():
@@ -42,7 +48,8 @@ def judge(
         holders = by_key.pop(key, [])
         reason = unjudged(key)
         if reason:
-            verdicts.append(_verdict(key, shape, Outcome.UNCHECKED, [], note=reason))
+            note = _NOTES[reason]
+            verdicts.append(_verdict(key, shape, Outcome.UNCHECKED, [], note=note, reason=reason))
             continue
         verdicts.append(_judge(key, shape, holders, tolerances.of(key), eps, covered))
     for key, holders in by_key.items():
@@ -106,6 +113,7 @@ def _judge(
     conflicts = _conflicting(holders)
     notes = list(dict.fromkeys(one.note for _, one in holders if one.note))
     notes += [] if held.even else [f"held unevenly: {held.least} to {held.most} replicas"]
+    reason: Reason | None = None
     if failed:
         outcome = Outcome.DIVERGED
         if conflicts:
@@ -113,11 +121,11 @@ def _judge(
             notes.append(f"replicas differ between ranks {_list(conflicts)}")
         speaks = failed
     elif undefined := sum(one.sums.undefined for _, one in holders if one.sums):
-        outcome = Outcome.UNCHECKED
+        outcome, reason = Outcome.UNCHECKED, Reason.UNDEFINED
         notes.append(f"undefined: {undefined} elements are NaN in both runs")
         speaks = ranks
     elif tolerance.blind:
-        outcome = Outcome.UNCHECKED
+        outcome, reason = Outcome.UNCHECKED, Reason.BLIND
         notes.append(f"blind: rounding alone moves it by {value:.0%} (bound {tolerance.bound:.0%})")
         speaks = ranks
     else:
@@ -136,6 +144,7 @@ def _judge(
         placement=placement,
         shape=shape,
         note="; ".join(notes),
+        reason=reason,
     )
 
 
@@ -195,6 +204,7 @@ def _verdict(
     *,
     placement: str = "",
     note: str = "",
+    reason: Reason | None = None,
 ) -> Verdict:
     return Verdict.of(
         key,
@@ -207,4 +217,5 @@ def _verdict(
         placement=placement,
         shape=shape,
         note=note,
+        reason=reason,
     )

@@ -93,4 +93,5 @@ class Keeper:
             placement=found.placement,
             boxes=found.boxes,
             factor=self._factor(found.key),
+            partial_over=found.partial_over,
         )

@@ -23,7 +23,6 @@ from megatron_ttrace.compare.wire import moments_of, sums_of
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import AXES, Mesh
-from megatron_ttrace.placement.partial import axis_of_summand
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -165,14 +164,12 @@ def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry, rank:
         return Measured(key, entry.placement, (), there.shape, None, "shape", note)
     sums = measure(local, logical, entry.boxes, entry.factor)
     found = Measured(key, entry.placement, entry.boxes, there.shape, sums)
-    axis = axis_of_summand(entry.placement)
-    if axis is None:
+    axis = entry.partial_over
+    if not axis:
         return found
-    if axis not in AXES:
-        raise codec.CodecError(f"placement: no axis is called {codec.shown(axis)}")
     ranks = meshes_of(candidate)[rank].size(axis)
     share = sketch_of_share(local, logical, entry.boxes, entry.factor, ranks)
-    return dataclasses.replace(found, sketch=share)
+    return dataclasses.replace(found, sketch=share, partial_over=axis)
 
 
 def _check_types(entry: Entry) -> None:

@@ -23,9 +23,9 @@ _Shape = tuple[Count, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Message:
-    """``rows`` name their layout (placement, boxes, shape) by its number."""
+    """``rows`` name their layout (placement, boxes, shape, axis of a summand) by its number."""
 
-    layouts: tuple[tuple[str, tuple[tuple[_Shape, _Shape, _Shape], ...], _Shape], ...]
+    layouts: tuple[tuple[str, tuple[tuple[_Shape, _Shape, _Shape], ...], _Shape, str], ...]
     rows: tuple[
         tuple[
             Count,
@@ -59,7 +59,9 @@ def encode(measured: list[Measured]) -> dict[str, Any]:
     layouts: dict[Any, int] = {}
     rows = []
     for one in measured:
-        number = layouts.setdefault((one.placement, one.boxes, one.logical_shape), len(layouts))
+        number = layouts.setdefault(
+            (one.placement, one.boxes, one.logical_shape, one.partial_over), len(layouts)
+        )
         sums, moments = (
             None if found is None else dataclasses.astuple(found)
             for found in (one.sums, one.moments)
@@ -69,8 +71,8 @@ def encode(measured: list[Measured]) -> dict[str, Any]:
     found: dict[str, Any] = codec.encode(
         {
             "layouts": [
-                (placement, [(box.logical, box.extent, box.local) for box in boxes], shape)
-                for placement, boxes, shape in layouts
+                (placement, [(box.logical, box.extent, box.local) for box in boxes], *rest)
+                for placement, boxes, *rest in layouts
             ],
             "rows": rows,
         }
@@ -82,15 +84,15 @@ def decode(message: Any) -> list[Measured]:
     """The inverse of :func:`encode`. Raises ``CodecError`` on a foreign message."""
     said = codec.decode(_Message, message)
     layouts = [
-        (placement, tuple(Box(*box) for box in boxes), shape)
-        for placement, boxes, shape in said.layouts
+        (placement, tuple(Box(*box) for box in boxes), shape, axis)
+        for placement, boxes, shape, axis in said.layouts
     ]
     found = []
     for row in said.rows:
         key, (number, sums, problem, note, sketch, moments) = TraceKey(*row[:5]), row[5:]
         if number >= len(layouts):
             raise CodecError(f"layout {number} of {len(layouts)}")
-        placement, boxes, shape = layouts[number]
+        placement, boxes, shape, axis = layouts[number]
         found.append(
             Measured(
                 key=key,
@@ -102,6 +104,7 @@ def decode(message: Any) -> list[Measured]:
                 note=note,
                 sketch=sketch,
                 moments=None if moments is None else Moments(*moments),
+                partial_over=axis,
             )
         )
     return found

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ttrace.diagnose.evidence import ranges
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -49,7 +49,8 @@ def missing_layers(
         f"layer{'s' * (len(lost) > 1)} {ranges(lost)} of {len(wanted)} on no pipeline stage: "
         f"the stages hold {counts} = {sum(map(len, stages.values()))} layers"
     )
+    hint = ""
     size = len(stages) * (meshes[0].vpp if meshes else 1)
     if size > 1 and len(wanted) % size and len(wanted) - len(lost) == len(wanted) // size * size:
-        text += f", {len(wanted)} // {size} each, and the remainder is dropped"
-    return Finding(text, "layers", "pp")
+        hint = f"{len(wanted)} // {size} layers each, and the remainder is dropped"
+    return Finding(text, Cause.LAYERS, ("pp",), hint)

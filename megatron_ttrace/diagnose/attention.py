@@ -17,7 +17,7 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, Part, ranges
 from megatron_ttrace.mcore.roles import INNER_ATTENTION
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 from megatron_ttrace.trace.records import Kind, TraceKey
 
 _FLOPS = 2e9
@@ -114,7 +114,7 @@ def _masks(evidence: Evidence, attention: _Attention) -> Finding | None:
                 mask = None if order is None else attention.allowed(rank, order[step])
                 faulty += attention.block(index, rank, step, mask)
         if _is(evidence, faulty):
-            return Finding(f"{what} {words}", "attention", "cp" if size > 1 else "")
+            return Finding(f"{what} {words}", Cause.ATTENTION_MASK, ("cp",) if size > 1 else ())
     return None
 
 
@@ -172,7 +172,7 @@ def _counts(
     how = "is missing" if lost else f"counts {odd[0][1]:.3f} times"
     name = _NAMES[evidence.key.index]
     text = f"what the block of step {which} of the ring adds to the gradient of {name} {how}"
-    return Finding(text, "attention", "cp")
+    return Finding(text, Cause.ATTENTION_BLOCK, ("cp",))
 
 
 def _fit(

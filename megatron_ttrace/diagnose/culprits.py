@@ -22,10 +22,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_ttrace.mcore.names import ROOT
+from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
 
-UNKNOWN = "unknown"
-Explain = Callable[[Verdict], str]
+Explain = Callable[[Verdict], Explanation]
 
 _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
@@ -136,25 +136,32 @@ def _one_per_module(
         known = chosen.get(module)
         if known is None or _severity(verdict) > _severity(known[0]):
             chosen[module] = verdict, reason
-    return [
-        Culprit(
-            name=module,
-            kind=verdict.kind,
-            direction=direction,
-            reason=reason + _chain(verdict, verdicts),
-            explanation=explain(verdict) if explain else UNKNOWN,
-            iteration=verdict.iteration,
-            microbatch=verdict.microbatch,
-            index=verdict.index,
-            verdict=verdict.verdict,
-            ranks=verdict.ranks,
-            rel_err=verdict.rel_err,
-            rel_err_eps=verdict.rel_err_eps,
-            tolerance=verdict.tolerance,
-            margin=verdict.margin,
+    culprits = []
+    for module, (verdict, reason) in chosen.items():
+        why = explain(verdict) if explain else Explanation()
+        culprits.append(
+            Culprit(
+                name=module,
+                kind=verdict.kind,
+                direction=direction,
+                reason=reason + _chain(verdict, verdicts),
+                explanation=why.text,
+                iteration=verdict.iteration,
+                microbatch=verdict.microbatch,
+                index=verdict.index,
+                verdict=verdict.verdict,
+                ranks=verdict.ranks,
+                rel_err=verdict.rel_err,
+                rel_err_eps=verdict.rel_err_eps,
+                tolerance=verdict.tolerance,
+                margin=verdict.margin,
+                hint=why.hint,
+                where=why.where,
+                cause=why.cause,
+                axes=why.axes,
+            )
         )
-        for module, (verdict, reason) in chosen.items()
-    ]
+    return culprits
 
 
 def _chain(verdict: Verdict, verdicts: Sequence[Verdict]) -> str:

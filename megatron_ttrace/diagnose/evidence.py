@@ -21,6 +21,7 @@ from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import TraceKey
 
 ELEMENTS = 1 << 22
@@ -72,7 +73,6 @@ class Evidence:
         held: boxes of the ranks known to hold the tensor, failing or not.
         microbatches: of a data-parallel rank.
         seq_length: to call a dim by its name; 0 when unknown.
-        placement: of the tensor, in words ("tp:Shard(0)").
         ends: a time (``time.monotonic``) after which searches give up.
         others: reference tensors with this one's shape that it may hold by mistake, the likely ones
             first, each with words for it.
@@ -88,9 +88,8 @@ class Evidence:
     held: Mapping[int, tuple[Box, ...]] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
     seq_length: int = 0
-    placement: str = ""
     ends: float = math.inf
-    others: Callable[[], Iterable[tuple[str, str, TraceKey]]] = tuple
+    others: Callable[[], Iterable[tuple[str, Cause, TraceKey]]] = tuple
     whole: Callable[[TraceKey], torch.Tensor | None] = lambda key: None
     alike: Callable[[str], Iterable[str]] = lambda module: ()
 

@@ -4,11 +4,12 @@
 The shards of failed tensors were kept; each hypothesis names a repair (sum over tp, divide by cp,
 take the other half), which is applied to them, and the measure that failed the tensor is taken
 again (evidence.py). The first hypothesis that mends every failing part is the explanation; when
-none does, the answer is "unknown".
+none does, the answer is "unknown". What it suggests beyond what was tested is a hint, kept apart.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.compare import initial
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose import (
@@ -32,13 +34,12 @@ from megatron_ttrace.diagnose import (
     shares,
     sources,
 )
-from megatron_ttrace.diagnose.culprits import UNKNOWN
 from megatron_ttrace.diagnose.evidence import ELEMENTS, Evidence, Part, parts_of, where
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.places import usual_place
+from megatron_ttrace.mcore.places import location
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.partial import axis_of_summand
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.codec import CodecError
+from megatron_ttrace.trace.findings import FACTORS, Cause, Explanation, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader
 
@@ -100,41 +101,48 @@ class Explainer:
         self._measured = measured or {}
         self._explained = 0
         self._ends = math.inf
+        self._seq_length = 0
         try:
             self._candidate: TraceReader | None = TraceReader(candidate)
-        except (TTraceError, OSError):
+            self._seq_length = RunConfig.from_json(self._candidate.meta["config"]).seq_length
+        except (TTraceError, OSError, KeyError, CodecError):
             self._candidate = None
         self._where: dict[TraceKey, list[tuple[int, int]]] | None = None
 
-    def explain(self, verdict: Verdict) -> str:
-        """One sentence, or "unknown". Never raises."""
-        if self._explained >= MOST:
-            return UNKNOWN
-        if not self._explained:
-            self._ends = time.monotonic() + _SECONDS
-        self._explained += 1
-        try:
-            return self._explain(verdict)
-        except Exception:  # noqa: BLE001 - an explanation is a service, the verdict stands without
-            return UNKNOWN
+    def explain(self, verdict: Verdict) -> Explanation:
+        """What was tested, what that suggests, where to look. Never raises."""
+        finding: Finding | None = None
+        if self._explained < MOST:
+            if not self._explained:
+                self._ends = time.monotonic() + _SECONDS
+            self._explained += 1
+            # An explanation is a service: the verdict stands without it.
+            with contextlib.suppress(Exception):
+                finding = self._explain(verdict)
+        place = location(verdict, finding)
+        if finding is None:
+            return Explanation(where=place)
+        return Explanation(finding.text, finding.hint, place, finding.cause, finding.axes)
 
-    def _explain(self, verdict: Verdict) -> str:
+    def _explain(self, verdict: Verdict) -> Finding | None:
         if verdict.kind is Kind.INITIAL:
-            return _sentence(Finding(verdict.note, initial.cause(verdict)), verdict.key)
+            return Finding(verdict.note, initial.cause(verdict))
         if verdict.verdict is Outcome.MISSING:
-            lost = self._missing(verdict)
-            return _sentence(lost, verdict.key) if lost else UNKNOWN
+            return self._missing(verdict)
         if verdict.verdict not in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT, Outcome.NONFINITE):
-            return UNKNOWN
+            return None
         evidence = self.evidence(verdict.key)
         if evidence is None:
-            return UNKNOWN
+            return None
         finding = test(evidence)
         if finding is None:
-            return UNKNOWN
+            return None
         failing = [part.rank for part in evidence.parts]
-        who = where(failing, evidence.meshes, evidence.holders) if finding.cause != "copy" else ""
-        return _sentence(finding, verdict.key, who, self._shared(verdict.key, finding))
+        text = finding.text + self._shared(verdict.key, finding)
+        if finding.cause is not Cause.COPY:
+            who = where(failing, evidence.meshes, evidence.holders)
+            text += f", {who}" if who else ""
+        return dataclasses.replace(finding, text=text)
 
     def evidence(self, key: TraceKey) -> Evidence | None:
         """What is known of a failed tensor; ``None`` when its shards were not kept."""
@@ -158,19 +166,18 @@ class Explainer:
                 if one.key == key and one.boxes
             },
             microbatches=self._microbatches(meshes),
-            seq_length=int(self._candidate.meta.get("config", {}).get("seq_length", 0)),
+            seq_length=self._seq_length,
             ends=self._ends,
             others=lambda: self._others(key, entry.shape),
             whole=self._whole,
             alike=lambda module: self._alike(key.iteration, module),
         )
-        for part, placement in self._parts(key, meshes):
+        for part in self._parts(key, meshes):
             if not evidence.fits(part, part.pieces):
                 evidence.parts.append(part)
-                evidence.placement = placement
         return evidence if evidence.parts else None
 
-    def _parts(self, key: TraceKey, meshes: Sequence[Mesh]) -> Iterator[tuple[Part, str]]:
+    def _parts(self, key: TraceKey, meshes: Sequence[Mesh]) -> Iterator[Part]:
         assert self._candidate is not None
         if self._where is None:
             self._where = {}
@@ -181,14 +188,11 @@ class Explainer:
         limit = max(1, ELEMENTS // max(1, len(kept) // 8))
         for rank, number in kept:
             entry = self._candidate.resolve(rank, number)
-            if axis_of_summand(entry.placement) or entry.sums:
+            if entry.partial_over or entry.sums:
                 continue
             if entry.boxes or not entry.logical_shape:
                 local = self._candidate.tensor(entry)
-                yield (
-                    parts_of(local, meshes[rank], entry.boxes, entry.factor, limit),
-                    entry.placement,
-                )
+                yield parts_of(local, meshes[rank], entry.boxes, entry.factor, limit)
 
     def _meshes(self) -> list[Mesh]:
         assert self._candidate is not None
@@ -203,7 +207,9 @@ class Explainer:
             return None
         return self._reference.tensor(self._reference.entry(key))
 
-    def _others(self, key: TraceKey, shape: tuple[int, ...]) -> Iterator[tuple[str, str, TraceKey]]:
+    def _others(
+        self, key: TraceKey, shape: tuple[int, ...]
+    ) -> Iterator[tuple[str, Cause, TraceKey]]:
         """Tensors that may stand in this one's place: other times first, then other modules."""
         if math.prod(shape) > ELEMENTS:
             return
@@ -211,9 +217,17 @@ class Explainer:
         for other in self._reference:
             if (other.kind, other.name, other.index) == (key.kind, key.name, key.index):
                 if other.iteration == key.iteration and other.microbatch != key.microbatch:
-                    yield f"holds the value of microbatch {other.microbatch}", "time", other
+                    yield (
+                        f"holds the value of microbatch {other.microbatch}",
+                        Cause.OTHER_TIME,
+                        other,
+                    )
                 elif other.iteration != key.iteration and other.microbatch == key.microbatch:
-                    yield f"holds the value of iteration {other.iteration}", "time", other
+                    yield (
+                        f"holds the value of iteration {other.iteration}",
+                        Cause.OTHER_TIME,
+                        other,
+                    )
             elif (
                 other.kind in _SAME_SORT.get(key.kind, (key.kind,))
                 and (other.iteration, other.microbatch) == (key.iteration, key.microbatch)
@@ -226,7 +240,7 @@ class Explainer:
         named = [min(names, key=lambda name: _unlike(name, own)) for names in near.values()]
         for other in sorted(named, key=lambda name: _unlike(name, own))[:_SEARCH]:
             what = f"the reference's {other.kind} of {other.name}"
-            yield f"is {what} instead of its own", "module", other
+            yield f"is {what} instead of its own", Cause.OTHER_MODULE, other
 
     def _alike(self, iteration: int, module: str) -> Iterator[str]:
         """Other linear layers that are given a tensor of this shape, in execution order."""
@@ -255,7 +269,7 @@ class Explainer:
 
     def _shared(self, key: TraceKey, finding: Finding) -> str:
         """Whether all failing main gradients are off by this very factor."""
-        if key.kind is not Kind.MAIN_GRAD or finding.cause != "factor":
+        if key.kind is not Kind.MAIN_GRAD or finding.cause not in FACTORS:
             return ""
         ratios: dict[TraceKey, list[float]] = {}
         for one in (one for found in self._measured.values() for one in found):
@@ -303,9 +317,3 @@ def _unlike(key: TraceKey, own: tuple[Kind, str, int]) -> int:
 
 def _is_start(key: TraceKey) -> bool:
     return key.kind is Kind.PARAM and key.index == 0 and key.microbatch == STEP_LEVEL
-
-
-def _sentence(finding: Finding, key: TraceKey, who: str = "", more: str = "") -> str:
-    place = usual_place(finding, key)
-    said = finding.text + more + (f", {who}" if who else "")
-    return f"{said}; a usual place: {place}" if place else said

@@ -11,7 +11,7 @@ import torch
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose.evidence import Evidence, Part, dot
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 
 _ROWS = 4096
 _WIDTH = 8
@@ -52,7 +52,7 @@ def transposed(evidence: Evidence) -> Finding | None:
 
         if evidence.mends(swap):
             names = f"dims {first} and {second}"
-            return Finding(f"{names} are transposed", "order")
+            return Finding(f"{names} are transposed", Cause.ORDER)
     return None
 
 
@@ -136,36 +136,36 @@ def _describe(evidence: Evidence, dim: int, moves: list[_Move]) -> Finding:
         return Finding(
             f"wrong offset: {name} {moved.to[0]}..{moved.to[-1]} stand where "
             f"{moved.own[0]}..{moved.own[-1]} belong (shifted by {shift})",
-            "offset",
+            Cause.OFFSET,
             _axis_of(evidence, moved, dim),
         )
     if all(not set(move.to) & set(move.own) for move in moves) and all(
         len({to - own for own, to in zip(move.own, move.to, strict=True)}) == 1 for move in moves
     ):
-        axis = _axis_of(evidence, moved, dim)
         text = (
             f"rank {moved.rank} holds {name} {moved.to[0]}..{moved.to[-1]}, which belong to "
             f"another rank, instead of {moved.own[0]}..{moved.own[-1]}"
         )
-        return Finding(text, "offset", axis)
+        return Finding(text, Cause.OFFSET, _axis_of(evidence, moved, dim))
     together = sorted({pair for move in moves for pair in zip(move.own, move.to, strict=True)})
     sources, targets = [to for _, to in together], [own for own, _ in together]
     count = sum(own != to for own, to in together)
     if len(set(sources)) < len(sources):
         text = f"{count} of {total} {name} hold the values of other {name}, some of them twice"
-        return Finding(text, "order")
+        return Finding(text, Cause.ORDER)
     half = len(targets) // 2
     if sources == targets[half:] + targets[:half] and len(targets) == 2 * half:
-        return Finding(f"the two halves of its {name} are swapped (gate and up?)", "halves")
+        text = f"the two halves of its {name} are swapped"
+        return Finding(text, Cause.HALVES, (), "gate and up projection are taken for each other")
     if sources == targets[::-1]:
-        return Finding(f"its {name} are in reverse order", "order")
+        return Finding(f"its {name} are in reverse order", Cause.ORDER)
     runs = 1 + sum(after != before + 1 for before, after in itertools.pairwise(sources))
     text = f"{count} of {total} {name} are right but in another order, in {runs} blocks"
-    return Finding(text, "order")
+    return Finding(text, Cause.ORDER)
 
 
-def _axis_of(evidence: Evidence, move: _Move, dim: int) -> str:
+def _axis_of(evidence: Evidence, move: _Move, dim: int) -> tuple[str, ...]:
     """The axis whose ranks divide the dim in parts of this size, if there is one."""
     parts = evidence.reference.shape[dim] // max(1, len(move.own))
     found = [axis for axis in evidence.axes if evidence.meshes[0].size(axis) == parts > 1]
-    return found[0] if len(found) == 1 else ""
+    return tuple(found) if len(found) == 1 else ()

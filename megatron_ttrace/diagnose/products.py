@@ -16,12 +16,12 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, Part, dot
 from megatron_ttrace.diagnose.sources import normed
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 _FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
-_LOST = "was undone and never done: what was cast is not what was multiplied"
-_KEPT = "was done and never undone"
+_LOST = "the scale was undone and never applied: what was cast is not what was multiplied"
+_KEPT = "the scale was applied and never undone"
 _ALL, _OWN = "its input", "its own part of the sequence"
 _EQUAL = 1e-4
 """Below what one step of bf16 in the largest value would make."""
@@ -30,8 +30,8 @@ _EQUAL = 1e-4
 def cast(evidence: Evidence) -> Finding | None:
     """A product's factor is the scale of a cast to FP8. The repair: scale it back, not the bias."""
     own = _factors(evidence)
-    words = _cast(evidence, own) if own else ""
-    return Finding(_said(evidence, own, words), "cast") if words else None
+    words, hint = _cast(evidence, own) if own else ("", "")
+    return Finding(_said(evidence, own, words), Cause.CAST, (), hint) if words else None
 
 
 def factor(evidence: Evidence) -> Finding | None:
@@ -40,7 +40,7 @@ def factor(evidence: Evidence) -> Finding | None:
     Without a bias, hypotheses about the whole tensor say it better.
     """
     own = _factors(evidence) if _bias(evidence) is not None else {}
-    return Finding(_said(evidence, own, ""), "factor") if own else None
+    return Finding(_said(evidence, own, ""), Cause.FACTOR) if own else None
 
 
 def _said(evidence: Evidence, own: Mapping[int, float], more: str) -> str:
@@ -90,15 +90,15 @@ def _added(part: Part, bias: torch.Tensor | None) -> list[torch.Tensor]:
     ]
 
 
-def _cast(evidence: Evidence, own: Mapping[int, float]) -> str:
-    """Words, when each rank's factor is the scale of a cast to FP8, of what it multiplies or holds.
+def _cast(evidence: Evidence, own: Mapping[int, float]) -> tuple[str, str]:
+    """Words and a hint, when each rank's factor is the scale of a cast of what it multiplies.
 
     With sequence parallelism a rank holds a part of the sequence and multiplies all of it.
     """
     key = evidence.key
     fed = evidence.whole(dataclasses.replace(key, kind=Kind.INPUT, index=0))
     if fed is None or fed.ndim < 2:
-        return ""
+        return "", ""
     # What was cast was of the run's precision.
     rows = normed(evidence, key.name.split("#")[0], fed.float()).view(fed.shape).to(fed.dtype)
     size = evidence.meshes[0].size("tp") if evidence.meshes else 1
@@ -106,23 +106,23 @@ def _cast(evidence: Evidence, own: Mapping[int, float]) -> str:
     if size > 1 and len(rows) % size == 0:
         chunks = rows.chunk(size)
         wholes[_OWN] = {rank: chunks[evidence.meshes[rank].at("tp")] for rank in own}
-    found: list[tuple[float, str, str]] = []
+    found: list[tuple[float, str, str, str]] = []
     for (what, held), (name, dtype) in itertools.product(wholes.items(), _FORMATS.items()):
         tops = {rank: float(tensor.abs().amax()) for rank, tensor in held.items()}
         if not all(tops.values()):
             continue
         scales = {rank: torch.finfo(dtype).max / top for rank, top in tops.items()}
-        for words, ratios in (
-            (_LOST, [own[rank] * scale for rank, scale in scales.items()]),
-            (_KEPT, [own[rank] / scale for rank, scale in scales.items()]),
+        for how, hint, ratios in (
+            ("the inverse of ", _LOST, [own[rank] * scale for rank, scale in scales.items()]),
+            ("", _KEPT, [own[rank] / scale for rank, scale in scales.items()]),
         ):
             off = max(abs(ratio - 1) for ratio in ratios)
-            found.append((off, what, f"to FP8 ({name}) {words}"))
-    off, what, done = min(found, default=(math.inf, "", ""))
+            found.append((off, what, f"{how}the scale of a cast to FP8 ({name})", hint))
+    off, what, done, hint = min(found, default=(math.inf, "", "", ""))
     if off > max(evidence.tolerance.value, 1e-3):
-        return ""
+        return "", ""
     # Each part's largest value can be that of the whole.
-    equal = {its for its_off, its, same in found if same == done and its_off - off < _EQUAL}
+    equal = {its for its_off, its, same, _ in found if same == done and its_off - off < _EQUAL}
     if equal == {_ALL, _OWN}:
-        return f": the scale of a cast of {_OWN} {done}; or of {_ALL}, whose scale is the same here"
-    return f": the scale of a cast of {what} {done}"
+        return f": that is {done} of {_OWN}; or of {_ALL}, whose scale is the same here", hint
+    return f": that is {done} of {what}", hint

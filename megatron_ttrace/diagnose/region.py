@@ -8,7 +8,7 @@ import torch
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose.evidence import Evidence, ranges
 from megatron_ttrace.mcore.names import ROOT
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 _MOST = 0.75
@@ -39,7 +39,7 @@ def token_ids(evidence: Evidence) -> Finding | None:
     inside = good[(good >= low) & (good <= high)]
     if len(inside):
         return None
-    axis, whose = _vocabulary_part(evidence, len(table), low, high)
+    axes, whose = _vocabulary_part(evidence, len(table), low, high)
     text = f"positions whose token id lies in {low}..{high}{whose} are wrong, the rest right"
     held = values[wrong]
     if not held.any():
@@ -48,16 +48,18 @@ def token_ids(evidence: Evidence) -> Finding | None:
         row = (table.float() - held[0]).norm(dim=1).argmin()
         near = (table[row].float() - held[0]).norm() <= 1e-2 * held[0].norm()
         text += f"; they all hold row {int(row)} of the table" if near else "; they are all alike"
-    return Finding(text, "mask", axis)
+    return Finding(text, Cause.TOKEN_IDS, axes)
 
 
-def _vocabulary_part(evidence: Evidence, rows: int, low: int, high: int) -> tuple[str, str]:
+def _vocabulary_part(
+    evidence: Evidence, rows: int, low: int, high: int
+) -> tuple[tuple[str, ...], str]:
     size = evidence.meshes[0].size("tp") if evidence.meshes else 1
     if size == 1:
-        return "", ""
+        return (), ""
     first, last = low * size // rows, high * size // rows
     owners = f"tp {first}" if first == last else f"tp {first} to {last}"
-    return "tp", f" (the part of {owners})"
+    return ("tp",), f" (the part of {owners})"
 
 
 def some_rows(evidence: Evidence) -> Finding | None:
@@ -76,10 +78,10 @@ def some_rows(evidence: Evidence) -> Finding | None:
         return None
     share, dim, indices, zeroed = best
     name = evidence.dim_name(dim)
-    axis, whose = _slice_of(evidence, dim, indices)
+    axes, whose = _slice_of(evidence, dim, indices)
     state = "zero" if zeroed else "wrong"
     text = f"{name} {ranges(indices)} ({share:.0%}){whose} are {state}, the rest right"
-    return Finding(text, "rows", axis)
+    return Finding(text, Cause.ROWS, axes)
 
 
 def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -107,13 +109,13 @@ def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | No
     return wrong, values
 
 
-def _slice_of(evidence: Evidence, dim: int, indices: list[int]) -> tuple[str, str]:
+def _slice_of(evidence: Evidence, dim: int, indices: list[int]) -> tuple[tuple[str, ...], str]:
     """Whether these rows are just what one rank of an axis holds."""
     total = evidence.reference.shape[dim]
     first, count = indices[0], len(indices)
     if indices[-1] - first + 1 != count or total % count or first % count:
-        return "", ""
+        return (), ""
     found = [axis for axis in evidence.axes if evidence.meshes[0].size(axis) == total // count]
     if len(found) != 1 or total == count:
-        return "", ""
-    return found[0], f", the slice of {found[0]} {first // count},"
+        return (), ""
+    return (found[0],), f", the slice of {found[0]} {first // count},"

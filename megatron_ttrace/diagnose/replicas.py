@@ -11,7 +11,7 @@ from megatron_ttrace.diagnose.evidence import Evidence, Part, axis_combinations,
 from megatron_ttrace.diagnose.scaling import describe_factor, sizes
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 
 
 def partial(evidence: Evidence) -> Finding | None:
@@ -51,19 +51,20 @@ def _named(
         if evidence.key.name == EMBEDDING_WEIGHT and "pp" in axes:
             text = (
                 "the copies of the tied embedding on the first and the last stage each hold their "
-                f"own part of the gradient, never summed over {over}"
+                f"own part of the gradient: their sum over {over} is the reference"
             )
-            return Finding(text, "tied", "+".join(axes))
-        text = f"partial sums over {over}, never reduced: their sum is the reference"
-        return Finding(text, "partial", "+".join(axes))
+            return Finding(text, Cause.TIED, axes, f"a missing sum over {over}")
+        text = f"partial sums over {over}: their sum is the reference"
+        return Finding(text, Cause.PARTIAL, axes, f"a missing reduction over {over}")
     if not evidence.mends(lambda part: [piece / ratio for piece in sums[part.rank]]):
         return None
     if abs(ratio / count - 1) <= max(2 * evidence.tolerance.value, 1e-3):
-        text = f"values of each rank's own, never averaged over {over}: their mean is the reference"
-        return Finding(text, "partial", "+".join(axes))
-    text, _ = describe_factor(ratio, evidence.tolerance.value, sizes(evidence))
-    text = f"partial sums over {over}, never reduced, and their sum is {text}"
-    return Finding(text, "partial", "+".join(axes))
+        text = f"each rank holds values of its own: their mean over {over} is the reference"
+        return Finding(text, Cause.PARTIAL, axes, f"a missing average over {over}")
+    off = describe_factor(ratio, evidence.tolerance.value, sizes(evidence))
+    text = f"partial sums over {over}: their sum is {off.text}"
+    hint = f"a missing reduction over {over}" + (f", and {off.hint}" if off.hint else "")
+    return Finding(text, Cause.PARTIAL, axes, hint)
 
 
 def _group(evidence: Evidence, mesh: Mesh, axes: Sequence[str]) -> list[Mesh]:
@@ -102,26 +103,32 @@ def _sum(
 def some_copies(evidence: Evidence) -> Finding | None:
     """Copies of the same elements of which some pass. The repair: take a right one."""
     wrong = {part.rank for part in evidence.parts}
-    axes = evidence.axes
-    sharded = {axis for axis in axes if f"{axis}:" in evidence.placement}
     right: set[int] = set()
+    varied: set[str] = set()
     for part in evidence.parts:
-        fixed = sharded if "pp" in sharded else sharded | {"pp"} & set(axes)
-        copies = {
-            mesh.rank
-            for mesh in evidence.meshes
-            if all(mesh.at(axis) == part.mesh.at(axis) for axis in fixed)
-            and (not evidence.holders or mesh.rank in evidence.holders)
-        } - wrong
+        copies = [mesh for mesh in _copies(evidence, part) if mesh.rank not in wrong]
         if not copies:
             return None
-        right |= copies
+        right |= {mesh.rank for mesh in copies}
+        varied |= {
+            axis
+            for axis in evidence.axes
+            if any(mesh.at(axis) != part.mesh.at(axis) for mesh in copies)
+        }
     who = f"rank{'s' * (len(wrong) > 1)} {ranges(sorted(wrong))}"
     others = f"rank{'s' * (len(right) > 1)} {ranges(sorted(right))}"
     verb = "hold wrong copies" if len(wrong) > 1 else "holds a wrong copy"
-    axis = "+".join(
-        axis
-        for axis in axes
-        if axis not in sharded and len({evidence.meshes[r].at(axis) for r in wrong | right}) > 1
-    )
-    return Finding(f"{who} {verb}, the copies on {others} are right", "copy", axis)
+    axes = tuple(axis for axis in evidence.axes if axis in varied)
+    return Finding(f"{who} {verb}, the copies on {others} are right", Cause.COPY, axes)
+
+
+def _copies(evidence: Evidence, part: Part) -> list[Mesh]:
+    """The ranks of its pipeline stage that are known to hold what this one holds."""
+    own = evidence.held.get(part.rank)
+    return [
+        mesh
+        for mesh in evidence.meshes
+        if own is not None
+        and evidence.held.get(mesh.rank) == own
+        and mesh.at("pp") == part.mesh.at("pp")
+    ]

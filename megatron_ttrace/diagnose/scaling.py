@@ -10,15 +10,17 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, Part, axis_combinations, dot
 from megatron_ttrace.mcore.roles import INNER_ATTENTION
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 from megatron_ttrace.trace.records import Kind
 
+_NO_STEP = "the optimizer took no step with this parameter"
 _ZERO = {
-    Kind.PARAM_DELTA: "never updated: the optimizer does not know this parameter",
-    Kind.MAIN_GRAD: "the gradient is zero: it was never accumulated",
-    Kind.EXP_AVG: "the first moment is zero: the optimizer took no step with this parameter",
-    Kind.EXP_AVG_SQ: "the second moment is zero: the optimizer took no step with this parameter",
+    Kind.PARAM_DELTA: ("never updated: its change is zero", "unknown to the optimizer"),
+    Kind.MAIN_GRAD: ("the gradient is zero", "never accumulated"),
+    Kind.EXP_AVG: ("the first moment is zero", _NO_STEP),
+    Kind.EXP_AVG_SQ: ("the second moment is zero", _NO_STEP),
 }
+"""What is seen, and what it suggests."""
 SOFTMAX = "the softmax scale"
 _WORDS = {
     SOFTMAX: "the softmax scale (root of the head dim)",
@@ -36,8 +38,8 @@ def zero(evidence: Evidence) -> Finding | None:
     """Every failing part is all zero, the reference is not. The repair: any value at all."""
     if not evidence.parts or any(piece.any() for part in evidence.parts for piece in part.pieces):
         return None
-    text = _ZERO.get(evidence.key.kind, "all zero")
-    return Finding(text, "zero")
+    text, hint = _ZERO.get(evidence.key.kind, ("all zero", ""))
+    return Finding(text, Cause.ZERO, (), hint)
 
 
 def factor(evidence: Evidence) -> Finding | None:
@@ -48,8 +50,7 @@ def factor(evidence: Evidence) -> Finding | None:
     found = cross / size
     if not evidence.mends(lambda part: [piece / found for piece in part.pieces]):
         return None
-    text, axis = describe_factor(found, evidence.tolerance.value, sizes(evidence))
-    return Finding(text, "sign" if abs(found + 1) < 1e-3 else "factor", axis)
+    return describe_factor(found, evidence.tolerance.value, sizes(evidence))
 
 
 def factor_per_rank(evidence: Evidence) -> Finding | None:
@@ -67,7 +68,7 @@ def factor_per_rank(evidence: Evidence) -> Finding | None:
     if not evidence.mends(divide):
         return None
     listed = ", ".join(f"rank {rank}: {value:.4g}" for rank, value in sorted(own.items())[:6])
-    return Finding(f"each rank's part is off by a factor of its own ({listed})", "factor")
+    return Finding(f"each rank's part is off by a factor of its own ({listed})", Cause.FACTOR)
 
 
 def rounded(evidence: Evidence) -> Finding | None:
@@ -91,7 +92,7 @@ def rounded(evidence: Evidence) -> Finding | None:
             if evidence.mends(off):
                 how = " with one scale for the tensor" if scaled else ""
                 text = f"precision lost: it is the reference rounded to {name}{how}"
-                return Finding(text, "precision")
+                return Finding(text, Cause.PRECISION)
     return None
 
 
@@ -116,11 +117,12 @@ def sizes(evidence: Evidence) -> dict[str, float]:
     return found
 
 
-def describe_factor(value: float, tolerance: float, layout: Mapping[str, float]) -> tuple[str, str]:
-    """A sentence about a constant factor, and the axes whose size it is."""
+def describe_factor(value: float, tolerance: float, layout: Mapping[str, float]) -> Finding:
+    """What is said of a constant factor, and the axes whose size it is."""
     near = max(2 * tolerance, 1e-4)
     if abs(value + 1) <= near:
-        return "the sign is flipped", ""
+        return Finding("the sign is flipped", Cause.SIGN)
+    cause = Cause.TOO_LARGE if abs(value) > 1 else Cause.TOO_SMALL
     size = abs(value) if abs(value) >= 1 else 1 / abs(value)
     number = f"{size:.3f}" if size < 1000 else f"{size:.4g}"
     much = f"{number} times too {'large' if abs(value) > 1 else 'small'}"
@@ -133,17 +135,16 @@ def describe_factor(value: float, tolerance: float, layout: Mapping[str, float])
         if abs(math.prod(layout[axis] for axis in axes) / size - 1) <= near:
             matches.append(axes)
     if not matches:
-        return f"{much}, a constant factor that is no size of this layout", ""
+        return Finding(f"{much}, a constant factor that is not a size of this layout", cause)
     names = ["·".join(axes) for axes in matches]
     said = " or ".join(_WORDS.get(name, f"the size of {name}") for name in names)
     if names == [SOFTMAX]:
-        return f"{much} = {said}, applied {'never' if abs(value) > 1 else 'twice'}", SOFTMAX
+        hint = f"applied {'never' if abs(value) > 1 else 'twice'}"
+        return Finding(f"{much} = {said}", Cause.SOFTMAX_SCALE, (), hint)
     what = (
         "a missing division or a doubled reduction"
         if abs(value) > 1
         else "a doubled division or a missing reduction"
     )
-    over = " or ".join(names)
-    return f"{much} = {said}: {what} over {over}", "+".join(
-        dict.fromkeys(a for m in matches for a in m)
-    )
+    axes = tuple(dict.fromkeys(axis for match in matches for axis in match))
+    return Finding(f"{much} = {said}", cause, axes, f"{what} over {' or '.join(names)}")

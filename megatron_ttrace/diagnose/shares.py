@@ -19,7 +19,7 @@ from megatron_ttrace.diagnose.evidence import Evidence, Part, dot, ranges
 from megatron_ttrace.diagnose.sources import product
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT, ROOT
 from megatron_ttrace.mcore.roles import HEAD, LOOKED_UP
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 
@@ -87,11 +87,13 @@ def _describe(
     ranks = evidence.meshes[0].size("dp") if evidence.meshes else 1
     modules = list(dict.fromkeys(share.module for share in shares))
     said: dict[str, list[int]] = {}
+    unequal = False
     for rank, weights in fits.items():
         words = []
         for module in modules:
             own = [(s, w) for s, w in zip(shares, weights, strict=True) if s.module == module]
-            counts = _counts([(s.microbatch, w) for s, w in own], ranks, near)
+            counts, by_rank = _counts([(s.microbatch, w) for s, w in own], ranks, near)
+            unequal |= by_rank
             words.append((f"{module}'s " if len(modules) > 1 else "its ", counts))
         if len({counts for _, counts in words}) == 1:
             words = [("its ", words[0][1])]
@@ -105,15 +107,20 @@ def _describe(
         text = "; ".join(f"on rank {ranges(where)} {words}" for words, where in said.items())
     tied = evidence.key.name == EMBEDDING_WEIGHT and len(modules) > 1
     if tied and len(said) > 1:
-        text += ": the stages' copies were summed after each was scattered over dp"
-    return Finding(text, "tied" if tied and len(said) > 1 else "weights", "dp")
+        hint = "the stages' copies were summed after each was scattered over dp"
+        return Finding(text, Cause.TIED, ("dp",), hint)
+    hint = "each rank takes the mean over its own tokens" if unequal else ""
+    return Finding(text, Cause.WEIGHTS, ("dp",), hint)
 
 
-def _counts(weights: list[tuple[int, float]], ranks: int, near: float) -> str:
-    """Words for the microbatches that do not count once, by data-parallel rank if they agree."""
+def _counts(weights: list[tuple[int, float]], ranks: int, near: float) -> tuple[str, bool]:
+    """Words for the microbatches that do not count once, by data-parallel rank if they agree.
+
+    Also whether each data-parallel rank has a weight of its own, other than zero.
+    """
     odd = [(number, weight) for number, weight in weights if abs(weight - 1) > near]
     if not odd:
-        return ""
+        return "", False
     by_rank: dict[int, list[float]] = {}
     for number, weight in weights:
         by_rank.setdefault(number % ranks, []).append(weight)
@@ -125,10 +132,9 @@ def _counts(weights: list[tuple[int, float]], ranks: int, near: float) -> str:
         else odd
     )
     if all(abs(weight) <= near for _, weight in listed):
-        return f"share of {what} {ranges([number for number, _ in listed])} is missing"
+        return f"share of {what} {ranges([number for number, _ in listed])} is missing", False
     counts = ", ".join(f"{what} {number}: {weight:.3f}" for number, weight in listed[:8])
-    mean = ", as where each takes the mean over its own tokens" if alike else ""
-    return f"shares count unequally ({counts} instead of 1){mean}"
+    return f"shares count unequally ({counts} instead of 1)", alike
 
 
 def _shares(evidence: Evidence) -> Iterator[_Share]:

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose.evidence import Evidence, Part, dot
-from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 _SAMPLE = 256
@@ -66,8 +66,8 @@ def summand(evidence: Evidence) -> Finding | None:
 
         if evidence.mends(without):
             if times == -1:
-                return Finding(f"{what} is missing", "addend")
-            return Finding(f"{what} is added {times + 1:g} times", "addend")
+                return Finding(f"{what} is missing", Cause.ADDEND)
+            return Finding(f"{what} is added {times + 1:g} times", Cause.ADDEND)
     return None
 
 
@@ -102,11 +102,8 @@ def operand(evidence: Evidence) -> Finding | None:
         if product is None:
             continue
         if dataclasses.replace(evidence, reference=product).mends(lambda part: part.pieces):
-            text = (
-                f"computed with the input of {other}: the input saved for backward was overwritten "
-                "before it was used"
-            )
-            return Finding(text, "operand")
+            hint = "the input saved for backward was overwritten before it was used"
+            return Finding(f"computed with the input of {other}", Cause.OPERAND, (), hint)
     return None
 
 

@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.compare import tolerance as tolerances_of
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import measure, scale_of
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.offline import epsilon_of, measure_saved
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.partial import axis_of_summand
+from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.records import TraceKey, Verdict
 from megatron_ttrace.trace.store import Entry, TraceReader
 
@@ -220,13 +221,15 @@ class Field:
     @property
     def job(self) -> tuple[int, float]:
         """Number of layers and machine epsilon of the compute dtype."""
-        config = self._candidate.meta.get("config")
-        layers = config.get("layers") if isinstance(config, dict) else None
-        if type(layers) is not int or layers < 0:
+        try:
+            layers = RunConfig.from_json(self._candidate.meta.get("config")).layers
+            if not layers:
+                raise CodecError("expected a number of layers", ".layers")
+        except CodecError as error:
             raise TTraceError(
-                f"{self._candidate.directory}/meta.json is damaged (config.layers: expected a "
-                "number of layers): run the traced job again"
-            )
+                f"{self._candidate.directory}/meta.json is damaged (config.{error}): "
+                "run the traced job again"
+            ) from error
         return layers, epsilon_of(self._reference)
 
     def _unit(self, rank: int, entry: Entry) -> float:
@@ -242,7 +245,7 @@ class Field:
         if len(holders) != 1 or entry.misfit or entry.key not in self._reference:
             return False
         # Routing has sums of its own, and a share of experts' outputs is no part of a tensor.
-        if entry.sums or axis_of_summand(entry.placement):
+        if entry.sums or entry.partial_over:
             return False
         sums = holders[0].sums
         tolerance = self._tolerances.of(entry.key)

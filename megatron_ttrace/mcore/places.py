@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The usual place in Megatron for each sort of fault: where to begin to look.
+"""The common location in Megatron of each sort of fault: where to begin to look.
 
-First line that fits wins; an empty column fits everything. The files and functions are those of
-megatron-core 0.19; a test looks each of them up in the installed one.
+The first line that fits wins; an empty column fits everything. The files and functions are those
+of megatron-core 0.19; a test looks each of them up in the installed one.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import importlib.util
 import re
+from pathlib import Path
 
-from megatron_ttrace.trace.findings import Finding
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, Verdict
 
 _GRADIENT = (Kind.MAIN_GRAD,)
 _ACTIVATION = (Kind.INPUT, Kind.OUTPUT)
 _BACKWARD = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 _UPDATE = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.PARAM)
+
+_LONGEST = 1000
+"""Characters of a name that are searched; one read from a file may be longer."""
 
 _NORM = r"layer_norm_|(layernorm|norm)\."
 _EMBEDDING = r"^embedding\.|^output_layer"
@@ -26,24 +33,24 @@ _ROW = r"linear_(proj|fc2)\b"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """A function of Megatron and the faults that it is the usual place of.
+    """A function of Megatron and the faults that it is the common location of.
 
     ``where`` is ``file:function``, the file relative to the package ``megatron``.
     """
 
     where: str
-    causes: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()
     kinds: tuple[Kind, ...] = ()
     name: str = ""
     axes: tuple[str, ...] = ()
 
-    def fits(self, finding: Finding, key: TraceKey) -> bool:
+    def fits(self, finding: Finding, tensor: Verdict) -> bool:
         """Whether a finding about a tensor belongs here."""
         return (
             (not self.causes or finding.cause in self.causes)
-            and (not self.kinds or key.kind in self.kinds)
-            and (not self.name or re.search(self.name, key.name) is not None)
-            and (not self.axes or bool(set(self.axes) & set(finding.axis.split("+"))))
+            and (not self.kinds or tensor.kind in self.kinds)
+            and (not self.name or re.search(self.name, tensor.name[:_LONGEST]) is not None)
+            and (not self.axes or bool(set(self.axes) & set(finding.axes)))
         )
 
 
@@ -53,83 +60,85 @@ _MAPPINGS = "core/tensor_parallel/mappings.py"
 _BUFFER = "core/distributed/param_and_grad_buffer.py"
 
 PLACES = (
-    Place("core/tensor_parallel/random.py:model_parallel_cuda_manual_seed", ("random state",)),
-    Place(f"{_BUFFER}:_ParamAndGradBuffer", ("initial values",)),
-    Place("core/transformer/transformer_block.py:get_num_layers_to_build", ("layers",)),
-    Place("core/optimizer/__init__.py:_get_param_groups_and_buffers", ("zero",), _UPDATE),
+    Place("core/tensor_parallel/random.py:model_parallel_cuda_manual_seed", (Cause.RANDOM_STATE,)),
+    Place(f"{_BUFFER}:_ParamAndGradBuffer", (Cause.INITIAL_VALUES,)),
+    Place("core/transformer/transformer_block.py:get_num_layers_to_build", (Cause.LAYERS,)),
+    Place("core/optimizer/__init__.py:_get_param_groups_and_buffers", (Cause.ZERO,), _UPDATE),
     Place(
         "core/distributed/distributed_data_parallel.py:_make_backward_post_hook",
-        ("zero",),
+        (Cause.ZERO,),
         _GRADIENT,
     ),
-    Place(f"{_FINALIZE}:_allreduce_word_embedding_grads", ("tied",)),
-    Place(f"{_FINALIZE}:finalize_model_grads", ("weights",)),
+    Place(f"{_FINALIZE}:_allreduce_word_embedding_grads", (Cause.TIED,)),
+    Place(f"{_FINALIZE}:finalize_model_grads", (Cause.WEIGHTS,)),
     Place(f"{_FINALIZE}:_allreduce_word_embedding_grads", (), _GRADIENT, _EMBEDDING, ("pp",)),
-    Place(f"{_FINALIZE}:_allreduce_router_grads", ("partial",), _GRADIENT, r"router\.", ("pp",)),
+    Place(
+        f"{_FINALIZE}:_allreduce_router_grads", (Cause.PARTIAL,), _GRADIENT, r"router\.", ("pp",)
+    ),
     Place(
         f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
-        ("partial", "factor"),
+        (Cause.PARTIAL, *FACTORS),
         _GRADIENT,
         _NORM + r"|router\.|bias$",
         ("tp",),
     ),
     Place(
         f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
-        ("partial",),
+        (Cause.PARTIAL,),
         _GRADIENT,
         "",
         ("tp",),
     ),
-    Place(f"{_BUFFER}:start_grad_sync", ("partial",), _GRADIENT, "", ("dp", "cp", "edp")),
+    Place(f"{_BUFFER}:start_grad_sync", (Cause.PARTIAL,), _GRADIENT, "", ("dp", "cp", "edp")),
     Place(
         "core/pipeline_parallel/schedules.py:forward_step_calc_loss",
-        ("factor",),
+        FACTORS,
         (*_GRADIENT, *_BACKWARD),
         "",
         ("cp", "microbatches"),
     ),
-    Place(f"{_BUFFER}:start_grad_sync", ("factor",), _GRADIENT, "", ("dp", "edp")),
-    Place(f"{_LAYERS}:VocabParallelEmbedding", ("mask",)),
+    Place(f"{_BUFFER}:start_grad_sync", FACTORS, _GRADIENT, "", ("dp", "edp")),
+    Place(f"{_LAYERS}:VocabParallelEmbedding", (Cause.TOKEN_IDS,)),
     Place(f"{_LAYERS}:VocabParallelEmbedding", (), _ACTIVATION, r"word_embeddings", ("tp",)),
-    Place(f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication", ("operand",)),
+    Place(f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication", (Cause.OPERAND,)),
     Place(
         f"{_MAPPINGS}:reduce_from_tensor_model_parallel_region",
-        ("partial",),
+        (Cause.PARTIAL,),
         _ACTIVATION,
         "",
         ("tp",),
     ),
     Place(
         f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication",
-        ("partial",),
+        (Cause.PARTIAL,),
         _BACKWARD,
         "",
         ("tp",),
     ),
-    Place(f"{_LAYERS}:RowParallelLinear", ("addend",), (), _ROW),
-    Place("core/fusions/fused_bias_dropout.py:_bias_dropout_add_func", ("addend",)),
-    Place("core/transformer/mlp.py:MLP", ("halves",)),
+    Place(f"{_LAYERS}:RowParallelLinear", (Cause.ADDEND,), (), _ROW),
+    Place("core/fusions/fused_bias_dropout.py:_bias_dropout_add_func", (Cause.ADDEND,)),
+    Place("core/transformer/mlp.py:MLP", (Cause.HALVES,)),
     Place(
         "core/recompute.py:checkpointed_forward",
-        ("module",),
+        (Cause.OTHER_MODULE,),
         _ACTIVATION,
         r"^decoder\.layers\.\d+$",
     ),
     Place(
         "core/pipeline_parallel/p2p_communication.py:P2PCommunicator",
-        ("time",),
+        (Cause.OTHER_TIME,),
         (*_ACTIVATION, *_BACKWARD),
     ),
     Place(
         "core/optimizer/distrib_optimizer.py:_build_model_gbuf_param_range_map",
-        ("offset", "rows", "order", "copy"),
+        (Cause.OFFSET, Cause.ROWS, Cause.ORDER, Cause.COPY),
         _UPDATE,
     ),
-    Place(f"{_BUFFER}:finish_grad_sync", ("copy", "rows", "time"), _GRADIENT),
-    Place("core/utils.py:get_batch_on_this_cp_rank", ("offset", "order"), (), "", ("cp",)),
+    Place(f"{_BUFFER}:finish_grad_sync", (Cause.COPY, Cause.ROWS, Cause.OTHER_TIME), _GRADIENT),
+    Place("core/utils.py:get_batch_on_this_cp_rank", (Cause.OFFSET, Cause.ORDER), (), "", ("cp",)),
     Place(
         "core/models/common/embeddings/rope_utils.py:get_pos_emb_on_this_cp_rank",
-        ("offset", "order", "rows"),
+        (Cause.OFFSET, Cause.ORDER, Cause.ROWS),
         (),
         "rotary",
     ),
@@ -159,14 +168,14 @@ PLACES = (
         r"^model$",
         ("tp",),
     ),
-    Place("core/extensions/transformer_engine.py:TELinear", ("precision",), (), r"linear_"),
+    Place("core/extensions/transformer_engine.py:TELinear", (Cause.PRECISION,), (), r"linear_"),
     Place(
         "core/extensions/transformer_engine.py:TELayerNormColumnParallelLinear",
-        ("cast",),
+        (Cause.CAST,),
         (),
         _COLUMN,
     ),
-    Place("core/extensions/transformer_engine.py:TELinear", ("cast",)),
+    Place("core/extensions/transformer_engine.py:TELinear", (Cause.CAST,)),
     Place(f"{_LAYERS}:ColumnParallelLinear", (), (*_ACTIVATION, *_BACKWARD, *_GRADIENT), _COLUMN),
     Place(f"{_LAYERS}:RowParallelLinear", (), (*_ACTIVATION, *_BACKWARD, *_GRADIENT), _ROW),
     Place("core/fusions/fused_layer_norm.py:FusedLayerNorm", (), (), _NORM + r"|norm$"),
@@ -175,10 +184,72 @@ PLACES = (
 )
 
 
-def usual_place(finding: Finding, key: TraceKey) -> str:
-    """``megatron/file.py, function()``; empty when there is no usual place."""
-    for place in PLACES:
-        if place.fits(finding, key):
-            file, _, function = place.where.partition(":")
-            return f"{function} in megatron/{file}"
-    return ""
+MODULES = (
+    (r"(^|\.)word_embeddings", f"{_LAYERS}:VocabParallelEmbedding"),
+    (
+        r"(^|\.)embedding",
+        "core/models/common/embeddings/language_model_embedding.py:LanguageModelEmbedding",
+    ),
+    (r"core_attention", "core/transformer/dot_product_attention.py:DotProductAttention"),
+    (r"(self|cross)_attention", "core/transformer/attention.py:Attention"),
+    (r"router", "core/transformer/moe/router.py:TopKRouter"),
+    (r"experts", "core/transformer/moe/token_dispatcher.py:MoETokenDispatcher"),
+    (r"layernorm|(^|\.)norm", "core/transformer/torch_norm.py:WrappedTorchNorm"),
+    (r"(^|\.)mlp", "core/transformer/mlp.py:MLP"),
+    (r"output_layer", f"{_LAYERS}:ColumnParallelLinear"),
+    (r"layers\.\d+$", "core/transformer/transformer_layer.py:TransformerLayer"),
+)
+"""What computes a tensor, by its module's name: where to look when nothing else is known."""
+
+_LOADER = "get_batch() of the training script"
+_STAGES = "core/transformer/transformer_block.py:get_num_layers_to_build"
+_OPTIMIZER = "core/optimizer/optimizer.py:MegatronOptimizer"
+
+
+def location(tensor: Verdict, finding: Finding | None = None) -> str:
+    """``function in megatron/file:line``, where to look for the cause of a failure.
+
+    The line is that of the installed Megatron; without one there is none. Empty when no location
+    is common for such a fault.
+    """
+    if finding is not None:
+        for place in PLACES:
+            if place.fits(finding, tensor):
+                return _shown(place.where)
+    if tensor.kind is Kind.TOKENS:
+        return _LOADER
+    return _shown(_of_tensor(tensor))
+
+
+def _of_tensor(tensor: Verdict) -> str:
+    if tensor.verdict in (Outcome.MISSING, Outcome.EXTRA):
+        return _STAGES
+    if tensor.direction is Direction.UPDATE:
+        return _OPTIMIZER
+    if tensor.direction is Direction.GRADIENT:
+        return f"{_FINALIZE}:finalize_model_grads"
+    name = tensor.name[:_LONGEST]
+    return next((where for pattern, where in MODULES if re.search(pattern, name)), "")
+
+
+def _shown(where: str) -> str:
+    if not where:
+        return ""
+    file, _, function = where.partition(":")
+    line = _lines(file).get(function)
+    return f"{function} in megatron/{file}" + (f":{line}" if line else "")
+
+
+@functools.cache
+def _lines(file: str) -> dict[str, int]:
+    """Line of each function and class of a file of the installed Megatron."""
+    try:
+        found = importlib.util.find_spec("megatron.core")
+        if found is None or found.origin is None:
+            return {}
+        source = (Path(found.origin).parent.parent / file).read_text(encoding="utf-8")
+        nodes = list(ast.walk(ast.parse(source)))
+    except (ImportError, OSError, ValueError, SyntaxError):
+        return {}
+    kinds = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
+    return {node.name: node.lineno for node in reversed(nodes) if isinstance(node, kinds)}

@@ -4,8 +4,8 @@
 No tensor that Megatron hands to the optimizer is partial; a gradient that *is* partial is what a
 forgotten all-reduce looks like. So a partial placement is never compared as it stands: the
 explanation "summing over the axis gives the reference" is tested with it. Where Megatron means a
-tensor to be partial (experts' outputs under etp, a key that all heads share), its placement says so
-in words, and the ranks' sum is judged (megatron_ttrace/compare/sketch.py).
+tensor to be partial (experts' outputs under etp, a key that all heads share), the axis is kept
+beside its placement, and the ranks' sum is judged (megatron_ttrace/compare/sketch.py).
 """
 
 from __future__ import annotations
@@ -33,9 +33,3 @@ class Partial:
 def describe_summand(placement: str, axis: str) -> str:
     """The words for a summand over an axis."""
     return f"{placement} {axis}:{Partial()}"
-
-
-def axis_of_summand(placement: str) -> str | None:
-    """The inverse of :func:`describe_summand`; ``None`` for what is no summand."""
-    axis, _, rule = placement.rpartition(" ")[2].partition(":")
-    return axis if rule == str(Partial()) else None

@@ -247,9 +247,10 @@ def _culprits(summary: Summary, verdicts: Sequence[Verdict]) -> list[dict[str, A
             "error": wording.error_text(c.rel_err, c.rel_err_eps),
             "tolerance": wording.sci(c.tolerance),
             "margin": wording.margin_text(c.margin),
-            "reason": clean(c.reason, NOTE_LIMIT) or "-",
-            "explanation": clean(c.explanation, NOTE_LIMIT) or "unknown",
-            "look": wording.where_to_look(c),
+            "story": [
+                ("Evidence", clean(c.reason, NOTE_LIMIT) or "-"),
+                *((label.capitalize(), text) for label, text in wording.cause_pairs(c)),
+            ],
             "row": -1 if shown is None else number[id(shown)],
             "likewise": [clean(other.name, _NAME_LIMIT) for other in alike[:MAX_ALIKE]],
             "more": max(0, len(alike) - MAX_ALIKE),

@@ -78,7 +78,7 @@ def _failure_text(summary: Summary, row: table.LayerRow) -> str:
     for culprit in summary.culprits[:3]:
         lines.append(f"culprit: {wording.culprit_sentence(culprit)}")
         lines.append(f"reason: {clean(culprit.reason, NOTE_LIMIT)}")
-        lines.append(f"explanation: {clean(culprit.explanation, NOTE_LIMIT)}")
+        lines += [f"{label}: {text}" for label, text in wording.cause_pairs(culprit)]
     return "\n".join(lines)
 
 

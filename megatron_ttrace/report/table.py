@@ -13,10 +13,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Verdict
+from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Reason, Verdict
 
 UNNAMED = "(unnamed)"
-NO_REASON = "no reason recorded"
 
 _LAYER = re.compile(r"^((?:[^.]+\.)*?layers\.\d+)(?:\.(.*))?$", re.DOTALL)
 _STACKS = frozenset({"decoder", "encoder", "mtp"})
@@ -232,27 +231,19 @@ def _column_key(column: Column, order: dict[Column, int]) -> tuple[int, int]:
     return (_KINDS[column.kind] if stepwise else 0), order[column]
 
 
-def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[str, int]]:
-    """Why tensors were not checked, most frequent first.
-
-    A note is ``remark; reason: details``; remarks, and details that differ from tensor to tensor,
-    are left out.
-    """
-    reasons: Counter[str] = Counter()
-    for verdict in verdicts:
-        if verdict.verdict is Outcome.UNCHECKED:
-            last = verdict.note.rsplit("; ", 1)[-1]
-            reasons[last.split(":", 1)[0].strip() or NO_REASON] += 1
-    return reasons.most_common()
+def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[Reason | None, int]]:
+    """Why tensors were not checked, most frequent first; ``None`` where no reason is recorded."""
+    unchecked = (one for one in verdicts if one.verdict is Outcome.UNCHECKED)
+    return Counter(one.reason for one in unchecked).most_common()
 
 
 def by_cause(culprits: Iterable[Culprit]) -> list[list[Culprit]]:
     """Culprits that are explained alike, together: one bug in every layer is one story."""
     groups: dict[object, list[Culprit]] = {}
     for position, culprit in enumerate(culprits):
-        known = culprit.explanation not in ("", "unknown")
-        cause = culprit.explanation if known else position
-        groups.setdefault((culprit.direction, culprit.kind, cause), []).append(culprit)
+        alike = culprit.explanation if culprit.cause else position
+        key = culprit.direction, culprit.kind, culprit.cause, alike
+        groups.setdefault(key, []).append(culprit)
     return list(groups.values())
 
 

@@ -154,8 +154,8 @@ def _culprit(page: _Page, culprit: Culprit) -> None:
         error = wording.error_text(culprit.rel_err, culprit.rel_err_eps)
         page.field("error", f"{error}, {tolerance} ({culprit.verdict.value})")
     page.field("reason", clean(culprit.reason, NOTE_LIMIT) or "-")
-    page.field("cause", clean(culprit.explanation, NOTE_LIMIT) or "unknown")
-    page.field("look at", wording.where_to_look(culprit))
+    for label, text in wording.cause_pairs(culprit):
+        page.field(label, text)
 
 
 def _counts(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:

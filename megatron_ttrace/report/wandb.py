@@ -366,6 +366,8 @@ def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, A
         fields["ttrace/direction"] = first.direction.value
         fields["ttrace/ranks"] = wording.ranks_text(first.ranks)
         fields["ttrace/explanation"] = clean(first.explanation, NOTE_LIMIT)
+        fields["ttrace/hint"] = clean(first.hint, NOTE_LIMIT)
+        fields["ttrace/where"] = clean(first.where, NOTE_LIMIT)
     return fields
 
 
@@ -373,7 +375,8 @@ def alert_text(summary: Summary, verdicts: Sequence[Verdict]) -> tuple[str, str]
     """Title and text of the one alert: what a person needs without opening anything."""
     if summary.culprits:
         first = summary.culprits[0]
-        text = f"{wording.culprit_sentence(first)}. {clean(first.explanation, NOTE_LIMIT)}"
+        why = "; ".join(f"{label}: {text}" for label, text in wording.cause_pairs(first))
+        text = f"{wording.culprit_sentence(first)}. {why}"
         more = len(summary.culprits) - 1
         text += f" ({more} more culprit{'s' if more > 1 else ''})" if more else ""
         return f"ttrace: {clean(first.name, 80)} diverges ({first.direction.value})", text

@@ -7,19 +7,18 @@ Errors are written as Megatron's users know them from published reports: ``2.05e
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron_ttrace.trace.findings import UNKNOWN
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
     Culprit,
-    Direction,
     Exactness,
-    Kind,
     Outcome,
+    Reason,
     Result,
     Run,
     Summary,
@@ -265,47 +264,23 @@ def notices(summary: Summary) -> list[str]:
 
 
 _REASONS = {
-    "blind": "blind: rounding alone moves them too far for a bug to show",
-    "undefined": "undefined: NaN in both runs",
+    Reason.BLIND: "blind: rounding alone moves them too far for a bug to show",
+    Reason.UNDEFINED: "undefined: NaN in both runs",
+    Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
+    Reason.INITIAL_VALUES: "initial values: no distribution to compare",
 }
 
 
-def reason_text(reason: str) -> str:
+def reason_text(reason: Reason | None) -> str:
     """Why tensors were not checked, for people."""
-    return _REASONS.get(reason) or clean(reason, NOTE_LIMIT)
+    return "no reason recorded" if reason is None else _REASONS.get(reason, reason.value)
 
 
-_SOURCES: tuple[tuple[str, str], ...] = (
-    (r"(^|\.)word_embeddings", "VocabParallelEmbedding in megatron/core/tensor_parallel/layers.py"),
-    (r"(^|\.)embedding", "megatron/core/models/common/embeddings/language_model_embedding.py"),
-    (
-        r"core_attention",
-        "megatron/core/transformer/dot_product_attention.py (or TransformerEngine)",
-    ),
-    (r"(self|cross)_attention", "megatron/core/transformer/attention.py"),
-    (r"router", "megatron/core/transformer/moe/router.py"),
-    (r"experts", "megatron/core/transformer/moe/experts.py and token_dispatcher.py"),
-    (r"layernorm|(^|\.)norm", "megatron/core/transformer/torch_norm.py (or TransformerEngine)"),
-    (r"(^|\.)mlp", "megatron/core/transformer/mlp.py"),
-    (r"output_layer", "ColumnParallelLinear in megatron/core/tensor_parallel/layers.py"),
-    (r"layers\.\d+$", "megatron/core/transformer/transformer_layer.py"),
-)
-
-
-def where_to_look(culprit: Culprit) -> str:
-    """The part of Megatron that computes such a tensor."""
-    if culprit.verdict in (Outcome.MISSING, Outcome.EXTRA):
-        return "megatron/core/transformer/transformer_block.py (which layers a stage builds)"
-    if culprit.direction is Direction.UPDATE:
-        return "megatron/core/optimizer/ (distrib_optimizer.py with a distributed optimizer)"
-    if culprit.direction is Direction.GRADIENT:
-        return (
-            "megatron/core/distributed/finalize_model_grads.py and param_and_grad_buffer.py, "
-            "then the backward of the module itself"
-        )
-    if culprit.kind is Kind.TOKENS:
-        return "the data loader: get_batch() of the training script, --data-path, --seed"
-    for pattern, source in _SOURCES:
-        if re.search(pattern, culprit.name[:1000]):
-            return source
-    return "the module's forward and its tensor-parallel mappings"
+def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
+    """What was tested, what it suggests, where to look; labelled, without what is not known."""
+    found = {
+        "cause": clean(culprit.explanation, NOTE_LIMIT) or UNKNOWN,
+        "hint": clean(culprit.hint, NOTE_LIMIT),
+        "look at": clean(culprit.where, NOTE_LIMIT),
+    }
+    return [(label, text) for label, text in found.items() if text]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.compare import exactness, exercised, experts, initial
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
@@ -26,6 +27,7 @@ from megatron_ttrace.trace.records import (
     Direction,
     Kind,
     Outcome,
+    Reason,
     Result,
     Summary,
     TraceKey,
@@ -58,13 +60,17 @@ def conclude(
         measured: what each rank found.
         candidate: where the candidate's failed (or all) tensors were kept.
         mesh: of any rank of the candidate; only its sizes count.
-        config: for the report.
+        config: of the candidate, for the report; what is decided on is validated.
         timings: for the report; what is done here is added.
         notices: for the report.
         errors: of the tracing itself; with any, the answer is "could not check".
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
+
+    Raises:
+        CodecError: when the configuration is damaged.
     """
+    job = RunConfig.from_json(config)
     began = time.monotonic()
     eps = float(reference.meta["epsilon"])
     keys = [key for key in reference if key.kind is not Kind.INITIAL]
@@ -81,14 +87,13 @@ def conclude(
             },
             tolerances,
             eps,
-            functools.partial(_unjudged, mesh, str(config.get("dispatcher", ""))),
+            functools.partial(_unjudged, mesh, job.dispatcher),
         ),
     ]
-    verdicts, exact = exactness.examine(verdicts, config)
+    verdicts, exact = exactness.examine(verdicts, job.arithmetic)
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured)
-    isolated = bool(config.get("isolate"))
-    culprits = tuple(localise(verdicts, explainer.explain, isolated=isolated))
+    culprits = tuple(localise(verdicts, explainer.explain, isolated=job.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]
@@ -101,8 +106,7 @@ def conclude(
     if errors:
         result = Result.COULD_NOT_CHECK
         said.append(f"tracing failed on {len(errors)} rank(s): {errors[0]}")
-    requested = exercised.Requested.from_config(config)
-    observed = exercised.observe(reference, tolerances, requested)
+    observed = exercised.observe(reference, tolerances, job.requested)
     summary = Summary(
         verdict=result,
         counts=dict(Counter(verdict.verdict.value for verdict in verdicts)),
@@ -118,7 +122,7 @@ def conclude(
         notices=tuple(said),
         exactness=exact,
         residuals=residuals(verdicts, culprits, explainer.evidence),
-        not_exercised=exercised.unexercised(requested, observed, mesh, verdicts),
+        not_exercised=exercised.unexercised(job.requested, observed, mesh, verdicts),
     )
     return summary, verdicts
 
@@ -132,11 +136,14 @@ def not_enough(verdicts: Sequence[Verdict], allowed: float) -> str:
     if unchecked <= allowed * judged:
         return ""
     reasons = Counter(
-        one.note.rsplit("; ", 1)[-1].partition(":")[0] or "no reason known"
+        one.reason
         for one in verdicts
         if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
     )
-    most = ", ".join(f"{reason} ({number:,})" for reason, number in reasons.most_common(_REASONS))
+    most = ", ".join(
+        f"{reason.value if reason else 'no reason known'} ({number:,})"
+        for reason, number in reasons.most_common(_REASONS)
+    )
     accepted = math.ceil(100 * unchecked / judged) / 100
     return (
         f"could not check enough: {unchecked:,} of {judged:,} tensors "
@@ -146,8 +153,8 @@ def not_enough(verdicts: Sequence[Verdict], allowed: float) -> str:
     )
 
 
-def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> str:
-    return experts.REASON if experts.is_beyond(key, mesh, dispatcher) else ""
+def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> Reason | None:
+    return Reason.DISPATCHED if experts.is_beyond(key, mesh, dispatcher) else None
 
 
 def _is_evidence(verdict: Verdict) -> bool:

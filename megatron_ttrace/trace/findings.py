@@ -1,19 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tested hypothesis says about a failed tensor."""
+"""What a tested hypothesis says about a failed tensor, and what is only suggested by it."""
 
 from __future__ import annotations
 
 import dataclasses
+from enum import StrEnum
+
+UNKNOWN = "unknown"
+"""The explanation of a culprit for which no tested hypothesis holds."""
+
+
+class Cause(StrEnum):
+    """The sort of a finding."""
+
+    INITIAL_VALUES = "initial_values"
+    RANDOM_STATE = "random_state"
+    LAYERS = "missing_layers"
+    ZERO = "zero"
+    FACTOR = "factor_per_rank"
+    TOO_LARGE = "too_large"
+    TOO_SMALL = "too_small"
+    SIGN = "sign"
+    SOFTMAX_SCALE = "softmax_scale"
+    CAST = "cast"
+    PRECISION = "precision"
+    PARTIAL = "partial_sums"
+    TIED = "tied_embedding"
+    WEIGHTS = "microbatch_weights"
+    ADDEND = "addend"
+    OTHER_TIME = "other_time"
+    OTHER_MODULE = "other_module"
+    OPERAND = "operand"
+    OFFSET = "offset"
+    ORDER = "order"
+    HALVES = "halves"
+    TOKEN_IDS = "token_ids"  # noqa: S105 - tokens of text
+    ROWS = "rows"
+    COPY = "copy"
+    ATTENTION_MASK = "attention_mask"
+    ATTENTION_BLOCK = "attention_block"
+
+
+FACTORS = (Cause.FACTOR, Cause.TOO_LARGE, Cause.TOO_SMALL)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
     """A tested hypothesis.
 
-    ``text`` says what is wrong, ``cause`` is its sort (see megatron_ttrace/mcore/places.py),
-    ``axis`` the mesh axes it speaks of, joined by ``+``.
+    Attributes:
+        text: what is wrong, as far as it was tested or seen in the shards.
+        cause: its sort.
+        axes: the mesh axes (or ``microbatches``) it speaks of.
+        hint: what such a finding suggests. It was not tested.
     """
 
     text: str
-    cause: str
-    axis: str = ""
+    cause: Cause
+    axes: tuple[str, ...] = ()
+    hint: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is said about the cause of a culprit.
+
+    Attributes:
+        text: what was tested on the shards, or :data:`UNKNOWN`.
+        hint: what that suggests; not tested.
+        where: file, line and function of Megatron that are the common location of such faults.
+        cause: the sort of the finding; ``None`` where nothing was found.
+        axes: of the finding.
+    """
+
+    text: str = UNKNOWN
+    hint: str = ""
+    where: str = ""
+    cause: Cause | None = None
+    axes: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 MAX_LINE = 16 << 20
@@ -34,9 +35,10 @@ class Entry:
     """One index line: a tensor of a trace.
 
     ``shape`` is the stored shape, ``logical_shape`` the whole tensor's (the same in a reference).
-    ``factor`` is what this run's values must be divided by to be the reference's. ``misfit`` says
-    why the tensor has no place in the reference, if it has none. ``sums`` is what was found of a
-    tensor that was judged by other means than its elements: no data is kept of it.
+    ``placement`` is in words; ``partial_over`` is the mesh axis whose ranks each hold a summand, if
+    they do. ``factor`` is what this run's values must be divided by to be the reference's.
+    ``misfit`` says why the tensor has no place in the reference, if it has none. ``sums`` is what
+    was found of a tensor that was judged by other means than its elements: no data is kept of it.
     """
 
     key: TraceKey
@@ -51,6 +53,7 @@ class Entry:
     factor: float = 1.0
     misfit: str = ""
     sums: tuple[float | int | str, ...] = ()
+    partial_over: str = ""
 
 
 def encode(entry: Entry) -> str:
@@ -69,6 +72,8 @@ def encode(entry: Entry) -> str:
         line["misfit"] = entry.misfit
     if entry.sums:
         line["sums"] = entry.sums
+    if entry.partial_over:
+        line["partial_over"] = entry.partial_over
     if entry.boxes or entry.logical_shape:
         line |= {
             "logical_shape": entry.logical_shape,
@@ -127,6 +132,7 @@ def decode(line: Any) -> Entry:
         factor=factor,
         misfit=_text(line.get("misfit", ""), "misfit"),
         sums=_sums(line.get("sums", [])),
+        partial_over=_axis(line.get("partial_over", "")),
     )
 
 
@@ -140,6 +146,12 @@ def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{what} is not a string")
     return value
+
+
+def _axis(value: Any) -> str:
+    if value and value not in AXES:
+        raise ValueError("'partial_over' is not an axis")
+    return _text(value, "partial_over")
 
 
 def _sizes(value: Any, what: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, Count, Rank, Size
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.unexercised import NotExercised
 
 
@@ -98,6 +99,21 @@ class Outcome(StrEnum):
         return self not in (Outcome.PASS, Outcome.UNCHECKED)
 
 
+class Reason(StrEnum):
+    """Why a tensor has its outcome, where the outcome does not say it; ``note`` has the details."""
+
+    BLIND = "blind"
+    """Unchecked: rounding alone moves it so far that a bug would not show."""
+    UNDEFINED = "undefined"
+    """Unchecked: it holds NaN in both runs."""
+    DISPATCHED = "dispatched"
+    """Unchecked: its rows went through a token dispatcher that cannot be followed."""
+    INITIAL_VALUES = "initial values"
+    """Unchecked: there is no distribution to compare."""
+    TWIN = "twin"
+    """Initial values that are bit by bit those of another part or parameter."""
+
+
 STEP_LEVEL = -1
 """Microbatch number of tensors that belong to the whole step (parameters, gradients, moments)."""
 
@@ -138,6 +154,7 @@ class Verdict:
     epsilons of the compute dtype, ``tolerance`` what rounding alone may cause, ``margin`` their
     ratio; all four are ``None`` where nothing could be measured. ``ranks`` are those the verdict
     speaks of (the worst ones of a failure, all holders of a pass). ``shape`` is the logical shape.
+    ``note`` is for people; what is decided on is ``reason``.
     """
 
     iteration: Count
@@ -154,6 +171,7 @@ class Verdict:
     placement: str
     shape: tuple[Count, ...]
     note: str = ""
+    reason: Reason | None = None
 
     @property
     def key(self) -> TraceKey:
@@ -189,8 +207,10 @@ class Verdict:
 class Culprit:
     """A localised module: where the error is born, as opposed to where it is merely seen.
 
-    ``reason`` is the chain of evidence in one sentence, ``explanation`` a tested hypothesis about
-    the cause or "unknown".
+    ``reason`` is the chain of evidence in one sentence, ``explanation`` a hypothesis about the
+    cause that was tested on the shards, or "unknown"; ``cause`` and ``axes`` are its sort and the
+    mesh axes it speaks of. ``hint`` is what it suggests, which was not tested. ``where`` is the
+    common location of such faults in Megatron: file, line and function.
     """
 
     name: str
@@ -207,6 +227,10 @@ class Culprit:
     rel_err_eps: Size | None
     tolerance: Size | None
     margin: Size | None
+    hint: str = ""
+    where: str = ""
+    cause: Cause | None = None
+    axes: tuple[str, ...] = ()
 
     def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
         """The failure that stands for this module: its own tensor's, or its parameter's."""

@@ -64,7 +64,7 @@ __all__ = [
     "verify",
 ]
 
-FORMAT = 3
+FORMAT = 4
 META = "meta.json"
 _CHUNK_BYTES = 256 << 20
 _MAX_META = 64 << 20

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exercised import Observed, Requested, observe, share, unexercised
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.records import (
     CHOICE,
     SCORES,
@@ -288,12 +289,12 @@ def test_arguments_survive_the_configuration() -> None:
         buckets=3,
         micro_batch=2,
     )
-    assert Requested.from_config({"requested": requested.to_json()}) == requested
-    assert Requested.from_config({}) == Requested()
+    assert RunConfig.from_json({"requested": requested.to_json()}).requested == requested
+    assert RunConfig.from_json({}).requested == Requested()
 
 
 @pytest.mark.parametrize("damaged", ["x", [], {"clip": "1"}, {"window": 1.5}, {"overlap": 1}])
 def test_a_damaged_configuration_is_refused(damaged) -> None:
     """In one line."""
-    with pytest.raises(TTraceError, match="requested"):
-        Requested.from_config({"requested": damaged})
+    with pytest.raises(CodecError, match="requested"):
+        RunConfig.from_json({"requested": damaged})

@@ -18,6 +18,7 @@ from megatron_ttrace.compare.moments import Moments, moments_of
 from megatron_ttrace.placement.mesh import SINGLE, mesh_of
 from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 
 EPS = 2.0**-23
@@ -107,7 +108,7 @@ def test_lost_values(value):
     verdict = verdict_of(REFERENCE, held(0, torch.full(SHAPE, value)))
     assert (verdict.verdict, verdict.margin) == (Outcome.DIVERGED, math.inf)
     assert verdict.note.startswith(f"initial values are lost: all {value:g}; in the reference mean")
-    assert cause(verdict) == "initial values"
+    assert cause(verdict) is Cause.INITIAL_VALUES
 
 
 def test_one_shard_of_many():
@@ -215,7 +216,7 @@ def test_replicas():
     assert (good.verdict, good.ranks) == (Outcome.PASS, (0, 1))
     bad = verdict_of(REFERENCE, held(0, same), held(1, other), held(2, same))
     assert (bad.verdict, bad.ranks) == (Outcome.REPLICA_CONFLICT, (0, 1, 2))
-    assert cause(bad) == "random state"
+    assert cause(bad) is Cause.RANDOM_STATE
 
 
 def test_equal_shards():
@@ -224,7 +225,7 @@ def test_equal_shards():
     verdict = verdict_of(REFERENCE, *shards(part, part))
     assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (0, 1))
     assert "on rank 0 are bit by bit those of another part of it on rank 1" in verdict.note
-    assert cause(verdict) == "random state"
+    assert cause(verdict) is Cause.RANDOM_STATE
 
 
 @pytest.mark.parametrize("leaf", ["local_experts.{}.linear_fc1.weight", "linear_fc1.weight{}"])

@@ -50,7 +50,6 @@ def evidence_of(
         tolerance=Tolerance(tolerance, rms, tolerance),
         meshes=ranks,
         held={mesh.rank: plan(reference.shape, placement, mesh) for mesh in ranks},
-        placement=" ".join(map(str, placement)),
         whole=stored.get,
         **more,  # type: ignore[arg-type]
     )

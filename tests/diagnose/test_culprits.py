@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from megatron_ttrace.diagnose.culprits import UNKNOWN, localise, owner
+from megatron_ttrace.diagnose.culprits import localise, owner
+from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Outcome, Verdict
 
 LAYERS = ("decoder.layers.0", "decoder.layers.1")
@@ -441,11 +442,12 @@ def test_the_explanation_is_asked_for_every_culprit():
 
     def explain(v):
         asked.append(v)
-        return "because"
+        return Explanation("because", "perhaps", "there", Cause.ROWS, ("tp",))
 
     verdicts = run(is_(Kind.OUTPUT, "decoder.layers.0.mlp.linear_fc1"))
     [culprit] = localise(verdicts, explain)
-    assert culprit.explanation == "because"
+    assert (culprit.explanation, culprit.hint, culprit.where) == ("because", "perhaps", "there")
+    assert (culprit.cause, culprit.axes) == (Cause.ROWS, ("tp",))
     assert [v.name for v in asked] == [culprit.name]
 
 

@@ -12,10 +12,10 @@ from megatron_ttrace.compare.measure import measure
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.diagnose import absent
-from megatron_ttrace.diagnose.culprits import UNKNOWN
 from megatron_ttrace.diagnose.evidence import where
 from megatron_ttrace.diagnose.explain import MOST, Explainer
 from megatron_ttrace.placement.plan import plan
+from megatron_ttrace.trace.findings import UNKNOWN, Cause
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.diagnose.evidence_by_hand import meshes, values
@@ -70,18 +70,20 @@ def made(tmp_path: Path) -> tuple[Explainer, Path]:
 
 
 def test_one_sentence(made: tuple[Explainer, Path]) -> None:
-    """What, which axis, how many others, which ranks, where to look."""
-    sentence = made[0].explain(verdict_of(keys()[0]))
-    assert sentence.startswith("2.000 times too large = the size of dp")
-    assert f"as are all {len(NAMES)} main gradients that fail" in sentence
-    assert "on all 2 ranks" in sentence
-    assert "start_grad_sync in megatron/core/" in sentence
+    """What, which axis, how many others, which ranks; a hint and where to look apart from it."""
+    found = made[0].explain(verdict_of(keys()[0]))
+    assert found.text.startswith("2.000 times too large = the size of dp, as are all")
+    assert f"as are all {len(NAMES)} main gradients that fail" in found.text
+    assert "on all 2 ranks" in found.text
+    assert found.hint == "a missing division or a doubled reduction over dp"
+    assert found.where.startswith("start_grad_sync in megatron/core/")
+    assert (found.cause, found.axes) == (Cause.TOO_LARGE, ("dp",))
 
 
 def test_few_and_quick(made: tuple[Explainer, Path]) -> None:
     """A dozen culprits are explained, within two seconds."""
     began = time.monotonic()
-    sentences = [made[0].explain(verdict_of(key)) for key in keys()]
+    sentences = [made[0].explain(verdict_of(key)).text for key in keys()]
     assert time.monotonic() - began < 2
     assert UNKNOWN not in sentences[:MOST]
     assert set(sentences[MOST:]) == {UNKNOWN}
@@ -91,14 +93,14 @@ def test_damage_is_unknown(made: tuple[Explainer, Path]) -> None:
     """Damaged shards take the explanation away and nothing else."""
     for shard in made[1].glob("*.safetensors"):
         shard.write_bytes(b"damaged")
-    assert made[0].explain(verdict_of(keys()[0])) == UNKNOWN
+    assert made[0].explain(verdict_of(keys()[0])).text == UNKNOWN
 
 
 def test_nothing_kept_is_unknown(made: tuple[Explainer, Path], tmp_path: Path) -> None:
     """A candidate of which nothing was kept has no explanations."""
     explainer = Explainer(made[0]._reference, tmp_path / "none", made[0]._tolerances)
-    assert explainer.explain(verdict_of(keys()[0])) == UNKNOWN
-    assert explainer.explain(verdict_of(keys()[0], Outcome.MISSING)) == UNKNOWN
+    assert explainer.explain(verdict_of(keys()[0])).text == UNKNOWN
+    assert explainer.explain(verdict_of(keys()[0], Outcome.MISSING)).text == UNKNOWN
 
 
 def test_missing_layers() -> None:
@@ -108,7 +110,7 @@ def test_missing_layers() -> None:
     found = absent.missing_layers(expected[6], expected, {0: expected[:3], 1: expected[3:6]}, ranks)
     assert found is not None
     assert "layer 6 of 7 on no pipeline stage: the stages hold 3 + 3 = 6 layers" in found.text
-    assert "7 // 2 each" in found.text
+    assert "7 // 2 layers each" in found.hint
     all_held = {0: expected[:3], 1: expected[3:]}
     assert absent.missing_layers(expected[6], expected, all_held, ranks) is None
 

@@ -13,6 +13,7 @@ from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.diagnose.explain import test as explain
 from megatron_ttrace.placement.plan import Step, plan
 from megatron_ttrace.placement.zigzag import ZigZag
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.diagnose.evidence_by_hand import evidence_of, meshes, values
 
@@ -117,7 +118,7 @@ def test_masks_of_other_blocks(index: int, size: int, order: list[int], words: s
     given = inputs()
     found = explain(evidence(given, gradients(given, weight)[index], index, size))
     assert found is not None
-    assert (found.cause, found.axis) == ("attention", "cp")
+    assert (found.cause, found.axes) == (Cause.ATTENTION_MASK, ("cp",))
     assert words in found.text
     assert f"gradient of {'qkv'[index]}" in found.text
 

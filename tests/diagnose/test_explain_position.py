@@ -12,6 +12,7 @@ from megatron_ttrace.diagnose.explain import test as explain
 from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from tests.diagnose.evidence_by_hand import OUTPUT, evidence_of, meshes, values
 
@@ -46,7 +47,7 @@ def test_another_ranks_slice() -> None:
     )
     assert found is not None
     assert "rank 0 holds rows 16..31" in found.text
-    assert (found.cause, found.axis) == ("offset", "tp")
+    assert (found.cause, found.axes) == (Cause.OFFSET, ("tp",))
 
 
 def test_shifted_slice() -> None:
@@ -111,7 +112,7 @@ def test_slice_of_a_rank() -> None:
     found = region.some_rows(evidence_of(values(32, 12), meshes(4, tp=4), held))
     assert found is not None
     assert "slice of tp 3" in found.text
-    assert found.axis == "tp"
+    assert found.axes == ("tp",)
 
 
 def test_garbage_is_not_some_rows() -> None:

@@ -11,6 +11,7 @@ from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.diagnose.explain import test as explain
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from tests.diagnose.evidence_by_hand import evidence_of, meshes, values
 
@@ -58,7 +59,7 @@ def test_a_factor_beside_the_bias() -> None:
         found.text
         == "the product is off by a factor (rank 0: 0.5, rank 1: 0.25), its bias is right"
     )
-    assert found.cause == "factor"
+    assert found.cause is Cause.FACTOR
 
 
 def test_without_a_bias_the_whole_is_off() -> None:
@@ -74,14 +75,16 @@ def test_scale_of_the_own_part(name: str, bias: bool) -> None:
     """Each rank's factor is the largest value of its own half over FP8's."""
     found = explain(evidence([7.0 / TOP[name], 5.0 / TOP[name]], bias=bias))
     assert found is not None
-    assert found.cause == "cast"
-    assert f"its own part of the sequence to FP8 ({name}) was undone and never done" in found.text
+    assert found.cause is Cause.CAST
+    assert f"of a cast to FP8 ({name}) of its own part of the sequence" in found.text
+    assert "undone and never applied" in found.hint
 
 
 def test_scale_of_the_whole_input() -> None:
     found = explain(evidence([448 / 7.0, 448 / 7.0]))
     assert found is not None
-    assert "cast of its input to FP8 (E4M3) was done and never undone" in found.text
+    assert "the scale of a cast to FP8 (E4M3) of its input" in found.text
+    assert "applied and never undone" in found.hint
 
 
 def test_scales_that_are_equal() -> None:
@@ -90,7 +93,7 @@ def test_scales_that_are_equal() -> None:
     x[S - 1, 0, 0] = 7.0
     found = explain(evidence([7.0 / 448, 7.0 / 448], x=x))
     assert found is not None
-    assert "cast of its own part of the sequence to FP8 (E4M3) was undone" in found.text
+    assert "of a cast to FP8 (E4M3) of its own part of the sequence" in found.text
     assert "or of its input, whose scale is the same here" in found.text
 
 

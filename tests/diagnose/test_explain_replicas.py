@@ -11,6 +11,7 @@ from megatron_ttrace.diagnose.explain import test as explain
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, meshes, values
 
@@ -36,7 +37,7 @@ def test_partial_sums(layout: dict[str, int], world: int, axis: str) -> None:
             parts[mesh.rank] = reference - rest
     found = replicas.partial(evidence_of(reference, ranks, parts, key=NORM))
     assert found is not None
-    assert (found.cause, found.axis) == ("partial", axis)
+    assert (found.cause, found.axes) == (Cause.PARTIAL, tuple(axis.split("+")))
     assert "partial sums over" in found.text
 
 
@@ -48,7 +49,7 @@ def test_average_not_taken() -> None:
         evidence_of(reference, meshes(2), {0: reference + off, 1: reference - off}, key=NORM)
     )
     assert found is not None
-    assert "never averaged over dp" in found.text
+    assert "missing average over dp" in found.hint
 
 
 def test_sharded_partial_sums() -> None:
@@ -62,7 +63,7 @@ def test_sharded_partial_sums() -> None:
 
     found = replicas.partial(evidence_of(reference, ranks, held, placement=placement))
     assert found is not None
-    assert found.axis == "cp"
+    assert found.axes == ("cp",)
 
 
 def test_unrelated_replicas_are_no_partial_sums() -> None:
@@ -83,7 +84,7 @@ def test_tied_embedding() -> None:
         evidence_of(reference, meshes(2, pp=2), {0: own, 1: reference - own}, key=key)
     )
     assert found is not None
-    assert (found.cause, found.axis) == ("tied", "pp")
+    assert (found.cause, found.axes) == (Cause.TIED, ("pp",))
 
 
 def test_some_copies() -> None:

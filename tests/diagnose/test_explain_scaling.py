@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from megatron_ttrace.diagnose import scaling
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind
 from tests.diagnose.evidence_by_hand import OUTPUT, WEIGHT, evidence_of, meshes, values
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(Kind.PARAM_DELTA, "never updated"), (Kind.MAIN_GRAD, "never accumulated")],
+    [(Kind.PARAM_DELTA, "never updated"), (Kind.MAIN_GRAD, "the gradient is zero")],
 )
 def test_zero(kind: Kind, words: str) -> None:
     """A parameter that never moves is unknown to the optimizer."""
@@ -22,6 +23,8 @@ def test_zero(kind: Kind, words: str) -> None:
     found = scaling.zero(evidence)
     assert found is not None
     assert words in found.text
+    assert found.cause is Cause.ZERO
+    assert found.hint
 
 
 def test_nearly_zero_is_not_zero() -> None:
@@ -41,7 +44,7 @@ def test_nearly_zero_is_not_zero() -> None:
         ({"tp": 2, "cp": 3}, 3.0, "cp", "3.000 times too large = the size of cp"),
         ({"cp": 4}, 0.25, "cp", "4.000 times too small"),
         ({"tp": 2, "pp": 3}, 6.0, "tp+pp", "tp·pp"),
-        ({"tp": 2}, 1.3, "", "no size of this layout"),
+        ({"tp": 2}, 1.3, "", "not a size of this layout"),
         ({"tp": 2}, -1.0, "", "sign is flipped"),
     ],
 )
@@ -55,7 +58,7 @@ def test_factor(layout: dict[str, int], factor: float, axis: str, words: str) ->
     )
     assert found is not None
     assert words in found.text
-    assert found.axis == axis
+    assert found.axes == tuple(filter(None, axis.split("+")))
 
 
 def test_factor_is_tested() -> None:
@@ -75,7 +78,7 @@ def test_softmax_scale() -> None:
     found = scaling.factor(evidence)
     assert found is not None
     assert "softmax scale" in found.text
-    assert "twice" in found.text
+    assert "twice" in found.hint
 
 
 def test_factor_per_rank() -> None:

@@ -8,12 +8,14 @@ import random
 from collections.abc import Iterator
 
 from megatron_ttrace.report.table import tally
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Culprit,
     Direction,
     Kind,
     Outcome,
+    Reason,
     Result,
     Summary,
     Verdict,
@@ -56,6 +58,7 @@ def make_verdict(
     placement: str = "Shard(0)",
     shape: tuple[int, ...] = (64, 2, 128),
     note: str = "",
+    reason: Reason | None = None,
 ) -> Verdict:
     """A verdict whose numbers agree with each other."""
     measured = rel_err is not None
@@ -74,6 +77,7 @@ def make_verdict(
         placement=placement,
         shape=shape,
         note=note,
+        reason=reason,
     )
 
 
@@ -132,6 +136,7 @@ def healthy_verdicts(layers: int = 4, microbatches: int = 4, seed: int = 0) -> l
                 tolerance=tolerance,
                 ranks=(0, 1, 2, 3),
                 note="blind: tolerance 0.8 is too wide" if blind else "",
+                reason=Reason.BLIND if blind else None,
             )
         )
     return found
@@ -164,7 +169,14 @@ def make_summary(verdicts: list[Verdict], culprits: tuple[Culprit, ...] = ()) ->
     )
 
 
-def culprit_of(verdict: Verdict, reason: str, explanation: str) -> Culprit:
+def culprit_of(
+    verdict: Verdict,
+    reason: str,
+    explanation: str,
+    hint: str = "",
+    where: str = "",
+    cause: Cause | None = None,
+) -> Culprit:
     """The culprit that this verdict shows."""
     return Culprit(
         name=verdict.name,
@@ -181,6 +193,10 @@ def culprit_of(verdict: Verdict, reason: str, explanation: str) -> Culprit:
         rel_err_eps=verdict.rel_err_eps,
         tolerance=verdict.tolerance,
         margin=verdict.margin,
+        hint=hint,
+        where=where,
+        cause=cause,
+        axes=("tp",),
     )
 
 
@@ -211,8 +227,10 @@ def embedding_bug(layers: int = 4, microbatches: int = 4) -> tuple[Summary, list
     culprit = culprit_of(
         first,
         "its input passes and its output does not",
-        "half of the rows are zero on tp rank 1: the vocabulary mask is computed from shifted ids; "
-        "look at VocabParallelEmbedding.forward",
+        "half of the rows are zero on tp rank 1",
+        "the vocabulary mask is computed from shifted ids",
+        "VocabParallelEmbedding in megatron/core/tensor_parallel/layers.py:185",
+        Cause.TOKEN_IDS,
     )
     return make_summary(found, (culprit,)), found
 
@@ -236,7 +254,10 @@ def norm_bug() -> tuple[Summary, list[Verdict]]:
     culprit = culprit_of(
         bad,
         "activations and their gradients pass, the main gradient differs between replicas",
-        "replicas differ and sum to the reference: a partial sum over tp was never reduced",
+        "replicas differ and sum to the reference",
+        "a partial sum over tp was never reduced",
+        "finalize_model_grads in megatron/core/distributed/finalize_model_grads.py:427",
+        Cause.PARTIAL,
     )
     assert culprit.direction is Direction.GRADIENT
     return make_summary(found, (culprit,)), found

@@ -117,7 +117,10 @@ def test_junit_cases(conflict: Check, healthy: Check) -> None:
     suite = ET.fromstring(junit.render(*conflict))
     failures = suite.findall("testcase/failure")
     assert len(failures) == 1
-    assert "partial sum over tp was never reduced" in (failures[0].text or "")
+    lines = (failures[0].text or "").splitlines()
+    assert "cause: replicas differ and sum to the reference" in lines
+    assert "hint: a partial sum over tp was never reduced" in lines
+    assert any(line.startswith("look at: finalize_model_grads in megatron/") for line in lines)
     cases = {(case.get("classname"), case.get("name")) for case in suite.iter("testcase")}
     assert ("ttrace.decoder.layers.0", "backward") in cases
     assert suite.get("tests") == str(len(cases))

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron_ttrace.report import table
-from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Outcome
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, Reason
 from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_verdict, norm_bug
 
 
@@ -144,15 +144,16 @@ def test_heat_map_covers_everything() -> None:
 
 
 def test_unchecked_reasons_are_grouped() -> None:
-    """The details after the colon differ from tensor to tensor and are left out."""
-    notes = ["blind: 80%", "held unevenly: 1 to 2 replicas; blind: 90%", "", "not traced"]
+    """Notes differ from tensor to tensor and are not read."""
+    reasons = [Reason.BLIND, Reason.BLIND, None, Reason.UNDEFINED]
     verdicts = [
-        make_verdict(verdict=Outcome.UNCHECKED, note=note, microbatch=STEP_LEVEL) for note in notes
+        make_verdict(verdict=Outcome.UNCHECKED, note=f"blind: {number}", reason=reason)
+        for number, reason in enumerate(reasons)
     ]
     assert table.unchecked_reasons([*verdicts, make_verdict(note="blind: a pass")]) == [
-        ("blind", 2),
-        (table.NO_REASON, 1),
-        ("not traced", 1),
+        (Reason.BLIND, 2),
+        (None, 1),
+        (Reason.UNDEFINED, 1),
     ]
 
 

@@ -66,10 +66,24 @@ def test_a_divergence_names_the_culprit_first(diverged: Check) -> None:
         "forward (output.0, iteration 1, microbatch 0) on ranks 1,3",
         "1.04e-1 13.3ε, tolerance 8.00e-3, margin 13×",
         "its input passes and its output does not",
-        "vocabulary mask",
-        "megatron/core/tensor_parallel/layers.py",
+        "\ncause      half of the rows are zero on tp rank 1\n",
+        "\nhint       the vocabulary mask is computed from shifted ids\n",
+        "\nlook at    VocabParallelEmbedding in",
+        "megatron/core/tensor_parallel/layers.py:185",
     ):
         assert part in top
+
+
+def test_what_is_not_known_is_left_out(diverged: Check) -> None:
+    """An unknown cause is said; no hint and no place are not."""
+    summary, verdicts = diverged
+    bare = dataclasses.replace(
+        summary.culprits[0], explanation="unknown", hint="", where="", cause=None
+    )
+    text = text_of((dataclasses.replace(summary, culprits=(bare,)), verdicts))
+    assert "\ncause      unknown\n" in text
+    assert "\nhint " not in text
+    assert "\nlook at " not in text
 
 
 def test_the_table_is_capped_and_says_so(diverged: Check) -> None:
@@ -134,7 +148,9 @@ def test_culprits_with_one_cause_are_told_once(diverged: Check) -> None:
     said = " ".join(text.split())
     assert "8 with this cause: decoder.layers.1, decoder.layers.2" in said
     assert "and 2 more" in said
-    unknown = tuple(dataclasses.replace(culprit, explanation="unknown") for culprit in many)
+    unknown = tuple(
+        dataclasses.replace(culprit, explanation="unknown", cause=None) for culprit in many
+    )
     text = text_of((dataclasses.replace(diverged[0], culprits=unknown), diverged[1]))
     assert text.count("culprit    ") == 3
     assert "likewise" not in text

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.trace.codec import CodecError
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
@@ -19,6 +20,7 @@ from megatron_ttrace.trace.records import (
     Exactness,
     Kind,
     Outcome,
+    Reason,
     Residual,
     Result,
     Run,
@@ -46,6 +48,7 @@ verdicts = st.builds(
     placement=st.text(max_size=20),
     shape=ranks,
     note=st.text(max_size=20),
+    reason=st.none() | st.sampled_from(Reason),
 )
 culprits = st.builds(
     Culprit,
@@ -63,6 +66,10 @@ culprits = st.builds(
     rel_err_eps=numbers,
     tolerance=numbers,
     margin=numbers,
+    hint=st.text(max_size=20),
+    where=st.text(max_size=20),
+    cause=st.none() | st.sampled_from(Cause),
+    axes=st.sampled_from([(), ("tp",), ("tp", "cp")]),
 )
 residuals = st.builds(
     Residual,
@@ -159,17 +166,28 @@ def test_summaries_survive(summary):
     assert Summary.from_json(json.loads(text)) == summary
 
 
+def test_an_older_summary_is_read():
+    """Its culprits have no hint, no place to look at, and no cause."""
+    names = "hint where cause axes"
+    culprit = Culprit(
+        *("a", Kind.OUTPUT, Direction.FORWARD, "", "unknown", 1, 0, 0, Outcome.DIVERGED, (0,)),
+        *(None, None, None, None),
+    )
+    data = {name: value for name, value in culprit.to_json().items() if name not in names.split()}
+    assert Culprit.from_json(data) == culprit
+
+
 def test_the_contracts_fields():
     """``verdicts.jsonl``: names and order that others read."""
     assert [field.name for field in dataclasses.fields(Verdict)] == (
         "iteration microbatch kind name index verdict rel_err rel_err_eps tolerance margin "
-        "ranks placement shape note"
+        "ranks placement shape note reason"
     ).split()
     summary = Summary(Result.EQUIVALENT, {}, (), {}, {}, {}).to_json()
     assert {"verdict", "counts", "culprits", "config", "versions", "timings"} <= set(summary)
     assert summary["not_exercised"] == []
     fields = {field.name for field in dataclasses.fields(Culprit)}
-    assert {"name", "kind", "direction", "reason", "explanation"} <= fields
+    assert {"name", "kind", "direction", "reason", "explanation", "hint", "where"} <= fields
 
 
 def test_the_contracts_words():

@@ -256,7 +256,7 @@ def test_no_directory_at_all(tmp_path):
 
 def of_files(files):
     """A sealed ``meta.json`` that lists these files."""
-    return seal_json({"format": 3, "run": "0" * 16, "files": files})
+    return seal_json({"format": 4, "run": "0" * 16, "files": files})
 
 
 @pytest.mark.parametrize(
@@ -266,14 +266,14 @@ def of_files(files):
         ("[]", "meta.json cannot be read"),
         ('"text"', "meta.json cannot be read"),
         ("[" * 99999, "meta.json cannot be read"),
-        ('{"format": 3, "files": {}}', r"cannot be read \(its checksum does not match\)"),
-        (seal_json({"format": 3}), r"cannot be read \(no list of files\)"),
-        (seal_json({"format": 3, "files": ["a"]}), r"cannot be read \(no list of files\)"),
-        (seal_json({"format": 3, "files": {}}), r"cannot be read \(no id of a run\)"),
+        ('{"format": 4, "files": {}}', r"cannot be read \(its checksum does not match\)"),
+        (seal_json({"format": 4}), r"cannot be read \(no list of files\)"),
+        (seal_json({"format": 4, "files": ["a"]}), r"cannot be read \(no list of files\)"),
+        (seal_json({"format": 4, "files": {}}), r"cannot be read \(no id of a run\)"),
         (of_files({"../a.jsonl": {}}), r"cannot be read \(a file name with a path in it\)"),
         (of_files({"..": {}}), r"cannot be read \(a file name with a path in it\)"),
         (of_files({"a.jsonl": 3}), r"cannot be read \(a file without its size and checksum\)"),
-        ('{"format": 2, "files": {}}', "was written in trace format 2, this version reads 3"),
+        ('{"format": 2, "files": {}}', "was written in trace format 2, this version reads 4"),
         (seal_json({"format": 99, "files": {}}), "was written in trace format 99"),
         ("{}", "was written in trace format unknown"),
     ],
@@ -391,7 +391,7 @@ def test_meta_keeps_what_it_is_given(tmp_path):
     written(tmp_path, {"a": torch.randn(5)}, meta={"role": "reference", "microbatches": 4})
     (tmp_path / "unrelated.txt").write_text("left alone")
     meta = read_meta(tmp_path)
-    assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 3)
+    assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 4)
     assert sorted(meta["files"]) == ["rank-00000.0000.safetensors", "rank-00000.index.jsonl"]
     assert re.fullmatch("[0-9a-f]{16}", meta["run"])
 

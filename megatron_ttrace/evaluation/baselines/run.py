@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.baselines.tally import Flagged, Pair, apply
 from megatron_ttrace.evaluation.bugs import suite
@@ -83,7 +84,7 @@ def matrix(
 
 def directory_of(summary: Summary) -> Path:
     """The ``--ttrace-dir`` of a finished check."""
-    return Path(summary.config["reference"]).parent
+    return Path(RunConfig.from_json(summary.config).reference).parent
 
 
 def _culprit(bug: Bug, directory: Path) -> frozenset[TraceKey]:

@@ -16,7 +16,6 @@ import torch
 
 from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.evaluation.planting import Piece
-from megatron_ttrace.placement.partial import axis_of_summand
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
 
@@ -93,7 +92,7 @@ def of_saved(reference: TraceReader, candidate: TraceReader) -> Iterator[tuple[T
             for entry in held.get(key, ())
             if not entry.misfit
             and not entry.sums
-            and axis_of_summand(entry.placement) is None
+            and not entry.partial_over
             and entry.logical_shape == there.shape
         ]
         if entries and getattr(torch, there.dtype).is_floating_point:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.evaluation.baselines.rules import RULES, Job
 from megatron_ttrace.evaluation.baselines.statistics import of_saved
 from megatron_ttrace.report import files
@@ -75,7 +76,7 @@ def apply(directory: Path) -> Flagged:
     reference = TraceReader(directory / "reference")
     candidate = TraceReader(directory / "candidate")
     summary, verdicts = files.load_report(directory)
-    job = Job(int(summary.config["layers"]), float(reference.meta["epsilon"]))
+    job = Job(RunConfig.from_json(summary.config).layers, float(reference.meta["epsilon"]))
     flagged: dict[str, set[TraceKey]] = {rule.name: set() for rule in RULES}
     compared = set()
     for key, stats in of_saved(reference, candidate):

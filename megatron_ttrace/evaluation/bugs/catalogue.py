@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.resources import patches_dir
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Direction, Kind, Outcome
 
 _ID = re.compile(r"\d\d[a-z]?")
@@ -83,7 +84,8 @@ class Expected:
         index: number of that tensor, when only this one may be named.
         only: pattern that the names of all culprits must match; empty: that of ``module``.
             ``{last}`` in it is the number of the model's last layer.
-        explanation: regular expression that must be found in its explanation, or ``None``.
+        cause: what must be found out about it, or ``None`` where nothing must.
+        axes: of the mesh that the finding must speak of.
     """
 
     module: str
@@ -92,7 +94,8 @@ class Expected:
     verdicts: tuple[Outcome, ...]
     index: int | None = None
     only: str = ""
-    explanation: str | None = None
+    cause: Cause | None = None
+    axes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,6 +177,8 @@ def _bug(data: dict[str, Any], path: Path) -> Bug:
             kind=Kind(expected.pop("kind")),
             direction=Direction(expected.pop("direction")),
             verdicts=tuple(Outcome(word) for word in expected.pop("verdicts")),
+            cause=Cause(expected.pop("cause")) if "cause" in expected else None,
+            axes=tuple(expected.pop("axes", ())),
             **expected,
         ),
         **data,

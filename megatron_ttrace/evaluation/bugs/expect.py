@@ -43,9 +43,7 @@ def examine(summary: Summary, expected: Expected) -> Findings:
     allowed = (expected.only or expected.module).replace("{last}", str(_last_layer(summary)))
     strays = [culprit for culprit in culprits if not fnmatchcase(culprit.name, allowed)]
     explained = (
-        None
-        if expected.explanation is None
-        else any(re.search(expected.explanation, culprit.explanation) for culprit in right)
+        None if expected.cause is None else any(_explains(culprit, expected) for culprit in right)
     )
     margins = [culprit.margin for culprit in culprits if culprit.margin is not None]
     return Findings(
@@ -70,6 +68,10 @@ def _matches(culprit: Culprit, expected: Expected) -> bool:
         and expected.index in (None, culprit.index)
         and culprit.verdict in expected.verdicts
     )
+
+
+def _explains(culprit: Culprit, expected: Expected) -> bool:
+    return culprit.cause is expected.cause and set(expected.axes) <= set(culprit.axes)
 
 
 def _problem(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The descriptions of the known bugs, and that they fit the installed Megatron."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -39,12 +38,10 @@ def test_has_a_page(bug: Bug) -> None:
 
 
 def test_all_are_explained() -> None:
-    """What the report must say, and as a regular expression that compiles."""
+    """The cause that the report must name."""
     assert {bug.id[:2] for bug in BUGS} == {f"{number:02}" for number in range(1, 15)}
     for bug in BUGS:
-        assert bug.expected.explanation, bug.id
-        assert "unknown" not in bug.expected.explanation
-        re.compile(bug.expected.explanation)
+        assert bug.expected.cause, bug.id
 
 
 @pytest.mark.parametrize(

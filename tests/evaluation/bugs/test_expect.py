@@ -9,11 +9,17 @@ import pytest
 
 from megatron_ttrace.evaluation.bugs.catalogue import Expected
 from megatron_ttrace.evaluation.bugs.expect import examine
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Result, Summary
 
 PACKAGE = Path(__file__).parents[3] / "megatron_ttrace"
 EXPECTED = Expected(
-    "decoder.layers.*.mlp", Kind.OUTPUT, Direction.FORWARD, (Outcome.DIVERGED,), explanation="TP"
+    "decoder.layers.*.mlp",
+    Kind.OUTPUT,
+    Direction.FORWARD,
+    (Outcome.DIVERGED,),
+    cause=Cause.PARTIAL,
+    axes=("tp",),
 )
 CULPRIT = Culprit(
     name="decoder.layers.3.mlp",
@@ -30,6 +36,8 @@ CULPRIT = Culprit(
     rel_err_eps=1.0,
     tolerance=0.1,
     margin=10.0,
+    cause=Cause.PARTIAL,
+    axes=("tp", "cp"),
 )
 
 
@@ -86,10 +94,14 @@ def test_nothing_found() -> None:
     assert findings.problem == "found equivalent"
 
 
-def test_explanation() -> None:
-    findings = examine(summary(dataclasses.replace(CULPRIT, explanation="unknown")), EXPECTED)
+@pytest.mark.parametrize(
+    "changes", [{"cause": None}, {"cause": Cause.TOO_LARGE}, {"axes": ("cp",)}, {"axes": ()}]
+)
+def test_explanation(changes: dict[str, object]) -> None:
+    """The cause must be the expected one, on the expected axes; no words are read."""
+    findings = examine(summary(dataclasses.replace(CULPRIT, **changes)), EXPECTED)
     assert (findings.localised, findings.explained, findings.met) == (True, False, False)
-    unasked = dataclasses.replace(EXPECTED, explanation=None)
+    unasked = dataclasses.replace(EXPECTED, cause=None)
     assert examine(summary(CULPRIT), unasked).explained is None
 
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is decided on of a candidate's configuration.
+
+A candidate's ``meta.json`` and ``summary.json`` have a ``config`` for people; this is the part
+of it that the comparison reads, validated once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+from megatron_ttrace.compare.exactness import Arithmetic
+from megatron_ttrace.compare.exercised import Requested
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Count
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A candidate's configuration; what an older trace lacks has its default.
+
+    Attributes:
+        layers: of the model, 0 if unknown.
+        seq_length: tokens of a sample, 0 if unknown.
+        dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
+        isolate: whether every module was given the reference's tensors.
+        reference: directory of the reference.
+        arithmetic: what decides in which order things are added up, ``None`` if unknown.
+        requested: features that the arguments ask for.
+    """
+
+    layers: Count = 0
+    seq_length: Count = 0
+    dispatcher: str = ""
+    isolate: bool = False
+    reference: str = ""
+    arithmetic: Arithmetic | None = None
+    requested: Requested = dataclasses.field(default_factory=Requested)
+
+    @classmethod
+    def from_json(cls, config: Any) -> Self:
+        """From a ``config`` object. Raises ``CodecError`` when what is read of it is damaged."""
+        return codec.decode(cls, config)
