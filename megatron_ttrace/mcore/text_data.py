@@ -127,6 +127,9 @@ def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Itera
                     f"{path}: more than {MOST_BYTES:,} bytes, too many for one document; "
                     "split it, or give --max-bytes"
                 )
+            if not found.st_size:
+                # Empty, or one of the kernel's, some of which are waited for (/proc/kmsg).
+                continue
             with path.open("rb") as file:
                 content = file.read(MOST_BYTES if left is None else min(left, MOST_BYTES))
         except OSError as error:

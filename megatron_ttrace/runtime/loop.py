@@ -82,7 +82,7 @@ class _Watch:
         self._step += 1
         step = functools.partial(original, *args, **kwargs)
         session = self._session
-        if session is not None and session.traces(self._step):
+        if session is not None and self._alone("checking", lambda: session.traces(self._step)):
             iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
             code = self._attempt(
                 "checking", lambda: session.before_step(self._step, step, iterator)
@@ -114,6 +114,18 @@ class _Watch:
             _show(error)
             self._give_up(error.cause)
         return None
+
+    def _alone(self, what: str, work: Callable[[], Any]) -> Any:
+        """Run a part of the watch that needs no other rank; the others hear if it fails."""
+        try:
+            return work()
+        except Exception as failed:  # noqa: BLE001 - raised again below, where all ranks hear it
+            error = failed
+
+        def fail() -> None:
+            raise error
+
+        return self._attempt(what, fail)
 
     def _give_up(self, cause: Cause) -> None:
         self._session = None

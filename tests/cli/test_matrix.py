@@ -16,13 +16,13 @@ def ran(monkeypatch):
     """What would have been run; every check finds one tensor at a margin of 0.3."""
     found = []
 
-    def run(job, *, fork):
+    def run(job, *, fork, say=None):
         found.append(job)
         return Summary(
             Result.EQUIVALENT, {}, (), {}, {}, {}, exactness=Exactness(5, len(found) - 1)
         )
 
-    monkeypatch.setattr(jobs, "prepare", lambda **more: True)
+    monkeypatch.setattr(jobs, "prepare", lambda *words, **more: True)
     monkeypatch.setattr(jobs, "run", run)
     monkeypatch.setattr(
         files, "load_report", lambda where: (None, [make_verdict(rel_err=3e-4, tolerance=1e-3)])

@@ -78,8 +78,8 @@ def test_the_list_is_drawn_by_its_seed() -> None:
 
 
 def test_representative_faults_cover_all_families() -> None:
-    """A few of each."""
-    assert {fault.family for fault in representative(3)} == set(Family)
+    """At least one of each, but for those that another test represents."""
+    assert {fault.family for fault in representative(3)} == set(Family) - {Family.LOCAL}
 
 
 def test_the_table_counts() -> None:

@@ -109,6 +109,19 @@ def test_reference_of_another_megatron(healthy: Path, faulty: Path, tmp_path: Pa
 
 
 @pytest.mark.nightly
+def test_reference_of_another_megatron_on_request(
+    healthy: Path, faulty: Path, tmp_path: Path
+) -> None:
+    """Two versions of Megatron compared: the fault of one of them shows, and the report says so."""
+    flags = ["--ttrace-allow-other-megatron", "--ttrace-reference", healthy / "out" / "reference"]
+    done = check(faulty / "pretrain_gpt.py", tmp_path / "out", *flags, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert "linear_qkv" in summary["culprits"][0]["name"]
+    assert any("another Megatron" in notice for notice in summary["notices"])
+
+
+@pytest.mark.nightly
 def test_fresh_processes(faulty: Path, tmp_path: Path) -> None:
     """Without the fork server the same Megatron is checked."""
     done = check(faulty / "pretrain_gpt.py", tmp_path / "out", "--no-fork", cwd=tmp_path)

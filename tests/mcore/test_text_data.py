@@ -202,3 +202,12 @@ def test_file_that_vanishes(folder: Path) -> None:
     shutil.rmtree(folder)
     with pytest.raises(TTraceError, match=r"a.txt: cannot be read: No such file"):
         list(text_data.read_documents(files))
+
+
+@pytest.mark.timeout(20)
+def test_what_the_kernel_writes_is_not_waited_for():
+    """A file of ``/proc`` claims to be a regular, empty one; reading it may take forever."""
+    log = Path("/proc/kmsg")
+    if not log.exists():
+        pytest.skip("no /proc/kmsg here")
+    assert list(text_data.read_documents([log])) == []

@@ -284,7 +284,19 @@ NUMBERS = (
     *("0x10", "1_000", "\x00", "--", "1e-400", str(1 << 63), str(-(1 << 64))),
 )
 PATHS = (
-    *("", ".", "/", "/dev/null/x", "/proc/self/mem", "\x00", "a\x00b", "x" * 5000, "\x1b[2J", "~"),
+    *(
+        "",
+        ".",
+        "/proc/self",
+        "/proc/kmsg",
+        "/dev/null/x",
+        "/proc/self/mem",
+        "\x00",
+        "a\x00b",
+        "x" * 5000,
+        "\x1b[2J",
+        "~",
+    ),
     *("/dev/stdin/x", "\udc80", "a\nb", "../" * 2000, "/nonexistent"),
 )
 _FLAGS = {
