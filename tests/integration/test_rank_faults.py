@@ -45,10 +45,7 @@ STORE = f"{OURS}.trace.store:"
 SHORT = [
     (ZERO, f"{CANDIDATE}CandidateSession._check@1", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._gradients@1", "trains"),
-<<<<<<< HEAD
     (ZERO, f"{ANSWER}conclude@1", "trains"),
-=======
->>>>>>> w2/verify
     (ZERO, f"{OPTIMIZER}Snapshot.restore@1", "ends"),
 ]
 
@@ -67,12 +64,8 @@ PLACES = {
     f"{SESSION}serve": "trains",
     f"{CANDIDATE}CandidateSession._check": "trains",
     f"{CANDIDATE}CandidateSession._numbers": "trains",
-<<<<<<< HEAD
-    f"{COMPARISON}match": "trains",
-=======
     f"{CANDIDATE}CandidateSession.traces": "trains",
-    f"{CANDIDATE}match": "trains",
->>>>>>> w2/verify
+    f"{COMPARISON}match": "trains",
     f"{SINK}__init__": "trains",
     f"{SINK}placed": "trains",
     f"{SINK}tensor": "trains",
@@ -100,12 +93,7 @@ LONG = [
     *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
     (ZERO, f"{CANDIDATE}CandidateSession._prepare_directory@0", "trains"),
     (ZERO, f"{OURS}.runtime.launch:ensure@0", "trains"),
-<<<<<<< HEAD
     (ZERO, f"{ANSWER}publish@1", "trains"),
-=======
-    (ZERO, f"{CANDIDATE}conclude@1", "trains"),
-    (ZERO, f"{CANDIDATE}CandidateSession._publish@1", "trains"),
->>>>>>> w2/verify
     (ZERO, f"{SINK}tensor@1=70", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._update@0=2", "trains"),
     (ZERO, f"{STORE}TraceReader.tensor@1=3!full", "trains"),
