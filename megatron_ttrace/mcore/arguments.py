@@ -7,9 +7,10 @@ default, where it is read.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:  # whoever only reads a report needs no torch
+    import torch
 
 
 class MegatronArguments(Protocol):

@@ -90,10 +90,17 @@ class Job:
         words = [*self.arguments, *self.flags]
         return flags.settings_from_args(parser.parse_known_args(words)[0]).timeout
 
+    def checking(self) -> list[str]:
+        """The command that checks this job."""
+        return self._command(str(self.directory))
+
     def isolating(self) -> list[str]:
         """The command that checks this job with modules isolated, in a directory of its own."""
+        return self._command(f"{self.directory}-isolated", "--ttrace-isolate")
+
+    def _command(self, directory: str, *more: str) -> list[str]:
         words = ["ttrace", "check", "--nproc-per-node", str(self.nproc)]
-        words += ["--ttrace-dir", f"{self.directory}-isolated", "--ttrace-isolate", *self.flags]
+        words += ["--ttrace-dir", directory, *more, *self.flags]
         return [*words, "--", str(self.script), *self.arguments]
 
 

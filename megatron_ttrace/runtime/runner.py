@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron_ttrace.mcore import provenance
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.report import files
 from megatron_ttrace.resources import launch_dir
@@ -113,4 +114,8 @@ class Runner:
             TTraceError: when there is no answer, with the reason.
         """
         job = self.job(case)
+        # A report names the command that repeats this check, not the one that runs many: what is
+        # evaluated (a known bug, a mutant) must not be known to the check.
+        command = {provenance.COMMAND: provenance.command_line(job.checking())}
+        job = dataclasses.replace(job, environment={**job.environment, **command})
         return Checked(job, jobs.run(job, fork=self.forks, say=say))

@@ -136,7 +136,7 @@ def test_a_reference_of_another_configuration(traced: Path, tmp_path: Path) -> N
 def test_damaged_traces(traced: Path, tmp_path: Path) -> None:
     """Missing, truncated and foreign files are each named, by all commands that read them."""
     for damage, fragment in (
-        (lambda home: (home / "meta.json").unlink(), "no complete trace"),
+        (lambda home: (home / "meta.json").unlink(), "not contain a complete trace"),
         (lambda home: next(home.glob("*.safetensors")).unlink(), "is missing"),
         (lambda home: os.truncate(next(home.glob("*.safetensors")), 1000), "is truncated"),
         (lambda home: (home / "meta.json").write_text("{"), "cannot be read"),

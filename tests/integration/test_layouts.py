@@ -13,8 +13,15 @@ LAYOUTS = (
     *("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "dp2-zero", "dp2-zero-overlap"),
     *("tp2-pp2", "tp2-sp-dp2", "pp2-dp2-zero", "recompute-*"),
 )
+EVERYTHING = matrix.configurations()
 PROMISED = (
-    *(f"{layout}/{model}" for layout in LAYOUTS for model in ("gpt/*", "llama/*")),
+    *(
+        pattern
+        for layout in LAYOUTS
+        for pattern in (f"{layout}/gpt/*", f"{layout}/llama/*")
+        # Megatron's local RMSNorm does not support sequence parallelism.
+        if "-sp" not in pattern or "llama" not in pattern
+    ),
     # One of each of the others; all of them run nightly.
     *("cp2/llama-te/fp32", "tp2-sp-ep2-etp2/moe-te/bf16", "ep2-alltoall/moe-deep/fp32"),
     "pp2-vpp2-dp2-zero-step/gpt/bf16",
@@ -45,9 +52,8 @@ def alarms(rows: list[dict]) -> list[str]:
 
 def test_enough_is_promised() -> None:
     """Each pattern names configurations."""
-    everything = matrix.configurations()
-    assert all(matrix.select(everything, [pattern]) for pattern in PROMISED)
-    assert len(matrix.select(everything, PROMISED)) >= 54
+    assert all(matrix.select(EVERYTHING, [pattern]) for pattern in PROMISED)
+    assert len(matrix.select(EVERYTHING, PROMISED)) >= 54
 
 
 @pytest.mark.parametrize("pattern", PROMISED)

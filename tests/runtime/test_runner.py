@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one runner of small jobs, without running one."""
 
+import dataclasses
+import json
+
 import pytest
 
+from megatron_ttrace.mcore import provenance
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.runtime import PRELOADED
 from megatron_ttrace.runtime.runner import NO_WANDB, Case, Runner
@@ -32,7 +36,9 @@ def test_a_case_becomes_a_job(asked, tmp_path):
     [(device, script, modules)] = asked
     assert (device, script.name, modules) == ("cpu", "pretrain_gpt.py", PRELOADED)
     assert found.summary == (found.job, True)
-    assert found.job == jobs.Job(
+    environment = dict(found.job.environment)
+    assert json.loads(environment.pop(provenance.COMMAND)) == found.job.checking()
+    assert dataclasses.replace(found.job, environment=environment) == jobs.Job(
         script=script,
         arguments=("--x", "1"),
         nproc=2,
