@@ -20,9 +20,9 @@ from megatron_ttrace.evaluation.mutants.scan import modules
 from megatron_ttrace.evaluation.mutants.swap import introduce
 from megatron_ttrace.resources import launch_dir
 
-MUTANT = "TTRACE_MUTANT"
+MUTANT = "MUTANT_TO_INTRODUCE"
 """Environment variable: a mutant, as JSON."""
-COVERAGE = "TTRACE_MUTANT_LINES"
+COVERAGE = "MUTANT_TO_INTRODUCE_LINES"
 """Environment variable: folder for a file of lines per rank."""
 
 
