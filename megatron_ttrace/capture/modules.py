@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.mcore.names import ROOT, Names
@@ -181,7 +182,8 @@ class ModuleTap:
             tap = DispatchTap(module, experts, microbatch, self._sink, self._guard)
             self._handles.append(tap)
         if hasattr(module, "router_replay"):
-            self._handles.append(RouterTap(module, name, microbatch, self._sink, self._guard))
+            for tap_of in (RouterTap, BalancingTap):
+                self._handles.append(tap_of(module, name, microbatch, self._sink, self._guard))
 
     def _guard(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Fail open: an error in a hook is reported once and never reaches the training run."""

@@ -24,6 +24,8 @@ class RunConfig:
         layers: of the model, 0 if unknown.
         seq_length: tokens of a sample, 0 if unknown.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
+        own_tokens: indices of the ``routing`` tensors of a router that depend on all tokens of a
+            rank, where a rank has a part of a microbatch.
         isolate: whether every module was given the reference's tensors.
         reference: directory of the reference.
         arithmetic: what decides in which order things are added up, ``None`` if unknown.
@@ -33,6 +35,7 @@ class RunConfig:
     layers: Count = 0
     seq_length: Count = 0
     dispatcher: str = ""
+    own_tokens: tuple[Count, ...] = ()
     isolate: bool = False
     reference: str = ""
     arithmetic: Arithmetic | None = None

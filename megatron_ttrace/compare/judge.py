@@ -18,6 +18,8 @@ from megatron_ttrace.trace.records import Outcome, Reason, TraceKey, Verdict
 _NOTES = {
     Reason.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
     "allgather can); its layer is judged as a whole",
+    Reason.OWN_TOKENS: "chosen by looking at all tokens of a rank, which has a part of them here: "
+    "depends on the layout by design; what follows is judged with the reference's choice",
 }
 """Of what this layout does not allow to compare."""
 

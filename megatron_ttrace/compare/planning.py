@@ -7,7 +7,7 @@ Planning looks at names and shapes only; no element of any tensor is read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,9 @@ from megatron_ttrace.trace.captured import Summands
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
+GATED = 2
+"""Blocks of gate and up projection, side by side."""
+
 GRADIENT_KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 
 
@@ -37,6 +40,8 @@ class Layout:
         gradient_factor: expected candidate/reference ratio of activation gradients: each
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
             tokens its context-parallel rank sees.
+        stacked: modules whose output stacks unequal blocks in its last dim, and their shares.
+        loss_scale: the candidate's loss scale relative to the reference's.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``; empty without experts.
         summands: gradients of inputs that the ranks of an axis hold summands of.
         sequence_first: modules that hand out [sequence, batch, hidden] here and
@@ -49,6 +54,8 @@ class Layout:
     gated: bool
     gradient_factor: float
     sequence_first: frozenset[str] = frozenset()
+    stacked: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    loss_scale: float = 1.0
     dispatcher: str = ""
     summands: Summands = dataclasses.field(default_factory=dict)
 
@@ -154,7 +161,7 @@ class Planner:
             )
             if piece.key in self._reference
             else _extra(piece.key, local)
-            for piece in self.experts.pieces(key, local, gated=self.is_gated(key))
+            for piece in self.experts.pieces(key, local, gated=self.blocks(key) == GATED)
         ]
 
     def activation(self, key: TraceKey, local: tuple[int, ...]) -> Match:
@@ -164,15 +171,15 @@ class Planner:
             NoPlacementError: when the shape fits no layout.
         """
         whole = self._reference.entry(key).shape
-        gated = self.is_gated(key)
+        blocks = self.blocks(key)
         placement, boxes = self._plan(
-            (local, whole, gated),
+            (local, whole, blocks),
             lambda: infer_activation(
                 local,
                 whole,
                 self._layout.mesh,
                 seq_length=self._layout.seq_length,
-                gated=gated,
+                blocks=blocks,
             ),
             whole,
         )
@@ -206,7 +213,9 @@ class Planner:
 
     def factor(self, key: TraceKey) -> float:
         """Expected candidate/reference ratio."""
-        return self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
+        if key.kind in GRADIENT_KINDS:
+            return self._layout.gradient_factor * self._layout.loss_scale
+        return self._layout.loss_scale if key.kind is Kind.MAIN_GRAD else 1.0
 
     def _summand_over(self, key: TraceKey) -> str:
         """The axis whose ranks each have a summand of this tensor; empty for all others."""
@@ -224,13 +233,14 @@ class Planner:
         )
         return data.transpose(0, 1) if turned else data
 
-    def is_gated(self, key: TraceKey) -> bool:
-        """Whether this is gate and up projection, side by side."""
-        return (
-            self._layout.gated
-            and key.kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT)
-            and is_first_of_gated(key.name.split("#")[0])
-        )
+    def blocks(self, key: TraceKey) -> int | tuple[int, ...]:
+        """The blocks that are stacked in a tensor's last dim; 1 if none are."""
+        module = key.name.partition("#")[0]
+        if key.kind not in (Kind.OUTPUT, Kind.GRAD_OUTPUT):
+            return 1
+        if self._layout.gated and is_first_of_gated(module):
+            return GATED
+        return self._layout.stacked.get(module, 1)
 
     def _plan(
         self, memo: object, placement: Callable[[], Placement], whole: tuple[int, ...]

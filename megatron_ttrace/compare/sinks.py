@@ -16,15 +16,16 @@ import torch
 
 from megatron_ttrace.compare.comparator import Comparator
 from megatron_ttrace.compare.keeper import Keeper
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Layout, Planner
-from megatron_ttrace.compare.routing import Groups, choice
+from megatron_ttrace.compare.planning import Layout, Match, Planner
+from megatron_ttrace.compare.routing import Groups, choice, left
 from megatron_ttrace.compare.substituter import Substituter, Wobble, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.plan import Placement
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 
@@ -115,7 +116,7 @@ class CompareSink:
             and known.sums is not None
             and key in self._reference
             and self._reference.primary(first) == self._reference.primary(key)
-            and self._planner.is_gated(first) == self._planner.is_gated(key)
+            and self._planner.blocks(first) == self._planner.blocks(key)
         )
         if not same or known is None:
             self._compare(key, data)
@@ -143,6 +144,7 @@ class CompareSink:
         found = self._by_key[key]
         if self._isolate and key.kind is Kind.MAIN_GRAD and found.sums is not None:
             self._substituter.fill(data.detach(), key, found.boxes)
+            data.detach().mul_(self._planner.factor(key))
 
     def positions(self, local: tuple[int, int]) -> torch.Tensor:
         """Where this rank's tokens stand in their microbatch."""
@@ -164,6 +166,7 @@ class CompareSink:
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Judge a router's choice; the reference's takes its place."""
         key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, CHOICE)
@@ -171,13 +174,32 @@ class CompareSink:
             return None
         match = self._planner.activation(key, tuple(chosen.shape))
         theirs = self._substituter.chosen(match, chosen)
-        if key not in self._by_key:
-            self._compare(dataclasses.replace(key, index=SCORES), scores)
-            sums, others = choice(scores, chosen, theirs, groups)
-            note = f"{others} of {len(chosen)} tokens routed otherwise" if others else ""
-            found = Measured(
-                key, match.placement, match.boxes, match.logical_shape, sums, note=note
-            )
-            self._add(found)
-            self._keeper.keep_sums(found)
+        first = dataclasses.replace(key, index=SCORES)
+        if first not in self._by_key:
+            self._compare(first, scores)
+            if by is None or tuple(chosen.shape) == match.logical_shape:
+                sums, others = choice(scores if by is None else by, chosen, theirs, groups)
+                note = f"{others} of {len(chosen)} tokens routed otherwise" if others else ""
+                self._chose(match, sums, note)
         return theirs
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Judge what is left of a choice; what is left in the reference takes its place."""
+        key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, KEPT)
+        if key not in self._reference:
+            return None
+        match = self._planner.activation(key, tuple(kept.shape))
+        theirs = self._substituter.chosen(match, kept)
+        if key not in self._by_key and tuple(kept.shape) == match.logical_shape:
+            sums, others = left(probabilities, kept, theirs)
+            self._chose(match, sums, f"{others} assignments dropped otherwise" if others else "")
+        return theirs
+
+    def _chose(self, match: Match, sums: Sums, note: str) -> None:
+        found = Measured(
+            match.key, match.placement, match.boxes, match.logical_shape, sums, note=note
+        )
+        self._add(found)
+        self._keeper.keep_sums(found)

@@ -23,6 +23,15 @@ FIRST_OF_GATED: tuple[str, ...] = ("linear_fc1",)
 """Linear layers whose output, and whose parameters' dim 0, stack gate and up projection where MLPs
 are gated. Tensor parallelism divides each of the two halves."""
 
+STATE_SPACE = {
+    "A_log": ((0.5, 0.5), (1.9, 0.7)),
+    "dt_bias": ((-2.0, 0.5), (-4.6, 1.3)),
+    "D": ((0.5, 0.2), (1.0, 0.0)),
+}
+"""Parameters of Mamba layers and gated delta nets, by the last part of their name: mean and
+standard deviation of start values that reveal faults (a state is carried over some five tokens, and
+is as large as the direct share), and of Megatron's own (megatron/core/ssm/mamba_mixer.py)."""
+
 _SHARED = ("word_embeddings.weight", "output_layer.weight")
 _NUMBERED_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _ONE_BY_ONE = "local_experts."

@@ -28,7 +28,7 @@ def infer_activation(
     mesh: Mesh,
     *,
     seq_length: int,
-    gated: bool = False,
+    blocks: int | tuple[int, ...] = 1,
 ) -> Placement:
     """The placement of an activation or its gradient.
 
@@ -37,7 +37,7 @@ def infer_activation(
         logical: shape of the whole tensor.
         mesh: sizes of the axes.
         seq_length: logical sequence length, which tells the sequence dim from others.
-        gated: whether the last dim stacks gate and up projection.
+        blocks: that are stacked in the last dim, as of :class:`BlockShard`; 1 if none are.
 
     Raises:
         NoPlacementError: with a sentence that says what does not fit.
@@ -62,7 +62,8 @@ def infer_activation(
         )
     for dim in divided:
         last = dim == len(logical) - 1
-        steps.append(Step("tp", BlockShard(dim) if gated and last else Shard(dim)))
+        stacked = blocks != 1 and last
+        steps.append(Step("tp", BlockShard(dim, blocks) if stacked else Shard(dim)))
     return tuple(steps)
 
 

@@ -18,6 +18,7 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import encode
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.stacked import stacked_outputs
 from megatron_ttrace.mcore.summands import summands
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.agreement import Ranks
@@ -104,8 +105,14 @@ class Comparison:
         return encode(self._measured)
 
 
-def layout_of(model: TracedModel, args: MegatronArguments) -> Layout:
-    """What the comparison must know of this rank's part of the model."""
+def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -> Layout:
+    """What the comparison must know of this rank's part of the model.
+
+    Args:
+        model: this rank's part.
+        args: Megatron's.
+        scale: the candidate's loss scale relative to the reference's.
+    """
     return Layout(
         model.mesh,
         args.seq_length,
@@ -119,6 +126,8 @@ def layout_of(model: TracedModel, args: MegatronArguments) -> Layout:
             # What contains it has that attribute too, and turns nothing.
             and hasattr(module, "vocab_start_index")
         ),
+        stacked_outputs(model.names),
+        scale,
         dispatcher(args),
         summands(model.names),
     )

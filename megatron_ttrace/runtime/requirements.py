@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import balancing
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import low_precision
@@ -48,7 +49,19 @@ def _loaded_fsdp(args: MegatronArguments, settings: Settings) -> str:
     return ""
 
 
-REFUSALS: tuple[Refusal, ...] = (_rampup, _torch_fsdp2, _loaded_fsdp)
+def _padded_capacity(args: MegatronArguments, settings: Settings) -> str:
+    if balancing.depends_on_layout(args) and getattr(
+        args, "moe_pad_expert_input_to_capacity", False
+    ):
+        return (
+            "--moe-pad-expert-input-to-capacity with sequence or context parallelism: every rank "
+            "fills up each expert's input with its own tokens, a single device with others: check "
+            "the same job without it"
+        )
+    return ""
+
+
+REFUSALS: tuple[Refusal, ...] = (_rampup, _torch_fsdp2, _loaded_fsdp, _padded_capacity)
 
 
 def require(args: MegatronArguments, settings: Settings) -> None:
@@ -67,6 +80,12 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     found = []
     if isolates(args, settings) and not settings.isolate:
         found.append(low_precision.NOTICE)
+    if options := balancing.depends_on_layout(args):
+        found.append(
+            f"{' and '.join(options.values())}: looks at all tokens of a rank, which has a part of "
+            "a microbatch in this layout: another choice than a single device's by design; both "
+            "runs take the reference's"
+        )
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")
     return found

@@ -24,7 +24,7 @@ def infer(local, logical, gated=False, seq_length=S, **sizes):
             logical,
             mesh_of(0, world, **sizes),
             seq_length=seq_length,
-            gated=gated,
+            blocks=2 if gated else 1,
         )
     )
 
@@ -124,7 +124,7 @@ def test_the_inferred_placement_merges_to_the_logical_tensor(data):
         elif inner != "none":
             local = chunk(local, 2 if inner == "hidden" else 0, mesh.at("tp"), tp)
         placement = infer_activation(
-            local.shape, logical.shape, mesh, seq_length=seq, gated=inner == "gated"
+            local.shape, logical.shape, mesh, seq_length=seq, blocks=2 if inner == "gated" else 1
         )
         assert local_shape(logical.shape, placement, mesh) == local.shape
         merged.write(local, plan(logical.shape, placement, mesh))
