@@ -64,7 +64,7 @@ class Substituter:
         return self._if_other(key, instead, data)
 
     def _rows(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
-        """An experts' tensor with the reference's rows; of a summand, with an equal share each."""
+        """The reference's rows for an experts' tensor, or equal shares of them if it is partial."""
         instead = data.detach().clone()
         try:
             matches = self._planner.rows(key, tuple(data.shape))

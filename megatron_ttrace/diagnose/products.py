@@ -2,7 +2,7 @@
 """Hypotheses about a linear layer's product: its size is wrong, and its bias is right.
 
 ``y = x Wᵀ + b``. A scale that was lost on the way into the product (that of a cast to FP8, above
-all) changes the first summand and leaves the second.
+all) changes the first term and leaves the second.
 """
 
 from __future__ import annotations

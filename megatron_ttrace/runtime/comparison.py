@@ -18,7 +18,7 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import encode
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.summands import summands
+from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.trace.captured import Batch
@@ -120,7 +120,7 @@ def layout_of(model: TracedModel, args: MegatronArguments) -> Layout:
             and hasattr(module, "vocab_start_index")
         ),
         dispatcher(args),
-        summands(model.names),
+        partials(model.names),
     )
 
 

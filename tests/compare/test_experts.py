@@ -192,7 +192,7 @@ def test_a_tensor_of_other_rows_is_a_shape(reference):
     assert "rows, where" in found.note
 
 
-def summands(reference, weights):
+def partial_sums(reference, weights):
     """Two ranks of expert tensor parallelism whose outputs are parts of the whole."""
     rows = index(*[(0, rows_of(0, e), e) for e in range(EXPERTS)])
     other = index(*[(1, rows_of(1, e), e) for e in range(EXPERTS)])
@@ -206,17 +206,17 @@ def summands(reference, weights):
     return by_place(judged(reference, measured))
 
 
-def test_summands_are_judged_by_their_sum(reference):
+def test_partial_sums_are_judged_by_their_sum(reference):
     """Whatever each is."""
-    found = summands(reference, (1.7, -0.7))[0, *OUT]
+    found = partial_sums(reference, (1.7, -0.7))[0, *OUT]
     assert found.verdict is Outcome.PASS
     assert "etp:Partial(sum)" in found.placement
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 0.0), (0.5, 0.6)])
-def test_summands_that_do_not_add_up(reference, weights):
+def test_partial_sums_that_do_not_add_up(reference, weights):
     """A doubled, a lost, a scaled one."""
-    found = summands(reference, weights)[0, *OUT]
+    found = partial_sums(reference, weights)[0, *OUT]
     assert found.verdict is Outcome.DIVERGED
     assert found.ranks == (0, 1)
     assert found.rel_err == pytest.approx(abs(sum(weights) - 1), rel=0.3)
@@ -261,7 +261,7 @@ def test_saved_pieces_are_compared_offline(reference, tmp_path):
 
 
 def test_isolation_puts_the_reference_in(reference):
-    """Each row its own; a summand's equal share."""
+    """Each row its own; a partial tensor's equal share."""
     rows = arrived(0)
     layout = Layout(mesh_of(0, 2, ep=2), 4, False, 1.0)
     sink = CompareSink(reference, 1, layout, isolate=True)

@@ -40,14 +40,14 @@ def test_an_activation(reference):
     assert (gradient.factor, gradient.share, gradient.partial_over) == (3.0, 3.0, "")
 
 
-def test_a_summand_is_a_share(reference):
+def test_a_partial_tensor_is_a_share(reference):
     """Of as many ranks as its axis has."""
-    layout = dataclasses.replace(LAYOUT, summands={("a", 0): "tp"})
+    layout = dataclasses.replace(LAYOUT, partials={("a", 0): "tp"})
     [match] = Planner(reference, 1, layout).plan(GRAD, (8, 1, 6))
-    assert (match.partial_over, match.summands, match.share) == ("tp", 2, 1.5)
+    assert (match.partial_over, match.partial_ranks, match.share) == ("tp", 2, 1.5)
     assert match.placement == "Replicate tp:Partial(sum)"
     [other] = Planner(reference, 1, layout).plan(KEY, (8, 1, 6))
-    assert (other.partial_over, other.summands) == ("", 1)
+    assert (other.partial_over, other.partial_ranks) == ("", 1)
 
 
 def test_misfits(reference):

@@ -210,12 +210,12 @@ def test_isolation_hands_out_the_references_slice(reference, tensors, rank):
 
 
 def shared_key(rank):
-    """Two ranks with heads of their own and one key, whose gradient is the whole's summand."""
-    return dataclasses.replace(layout(rank, tp=2), summands={(GRAD[2], 0): "tp"})
+    """Two ranks with heads of their own and one key, whose gradient is partial."""
+    return dataclasses.replace(layout(rank, tp=2), partials={(GRAD[2], 0): "tp"})
 
 
 @pytest.mark.parametrize(("weights", "right"), [((1.7, -0.7), True), ((1.0, 1.0), False)])
-def test_summands_of_a_gradient(reference, tensors, weights, right, tmp_path):
+def test_partial_sums_of_a_gradient(reference, tensors, weights, right, tmp_path):
     """Judged by their sum, in the job and from files."""
     measured = {}
     for rank, weight in enumerate(weights):

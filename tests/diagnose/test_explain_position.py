@@ -163,7 +163,7 @@ def test_bias(times: int, words: str) -> None:
     """A bias added on every tensor-parallel rank, or on none."""
     bias = values(12, seed=3)
     trace = {TraceKey(1, STEP_LEVEL, Kind.PARAM, f"{OUTPUT.name}.bias", 0): bias}
-    found = sources.summand(
+    found = sources.addend(
         evidence_of(
             values(6, 2, 12), meshes(2), lambda _, x: x + times * bias, key=OUTPUT, trace=trace
         )

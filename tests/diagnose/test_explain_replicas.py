@@ -23,7 +23,7 @@ NORM = dataclasses.replace(WEIGHT, name="decoder.final_layernorm.weight")
     [({"tp": 2}, 2, "tp"), ({"tp": 2, "cp": 2}, 4, "cp"), ({"tp": 2, "cp": 2}, 4, "tp+cp")],
 )
 def test_partial_sums(layout: dict[str, int], world: int, axis: str) -> None:
-    """Summands over an axis, or two, are named after these and no others."""
+    """Partial sums over an axis, or two, are named after these and no others."""
     reference, ranks = values(64), meshes(world, **layout)
     parts = {}
     for mesh in ranks:

@@ -84,7 +84,7 @@ def build(home: Path) -> Path:
     meshes = [mesh_of(rank, 2, tp=2) for rank in range(2)]
     for rank, mesh in enumerate(meshes):
         writer = TraceWriter(candidate_dir, rank)
-        layout = Layout(mesh, 16, False, 2.0, summands={("decoder.layers.0", 0): "tp"})
+        layout = Layout(mesh, 16, False, 2.0, partials={("decoder.layers.0", 0): "tp"})
         compare = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
         for place, data in known.items():
             if place in (_WEIGHT, _START):
