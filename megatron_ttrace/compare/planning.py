@@ -17,7 +17,7 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.partial import describe_partial
-from megatron_ttrace.placement.plan import Placement, describe, plan
+from megatron_ttrace.placement.plan import Placements, describe, plan
 from megatron_ttrace.placement.token_index import token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -27,7 +27,7 @@ GRADIENT_KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """What the comparison must know of the candidate's configuration.
 
     Attributes:
@@ -98,17 +98,17 @@ class Misfit:
 class Planner:
     """Plans the comparisons of one iteration on one rank."""
 
-    def __init__(self, reference: TraceReader, iteration: int, layout: Layout) -> None:
+    def __init__(self, reference: TraceReader, iteration: int, layout: RankLayout) -> None:
         self.experts = ExpertRows(reference, iteration, layout.mesh)
         self._reference = reference
         self._layout = layout
-        self._planned: dict[object, tuple[Placement, tuple[Box, ...]]] = {}
+        self._planned: dict[object, tuple[Placements, tuple[Box, ...]]] = {}
 
     def plan(
         self,
         key: TraceKey,
         local: tuple[int, ...],
-        known: tuple[tuple[int, ...], Placement] | None = None,
+        known: tuple[tuple[int, ...], Placements] | None = None,
     ) -> list[Match | Misfit]:
         """What a tensor of shape ``local`` is compared with; empty where nothing can be said.
 
@@ -193,7 +193,7 @@ class Planner:
         key: TraceKey,
         whole: tuple[int, ...],
         shape: tuple[int, ...],
-        placement: Placement,
+        placement: Placements,
     ) -> Match:
         if shape != whole:
             raise NoPlacementError(f"the whole tensor is {shape}, in the reference {whole}")
@@ -233,8 +233,8 @@ class Planner:
         )
 
     def _plan(
-        self, memo: object, placement: Callable[[], Placement], whole: tuple[int, ...]
-    ) -> tuple[Placement, tuple[Box, ...]]:
+        self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
+    ) -> tuple[Placements, tuple[Box, ...]]:
         """Planning is pure, so each combination of shapes is planned once."""
         if memo not in self._planned:
             steps = placement()

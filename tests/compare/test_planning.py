@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ttrace.compare import planning
-from megatron_ttrace.compare.planning import Layout, Match, Misfit, Planner
+from megatron_ttrace.compare.planning import Match, Misfit, Planner, RankLayout
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -15,7 +15,7 @@ from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a", 0)
 GRAD = TraceKey(1, 0, Kind.GRAD_INPUT, "a", 0)
-LAYOUT = Layout(mesh_of(1, 2, tp=2), 8, False, 3.0, frozenset({"a", "x"}))
+LAYOUT = RankLayout(mesh_of(1, 2, tp=2), 8, False, 3.0, frozenset({"a", "x"}))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_misfits(reference):
 
 def test_what_cannot_be_followed_is_not_planned(reference):
     """Experts behind a dispatcher that carries no other data."""
-    layout = Layout(mesh_of(0, 2, ep=2), 8, False, 1.0, dispatcher="flex")
+    layout = RankLayout(mesh_of(0, 2, ep=2), 8, False, 1.0, dispatcher="flex")
     key = dataclasses.replace(KEY, name="decoder.layers.0.mlp.experts")
     assert Planner(reference, 1, layout).plan(key, (4,)) == []
 

@@ -11,7 +11,7 @@ from megatron_ttrace.compare import comparator
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import fails
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
@@ -78,7 +78,7 @@ def layout(rank=0, factor=1.0, gated=True, **sizes):
     world = 1
     for size in sizes.values():
         world *= size
-    return Layout(mesh_of(rank, world, **sizes), S, gated, factor)
+    return RankLayout(mesh_of(rank, world, **sizes), S, gated, factor)
 
 
 def test_the_reference_is_written_once_per_tensor(reference, tensors):

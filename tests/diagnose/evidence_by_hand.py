@@ -9,7 +9,7 @@ from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.diagnose.evidence import Evidence, parts_of
 from megatron_ttrace.placement.mesh import Mesh, mesh_of
-from megatron_ttrace.placement.plan import Placement, plan
+from megatron_ttrace.placement.plan import Placements, plan
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 WEIGHT = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight", 0)
@@ -31,7 +31,7 @@ def evidence_of(
     ranks: list[Mesh],
     held: Callable[[int, torch.Tensor], torch.Tensor] | Mapping[int, torch.Tensor],
     *,
-    placement: Placement = (),
+    placement: Placements = (),
     key: TraceKey = WEIGHT,
     tolerance: float = 1e-4,
     trace: Mapping[TraceKey, torch.Tensor] | None = None,
