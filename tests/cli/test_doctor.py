@@ -67,7 +67,7 @@ def test_a_machine_with_nothing_gets_an_answer(
     def broken(name: str) -> None:
         raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=broken))
     assert doctor.run(Namespace(json=True)) == 2
     told = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert set(told) == SUBJECTS
@@ -92,7 +92,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool, gloo: boo
             is_nccl_available=lambda: nccl,
         ),
     }
-    monkeypatch.setattr(doctor.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=modules.__getitem__))
 
 
 def test_what_will_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
