@@ -33,9 +33,14 @@ Placements = tuple[Step, ...]
 """Steps, outermost first. Axes that are not named replicate. A ``FlatShard`` comes last."""
 
 
-def describe(placement: Placements) -> str:
+def describe(placement: Placements, partial_over: str = "") -> str:
     """``"cp:ZigZag(0) tp:Shard(0)"``; ``"Replicate"`` for the empty placement."""
-    return " ".join(str(step) for step in placement) or "Replicate"
+    return describe_partial(" ".join(map(str, placement)) or "Replicate", partial_over)
+
+
+def describe_partial(words: str, axis: str) -> str:
+    """``"Replicate tp:Partial(sum)"``: a tensor that is partial over an axis, if there is one."""
+    return f"{words} {axis}:Partial(sum)" if axis else words
 
 
 def _dim_maps(
