@@ -19,7 +19,7 @@ from megatron_ttrace.mcore.roles import expert_and_module, is_partial, is_within
 from megatron_ttrace.placement.boxes import Box, DimMap, length, product, whole
 from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.partial import describe_partial
+from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex, expert_boxes, match
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader

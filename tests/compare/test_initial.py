@@ -16,8 +16,8 @@ from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments, moments_of
 from megatron_ttrace.placement.mesh import SINGLE, mesh_of
+from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step, describe, plan
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 

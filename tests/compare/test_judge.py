@@ -13,14 +13,12 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import Sums, local_view, logical_view, measure, relative_error
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Tolerance, is_exact
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import mesh_of
-from megatron_ttrace.placement.plan import Step, describe, local_shape, plan
-from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.placement.zigzag import ZigZag
+from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
+from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
+from tests.placement.by_hand import local_shape
 
 EPS = 2.0**-7
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
