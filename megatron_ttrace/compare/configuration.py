@@ -8,16 +8,14 @@ of it that the comparison reads, validated once.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
 
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.codec import Count, Record
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(Record):
     """A candidate's configuration; what an older trace lacks has its default.
 
     Attributes:
@@ -37,8 +35,3 @@ class RunConfig:
     reference: str = ""
     arithmetic: Arithmetic | None = None
     requested: Requested = dataclasses.field(default_factory=Requested)
-
-    @classmethod
-    def from_json(cls, config: Any) -> Self:
-        """From a ``config`` object. Raises ``CodecError`` when what is read of it is damaged."""
-        return codec.decode(cls, config)

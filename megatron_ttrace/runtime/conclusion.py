@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from megatron_ttrace.trace.records import (
     Reason,
     Result,
     Summary,
+    TooFew,
     TraceKey,
     Verdict,
 )
@@ -70,6 +70,8 @@ def conclude(
     Raises:
         CodecError: when the configuration is damaged.
     """
+    from megatron_ttrace.report import wording  # only the rank that judges needs it
+
     job = RunConfig.from_json(config)
     began = time.monotonic()
     eps = float(reference.meta["epsilon"])
@@ -102,7 +104,7 @@ def conclude(
         said.append("no computed tensor could be judged: every one of them is unchecked")
     elif not culprits and (too_few := not_enough(verdicts, allow_unchecked)):
         result = Result.COULD_NOT_CHECK
-        said.append(too_few)
+        said.append(wording.too_few_text(too_few))
     if errors:
         result = Result.COULD_NOT_CHECK
         said.append(f"tracing failed on {len(errors)} rank(s): {errors[0]}")
@@ -127,30 +129,20 @@ def conclude(
     return summary, verdicts
 
 
-def not_enough(verdicts: Sequence[Verdict], allowed: float) -> str:
-    """Why too few tensors were checked, and what would accept it; empty where enough were.
+def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
+    """Whether too few tensors were checked; ``None`` where enough were.
 
     The share is of the tensors that the step computes (:func:`exercised.share`).
     """
     unchecked, judged = exercised.share(verdicts)
     if unchecked <= allowed * judged:
-        return ""
+        return None
     reasons = Counter(
         one.reason
         for one in verdicts
         if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
     )
-    most = ", ".join(
-        f"{reason.value if reason else 'no reason known'} ({number:,})"
-        for reason, number in reasons.most_common(_REASONS)
-    )
-    accepted = math.ceil(100 * unchecked / judged) / 100
-    return (
-        f"could not check enough: {unchecked:,} of {judged:,} tensors "
-        f"({100 * unchecked / judged:.1f} %) are unchecked, more than {100 * allowed:.4g} %; "
-        f"most: {most}; "
-        f"--ttrace-allow-unchecked {accepted:g} accepts it"
-    )
+    return TooFew(unchecked, judged, allowed, tuple(reasons.most_common(_REASONS)))
 
 
 def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> Reason | None:
