@@ -82,14 +82,14 @@ def reason_text(
     Args:
         grounds: why it is one.
         verdict: of the tensor that stands for it.
-        before: of the tensor computed just before it, if that passes.
+        before: of the tensor before it in execution order, if that passes.
         alike: of all tensors of the same kind, for one that belongs to the whole step.
     """
     text = _GROUNDS[grounds].format(
         name=verdict.name, kind=verdict.kind.value, note=verdict.note or "absent"
     )
     if before is not None:
-        text += f"; {before.name} {before.kind}.{before.index}, computed just before it, passes"
+        text += f"; the tensor before it ({before.name} {before.kind}.{before.index}) passes"
     if len(alike) > 1:
         failing = sum(one.verdict.is_failure for one in alike)
         text += f"; {failing} of {len(alike)} of its kind fail"

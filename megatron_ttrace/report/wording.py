@@ -111,9 +111,9 @@ def margin_text(margin: float | None) -> str:
     return "-" if margin is None else f"{factor(margin)}×"
 
 
-def exactness_text(exactness: Exactness) -> str:
-    """What became of the tensors that must be bitwise equal; empty where none must be."""
-    if not exactness.expected:
+def exactness_text(exactness: Exactness | None) -> str:
+    """Whether the tensors that must be bitwise equal are; empty if none must be."""
+    if exactness is None or not exactness.expected:
         return ""
     if not exactness.lost:
         return f"{exactness.expected:,} tensors must be bitwise equal in this layout: all are"

@@ -60,8 +60,7 @@ def test_what_is_around_a_culprit() -> None:
     before = make_verdict("a.a", Kind.INPUT, index=4)
     text = explanations.reason_text(Grounds.OUTPUT_WITHOUT_INPUTS, VERDICT, before)
     assert text == (
-        "it has no traced inputs, and its output fails; a.a input.4, computed just before it, "
-        "passes"
+        "it has no traced inputs, and its output fails; the tensor before it (a.a input.4) passes"
     )
     text = explanations.reason_text(Grounds.MAIN_GRAD, VERDICT, alike=[VERDICT, before, before])
     assert text.endswith("of a.b does not; 1 of 3 of its kind fail")
