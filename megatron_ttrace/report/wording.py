@@ -204,16 +204,6 @@ def verdict_sentence(verdict: Verdict) -> str:
     return f"{text} ({when_text(verdict.iteration, verdict.microbatch)}){note}"
 
 
-def headline(summary: Summary) -> str:
-    """The answer and, where there is one, the first culprit."""
-    text = f"{summary.verdict.value}: {RESULT_SENTENCES[summary.verdict]}"
-    if summary.culprits:
-        text += f". {culprit_sentence(summary.culprits[0])}"
-        more = len(summary.culprits) - 1
-        text += f"; {more} more culprit{'s' if more > 1 else ''}" if more else ""
-    return text
-
-
 _NOT_EXERCISED = {
     Unexercised.ONE_RANK: "parallelism (one rank is compared with one rank)",
     Unexercised.SCHEDULE: "the pipeline's schedule (one microbatch on {limit} stages)",

@@ -31,7 +31,7 @@ def types_of_findings() -> set[type]:
 def test_every_type_of_finding_has_a_renderer() -> None:
     """A new type needs a sentence."""
     assert len(types_of_findings()) > 15
-    assert set(explanations._RENDERERS) == types_of_findings()
+    assert {Finding, *explanations._RENDERERS} == types_of_findings()
 
 
 @pytest.mark.parametrize("enum", ["Order", "MaskOrder", "CastOperand", "Grounds"])
