@@ -112,9 +112,9 @@ def margin_text(margin: float | None) -> str:
     return "-" if margin is None else f"{factor(margin)}×"
 
 
-def exactness_text(exactness: Exactness) -> str:
-    """What became of the tensors that must be bitwise equal; empty where none must be."""
-    if not exactness.expected:
+def exactness_text(exactness: Exactness | None) -> str:
+    """Whether the tensors that must be bitwise equal are; empty if none must be."""
+    if exactness is None or not exactness.expected:
         return ""
     if not exactness.lost:
         return f"{exactness.expected:,} tensors must be bitwise equal in this layout: all are"
@@ -203,16 +203,6 @@ def verdict_sentence(verdict: Verdict) -> str:
         text += f", margin {margin_text(verdict.margin)}"
     note = f". {clean(verdict.note, NOTE_LIMIT)}" if verdict.note else ""
     return f"{text} ({when_text(verdict.iteration, verdict.microbatch)}){note}"
-
-
-def headline(summary: Summary) -> str:
-    """The answer and, where there is one, the first culprit."""
-    text = f"{summary.verdict.value}: {RESULT_SENTENCES[summary.verdict]}"
-    if summary.culprits:
-        text += f". {culprit_sentence(summary.culprits[0])}"
-        more = len(summary.culprits) - 1
-        text += f"; {more} more culprit{'s' if more > 1 else ''}" if more else ""
-    return text
 
 
 _NOT_EXERCISED = {

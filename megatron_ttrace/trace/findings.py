@@ -253,11 +253,17 @@ class Addend(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OtherTime(Finding):
-    """The value of another iteration or, if ``iteration`` is ``None``, of another microbatch."""
+class OtherMicrobatch(Finding):
+    """The value of another microbatch."""
 
     microbatch: int
-    iteration: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherIteration(Finding):
+    """The value of another iteration."""
+
+    iteration: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
