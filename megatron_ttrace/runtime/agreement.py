@@ -127,7 +127,11 @@ class Ranks:
         self._counts = {"check": 0, "back": 0}
         self._given_up: GivenUpError | None = None
 
-    def together(self, what: str, work: Callable[[], Any] | None = None) -> Any:
+    def meet(self, what: str) -> None:
+        """Wait for all ranks. Raises as :meth:`together`."""
+        self.together(what, lambda: None)
+
+    def together[T](self, what: str, work: Callable[[], T]) -> T:
         """Do something on every rank; return when all ranks have.
 
         Raises:
@@ -137,7 +141,7 @@ class Ranks:
         if self._given_up is not None:
             raise self._given_up
         try:
-            value = None if work is None else work()
+            value = work()
         except (GivenUpError, EndError):
             raise
         except Exception as error:
