@@ -15,7 +15,7 @@ are then compared without isolation, and tensors that are blind are reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -48,21 +48,15 @@ def equal_scales(
     args: MegatronArguments, chunks: Sequence[torch.nn.Module], mesh: Mesh
 ) -> Iterator[None]:
     """Start from the same delayed scales on every layout; restore this run's own afterwards."""
-    if not uses_fp8(args):
-        yield
-        return
-    kept = fp8.ScalesKept(chunks)
-    try:
-        scale = restart_scales(args, chunks, mesh)
-        if te.emulated():
-            from megatron_ttrace.cpu.te.fp8_modules import backward_scales_from
+    with ExitStack() as stack:
+        if uses_fp8(args):
+            stack.callback(fp8.ScalesKept(chunks).restore)
+            scale = restart_scales(args, chunks, mesh)
+            if te.emulated():
+                from megatron_ttrace.cpu.te.fp8_modules import backward_scales_from
 
-            with backward_scales_from(scale):
-                yield
-        else:
-            yield
-    finally:
-        kept.restore()
+                stack.enter_context(backward_scales_from(scale))
+        yield
 
 
 def restart_scales(args: MegatronArguments, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> float:

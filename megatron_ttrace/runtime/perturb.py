@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.compare.tolerance import epsilon
+from megatron_ttrace.cpu import te
 from megatron_ttrace.mcore.names import ROOT, Names
 
 _EMBEDDING = "embedding"
@@ -99,18 +100,8 @@ def perturbed(chunks: Sequence[Names], seed: int) -> Iterator[None]:
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)
-        stack.enter_context(_other_scales(generator))
-        yield
+        if te.emulated():
+            from megatron_ttrace.cpu.te import quantize
 
-
-@contextmanager
-def _other_scales(generator: torch.Generator) -> Iterator[None]:
-    from megatron_ttrace.cpu import te
-
-    if not te.emulated():
-        yield
-        return
-    from megatron_ttrace.cpu.te import quantize
-
-    with quantize.other_scales(generator):
+            stack.enter_context(quantize.other_scales(generator))
         yield
