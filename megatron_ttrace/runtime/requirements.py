@@ -6,6 +6,7 @@ from __future__ import annotations
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.runtime import low_precision
 
 
@@ -24,6 +25,8 @@ def isolates(args: MegatronArguments, settings: Settings) -> bool:
 
 def require(args: MegatronArguments, settings: Settings) -> None:
     """Raise ``TTraceError`` for a run that cannot be traced."""
+    for why in decisions.refusals(args):
+        raise TTraceError(why)
     if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
         raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
     if getattr(args, "use_torch_fsdp2", False):
