@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
@@ -83,7 +84,7 @@ class Job:
             {0: found},
             candidate=self.directory / "candidate",
             mesh=mesh_of(0, 2, tp=2),
-            config={},
+            config=RunConfig(),
             timings={},
             allow_unchecked=allowed,
         )
@@ -120,7 +121,7 @@ def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     """Everything is blind: allowing that is no check."""
     summary = Job(tmp_path, blind=3, seen=0).answer(1.0)
     assert summary.verdict is Result.COULD_NOT_CHECK
-    assert "every one of them is unchecked" in summary.notices[0]
+    assert "all of them are unchecked" in summary.notices[0]
 
 
 @given(
