@@ -54,11 +54,13 @@ class Keeper:
             return same_as
         if found.problem:
             if self._keep_all:
-                entry = dataclasses.replace(self._entry(found, data), misfit=found.note)
+                entry = dataclasses.replace(
+                    self._entry(found, data), misfit=found.note.text if found.note else ""
+                )
                 self._writer.add(entry, data)
             return same_as
         suspect = (
-            not found.sketch  # a summand alone proves nothing
+            not found.sketch  # a partial sum alone proves nothing
             and self._tolerances is not None
             and fails(found.sums, self._tolerances, found.key)
         )

@@ -14,17 +14,18 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.comparator import Comparator
+from megatron_ttrace.compare.comparator import compare
 from megatron_ttrace.compare.keeper import Keeper
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Layout, Match, Planner
+from megatron_ttrace.compare.planning import Match, Planner, RankLayout
 from megatron_ttrace.compare.routing import Groups, choice, left
-from megatron_ttrace.compare.substituter import Substituter, Wobble, makers_of
+from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.placement.plan import Placement
+from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
@@ -36,13 +37,13 @@ class CompareSink:
         self,
         reference: TraceReader,
         iteration: int,
-        layout: Layout,
+        layout: RankLayout,
         *,
         tolerances: Tolerances | None = None,
         writer: TraceWriter | None = None,
         keep_all: bool = False,
         isolate: bool = False,
-        wobble: Wobble | None = None,
+        perturb: Perturb | None = None,
     ) -> None:
         """Prepare a comparison.
 
@@ -54,7 +55,7 @@ class CompareSink:
             writer: where tensors are kept: the failed ones, so that they can be explained.
             keep_all: keep the others too.
             isolate: hand the reference's slices back, to take the places of what was compared.
-            wobble: what is done to them first, in a replay that estimates tolerances.
+            perturb: what is done to them first, in a replay that estimates tolerances.
         """
         self.measured: list[Measured] = []
         self._reference = reference
@@ -62,15 +63,14 @@ class CompareSink:
         self._isolate = isolate
         self._by_key: dict[TraceKey, Measured] = {}
         self._planner = Planner(reference, iteration, layout)
-        self._comparator = Comparator(reference)
-        self._substituter = Substituter(reference, self._planner, wobble)
+        self._substituter = Substituter(reference, self._planner, perturb)
         self._keeper = Keeper(writer, tolerances, self._planner.factor, keep_all=keep_all)
 
     def _compare(
         self,
         key: TraceKey,
         data: torch.Tensor,
-        known: tuple[tuple[int, ...], Placement] | None = None,
+        known: tuple[tuple[int, ...], Placements] | None = None,
     ) -> None:
         """All that is done with a tensor under one of its names."""
         # 1. Turn it as the reference has it.
@@ -79,7 +79,7 @@ class CompareSink:
         # 2. Plan: what of the reference is it to be compared with?
         for match in self._planner.plan(key, tuple(data.shape), known):
             # 3. Measure how far it is from that.
-            found = self._comparator.compare(match, data)
+            found = compare(self._reference, match, data) if isinstance(match, Match) else match
             # 4. Take note, for the judge.
             self._add(found)
             # 5. Store what failed.
@@ -132,7 +132,7 @@ class CompareSink:
         return self._substituter.instead(TraceKey(self._iteration, *place), data)
 
     def placed(
-        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
     ) -> None:
         """Compare a tensor of the step (a parameter's kin), whose placement is known.
 
@@ -153,9 +153,8 @@ class CompareSink:
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
         """Learn who the rows are that a layer's experts are about to see, and judge that."""
         is_new = (microbatch, experts) not in self._planner.experts
-        for piece, sums in self._planner.experts.announce(microbatch, experts, index):
+        for found in self._planner.experts.announce(microbatch, experts, index):
             if is_new:
-                found = Measured(piece.key, piece.placement, piece.boxes, piece.logical_shape, sums)
                 self._add(found)
                 self._keeper.keep_sums(found)
 
@@ -179,8 +178,7 @@ class CompareSink:
             self._compare(first, scores)
             if by is None or tuple(chosen.shape) == match.logical_shape:
                 sums, others = choice(scores if by is None else by, chosen, theirs, groups)
-                note = f"{others} of {len(chosen)} tokens routed otherwise" if others else ""
-                self._chose(match, sums, note)
+                self._chose(match, sums, Remark.ROUTED, others, len(chosen))
         return theirs
 
     def kept(
@@ -194,10 +192,11 @@ class CompareSink:
         theirs = self._substituter.chosen(match, kept)
         if key not in self._by_key and tuple(kept.shape) == match.logical_shape:
             sums, others = left(probabilities, kept, theirs)
-            self._chose(match, sums, f"{others} assignments dropped otherwise" if others else "")
+            self._chose(match, sums, Remark.DROPPED, others)
         return theirs
 
-    def _chose(self, match: Match, sums: Sums, note: str) -> None:
+    def _chose(self, match: Match, sums: Sums, remark: Remark, others: int, limit: int = 0) -> None:
+        note = Note(remark, others, limit) if others else None
         found = Measured(
             match.key, match.placement, match.boxes, match.logical_shape, sums, note=note
         )

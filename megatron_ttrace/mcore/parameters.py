@@ -10,12 +10,10 @@ import torch
 
 from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.mcore.roles import is_within_first_of_gated
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placement, Step, plan
-from megatron_ttrace.placement.shard import Shard
+from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard
+from megatron_ttrace.placement.plan import Placements, Step, plan
 
 UNMARKED = {"softmax_offset": 0}
 """Dims of parameters that are divided over tp although nothing on them says so: the attention
@@ -34,7 +32,7 @@ class ParameterPlace:
 
     name: str
     logical_shape: tuple[int, ...]
-    placement: Placement
+    placement: Placements
 
     def boxes(self, mesh: Mesh) -> tuple[Box, ...]:
         """This rank's boxes."""

@@ -41,18 +41,35 @@ def stacked_outputs(chunks: Iterable[Names]) -> dict[str, Shares]:
     }
 
 
+def head_rows(chunks: Iterable[Names]) -> dict[str, int]:
+    """Norms that see one row per token and head, and the number of heads of the whole layer.
+
+    A gated delta net normalises each head's output (``_apply_gated_norm``); context parallelism
+    divides its heads, not its sequence.
+    """
+    return {
+        f"{name}.out_norm": int(module.num_value_heads)
+        for names in chunks
+        for name, module in names.modules.items()
+        if _is_delta_net(module)
+    }
+
+
+def _is_delta_net(module: Any) -> bool:
+    return all(hasattr(module, name) for name in ("conv1d", "in_proj", "out_norm", "qk_dim"))
+
+
 def _in(module: Any) -> Iterator[tuple[torch.nn.Parameter, Sequence[int]]]:
     """Stacked parameters of a module itself, and of the children that it divides."""
     for parameter in module.parameters(recurse=False):
         if sizes := getattr(raw(parameter), "partition_sizes", None):
             yield raw(parameter), sizes
-    conv1d, in_proj = getattr(module, "conv1d", None), getattr(module, "in_proj", None)
-    if conv1d is None or in_proj is None or not hasattr(module, "qk_dim"):
+    if not _is_delta_net(module):
         return
     keys, values, heads = module.qk_dim, module.v_dim, module.num_value_heads
     sections = getattr(module, "in_proj_split_sections", None)
-    yield raw(in_proj.weight), sections or (keys, keys, values, values, heads, heads)
-    for parameter in conv1d.parameters():
+    yield raw(module.in_proj.weight), sections or (keys, keys, values, values, heads, heads)
+    for parameter in module.conv1d.parameters():
         yield raw(parameter), (keys, keys, values)
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placement, Step
-from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.placement.zigzag import ZigZag
+from megatron_ttrace.placement.placements import BlockShard, Shard, ZigZag
+from megatron_ttrace.placement.plan import Placements, Step, local_shape
 
 
 class NoPlacementError(ValueError):
@@ -29,7 +27,7 @@ def infer_activation(
     *,
     seq_length: int,
     blocks: int | tuple[int, ...] = 1,
-) -> Placement:
+) -> Placements:
     """The placement of an activation or its gradient.
 
     Args:
@@ -65,6 +63,32 @@ def infer_activation(
         stacked = blocks != 1 and last
         steps.append(Step("tp", BlockShard(dim, blocks) if stacked else Shard(dim)))
     return tuple(steps)
+
+
+def infer_head_rows(
+    local: Sequence[int], logical: Sequence[int], heads: int, mesh: Mesh
+) -> Placements:
+    """The placement of a tensor [tokens * heads, ...], all heads of a token one after the other.
+
+    Its ranks hold all tokens and a part of the heads: tensor parallelism divides them, and context
+    parallelism what is left.
+
+    Raises:
+        NoPlacementError: with a sentence that says what does not fit.
+    """
+    if logical[0] % heads:
+        raise NoPlacementError(f"{logical[0]} rows are not a multiple of {heads} heads")
+    rule = BlockShard(0, logical[0] // heads)
+    found = tuple(Step(axis, rule) for axis in ("tp", "cp") if mesh.size(axis) > 1)
+    try:
+        fits = local_shape(logical, found, mesh) == tuple(local)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise NoPlacementError(
+            f"{tuple(local)} does not match a division of {heads} heads in {tuple(logical)}"
+        )
+    return found
 
 
 def _sequence_dim(

@@ -193,7 +193,7 @@ def run(
         say: told what happens, line by line.
     """
     say("importing Megatron")
-    pairs = _Pairs(variant, Runner(directory, flags=(*_FLAGS, *variant.flags), device="cpu"))
+    pairs = _Pairs(variant, Runner(directory, flags=(*_FLAGS, *variant.flags)))
     for bug in bugs:
         for number, layout in enumerate(bug.layouts):
             if variant.model in layout.models:

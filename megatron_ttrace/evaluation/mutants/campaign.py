@@ -48,7 +48,6 @@ class Campaign:
         self._runner = Runner(
             self._directory,
             flags=("--ttrace-device", "cpu", NO_WANDB),
-            device="cpu",
         )
         if not self._runner.forks:
             raise TTraceError("mutants run on a CPU only: hide the accelerator")
