@@ -32,6 +32,13 @@ STATE_SPACE = {
 standard deviation of start values that reveal faults (a state is carried over some five tokens, and
 is as large as the direct share), and of Megatron's own (megatron/core/ssm/mamba_mixer.py)."""
 
+_PARTIAL = {
+    Kind.OUTPUT: ("", "linear_fc2", "quantization_unpadding"),
+    Kind.INPUT: ("quantization_unpadding",),
+    Kind.GRAD_INPUT: ("", "linear_fc1", "quantization_padding"),
+    Kind.GRAD_OUTPUT: ("quantization_padding",),
+}
+
 _SHARED = ("word_embeddings.weight", "output_layer.weight")
 _NUMBERED_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _ONE_BY_ONE = "local_experts."
@@ -78,13 +85,12 @@ def is_partial(kind: Kind, module: str) -> bool:
 
     The second linear layer leaves its output to the dispatcher's reduce-scatter, and the gradient
     of what was gathered for the first is reduce-scattered behind it (``explicit_expert_comm`` in
-    megatron/core/tensor_parallel/layers.py).
+    megatron/core/tensor_parallel/layers.py). With FP8, padding stands before the first and is taken
+    off behind the second (``quantization_padding`` in megatron/core/transformer/moe/experts.py).
 
     Args:
         kind: of the tensor.
         module: its name within the experts, without an expert's number: ``""`` for the experts as
             a whole and for one expert, ``linear_fc1``, ``linear_fc2``, ...
     """
-    if kind is Kind.OUTPUT:
-        return module in ("", "linear_fc2")
-    return kind is Kind.GRAD_INPUT and module in ("", "linear_fc1")
+    return module in _PARTIAL.get(kind, ())

@@ -48,10 +48,10 @@ def head_rows(chunks: Iterable[Names]) -> dict[str, int]:
     divides its heads, not its sequence.
     """
     return {
-        f"{name}.out_norm": int(module.num_value_heads)
+        f"{name}.out_norm": heads
         for names in chunks
         for name, module in names.modules.items()
-        if _is_delta_net(module)
+        if _is_delta_net(module) and isinstance(heads := module.num_value_heads, int)
     }
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_ttrace.placement.boxes import length
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.placements import BlockShard, Shard, ZigZag
-from megatron_ttrace.placement.plan import Placements, Step, local_shape
+from megatron_ttrace.placement.plan import Placements, Step, dims_of
 
 
 class NoPlacementError(ValueError):
@@ -81,7 +82,7 @@ def infer_head_rows(
     rule = BlockShard(0, logical[0] // heads)
     found = tuple(Step(axis, rule) for axis in ("tp", "cp") if mesh.size(axis) > 1)
     try:
-        fits = local_shape(logical, found, mesh) == tuple(local)
+        fits = [length(one) for one in dims_of(logical, found, mesh)] == list(local)
     except ValueError:
         fits = False
     if not fits:

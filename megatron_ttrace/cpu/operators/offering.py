@@ -29,6 +29,9 @@ _OFFERED: dict[str, dict[str, str]] = {
     "fla.modules.l2norm": {"delta_rule": "l2norm"},
     "fla.ops": {},
     "fla.ops.gated_delta_rule": {"delta_rule": "chunk_gated_delta_rule"},
+    "fused_weight_gradient_mlp_cuda": {
+        "weight_gradient": "wgrad_gemm_accum_fp32 wgrad_gemm_accum_fp16"
+    },
     "fast_hadamard_transform": {"hadamard": "hadamard_transform"},
 }
 

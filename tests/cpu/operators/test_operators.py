@@ -12,6 +12,7 @@ from megatron_ttrace.cpu.operators.delta_rule import (
     l2norm,
 )
 from megatron_ttrace.cpu.operators.hadamard import hadamard_transform
+from megatron_ttrace.cpu.operators.weight_gradient import wgrad_gemm_accum_fp32
 
 
 def inputs(length=6, heads=4, key_heads=2, keys=3, values=5, batch=2):
@@ -104,6 +105,16 @@ def test_last_inputs():
     x = torch.arange(1.0, 6.0)[:, None]
     found = causal_conv1d_varlen_states(x, torch.tensor([0, 1, 5]), 3)
     assert found[:, 0].tolist() == [[0, 0, 1], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradient(dtype):
+    """The product is added to what is there."""
+    inputs, grad = torch.randn(3, 2, 4), torch.randn(3, 2, 5)
+    main_grad = torch.ones(5, 4, dtype=dtype)
+    wgrad_gemm_accum_fp32(inputs, grad, main_grad)
+    expected = 1 + torch.einsum("sbo,sbi->oi", grad, inputs)
+    torch.testing.assert_close(main_grad.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
