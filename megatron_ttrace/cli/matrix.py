@@ -125,6 +125,7 @@ def _exit_code(rows: list[Row]) -> ExitCode:
 
 
 def _check(one: Configuration, seed: int, args: argparse.Namespace, runner: Runner) -> Row:
+    from megatron_ttrace.resources import launch_dir
     from megatron_ttrace.runtime.runner import Case
 
     name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
@@ -132,6 +133,7 @@ def _check(one: Configuration, seed: int, args: argparse.Namespace, runner: Runn
         name=name.replace("/", "-"),
         arguments=(*arguments_of(one, args.directory), "--seed", str(seed)),
         nproc=one.nproc,
+        script=launch_dir() / one.script,
     )
     began = time.monotonic()
     try:

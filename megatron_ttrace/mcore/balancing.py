@@ -21,8 +21,10 @@ def depends_on_layout(args: MegatronArguments) -> dict[int, str]:
         Indices of the ``routing`` tensors of a router (:mod:`megatron_ttrace.trace.records`); none
         where a rank's router sees all tokens of a microbatch.
     """
+    if not args.num_experts:
+        return {}
     sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
-    if not args.num_experts or not (sequence_parallel or args.context_parallel_size > 1):
+    if not sequence_parallel and args.context_parallel_size == 1:
         return {}
     found = {}
     kinds = getattr(args, "moe_router_load_balancing_type", "")

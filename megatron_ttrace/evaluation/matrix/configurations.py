@@ -69,6 +69,30 @@ MODELS["dsa-te"] = (
 """Sparse attention: an indexer beside the attention chooses which tokens are seen; here all are.
 Its rotation is a CUDA kernel."""
 
+MODELS["gdn-te"] = (
+    f"{MODELS['llama-te']} --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 2 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8"
+)
+"""Qwen3-Next-like: a gated delta net in the first layer, attention in the second."""
+
+_HYBRID = (
+    "--transformer-impl transformer_engine --normalization RMSNorm --swiglu "
+    "--group-query-attention --num-query-groups 4 --position-embedding-type none "
+    "--untie-embeddings-and-output-weights --disable-bias-linear "
+    "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec "
+    "--mamba-num-heads 8 --mamba-head-dim 16 --mamba-state-dim 8 --mamba-num-groups 2"
+)
+MODELS["hybrid"] = f"{_HYBRID} --hybrid-layer-pattern M-M*"
+MODELS["hybrid-moe"] = (
+    f"{_HYBRID} --hybrid-layer-pattern M*ME --num-experts 4 --moe-router-topk 2 "
+    "--moe-grouped-gemm --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 1e-2"
+)
+"""Mamba, attention and MLP or expert layers."""
+
+SCRIPTS = {"hybrid": "pretrain_hybrid.py", "hybrid-moe": "pretrain_hybrid.py"}
+"""Scripts of ``launch/`` that train a model; ``pretrain_gpt.py`` trains all others."""
+
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 WIDE = tuple(DTYPES)
 DTYPES |= {
@@ -346,6 +370,7 @@ class Configuration:
     arguments: tuple[str, ...]
     data: str = "mock"
     finding: str = ""
+    script: str = "pretrain_gpt.py"
 
 
 def configurations() -> list[Configuration]:
@@ -357,6 +382,7 @@ def configurations() -> list[Configuration]:
             tuple(f"{COMMON} {MODELS[model]} {layout.arguments} {DTYPES[dtype]}".split()),
             layout.data,
             layout.finding,
+            SCRIPTS.get(model, "pretrain_gpt.py"),
         )
         for layout in LAYOUTS
         for model in layout.models
