@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretrain a hybrid model: Mamba, attention, MLP and expert layers in any order.
 
-As ``pretrain_gpt.py`` beside it, with ``--hybrid-layer-pattern M-M*`` and Megatron's specification
-of the layers: ``--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec``, before 0.18
-``megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec``.
+As ``pretrain_gpt.py`` beside it, with ``--hybrid-layer-pattern M-M*`` and the specification of the
+layers: ``--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec``; before 0.18
+``--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec``.
 """
 
 import megatron_ttrace

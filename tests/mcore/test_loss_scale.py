@@ -9,11 +9,11 @@ import torch
 from megatron_ttrace.mcore import loss_scale
 
 
-def leaf(scale, overflow=0.0):
+def leaf(value, overflow=0.0):
     """An optimizer with a scaler, as ``MixedPrecisionOptimizer`` has one."""
 
     class Scaler:
-        _scale = torch.tensor([scale])
+        _scale = torch.tensor([value])
 
         @property
         def scale(self):
