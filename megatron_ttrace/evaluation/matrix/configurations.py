@@ -95,12 +95,14 @@ SCRIPTS = {"hybrid": "pretrain_hybrid.py", "hybrid-moe": "pretrain_hybrid.py"}
 
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 WIDE = tuple(DTYPES)
-DTYPES |= {
+FP16 = {"fp16": "--fp16"}
+"""With a loss scale."""
+DTYPES |= FP16 | {
     "fp8-delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
     "fp8-tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
 }
-FP8 = tuple(name for name in DTYPES if name not in WIDE)
+FP8 = tuple(name for name in DTYPES if name.startswith("fp8"))
 """With TransformerEngine's layers only."""
 
 
@@ -146,6 +148,11 @@ A2A = "--cp-comm-type a2a"
 MLA = ("mla-te",)
 DSA = ("dsa-te",)
 
+SINKHORN = "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0"
+QUANTILE = "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0"
+CAPACITY = "--moe-expert-capacity-factor 1.0"
+RECOMPUTE = "--recompute-granularity selective --recompute-modules"
+HIERARCHICAL = "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
 EP2 = "--expert-model-parallel-size 2"
 ETP1 = "--expert-tensor-parallel-size 1"
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
@@ -358,6 +365,54 @@ LAYOUTS = (
     Layout("tp2-sp-pp2-zero", 4, f"{TP2} {SP} {PP2} {ZERO}", ("gpt-te",), dtypes=FP8),
     Layout("ep2", 2, EP2, ("moe-te",), dtypes=FP8),
     Layout("tp2-sp-ep2", 2, f"{TP2} {SP} {EP2} {ETP1} {ALLTOALL}", ("moe-te",), dtypes=FP8),
+    Layout("tp2-sp-etp2", 2, f"{TP2} {SP}", ("moe-te",), dtypes=FP8),
+    Layout("dp2-zero-fp8-weights", 2, f"{ZERO} --fp8-param-gather", ("gpt-te",), dtypes=FP8[:1]),
+    Layout("tp2", 2, TP2, ("gpt-te",), dtypes=("fp16",)),
+    Layout("dp4-zero-overlap", 4, f"{ZERO} {OVERLAP}", ("llama-te",), dtypes=("fp16",)),
+    Layout("pp2-constant-scale", 2, f"{PP2} --loss-scale 1024", ("gpt",), dtypes=("fp16",)),
+    Layout("tp2-sp", 2, f"{TP2} {SP}", ("moe-te",), dtypes=("fp16",)),
+    Layout("sinkhorn-tp2-sp", 2, f"{TP2} {SP} {SINKHORN}", ("moe-te",)),
+    Layout("sinkhorn-cp2", 2, f"{CP2} {SINKHORN} --moe-router-topk 1", ("moe-te",)),
+    Layout("sinkhorn-pp2-ep2", 4, f"{PP2} {EP2} {ALLTOALL} {SINKHORN}", ("moe-te",)),
+    Layout("capacity-tp2-sp", 2, f"{TP2} {SP} {CAPACITY}", ("moe-te",)),
+    Layout("capacity-ep2", 2, f"{EP2} {ALLTOALL} {CAPACITY}", ("moe-te",)),
+    Layout(
+        "capacity-padded-ep2",
+        2,
+        f"{EP2} {ALLTOALL} {CAPACITY} --moe-pad-expert-input-to-capacity",
+        ("moe-te",),
+    ),
+    Layout("quantile-tp2-sp", 2, f"{TP2} {SP} {QUANTILE}", ("moe-te",), dtypes=("fp32",)),
+    Layout("fused-router-tp2-sp", 2, f"{TP2} {SP} --moe-router-fusion", GROUPED),
+    Layout("tp2", 2, TP2, ("hybrid",)),
+    Layout("tp2-sp", 2, f"{TP2} {SP}", ("hybrid",)),
+    Layout("cp2", 2, CP2, ("hybrid",)),
+    Layout("pp2-piped", 2, f"{PP2} --hybrid-layer-pattern M-|M*", ("hybrid",)),
+    Layout("pp2-vpp2-piped", 2, f"{PP2} --hybrid-layer-pattern M|-|M|*", ("hybrid",)),
+    Layout("tp2-sp-cp2-zero", 4, f"{TP2} {SP} {CP2} {ZERO}", ("hybrid",)),
+    Layout("ep2", 2, EP2, ("hybrid-moe",)),
+    Layout("tp2-sp-ep2", 2, f"{TP2} {SP} {EP2} {ETP1} {ALLTOALL}", ("hybrid-moe",)),
+    Layout("pp2", 2, PP2, ("gdn-te",)),
+    Layout("cp2", 2, CP2, ("gdn-te",)),
+    Layout("tp2-sp", 2, f"{TP2} {SP}", ("gdn-te",), finding="start with the same convolution"),
+    Layout("tp2", 2, TP2, ("gdn-te",), finding="gradients of a norm are never summed"),
+    Layout("recompute-mlp-tp2", 2, f"{TP2} {RECOMPUTE} mlp", ("llama-te",), dtypes=("fp32",)),
+    Layout(
+        "dp2-fsdp-zero3-recompute",
+        2,
+        f"{FSDP} optim_grads_params {RECOMPUTE} layernorm mlp core_attn",
+        ("llama-te",),
+        dtypes=("fp32",),
+    ),
+    Layout(
+        "dp2-fsdp-zero3-meta",
+        2,
+        f"{FSDP} optim_grads_params --init-model-with-meta-device",
+        ("llama-te",),
+        dtypes=("fp32",),
+    ),
+    Layout("defer-pp2", 2, f"{PP2} --defer-embedding-wgrad-compute", ("gpt-te",)),
+    Layout("cp4-hierarchical", 4, f"{HIERARCHICAL} --cp-comm-type a2a+p2p", ("llama-te",)),
 )
 
 
