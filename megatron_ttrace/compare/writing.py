@@ -94,8 +94,4 @@ class WriteSink:
         return self._routed[place]
 
     def _entry(self, place: Place, data: torch.Tensor) -> Entry:
-        return Entry(
-            key=TraceKey(self._iteration, *place),
-            shape=tuple(data.shape),
-            dtype=str(data.dtype).removeprefix("torch."),
-        )
+        return Entry.of(TraceKey(self._iteration, *place), data)

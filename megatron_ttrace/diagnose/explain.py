@@ -38,6 +38,7 @@ from megatron_ttrace.diagnose.evidence import ELEMENTS, Evidence, Part, parts_of
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.places import location
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.findings import FACTORS, Cause, Explanation, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
@@ -196,7 +197,7 @@ class Explainer:
 
     def _meshes(self) -> list[Mesh]:
         assert self._candidate is not None
-        return [Mesh.from_dict(mesh) for mesh in self._candidate.meta["meshes"]]
+        return list(codec.decode(tuple[Mesh, ...], self._candidate.meta["meshes"]))
 
     def _microbatches(self, meshes: Sequence[Mesh]) -> int:
         total = int(self._reference.meta.get("microbatches", 1))
