@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided on of a candidate's configuration.
+"""A candidate's configuration, as its ``meta.json`` and ``summary.json`` hold it.
 
-A candidate's ``meta.json`` and ``summary.json`` have a ``config`` for people; this is the part
-of it that the comparison reads, validated once.
+In the files, the sizes of the mesh's axes stand beside these fields.
 """
 
 from __future__ import annotations
@@ -16,22 +15,34 @@ from megatron_ttrace.trace.codec import Count, Record
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Record):
-    """A candidate's configuration; what an older trace lacks has its default.
+    """What was checked, and how; what an older trace lacks has its default.
 
     Attributes:
+        sequence_parallel: ``--sequence-parallel``.
+        distributed_optimizer: ``--use-distributed-optimizer``.
+        dtype: of the computation.
         layers: of the model, 0 if unknown.
+        hidden: hidden size, 0 if unknown.
         seq_length: tokens of a sample, 0 if unknown.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
+        iterations: those that were traced.
         isolate: whether every module was given the reference's tensors.
+        init: where the start values came from (``--ttrace-init``).
         reference: directory of the reference.
         arithmetic: what decides in which order things are added up, ``None`` if unknown.
         requested: features that the arguments ask for.
     """
 
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    dtype: str = ""
     layers: Count = 0
+    hidden: Count = 0
     seq_length: Count = 0
     dispatcher: str = ""
+    iterations: tuple[Count, ...] = ()
     isolate: bool = False
+    init: str = ""
     reference: str = ""
     arithmetic: Arithmetic | None = None
     requested: Requested = dataclasses.field(default_factory=Requested)

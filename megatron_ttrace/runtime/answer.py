@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.wire import decode
@@ -72,22 +73,22 @@ def answer(
 
 def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> dict[str, Any]:
     """The candidate's configuration, for the report and for ``ttrace compare``."""
-    return {
-        **model.mesh.describe(),
-        "sequence_parallel": bool(args.sequence_parallel),
-        "distributed_optimizer": bool(args.use_distributed_optimizer),
-        "dtype": "bf16" if args.bf16 else str(args.params_dtype).removeprefix("torch."),
-        "layers": args.num_layers,
-        "hidden": args.hidden_size,
-        "seq_length": args.seq_length,
-        "dispatcher": dispatcher(args),
-        "iterations": list(settings.iterations),
-        "isolate": isolates(args, settings),
-        "init": settings.init,
-        "reference": str(settings.directory / "reference"),
-        "arithmetic": _arithmetic(model, args, settings).to_json(),
-        "requested": Requested.of(args, model.chunks).to_json(),
-    }
+    config = RunConfig(
+        sequence_parallel=bool(args.sequence_parallel),
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+        dtype="bf16" if args.bf16 else str(args.params_dtype).removeprefix("torch."),
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        seq_length=args.seq_length,
+        dispatcher=dispatcher(args),
+        iterations=tuple(settings.iterations),
+        isolate=isolates(args, settings),
+        init=settings.init,
+        reference=str(settings.directory / "reference"),
+        arithmetic=_arithmetic(model, args, settings),
+        requested=Requested.of(args, model.chunks),
+    )
+    return {**model.mesh.describe(), **config.to_json()}
 
 
 def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings) -> Arithmetic:
