@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from enum import Enum
 
 from megatron_ttrace.mcore.roles import is_shared_embedding
 from megatron_ttrace.trace.codec import Record
@@ -66,56 +65,35 @@ class Arithmetic(Record):
         return self.pp == self.dp == 1 and not self.splits_sums
 
 
-class Reordered(Enum):
-    """Why a tensor need not be bitwise equal to the reference's."""
-
-    KERNELS = "an accelerator's kernels may add in any order (use --deterministic-mode)"
-    OTHER_CODE = "the reference runs other code (--ttrace-reference-args)"
-    SPLIT_SUMS = "an axis splits its sums"
-    RANK_STATE = "ranks keep a state that depends on their own microbatches"
-    STEP_BEFORE = "the step before need not be bitwise equal"
-    GRADIENT_FACTOR = "gradients of another size are rounded differently"
-    REPLICAS = "dp adds up microbatches in another order"
-    NORM = "each rank sums its own parameters first"
-    SHARED_EMBEDDING = "the first and the last stage add up their copies' gradients"
-    CLIP = "clipped by a norm that is summed in another order"
-
-
-def reordered(key: TraceKey, job: Arithmetic, *, later: bool = False) -> Reordered | None:
-    """Why a tensor need not be bitwise equal to the reference's; ``None`` when it must be.
+def must_be_equal(key: TraceKey, job: Arithmetic, *, later: bool = False) -> bool:
+    """Whether a tensor must be bitwise equal to the reference's.
 
     Args:
         key: of the tensor.
         job: the configuration.
         later: whether this step started from this run's own updates.
     """
-    if not job.deterministic:
-        return Reordered.KERNELS
-    if not job.same_code:
-        return Reordered.OTHER_CODE
+    if not (job.deterministic and job.same_code):
+        return False
     if key.kind is Kind.TOKENS or (key.kind is Kind.PARAM and key.index == 0 and not later):
-        return None
+        return True
     if job.is_single:
-        return None
-    if job.splits_sums:
-        return Reordered.SPLIT_SUMS
-    if job.per_rank_state:
-        return Reordered.RANK_STATE
-    if later and (job.dp > 1 or job.clips or (job.shared_embedding and job.pp > 1)):
-        return Reordered.STEP_BEFORE
+        return True
+    if job.splits_sums or job.per_rank_state:
+        return False
+    # The first and the last stage add up the gradients of their copies.
+    adds_copies = job.pp > 1 and job.shared_embedding
+    if later and (job.dp > 1 or job.clips or adds_copies):
+        return False  # the step before need not be equal
     if key.microbatch != STEP_LEVEL and key.kind is not Kind.LOSS:
         # In each layer, one rank computes a microbatch as a whole. Powers of two scale exactly.
-        exact = math.frexp(job.gradient_factor)[0] == 0.5
-        return None if exact or key.kind not in _GRADIENTS else Reordered.GRADIENT_FACTOR
-    if job.dp > 1:
-        return Reordered.REPLICAS
-    if key.kind is Kind.GRAD_NORM:
-        return Reordered.NORM
-    if job.pp > 1 and job.shared_embedding and is_shared_embedding(key.name):
-        return Reordered.SHARED_EMBEDDING
-    if job.clips and (key.kind in _UPDATES or key.kind is Kind.PARAM):
-        return Reordered.CLIP
-    return None
+        return key.kind not in _GRADIENTS or math.frexp(job.gradient_factor)[0] == 0.5
+    if job.dp > 1 or key.kind is Kind.GRAD_NORM:
+        return False  # replicas, or the ranks' own parameters, are added up first
+    if adds_copies and is_shared_embedding(key.name):
+        return False
+    # What is clipped was scaled by a norm that is summed in another order.
+    return not (job.clips and (key.kind in _UPDATES or key.kind is Kind.PARAM))
 
 
 def examine(
@@ -138,7 +116,7 @@ def examine(
     for verdict in verdicts:
         measured = verdict.rel_err is not None and verdict.direction is not Direction.START
         later = verdict.iteration - 1 in traced
-        if measured and not reordered(verdict.key, job, later=later):
+        if measured and must_be_equal(verdict.key, job, later=later):
             expected += 1
             if verdict.rel_err != 0.0:
                 lost += 1
