@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tested hypothesis says about a failed tensor, and what is only suggested by it."""
+"""What is found out about a failed tensor: tested hypotheses, what they suggest, and notes."""
 
 from __future__ import annotations
 
