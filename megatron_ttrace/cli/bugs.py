@@ -6,12 +6,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from megatron_ttrace.cli.progress import Progress
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug
@@ -19,7 +18,7 @@ from megatron_ttrace.evaluation.bugs.catalogue import Bug
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_ttrace.evaluation.bugs.suite import Row, Totals
+    from megatron_ttrace.evaluation.bugs.suite import BugRow, Totals
 
 _EPILOG = """\
 examples:
@@ -141,11 +140,7 @@ def _described(bug: Bug) -> dict[str, Any]:
 def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.bugs import suite
 
-    began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
-
+    say = Progress()
     flags = ("--ttrace-isolate",) if args.isolate else ()
     variant = suite.Variant(args.model, args.size, args.bf16, args.seed, flags)
     rows = []
@@ -159,7 +154,7 @@ def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([row.to_json() for row in rows], indent=1))
     else:
-        _show(rows, time.monotonic() - began)
+        _show(rows, say.seconds)
     return int(suite.exit_code(rows))
 
 
@@ -176,7 +171,7 @@ def _rows_file(path: Path | None) -> Iterator[IO[str] | None]:
         yield file
 
 
-def _show(rows: Sequence[Row], seconds: float) -> None:
+def _show(rows: Sequence[BugRow], seconds: float) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -187,7 +182,7 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
     table.add_column("margin", justify="right")
     table.add_column("seconds", justify="right")
     for row in rows:
-        found = row.findings
+        found = row.assessment
         table.add_row(
             f"{row.bug.id} {row.bug.name}",
             str(row.layout.nproc),
@@ -210,10 +205,9 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
 
 
 def _total(totals: Totals) -> str:
-    """The bars in words."""
     said = (
         f"of {totals.bugs} bugs {totals.detected} detected, {totals.localised} localised, "
-        f"{totals.explained} explained; {totals.twins} of {totals.cases} healthy runs pass"
+        f"{totals.explained} explained; {totals.healthy} of {totals.cases} healthy runs pass"
     )
     if totals.weakest is not None:
         said += f"; weakest margin of a culprit {totals.weakest[0]:.3g} ({totals.weakest[1]})"
@@ -231,7 +225,7 @@ def _console() -> Console:
 
 
 def _clean(text: str) -> str:
-    """The text of an error, a line of a log among it perhaps, as harmless lines."""
+    """The text of an error as harmless lines; some may be from a log."""
     from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
     return "\n".join(clean(line, NOTE_LIMIT) for line in text.splitlines())

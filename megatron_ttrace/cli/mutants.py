@@ -6,17 +6,16 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ttrace.cli.progress import Progress
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
-    from megatron_ttrace.evaluation.mutants.records import Mutant, Row
+    from megatron_ttrace.evaluation.mutants.records import Mutant, MutantRow
 
 _EPILOG = """\
 examples:
@@ -136,28 +135,24 @@ def _list(mutants: Sequence[Mutant], file: str | None) -> int:
 
 
 def _run(mutants: Sequence[Mutant], scanned: int, args: argparse.Namespace) -> int:
+    from megatron_ttrace.evaluation import suites
     from megatron_ttrace.evaluation.mutants import score
     from megatron_ttrace.evaluation.mutants.campaign import Campaign
     from megatron_ttrace.evaluation.mutants.layouts import named_layouts
-    from megatron_ttrace.evaluation.mutants.sample import sample
+    from megatron_ttrace.evaluation.mutants.scan import sample
     from megatron_ttrace.mcore.versions import megatron_core_version
 
     named = named_layouts(args.layout)
-    began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {line}", file=sys.stderr, flush=True)
-
-    campaign = Campaign(args.directory, say)
-    reach = campaign.reach(named)
-    layouts = {mutant.id: campaign.layouts_of(mutant, reach) for mutant in mutants}
+    say = Progress()
+    campaign = Campaign(args.directory, named, say)
+    layouts = {mutant.id: campaign.layouts_of(mutant) for mutant in mutants}
     reached = [mutant for mutant in mutants if layouts[mutant.id]]
     chosen = reached if args.all else sample(reached, args.count, args.seed)
     if not chosen:
         raise TTraceError("no layout runs the line of any of these mutants")
     say(f"{scanned} found, {len(reached)} of {len(mutants)} are reached, {len(chosen)} to run")
-    rows: list[Row] = []
-    for row in campaign.run([(mutant, layouts[mutant.id]) for mutant in chosen], reach):
+    rows: list[MutantRow] = []
+    for row in campaign.run([(mutant, layouts[mutant.id]) for mutant in chosen]):
         rows.append(row)
         last = row.trials[-1]
         say(f"{len(rows)}/{len(chosen)} {row.fate} {last.layout} {row.mutant.id} {last.told[:120]}")
@@ -172,16 +167,15 @@ def _run(mutants: Sequence[Mutant], scanned: int, args: argparse.Namespace) -> i
         "bar": score.BAR,
         "unhealthy": campaign.unhealthy,
         "passed": score.passes(rows) and not campaign.unhealthy,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(say.seconds, 1),
         "mutants": [row.to_json() for row in rows],
     }
     if args.json is not None:
         _write(args.json, report)
     if args.json != "-":
         _show(rows, report)
-    if campaign.alarmed or any(row.disproved for row in rows):
-        return int(ExitCode.DIVERGED)
-    return int(ExitCode.EQUIVALENT if report["passed"] else ExitCode.COULD_NOT_CHECK)
+    alarm = campaign.alarmed or any(row.disproved for row in rows)
+    return int(suites.exit_code(alarm=alarm, met=report["passed"]))
 
 
 def _write(file: str, content: Any) -> None:
@@ -193,7 +187,7 @@ def _write(file: str, content: Any) -> None:
 
 
 def _writable(file: str | None) -> None:
-    """Before the long work and not after it."""
+    """Fail before the long work, not after it."""
     if file is None or file == "-":
         return
     try:
@@ -202,7 +196,7 @@ def _writable(file: str | None) -> None:
         raise TTraceError(f"--json {file} is not writable ({error.strerror})") from error
 
 
-def _show(rows: Sequence[Row], report: dict[str, Any]) -> None:
+def _show(rows: Sequence[MutantRow], report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -221,7 +215,7 @@ def _show(rows: Sequence[Row], report: dict[str, Any]) -> None:
     console.print(table)
     for row in rows:
         if row.disproved:
-            console.print(f"[red]said to be harmless, and found:[/red] {escape(row.mutant.id)}")
+            console.print(f"[red]listed as harmless, but found:[/red] {escape(row.mutant.id)}")
         elif row.column == "survived":
             why = row.why or "NOT EXPLAINED"
             console.print(f"survived: {escape(f'{row.mutant.id}  {_change(row.mutant)}: {why}')}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ttrace.cli.progress import Progress
 from megatron_ttrace.errors import TTraceError
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the parts, keep the night, draw the page, log, and answer."""
+    """Run the parts, store the night, draw the page, and log."""
     from megatron_ttrace.evaluation.nightly import changes, trend
     from megatron_ttrace.evaluation.nightly import run as runner
     from megatron_ttrace.evaluation.nightly.history import History
@@ -123,15 +122,10 @@ def run(args: argparse.Namespace) -> int:
         return int(nights[-1].exit_code)
     options = _options(args)
     _writable(args.directory)
-    began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {line}", file=sys.stderr, flush=True)
-
-    # Before the night: a history that cannot be kept should not cost one.
+    # Opened before the night, so that a history that cannot be stored does not cost a night.
     with History(history_path) as history:
         good = history.last_good()
-        night = runner.run(options, args.directory, say)
+        night = runner.run(options, args.directory, Progress())
         history.add(night)
         trend.write(page, history.last(args.nights))
     said = changes.lines(night, good)
@@ -145,13 +139,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    from megatron_ttrace.evaluation.nightly.records import Part
+    from megatron_ttrace.evaluation.nightly.records import NightPart
     from megatron_ttrace.evaluation.nightly.run import QUICK_BUGS, QUICK_MATRIX, Options
 
     without = {
-        Part.BUGS: args.no_bugs,
-        Part.MATRIX: args.no_matrix,
-        Part.MUTANTS: args.no_mutants or args.quick,
+        NightPart.BUGS: args.no_bugs,
+        NightPart.MATRIX: args.no_matrix,
+        NightPart.MUTANTS: args.no_mutants or args.quick,
     }
     parts = tuple(part for part, left_out in without.items() if not left_out)
     if not parts:

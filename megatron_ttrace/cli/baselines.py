@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace rivals``: other tools' rules on the same tensors."""
+"""``ttrace baselines`` (formerly ``ttrace rivals``): other tools' rules on the same tensors."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ttrace.cli.progress import Progress
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import inputs
 
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.baselines.run import Collected
-    from megatron_ttrace.evaluation.baselines.tally import Line
+    from megatron_ttrace.evaluation.baselines.tally import RuleRow
 
 _EPILOG = """\
 example:
-  ttrace rivals 01 03 --bf16
-  ttrace rivals --all --healthy 'tp2*/fp32' 'pp2*/fp32'
-  ttrace rivals --planted ttrace-out/reference ttrace-out/candidate
+  ttrace baselines 01 03 --bf16
+  ttrace baselines --all --healthy 'tp2*/fp32' 'pp2*/fp32'
+  ttrace baselines --planted ttrace-out/reference ttrace-out/candidate
 
 The job of each known bug runs with and without the bug, and all tensors are saved. Then every rule
 judges the same merged tensors. A rule finds a bug if it flags a tensor that it does not flag
@@ -33,9 +33,10 @@ exit code: 0, or 2 if a case could not be run
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the ``rivals`` command."""
+    """Add the ``baselines`` command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "rivals",
+        "baselines",
+        aliases=["rivals"],
         help="apply other tools' rules to the known bugs and to healthy runs",
         description="Count misses and false alarms of other tools' rules on the same tensors.",
         epilog=_EPILOG,
@@ -66,7 +67,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     parser.add_argument(
-        "--directory", type=Path, default=Path("ttrace-out/rivals"), help="working directory"
+        "--directory", type=Path, default=Path("ttrace-out/baselines"), help="working directory"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.planted:
         return _plant(args)
     from megatron_ttrace.evaluation.baselines import run as running
-    from megatron_ttrace.evaluation.baselines.tally import lines
+    from megatron_ttrace.evaluation.baselines.tally import rule_rows
     from megatron_ttrace.evaluation.bugs import catalogue, suite
     from megatron_ttrace.evaluation.matrix.configurations import configurations, select
 
@@ -87,19 +88,15 @@ def run(args: argparse.Namespace) -> int:
     everything = [one for one in configurations() if not one.finding]
     healthy = select(everything, args.healthy) if args.healthy else []
     if not chosen and not healthy:
-        raise TTraceError("ttrace rivals: name known bugs, or give --all, or --healthy PATTERN")
-    began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
-
+        raise TTraceError("ttrace baselines: name known bugs, or give --all, or --healthy PATTERN")
+    say = Progress()
     found = running.Collected()
     directory = args.directory / ("bf16" if args.bf16 else "fp32")
     if chosen:
         running.bugs(chosen, suite.Variant(bf16=args.bf16), directory, say, found)
     if healthy:
         running.matrix(healthy, directory / "matrix", say, found)
-    table = lines(found.cases, found.healthy)
+    table = rule_rows(found.cases, found.healthy)
     if args.json:
         print(json.dumps(_described(found, table), indent=1))
     else:
@@ -126,17 +123,17 @@ def _plant(args: argparse.Namespace) -> int:
     return int(ExitCode.EQUIVALENT)
 
 
-def _described(found: Collected, table: list[Line]) -> dict[str, Any]:
+def _described(found: Collected, table: list[RuleRow]) -> dict[str, Any]:
     return {
         "cases": [case.name for case in found.cases],
         "healthy": list(found.healthy),
         "compared": found.compared,
-        "rules": [line.to_json() for line in table],
+        "rules": [dataclasses.asdict(row) for row in table],
         "problems": found.problems,
     }
 
 
-def _show(found: Collected, table: list[Line]) -> None:
+def _show(found: Collected, table: list[RuleRow]) -> None:
     from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
     print(
@@ -146,10 +143,10 @@ def _show(found: Collected, table: list[Line]) -> None:
     print()
     print("| rule | bugs missed | culprit not flagged | healthy runs with an alarm | tensors |")
     print("|---|---|---|---|---|")
-    for line in table:
+    for row in table:
         print(
-            f"| {line.rule} | {_some(line.missed)} | {_some(line.unlocated)} "
-            f"| {len(line.alarmed)} | {line.false_tensors:,} |"
+            f"| {row.rule} | {_some(row.missed)} | {_some(row.unlocated)} "
+            f"| {len(row.alarmed)} | {row.false_tensors:,} |"
         )
     for problem in found.problems:
         told = clean(" / ".join(problem.splitlines()), NOTE_LIMIT)
