@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace baselines`` (formerly ``ttrace rivals``): other tools' rules on the same tensors."""
+"""``ttrace baselines``: other tools' rules on the same tensors. Its former name is ``rivals``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ttrace.cli.progress import Progress
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import inputs
+from megatron_ttrace.mcore import flags, inputs
 
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.baselines.run import Collected
@@ -32,15 +32,16 @@ exit code: 0, or 2 if a case could not be run
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``baselines`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "baselines",
-        aliases=["rivals"],
-        help="apply other tools' rules to the known bugs and to healthy runs",
+        run,
+        aliases=("rivals",),
+        summary="apply other tools' rules to the known bugs and to healthy runs",
         description="Count misses and false alarms of other tools' rules on the same tensors.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("id", nargs="*", metavar="ID", help="known bugs, e.g. 01 04a")
     parser.add_argument("--all", action="store_true", help="all known bugs")
@@ -58,19 +59,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar=("REFERENCE_DIR", "CANDIDATE_DIR"),
         help="plant errors in a saved run instead, as 'ttrace plant' does",
     )
-    parser.add_argument(
-        "--trials",
-        type=int,
-        default=500,
-        metavar="N",
-        help="number of planted errors of each kind (default 500)",
-    )
+    help = "number of planted errors of each kind (default 500)"
+    parser.add_argument("--trials", type=flags.integer(1), default=500, metavar="N", help=help)
     parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
-    parser.add_argument(
-        "--directory", type=Path, default=Path("ttrace-out/baselines"), help="working directory"
-    )
+    command.add_directory(parser, "ttrace-out/baselines")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -89,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     healthy = select(everything, args.healthy) if args.healthy else []
     if not chosen and not healthy:
         raise TTraceError("ttrace baselines: name known bugs, or give --all, or --healthy PATTERN")
-    say = Progress()
+    say = command.progress()
     found = running.Collected()
     directory = args.directory / ("bf16" if args.bf16 else "fp32")
     if chosen:
@@ -101,26 +94,25 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_described(found, table), indent=1))
     else:
         _show(found, table)
-    return int(ExitCode.COULD_NOT_CHECK if found.problems else ExitCode.EQUIVALENT)
+    return ExitCode.COULD_NOT_CHECK if found.problems else ExitCode.EQUIVALENT
 
 
 def _plant(args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.baselines.planted import columns
     from megatron_ttrace.evaluation.planting import Field
 
-    if args.trials < 1:
-        raise TTraceError(f"--trials {args.trials}: at least 1 is needed")
+    flags.check_single(args, "trials")
     for folder in args.planted:
         inputs.require_regular_folder(folder)
     found = columns(Field(*args.planted), args.trials)
     if args.json:
         print(json.dumps([dataclasses.asdict(column) for column in found], indent=1))
-        return int(ExitCode.EQUIVALENT)
+        return ExitCode.EQUIVALENT
     print(f"| rule | {' | '.join(column.sort for column in found)} |")
     print("|---" * (len(found) + 1) + "|")
     for rule in found[0].found:
         print(f"| {rule} | {' | '.join(f'{column.found[rule]:.0%}' for column in found)} |")
-    return int(ExitCode.EQUIVALENT)
+    return ExitCode.EQUIVALENT
 
 
 def _described(found: Collected, table: list[RuleRow]) -> dict[str, Any]:
@@ -134,8 +126,6 @@ def _described(found: Collected, table: list[RuleRow]) -> dict[str, Any]:
 
 
 def _show(found: Collected, table: list[RuleRow]) -> None:
-    from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
-
     print(
         f"{len(found.cases)} cases of known bugs; {len(found.healthy)} healthy runs, "
         f"{found.compared:,} tensors"
@@ -149,8 +139,7 @@ def _show(found: Collected, table: list[RuleRow]) -> None:
             f"| {len(row.alarmed)} | {row.false_tensors:,} |"
         )
     for problem in found.problems:
-        told = clean(" / ".join(problem.splitlines()), NOTE_LIMIT)
-        print(f"could not be run: {told}", file=sys.stderr)
+        print(f"could not be run: {command.in_one_line(problem)}", file=sys.stderr)
 
 
 def _some(names: tuple[str, ...]) -> str:

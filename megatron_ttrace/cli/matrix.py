@@ -6,9 +6,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.matrix.configurations import configurations, select
 from megatron_ttrace.trace.records import Result
@@ -29,14 +29,15 @@ be checked or a listed fault was not found
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``matrix`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "matrix",
-        help="check healthy configurations, which must all pass",
+        run,
+        summary="check healthy configurations, which must all pass",
         description="Check healthy configurations (layout x model x dtype), which must all pass.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names to run, e.g. 'tp2*'")
     parser.add_argument("--all", action="store_true", help="run all configurations")
@@ -44,12 +45,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--seeds",
         "--seed",
-        type=_seeds,
+        type=command.numbers(0),
         default=(1234,),
         metavar="N[,N...]",
         help="Megatron's --seed (default 1234); each configuration runs once per seed",
     )
-    parser.add_argument("--directory", type=Path, default=Path("ttrace-out-matrix"), metavar="DIR")
+    command.add_directory(parser, "ttrace-out-matrix")
     parser.add_argument(
         "--ttrace-flags",
         default="",
@@ -57,7 +58,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="further --ttrace-* flags for every check, e.g. '--ttrace-isolate'",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     everything = configurations()
     if args.list:
         print("\n".join(one.name for one in everything))
-        return int(ExitCode.EQUIVALENT)
+        return ExitCode.EQUIVALENT
     if not args.all and not args.patterns:
         raise TTraceError("give name patterns, or --all; 'ttrace matrix --list' shows the names")
     chosen = select(everything, args.patterns)
@@ -88,14 +88,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"[{number}/{len(jobs_to_run)}] {_line(row)}", flush=True)
     if not args.json:
         _total(rows)
-    return int(suite.exit_code(rows))
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers, e.g. 1,2,3") from None
+    return suite.exit_code(rows)
 
 
 def _line(row: MatrixRow) -> str:

@@ -2,8 +2,8 @@
 """Delayed FP8 scaling: scales and amax histories are state of a run, like moments.
 
 TransformerEngine creates them in the first forward pass, in ``fp8_meta["scaling_fwd"]`` and
-``["scaling_bwd"]`` of each module (``DelayedScalingRecipeState``: ``scale``, ``amax_history``). Both
-runs of a check must start with the same ones, and a rehearsal must restore them.
+``["scaling_bwd"]`` of each module (``DelayedScalingRecipeState``: ``scale``, ``amax_history``).
+Both runs of a check must start with the same ones, and a rehearsal must restore them.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def leaves_of(optimizer: Any) -> Iterator[Any]:
 
 
 def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
-    """The part of each model parameter that is stepped; parameters without an optimizer are absent."""
+    """The stepped part of each model parameter, except those that the optimizer does not have."""
     owned: dict[torch.nn.Parameter, Owned] = {}
     for leaf in leaves_of(optimizer):
         inner = getattr(leaf, "optimizer", None)

@@ -14,12 +14,12 @@ from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placement, Step, plan
+from megatron_ttrace.placement.plan import Placements, Step, plan
 from megatron_ttrace.placement.shard import Shard
 
 UNMARKED = {"softmax_offset": 0}
-"""Dims of parameters that are divided over tp without an attribute that says so: the attention sinks
-of ``--softmax-type learnable``, one per head (``DotProductAttention.sharded_state_dict``)."""
+"""Dims of parameters that are divided over tp without an attribute that says so: the sinks of
+``--softmax-type learnable``, one per head (``DotProductAttention.sharded_state_dict``)."""
 
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 """Parameters of grouped experts. Before 0.19 the attributes of both layers name dim 0, because
@@ -32,7 +32,7 @@ class ParameterPlace:
 
     name: str
     logical_shape: tuple[int, ...]
-    placement: Placement
+    placement: Placements
 
     def boxes(self, mesh: Mesh) -> tuple[Box, ...]:
         """This rank's boxes."""

@@ -64,8 +64,8 @@ def without_number(name: str) -> str:
     return _NUMBERED_EXPERT.sub("*", name)
 
 
-def is_summand(kind: Kind, module: str) -> bool:
-    """Whether a tensor is a partial sum on each rank of expert tensor parallelism.
+def is_partial(kind: Kind, module: str) -> bool:
+    """Whether a tensor is partial on each rank of expert tensor parallelism.
 
     The dispatcher reduce-scatters the output of the second linear layer, and the gradient of the
     input that was gathered for the first (``explicit_expert_comm`` in

@@ -3,9 +3,9 @@
 
 A process that was started with this file as its program, and a fork of one that imported Megatron,
 both call :func:`run`. The script gets the ``sys.path`` of ``python SCRIPT`` in the same shell and
-directory, so it imports the same Megatron, and the modules beside it. The launcher's own first entry
-(the folder of the ``ttrace`` command, or the current directory with ``python -m``) is left out. The
-script need not call ``megatron_ttrace.enable()``.
+directory, so it imports the same Megatron, and the modules beside it. The first entry of the
+launcher's path (the folder of the ``ttrace`` command, or the current directory with ``python -m``)
+is left out. The script need not call ``megatron_ttrace.enable()``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert files to documents of byte tokens, in the format of Megatron's indexed data sets.
 
-A token is a byte, so any file will do, nothing is downloaded, and the vocabulary is small enough for
-a model on a laptop. Documents keep their different lengths, so that samples cross document
+A token is a byte, so any file will do, nothing is downloaded, and the vocabulary is small enough
+for a model on a laptop. Documents keep their different lengths, so that samples cross document
 boundaries, and ``--eod-mask-loss`` and packing have an effect.
 """
 
@@ -55,7 +55,7 @@ def training_flags(prefix: Path, megatron_version: str) -> str:
 
 
 def find_files(sources: Sequence[Path], pattern: str = "*") -> list[Path]:
-    """All files of ``sources``, and in folders those whose name matches ``pattern``, in fixed order.
+    """All files of ``sources``; in folders those whose name matches ``pattern``, sorted.
 
     Hidden files and Python's caches in folders are left out.
 
