@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
@@ -17,7 +19,8 @@ class Measured:
     """What one rank found out about one of its tensors.
 
     ``problem`` is empty, ``extra`` (the reference has no such tensor) or ``shape``; ``note`` says
-    more. ``sums`` is ``None`` when nothing could be measured. ``sketch``, if any, says that the
+    more. ``sums`` is ``None`` when nothing could be measured, and empty while ``unread`` holds them
+    on a device (megatron_ttrace/compare/device.py). ``sketch``, if any, says that the
     tensor is a summand over the mesh axis ``partial_over``: what adds up to the reference are the
     sketches of all ranks with the same boxes (megatron_ttrace/compare/sketch.py). ``moments``, of
     initial values only, are what is judged in their place (megatron_ttrace/compare/initial.py).
@@ -33,6 +36,7 @@ class Measured:
     sketch: tuple[float, ...] = ()
     moments: Moments | None = None
     partial_over: str = ""
+    unread: torch.Tensor | None = None
 
 
 def fails(sums: Sums | None, tolerances: Tolerances, key: TraceKey) -> bool:
