@@ -33,7 +33,7 @@ class Comparator:
         sums = measure(data, whole, match.boxes, match.factor)
         share: tuple[float, ...] = ()
         if match.partial_over:
-            share = sketch_of_share(data, whole, match.boxes, match.factor, match.summands)
+            share = sketch_of_share(data, whole, match.boxes, match.factor, match.partial_ranks)
         return Measured(
             match.key,
             match.placement,
@@ -48,7 +48,7 @@ class Comparator:
         """The finding whose sums are left on ``data``'s device."""
         unread = launch(data, whole, match.boxes, match.factor).reshape(-1)
         if match.partial_over:
-            share = sums_of_share(data, whole, match.boxes, match.factor, match.summands)
+            share = sums_of_share(data, whole, match.boxes, match.factor, match.partial_ranks)
             unread = torch.cat((unread, share.view(torch.int64)))
         return Measured(
             match.key,

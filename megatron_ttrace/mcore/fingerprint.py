@@ -19,7 +19,8 @@ from megatron_ttrace.mcore import provenance, versions
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
-from megatron_ttrace.mcore.reference_arguments import QUIET, SINGLE_DEVICE, overrides_of
+from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
+from megatron_ttrace.mcore.reference_arguments import overrides_of
 
 _TOLD = "told"
 """The part of an identity that is reported and not compared."""

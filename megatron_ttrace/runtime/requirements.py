@@ -8,6 +8,7 @@ from collections.abc import Callable
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.runtime import low_precision
 
 Refusal = Callable[[MegatronArguments, Settings], str]
@@ -25,6 +26,10 @@ def starts_from_checkpoint(args: MegatronArguments) -> bool:
 def isolates(args: MegatronArguments, settings: Settings) -> bool:
     """Whether modules are checked one by one, with the reference's inputs."""
     return settings.isolate or low_precision.is_isolated(args)
+
+
+def _refused(args: MegatronArguments, settings: Settings) -> str:
+    return next(iter(decisions.refusals(args)), "")
 
 
 def _rampup(args: MegatronArguments, settings: Settings) -> str:
@@ -48,7 +53,7 @@ def _loaded_fsdp(args: MegatronArguments, settings: Settings) -> str:
     return ""
 
 
-REFUSALS: tuple[Refusal, ...] = (_rampup, _torch_fsdp2, _loaded_fsdp)
+REFUSALS: tuple[Refusal, ...] = (_refused, _rampup, _torch_fsdp2, _loaded_fsdp)
 
 
 def require(args: MegatronArguments, settings: Settings) -> None:

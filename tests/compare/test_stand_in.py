@@ -12,7 +12,7 @@ import torch
 
 from megatron_ttrace.capture.step import StepTap, TracedModel
 from megatron_ttrace.compare import device, sinks, sketch
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
@@ -92,7 +92,7 @@ def sink_of(reference, writer=None):
     """A sink that stores what is wrong by more than rounding."""
     moved = {key: Moved(1, 1.0, (1e-6,)) for key in reference}
     tolerances = Tolerances(moved, dict.fromkeys(reference, "float32"))
-    layout = Layout(SINGLE, 5, False, 1.0)
+    layout = RankLayout(SINGLE, 5, False, 1.0)
     return CompareSink(reference, 1, layout, tolerances=tolerances, writer=writer)
 
 
@@ -137,13 +137,13 @@ def test_no_more_is_staged_than_allowed(reference, there, tmp_path, monkeypatch)
 
 def test_a_perturbed_replay(reference, there):
     """Moves every activation a little, on the device as on the host."""
-    replay = CompareSink(reference, 1, Layout(SINGLE, 5, False, 1.0))
+    replay = CompareSink(reference, 1, RankLayout(SINGLE, 5, False, 1.0))
     run(replay, there, perturb=1)
     assert max(one.sums.diff for one in replay.measured) > 0
 
 
 def test_a_share_of_a_sum(there):
-    """The sketch of a summand is the same on the device, without waiting."""
+    """The sketch of a partial tensor is the same on the device, without waiting."""
     c, r = torch.randn(3, 4), torch.randn(3, 4)
     boxes = [Box((0, 0), (0, 0), (3, 4))]
     expected = sketch.sums_of_share(c, r, boxes, 1.0, 2)
