@@ -284,7 +284,7 @@ def _bands(
     free_from = 0.0
     for position, (layer, size) in enumerate(layers):
         left, right = x_of(start), x_of(start + size)
-        label = clean(layer.rsplit(".", 1)[-1], 12)
+        label = clean(layer.rsplit(".", 1)[-1], 16)
         half = 3.0 * len(label)
         centre = min((left + right) / 2, _CURVE_WIDTH - half)
         if centre - half < free_from:
