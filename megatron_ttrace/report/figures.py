@@ -254,8 +254,7 @@ def _curve(
             y = y_of(verdict.rel_err)
             error.append(f"{x},{y}")
             text = (
-                f"{clean(verdict.name)} {kind.value}: "
-                f"{error_text(verdict.rel_err, verdict.rel_err_eps)}, "
+                f"{clean(verdict.name)} {kind.value}: {error_text(verdict)}, "
                 f"tolerance {sci(verdict.tolerance)}"
             )
             dots.append((x, y, verdict.verdict.is_failure, row, text))

@@ -58,7 +58,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
                 case,
                 "failure",
                 type=worst.verdict.value,
-                message=wording.verdict_sentence(worst),
+                message=wording.sentence(worst),
             )
             failure.text = _failure_text(summary, row)
         elif _is_skipped(row):
@@ -75,7 +75,7 @@ def _failure_text(summary: Summary, row: table.LayerRow) -> str:
     """How many fail here, and where the error starts."""
     lines = [f"{row.group.failures} of {row.group.total} tensors fail"]
     for culprit in summary.culprits[:3]:
-        lines.append(f"culprit: {wording.culprit_sentence(culprit)}")
+        lines.append(f"culprit: {wording.sentence(culprit)}")
         lines.append(f"reason: {clean(culprit.reason, NOTE_LIMIT)}")
         lines += [f"{label}: {text}" for label, text in wording.cause_pairs(culprit)]
     return "\n".join(lines)

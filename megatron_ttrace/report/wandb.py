@@ -326,11 +326,11 @@ def alert_text(summary: Summary, verdicts: Sequence[Verdict]) -> tuple[str, str]
     if summary.culprits:
         first = summary.culprits[0]
         why = "; ".join(f"{label}: {text}" for label, text in wording.cause_pairs(first))
-        text = f"{wording.culprit_sentence(first)}. {why}"
+        text = f"{wording.sentence(first)}. {why}"
         more = len(summary.culprits) - 1
         text += f" ({more} more culprit{'s' if more > 1 else ''})" if more else ""
         return f"ttrace: {clean(first.name, 80)} diverges ({first.direction.value})", text
     worst = table.worst_of(verdicts)
-    sentence = wording.verdict_sentence(worst) if worst is not None else ""
+    sentence = wording.sentence(worst) if worst is not None else ""
     layout = wording.layout_text(summary.config)
     return "ttrace: the run diverges from its reference", f"{sentence} [{layout}]".strip()
