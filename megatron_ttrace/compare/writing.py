@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.compare.routing import Groups
-from megatron_ttrace.placement.plan import Placement
+from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
@@ -46,7 +48,7 @@ class WriteSink:
         return None
 
     def placed(
-        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
     ) -> None:
         """A tensor of the step; the reference holds it whole."""
         self.tensor((place,), data.detach().reshape(tuple(logical_shape)))
@@ -73,8 +75,8 @@ class WriteSink:
             expert, _ = within(name.partition("#")[0], experts)
             mine = rows if expert is None else rows.of_expert(expert)
             if data.shape[0] != len(mine.microbatch):
-                real = torch.from_numpy(mine.fitted(data.shape[0]).microbatch != NOBODY)
-                return data.detach()[real.to(data.device)]
+                real = np.flatnonzero(mine.fitted(data.shape[0]).microbatch != NOBODY)
+                return data.detach()[to_device(torch.from_numpy(real), data.device)]
         return data
 
     def routed(

@@ -56,7 +56,7 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     replicas.partial,
     products.factor,
     scaling.factor_per_rank,
-    sources.summand,
+    sources.addend,
     sources.elsewhere,
     position.transposed,
     position.rows,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses about shares: a gradient is a sum over microbatches, and some do not count once.
+"""Hypotheses about the terms of a gradient, which is a sum over microbatches: some count wrongly.
 
 The reference's activations and activation gradients give each microbatch's share of the gradient
 of a linear layer or an embedding. The candidate's gradient is fitted as their weighted sum; the

@@ -36,7 +36,7 @@ def elsewhere(evidence: Evidence) -> Finding | None:
     return None
 
 
-def summand(evidence: Evidence) -> Addend | None:
+def addend(evidence: Evidence) -> Addend | None:
     """A bias or the module's own input is added too often or not at all. The repair: undo that."""
     if evidence.key.kind is not Kind.OUTPUT:
         return None

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placement, Step
-from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.placement.zigzag import ZigZag
+from megatron_ttrace.placement.placements import BlockShard, Shard, ZigZag
+from megatron_ttrace.placement.plan import Placements, Step
 
 
 class NoPlacementError(ValueError):
@@ -29,7 +27,7 @@ def infer_activation(
     *,
     seq_length: int,
     gated: bool = False,
-) -> Placement:
+) -> Placements:
     """The placement of an activation or its gradient.
 
     Args:

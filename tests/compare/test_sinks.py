@@ -11,15 +11,14 @@ from megatron_ttrace.compare import comparator
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import fails
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.placements import FlatShard, Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.places import step_level
@@ -78,7 +77,7 @@ def layout(rank=0, factor=1.0, gated=True, **sizes):
     world = 1
     for size in sizes.values():
         world *= size
-    return Layout(mesh_of(rank, world, **sizes), S, gated, factor)
+    return RankLayout(mesh_of(rank, world, **sizes), S, gated, factor)
 
 
 def test_the_reference_is_written_once_per_tensor(reference, tensors):
@@ -159,8 +158,8 @@ def test_extra_and_misshapen_tensors_are_findings(reference, tensors):
         ("shape", None),
         ("shape", None),
     ]
-    assert sink.measured[1].note == "(5, 1, 6) is not an even part of (8, 1, 6)"
-    assert sink.measured[2].note == "the whole tensor is (6, 6), in the reference (24, 6)"
+    assert sink.measured[1].note.text == "(5, 1, 6) is not an even part of (8, 1, 6)"
+    assert sink.measured[2].note.text == "the whole tensor is (6, 6), in the reference (24, 6)"
 
 
 def test_another_iteration_is_another_tensor(reference, tensors):
@@ -196,7 +195,7 @@ def test_a_repeated_name_of_something_extra(reference, tensors):
     first = (0, Kind.OUTPUT, "unheard.of", 0)
     sink.tensor((first, OUT), tensors[OUT])
     sink.repeat(first, (0, Kind.INPUT, "unheard.of", 1), tensors[OUT])
-    assert [one.problem for one in sink.measured] == ["extra", "", "extra"]
+    assert [one.problem for one in sink.measured] == ["extra", None, "extra"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -210,12 +209,12 @@ def test_isolation_hands_out_the_references_slice(reference, tensors, rank):
 
 
 def shared_key(rank):
-    """Two ranks with heads of their own and one key, whose gradient is the whole's summand."""
-    return dataclasses.replace(layout(rank, tp=2), summands={(GRAD[2], 0): "tp"})
+    """Two ranks with heads of their own and one key, whose gradient is partial."""
+    return dataclasses.replace(layout(rank, tp=2), partials={(GRAD[2], 0): "tp"})
 
 
 @pytest.mark.parametrize(("weights", "right"), [((1.7, -0.7), True), ((1.0, 1.0), False)])
-def test_summands_of_a_gradient(reference, tensors, weights, right, tmp_path):
+def test_partial_sums_of_a_gradient(reference, tensors, weights, right, tmp_path):
     """Judged by their sum, in the job and from files."""
     measured = {}
     for rank, weight in enumerate(weights):
@@ -342,4 +341,4 @@ def test_empty_ranges_survive_saving(tmp_path, reference, tensors):
     writer.close()
     seal(tmp_path / "candidate", {})
     [found] = measure_saved(reference, TraceReader(tmp_path / "candidate"))[0]
-    assert (found.problem, found.sums.n) == ("", 0)
+    assert (found.problem, found.sums.n) == (None, 0)

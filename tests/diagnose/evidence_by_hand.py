@@ -9,7 +9,7 @@ from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.placement.mesh import Mesh, mesh_of
-from megatron_ttrace.placement.plan import Placement, plan
+from megatron_ttrace.placement.plan import Placements, plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text
 from megatron_ttrace.trace.findings import Explanation, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
@@ -33,7 +33,7 @@ def evidence_of(
     ranks: list[Mesh],
     held: Callable[[int, torch.Tensor], torch.Tensor] | Mapping[int, torch.Tensor],
     *,
-    placement: Placement = (),
+    placement: Placements = (),
     key: TraceKey = WEIGHT,
     tolerance: float = 1e-4,
     trace: Mapping[TraceKey, torch.Tensor] | None = None,

@@ -9,8 +9,8 @@ import torch
 from megatron_ttrace.diagnose import replicas, shares, sources
 from megatron_ttrace.diagnose.explain import test as explain
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
+from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, hint, meshes, text, values
@@ -23,7 +23,7 @@ NORM = dataclasses.replace(WEIGHT, name="decoder.final_layernorm.weight")
     [({"tp": 2}, 2, "tp"), ({"tp": 2, "cp": 2}, 4, "cp"), ({"tp": 2, "cp": 2}, 4, "tp+cp")],
 )
 def test_partial_sums(layout: dict[str, int], world: int, axis: str) -> None:
-    """Summands over an axis, or two, are named after these and no others."""
+    """Partial sums over an axis, or two, are named after these and no others."""
     reference, ranks = values(64), meshes(world, **layout)
     parts = {}
     for mesh in ranks:
