@@ -165,7 +165,6 @@ def payload(
             [row, column, group.total, group.failures, group.unchecked]
             for row, column, group in figure.cells
         ],
-        "layers": [label for _, label in figure.rows],
     }
     return data | {"strings": [clean(value, limit) for value, limit in strings]}
 

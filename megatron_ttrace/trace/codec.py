@@ -243,6 +243,8 @@ def _record(wanted: Any) -> Decoder:
     agree = getattr(wanted, "contradiction", None)
 
     def decode_record(value: Any) -> Any:
+        if type(value) is wanted:
+            return value
         if not isinstance(value, dict):
             raise _wrong("an object", value)
         if not value.keys() >= required:
