@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometry of the HTML report's figures: the template only draws what is computed here.
+"""Geometry of the figures of the HTML report; the template only draws what is computed here.
 
-The figures are made without a script, so they are there in print and in viewers that run none.
+The figures need no script, so they are complete in print and in viewers that run none.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.html``: one file that explains a check, with no network and no other file.
+"""``report.html``: a single file that needs no network and no other file.
 
 The page is a template, a style sheet and a script under ``templates/``. The verdicts are embedded
 as JSON and rendered lazily, so that ten thousand of them do not slow it down.
@@ -190,7 +190,7 @@ def _residuals(summary: Summary, verdicts: Sequence[Verdict]) -> dict[int, Any]:
 
 
 def _short(value: float | None) -> float | str | None:
-    """Four digits are plenty to read; JSON has no infinities."""
+    """Four digits are enough to read; JSON has no infinities."""
     if value is None:
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers, ranks and culprits in words, the same in every sink.
+"""Numbers, ranks and culprits as text, the same in every output.
 
 Errors are written as Megatron's users know them from published reports: ``2.05e-1 26.4ε``.
 """
