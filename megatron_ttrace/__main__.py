@@ -22,7 +22,7 @@ COMMANDS = (
     "megatron_ttrace.cli.report",
     "megatron_ttrace.cli.matrix",
     "megatron_ttrace.cli.bugs",
-    "megatron_ttrace.cli.rivals",
+    "megatron_ttrace.cli.baselines",
     "megatron_ttrace.cli.mutants",
     "megatron_ttrace.cli.growth",
     "megatron_ttrace.cli.nightly",

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.codec import Count, Record
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(Record):
     """A candidate's configuration; what an older trace lacks has its default.
 
     Attributes:
@@ -47,11 +46,6 @@ class RunConfig:
     arithmetic: Arithmetic | None = None
     requested: Requested = dataclasses.field(default_factory=Requested)
 
-    @classmethod
-    def from_json(cls, config: Any) -> Self:
-        """From a ``config`` object. Raises ``CodecError`` when it is damaged."""
-        return codec.decode(cls, config)
-
-    def to_json(self, mesh: Mesh) -> dict[str, Any]:
+    def on(self, mesh: Mesh) -> dict[str, Any]:
         """The ``config`` object of a run on ``mesh``."""
-        return {**mesh.describe(), **codec.encode(self)}
+        return {**mesh.describe(), **self.to_json()}

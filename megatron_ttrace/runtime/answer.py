@@ -40,7 +40,7 @@ def answer(
             "role": "candidate",
             "complete": settings.save_candidate,
             "meshes": [mesh for mesh, _ in findings],
-            "config": config.to_json(model.mesh),
+            "config": config.on(model.mesh),
         }
         seal(directory, meta)
     summary, verdicts = conclude(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from megatron_ttrace.trace.records import (
     Reason,
     Result,
     Summary,
+    TooFew,
     TraceKey,
     Verdict,
 )
@@ -64,6 +64,8 @@ def conclude(
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
     """
+    from megatron_ttrace.report import wording  # only the rank that judges needs it
+
     began = time.monotonic()
     eps = float(reference.meta["epsilon"])
     keys = [key for key in reference if key.kind is not Kind.INITIAL]
@@ -95,13 +97,13 @@ def conclude(
         said.append("no computed tensor could be judged: all of them are unchecked")
     elif not culprits and (too_few := not_enough(verdicts, allow_unchecked)):
         result = Result.COULD_NOT_CHECK
-        said.append(too_few)
+        said.append(wording.too_few_text(too_few))
     observed = exercised.observe(reference, tolerances, config.requested)
     summary = Summary(
         verdict=result,
         counts=dict(Counter(verdict.verdict.value for verdict in verdicts)),
         culprits=culprits,
-        config=config.to_json(mesh),
+        config=config.on(mesh),
         versions=versions.installed(),
         timings={
             **timings,
@@ -117,30 +119,20 @@ def conclude(
     return summary, verdicts
 
 
-def not_enough(verdicts: Sequence[Verdict], allowed: float) -> str:
-    """Why too few tensors were checked, and the flag that accepts it; empty if enough were.
+def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
+    """Whether too few tensors were checked; ``None`` where enough were.
 
     The share is of the tensors that the step computes (:func:`exercised.share`).
     """
     unchecked, judged = exercised.share(verdicts)
     if unchecked <= allowed * judged:
-        return ""
+        return None
     reasons = Counter(
         one.reason
         for one in verdicts
         if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
     )
-    most = ", ".join(
-        f"{reason.value if reason else 'no reason known'} ({number:,})"
-        for reason, number in reasons.most_common(_REASONS)
-    )
-    accepted = math.ceil(100 * unchecked / judged) / 100
-    return (
-        f"could not check enough: {unchecked:,} of {judged:,} tensors "
-        f"({100 * unchecked / judged:.1f} %) are unchecked, more than {100 * allowed:.4g} %; "
-        f"most: {most}; "
-        f"--ttrace-allow-unchecked {accepted:g} accepts it"
-    )
+    return TooFew(unchecked, judged, allowed, tuple(reasons.most_common(_REASONS)))
 
 
 def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> Reason | None:

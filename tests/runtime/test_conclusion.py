@@ -19,6 +19,7 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.placement.boxes import product, whole
 from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.runtime.conclusion import _is_evidence, conclude, not_enough
 from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
@@ -135,6 +136,6 @@ def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float
     told = not_enough(verdicts, allowed)
     assert bool(told) == (blind > allowed * (blind + seen))
     if told:
-        named = float(told.split("--ttrace-allow-unchecked ")[1].split()[0])
+        named = float(too_few_text(told).split("--ttrace-allow-unchecked ")[1].split()[0])
         assert named <= 1
         assert not not_enough(verdicts, named)
