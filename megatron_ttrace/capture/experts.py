@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.token_index import TokenIndex
 
@@ -106,7 +107,9 @@ class DispatchTap:
                 names = torch.zeros(hidden.shape[0], hidden.shape[1], 2)
             # On every rank, also on one whose tracing failed: the others' names come this way.
             try:
-                carried, counts = self._carry(names.to(hidden.device), routing, probs.detach())
+                carried, counts = self._carry(
+                    to_device(names, hidden.device), routing, probs.detach()
+                )
             except Exception as error:  # noqa: BLE001 - tracing never harms training
                 self._guard(_reraise, error)
                 return result

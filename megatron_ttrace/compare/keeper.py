@@ -39,6 +39,11 @@ class Keeper:
         self._keep_all = keep_all
         self._kept: dict[TraceKey, int] = {}
 
+    @property
+    def waits_for_sums(self) -> bool:
+        """Whether it takes a tensor's sums to know whether it is stored."""
+        return not (self._writer is None or self._keep_all or self._tolerances is None)
+
     def keep(self, found: Measured, data: torch.Tensor, same_as: int | None = None) -> int | None:
         """Store a tensor if it is worth it.
 
@@ -54,7 +59,9 @@ class Keeper:
             return same_as
         if found.problem:
             if self._keep_all:
-                entry = dataclasses.replace(self._entry(found, data), misfit=found.note)
+                entry = dataclasses.replace(
+                    self._entry(found, data), misfit=found.note.text if found.note else ""
+                )
                 self._writer.add(entry, data)
             return same_as
         suspect = (

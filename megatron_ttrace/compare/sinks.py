@@ -14,18 +14,31 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.comparator import Comparator
+from megatron_ttrace.compare.comparator import compare, read_back
 from megatron_ttrace.compare.keeper import Keeper
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Planner, RankLayout
+from megatron_ttrace.compare.planning import Match, Planner, RankLayout
 from megatron_ttrace.compare.routing import Groups, choice
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
+
+_STAGED_BYTES = 1 << 30
+"""Of copies that wait on a device for their verdicts; beyond this the host waits for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Staged:
+    """A finding, by its number, and what to store if it fails; ``first`` is its other name."""
+
+    number: int
+    data: torch.Tensor
+    first: TraceKey | None = None
 
 
 class CompareSink:
@@ -55,13 +68,14 @@ class CompareSink:
             isolate: hand the reference's slices back, to take the places of what was compared.
             perturb: what is done to them first, in a replay that estimates tolerances.
         """
-        self.measured: list[Measured] = []
+        self._measured: list[Measured] = []
+        self._staged: list[_Staged] = []
+        self._staged_bytes = 0
         self._reference = reference
         self._iteration = iteration
         self._isolate = isolate
         self._by_key: dict[TraceKey, Measured] = {}
         self._planner = Planner(reference, iteration, layout)
-        self._comparator = Comparator(reference)
         self._substituter = Substituter(reference, self._planner, perturb)
         self._keeper = Keeper(writer, tolerances, self._planner.factor, keep_all=keep_all)
 
@@ -75,18 +89,51 @@ class CompareSink:
         # 1. Turn it as the reference has it.
         data = self._planner.oriented(key, data)
         kept: int | None = None
+        staged: torch.Tensor | None = None
         # 2. Plan: what of the reference is it to be compared with?
         for match in self._planner.plan(key, tuple(data.shape), known):
             # 3. Measure how far it is from that.
-            found = self._comparator.compare(match, data)
+            found = compare(self._reference, match, data) if isinstance(match, Match) else match
             # 4. Take note, for the judge.
             self._add(found)
-            # 5. Store what failed.
-            kept = self._keeper.keep(found, data, kept)
+            # 5. Store what failed; on a device, once that is known.
+            if found.unread is None or not self._keeper.waits_for_sums:
+                kept = self._keeper.keep(found, data, kept)
+            else:
+                staged = data.detach().clone() if staged is None else staged
+                self._stage(_Staged(len(self._measured) - 1, staged))
         # What is handed back in its place is asked for by capture, with replace().
 
+    @property
+    def measured(self) -> list[Measured]:
+        """All findings. Waits for a device that still has sums of them."""
+        self._settle()
+        return self._measured
+
+    def _stage(self, one: _Staged) -> None:
+        self._staged.append(one)
+        self._staged_bytes += one.data.nbytes if one.first is None else 0
+        if self._staged_bytes > _STAGED_BYTES:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Read what was left on the device, and store what failed, in the order of capture."""
+        self._measured = read_back(self._measured)
+        self._by_key = {one.key: one for one in self._measured}
+        kept, of = None, None
+        for one in self._staged:
+            found = self._measured[one.number]
+            if one.first is not None:
+                self._keeper.keep_again(one.first, found, one.data)
+                continue
+            kept, of = (
+                self._keeper.keep(found, one.data, kept if one.data is of else None),
+                one.data,
+            )
+        self._staged, self._staged_bytes = [], 0
+
     def _add(self, found: Measured) -> None:
-        self.measured.append(found)
+        self._measured.append(found)
         self._by_key[found.key] = found
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
@@ -122,7 +169,10 @@ class CompareSink:
             return
         found = dataclasses.replace(known, key=key)
         self._add(found)
-        self._keeper.keep_again(first, found, data)
+        if found.unread is None or not self._keeper.waits_for_sums:
+            self._keeper.keep_again(first, found, data)
+        else:
+            self._stage(_Staged(len(self._measured) - 1, data.detach(), first))
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """This rank's slice of the reference, when isolating and where ``data`` is not that."""
@@ -151,9 +201,8 @@ class CompareSink:
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
         """Learn who the rows are that a layer's experts are about to see, and judge that."""
         is_new = (microbatch, experts) not in self._planner.experts
-        for piece, sums in self._planner.experts.announce(microbatch, experts, index):
+        for found in self._planner.experts.announce(microbatch, experts, index):
             if is_new:
-                found = Measured(piece.key, piece.placement, piece.boxes, piece.logical_shape, sums)
                 self._add(found)
                 self._keeper.keep_sums(found)
 
@@ -174,7 +223,7 @@ class CompareSink:
         if key not in self._by_key:
             self._compare(dataclasses.replace(key, index=SCORES), scores)
             sums, others = choice(scores, chosen, theirs, groups)
-            note = f"{others} of {len(chosen)} tokens routed otherwise" if others else ""
+            note = Note(Remark.ROUTED, others, len(chosen)) if others else None
             found = Measured(
                 key, match.placement, match.boxes, match.logical_shape, sums, note=note
             )

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.measure import box_views
-from megatron_ttrace.compare.planning import Match, Misfit, Planner
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import Match, Planner
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
@@ -71,11 +73,11 @@ class Substituter:
         except ValueError:
             return None
         for match in matches:
-            if isinstance(match, Misfit):
+            if isinstance(match, Measured):
                 continue
             whole = self._reference.tensor(self._reference.entry(match.key))
             for here, there in box_views(instead, whole, match.boxes):
-                here.copy_(there)
+                here.copy_(to_device(there, here.device))
                 if match.share != 1.0:
                     here.mul_(match.share)
         return self._if_other(key, instead, data)
@@ -90,7 +92,7 @@ class Substituter:
         """Write the reference's values over ``data``, in place."""
         whole = self._reference.tensor(self._reference.entry(key))
         for here, there in box_views(data, whole, boxes):
-            here.copy_(there)
+            here.copy_(to_device(there, here.device))
 
     def _if_other(
         self, key: TraceKey, instead: torch.Tensor, data: torch.Tensor

@@ -6,8 +6,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.plan import Placements
@@ -73,8 +75,8 @@ class WriteSink:
             expert, _ = within(name.partition("#")[0], experts)
             mine = rows if expert is None else rows.of_expert(expert)
             if data.shape[0] != len(mine.microbatch):
-                real = torch.from_numpy(mine.fitted(data.shape[0]).microbatch != NOBODY)
-                return data.detach()[real.to(data.device)]
+                real = np.flatnonzero(mine.fitted(data.shape[0]).microbatch != NOBODY)
+                return data.detach()[to_device(torch.from_numpy(real), data.device)]
         return data
 
     def routed(

@@ -48,6 +48,20 @@ class MegatronArguments(Protocol):
     consumed_train_samples: int
 
 
+class ModelConfig(Protocol):
+    """``TransformerConfig``, as far as start values depend on it."""
+
+    num_layers: int
+    init_method_std: float
+
+
+class Optimizer(Protocol):
+    """``MegatronOptimizer``, as far as it is called here (``mcore/optimizer.py`` reads it)."""
+
+    def reload_model_params(self) -> None:
+        """Copy the model's parameters to the main parameters."""
+
+
 class Scheduler(Protocol):
     """Megatron's ``OptimizerParamScheduler``, as far as a traced run uses it."""
 

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -245,6 +245,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--ttrace-role", default="candidate", choices=ROLES, help=argparse.SUPPRESS)
     group.add_argument("--ttrace-overrides", default=None, help=argparse.SUPPRESS)
     return parser
+
+
+def split(
+    arguments: Sequence[str], before: argparse.Namespace | None = None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the other arguments of a training script.
+
+    Args:
+        arguments: both, mixed.
+        before: values that our flags have already; those in ``arguments`` win.
+
+    Raises:
+        TTraceError: when one of our flags cannot have its value.
+    """
+    parser = Parser(prog="ttrace check", add_help=False, allow_abbrev=False)
+    return add_arguments(parser).parse_known_args(list(arguments), before)
 
 
 def parse_iterations(text: str) -> tuple[int, ...]:

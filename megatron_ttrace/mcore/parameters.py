@@ -10,12 +10,10 @@ import torch
 
 from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.mcore.roles import is_within_first_of_gated
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard
 from megatron_ttrace.placement.plan import Placements, Step, plan
-from megatron_ttrace.placement.shard import Shard
 
 UNMARKED = {"softmax_offset": 0}
 """Dims of parameters that are divided over tp without an attribute that says so: the sinks of

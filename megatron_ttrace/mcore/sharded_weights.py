@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.placement.bucket_shard import bucket_shard
+from megatron_ttrace.placement.placements import FlatShard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ def range_of(buffer: Any, item: int) -> tuple[int, int]:
         buffer.bucket_index,
         buffer.shard_bucket_index,
     )
-    part = bucket_shard(
+    part = FlatShard.of_bucket(
         index.global_data_index,
         index.size,
         bucket.size,

@@ -194,7 +194,7 @@ def run(
         say: called with each line of progress.
     """
     say("importing Megatron")
-    suite = _Suite(variant, Runner(directory, flags=(*_FLAGS, *variant.flags), device="cpu"))
+    suite = _Suite(variant, Runner(directory, flags=(*_FLAGS, *variant.flags)))
     for bug in bugs:
         for number, layout in enumerate(bug.layouts):
             if variant.model in layout.models:

@@ -69,7 +69,7 @@ class Campaign:
         self.alarmed = False
         say("importing Megatron")
         flags = ("--ttrace-device", "cpu", NO_WANDB)
-        self._runner = Runner(self._directory, flags=flags, device="cpu")
+        self._runner = Runner(self._directory, flags=flags)
         if not self._runner.forks:
             raise TTraceError("mutants run on a CPU only: hide the accelerator")
         for layout in layouts:

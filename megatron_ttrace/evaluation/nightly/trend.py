@@ -97,7 +97,7 @@ def write(path: Path, nights: Sequence[Night]) -> None:
         TTraceError: when the directory cannot be written.
     """
     text = render(nights)
-    files.write_atomically(path, lambda file: files.put(file, text))
+    files.write_atomically(path, [text])
 
 
 def render(nights: Sequence[Night]) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_ttrace.evaluation.nightly.changes import headline
 from megatron_ttrace.evaluation.nightly.records import Night, NightPart, State
-from megatron_ttrace.report.wandb import TOTAL_SECONDS, UNMEASURED_MARGIN, own_run, within
+from megatron_ttrace.report.table import UNMEASURED_MARGIN
+from megatron_ttrace.report.wandb import TOTAL_SECONDS, own_run, within
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 COLUMNS = ("part", "case", "state", "reached", "margin", "seconds", "note")

@@ -26,8 +26,8 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import script_patch
 from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.report import files
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.records import Kind, TraceKey
