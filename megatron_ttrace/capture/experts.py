@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.token_index import TokenIndex
 
@@ -48,10 +49,20 @@ class ExpertSink(Protocol):
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """What a router chose ([tokens, k]); returns what it must choose instead, if anything.
 
-        Called again with the same where activations are recomputed.
+        ``by`` is what the choice maximises where that is not each token's ``scores``, but depends
+        on all tokens of this call. Called again with the same where activations are recomputed.
+        """
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What is left of a choice ([tokens, experts]) within the experts' capacity.
+
+        Returns what must be left instead, if anything.
         """
 
 
@@ -106,7 +117,9 @@ class DispatchTap:
                 names = torch.zeros(hidden.shape[0], hidden.shape[1], 2)
             # A collective: also on a rank whose tracing failed, where the guard calls nothing.
             try:
-                carried, counts = self._carry(names.to(hidden.device), routing, probs.detach())
+                carried, counts = self._carry(
+                    to_device(names, hidden.device), routing, probs.detach()
+                )
             except Exception as error:  # noqa: BLE001 - tracing never harms training
                 self._guard(_reraise, error)
                 return result

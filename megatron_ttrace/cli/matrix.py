@@ -6,22 +6,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.evaluation.matrix.configurations import (
-    Configuration,
-    arguments_of,
-    configurations,
-    select,
-)
-from megatron_ttrace.trace.records import Outcome, Result, Verdict
+from megatron_ttrace.evaluation.matrix.configurations import configurations, select
+from megatron_ttrace.trace.records import Result
 
 if TYPE_CHECKING:
-    from megatron_ttrace.runtime.runner import Runner
+    from megatron_ttrace.evaluation.matrix.suite import MatrixRow
 
 _EPILOG = """\
 example:
@@ -36,34 +29,15 @@ be checked or a listed fault was not found
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What came out of one configuration.
-
-    ``exact`` of its tensors must be bitwise equal, ``inexact`` of these are not.
-    """
-
-    name: str
-    verdict: Result
-    tensors: int
-    unchecked: int
-    worst_margin: float
-    worst: str
-    seconds: float
-    why: str = ""
-    exact: int = 0
-    inexact: int = 0
-    finding: str = ""
-
-
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``matrix`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "matrix",
-        help="check healthy configurations, which must all pass",
+        run,
+        summary="check healthy configurations, which must all pass",
         description="Check healthy configurations (layout x model x dtype), which must all pass.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names to run, e.g. 'tp2*'")
     parser.add_argument("--all", action="store_true", help="run all configurations")
@@ -71,12 +45,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--seeds",
         "--seed",
-        type=_seeds,
+        type=command.numbers(0),
         default=(1234,),
         metavar="N[,N...]",
         help="Megatron's --seed (default 1234); each configuration runs once per seed",
     )
-    parser.add_argument("--directory", type=Path, default=Path("ttrace-out-matrix"), metavar="DIR")
+    command.add_directory(parser, "ttrace-out-matrix")
     parser.add_argument(
         "--ttrace-flags",
         default="",
@@ -84,7 +58,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="further --ttrace-* flags for every check, e.g. '--ttrace-isolate'",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -93,19 +66,21 @@ def run(args: argparse.Namespace) -> int:
     everything = configurations()
     if args.list:
         print("\n".join(one.name for one in everything))
-        return int(ExitCode.EQUIVALENT)
+        return ExitCode.EQUIVALENT
     if not args.all and not args.patterns:
         raise TTraceError("give name patterns, or --all; 'ttrace matrix --list' shows the names")
     chosen = select(everything, args.patterns)
     if not chosen:
         raise TTraceError(f"no configuration matches {' '.join(args.patterns)}: see --list")
+    from megatron_ttrace.evaluation.matrix import suite
     from megatron_ttrace.runtime.runner import NO_WANDB, Runner
 
     runner = Runner(args.directory, flags=(NO_WANDB, *args.ttrace_flags.split()))
     rows = []
     jobs_to_run = [(one, seed) for seed in args.seeds for one in chosen]
     for number, (one, seed) in enumerate(jobs_to_run, 1):
-        row = _check(one, seed, args, runner)
+        name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
+        row = suite.check(one, name, seed, runner)
         rows.append(row)
         if args.json:
             print(json.dumps(dataclasses.asdict(row)), flush=True)
@@ -113,67 +88,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"[{number}/{len(jobs_to_run)}] {_line(row)}", flush=True)
     if not args.json:
         _total(rows)
-    return int(_exit_code(rows))
+    return suite.exit_code(rows)
 
 
-def _exit_code(rows: list[Row]) -> ExitCode:
-    """1 when a healthy configuration diverged, else 2 when one did not come out as it must."""
-    if any(row.verdict is Result.DIVERGED and not row.finding for row in rows):
-        return ExitCode.DIVERGED
-    expected = {True: Result.DIVERGED, False: Result.EQUIVALENT}
-    kept = all(row.verdict is expected[bool(row.finding)] for row in rows)
-    return ExitCode.EQUIVALENT if kept else ExitCode.COULD_NOT_CHECK
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers, e.g. 1,2,3") from None
-
-
-def _check(one: Configuration, seed: int, args: argparse.Namespace, runner: Runner) -> Row:
-    from megatron_ttrace.runtime.runner import Case
-    from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
-
-    name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
-    case = Case(
-        name=name.replace("/", "-"),
-        arguments=(*arguments_of(one, args.directory), "--seed", str(seed)),
-        nproc=one.nproc,
-    )
-    began = time.monotonic()
-    try:
-        found = runner.run(case)
-        summary, verdicts = found.summary, found.verdicts()
-    except TTraceError as error:
-        seconds = time.monotonic() - began
-        # A log's last lines belong to some errors, and their text is foreign.
-        why = clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)
-        return Row(name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, why)
-    worst = max(verdicts, key=_margin)
-    return Row(
-        name=name,
-        verdict=summary.verdict,
-        tensors=len(verdicts),
-        unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
-        worst_margin=_margin(worst),
-        worst=f"{worst.name} {worst.kind}.{worst.index}",
-        seconds=time.monotonic() - began,
-        why="; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:3]),
-        finding=one.finding,
-        exact=summary.exactness.expected if summary.exactness else 0,
-        inexact=summary.exactness.lost if summary.exactness else 0,
-    )
-
-
-def _margin(verdict: Verdict) -> float:
-    """A blind tensor's margin says nothing, nor does one of random numbers."""
-    silent = verdict.verdict is Outcome.UNCHECKED or verdict.is_luck
-    return 0.0 if silent else verdict.margin or 0.0
-
-
-def _line(row: Row) -> str:
+def _line(row: MatrixRow) -> str:
     told = f"worst {row.worst_margin:.3g}x {row.worst}" if row.tensors else row.why
     if row.inexact:
         told += f", {row.inexact} of {row.exact} not bitwise"
@@ -188,13 +106,13 @@ def _line(row: Row) -> str:
     )
 
 
-def _total(rows: list[Row]) -> None:
-    good = sum(row.verdict is Result.EQUIVALENT for row in rows if not row.finding)
+def _total(rows: list[MatrixRow]) -> None:
+    healthy = [row for row in rows if not row.finding]
+    good = sum(row.verdict is Result.EQUIVALENT for row in healthy)
+    found = len(rows) - len(healthy)
     tensors = sum(row.tensors for row in rows)
     unchecked = sum(row.unchecked for row in rows)
-    healthy = [row for row in rows if not row.finding]
     worst = max(healthy or rows, key=lambda row: row.worst_margin)
-    found = len(rows) - len(healthy)
     print(
         f"{good} of {len(healthy)} equivalent"
         + (f", and {found} known faults of Megatron" if found else "")
@@ -202,6 +120,5 @@ def _total(rows: list[Row]) -> None:
         f"({unchecked / max(tensors, 1):.2%}); worst healthy margin {worst.worst_margin:.3g} "
         f"({worst.name}: {worst.worst}); {sum(row.inexact for row in rows)} of "
         f"{sum(row.exact for row in rows)} that must be bitwise equal are not; "
-        f"{sum(row.seconds for row in rows):.0f} s",
-        file=sys.stdout,
+        f"{sum(row.seconds for row in rows):.0f} s"
     )

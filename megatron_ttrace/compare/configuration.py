@@ -7,9 +7,11 @@ In the files, the sizes of the mesh's axes stand beside these fields.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Count, Record
 
 
@@ -25,6 +27,8 @@ class RunConfig(Record):
         hidden: hidden size, 0 if unknown.
         seq_length: tokens of a sample, 0 if unknown.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
+        own_tokens: indices of the ``routing`` tensors of a router that depend on all tokens of a
+            rank, where a rank has a part of a microbatch.
         iterations: those that were traced.
         isolate: whether every module was given the reference's tensors.
         init: where the start values came from (``--ttrace-init``).
@@ -40,9 +44,14 @@ class RunConfig(Record):
     hidden: Count = 0
     seq_length: Count = 0
     dispatcher: str = ""
+    own_tokens: tuple[Count, ...] = ()
     iterations: tuple[Count, ...] = ()
     isolate: bool = False
     init: str = ""
     reference: str = ""
     arithmetic: Arithmetic | None = None
     requested: Requested = dataclasses.field(default_factory=Requested)
+
+    def on(self, mesh: Mesh) -> dict[str, Any]:
+        """The ``config`` object of a run on ``mesh``."""
+        return {**mesh.describe(), **self.to_json()}

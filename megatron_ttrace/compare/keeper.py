@@ -40,6 +40,11 @@ class Keeper:
         self._keep_all = keep_all
         self._kept: dict[TraceKey, int] = {}
 
+    @property
+    def waits_for_sums(self) -> bool:
+        """Whether it takes a tensor's sums to know whether it is stored."""
+        return not (self._writer is None or self._keep_all or self._tolerances is None)
+
     def keep(self, found: Measured, data: torch.Tensor, same_as: int | None = None) -> int | None:
         """Store a tensor if it is worth it.
 

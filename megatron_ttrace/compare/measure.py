@@ -26,8 +26,11 @@ Total = Annotated[float, Bounds(0.0, nan=True)]
 _CHUNK = 1 << 16
 _UNDERFLOW = 1e-24
 """Below this a float32 sum of a chunk's squares may have lost some of them."""
-_WORDS = 1 << 15
-_MASK = (1 << 64) - 1
+WORDS = 1 << 15
+"""64-bit words that a checksum weighs at a time."""
+BASE = 1_000_003
+"""By which a checksum so far is multiplied before more is added."""
+MASK = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Sums:
             dot=self.dot + other.dot,
             worst=max(self.worst, other.worst),
             nonfinite=self.nonfinite + other.nonfinite,
-            checksum=(self.checksum * 1_000_003 + other.checksum) & _MASK,
+            checksum=(self.checksum * BASE + other.checksum) & MASK,
             undefined=self.undefined + other.undefined,
         )
 
@@ -144,13 +147,13 @@ def checksum(data: torch.Tensor) -> int:
     whole = flat.numel() // 8 * 8
     words = flat[:whole].view(torch.int64)
     total = int.from_bytes(bytes(flat[whole:].tolist()), "little")
-    for start in range(0, words.numel(), _WORDS):
-        part = words[start : start + _WORDS]
-        weights = _weights(part.device)[:, : part.numel()]
+    for start in range(0, words.numel(), WORDS):
+        part = words[start : start + WORDS]
+        weights = checksum_weights(part.device)[:, : part.numel()]
         # Products wrap around: high bits alone would weigh too little, so they count again, lower.
         dots = _dot(part, weights[0]), _dot(part >> 32, weights[1])
         for dot in dots:
-            total = (total * 1_000_003 + int(dot.item())) & _MASK
+            total = (total * BASE + int(dot.item())) & MASK
     return total
 
 
@@ -160,10 +163,10 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
+def checksum_weights(device: torch.device) -> torch.Tensor:
     """Two rows of odd 64-bit weights: a single changed word always changes the sum."""
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (2, _WORDS), generator=generator)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (2, WORDS), generator=generator)
     return (drawn | 1).to(device)
 
 

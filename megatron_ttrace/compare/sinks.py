@@ -14,19 +14,32 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.comparator import compare
+from megatron_ttrace.compare.comparator import compare, read_back
 from megatron_ttrace.compare.keeper import Keeper
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Match, Planner, RankLayout
-from megatron_ttrace.compare.routing import Groups, choice
+from megatron_ttrace.compare.routing import Groups, choice, left
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
+
+_STAGED_BYTES = 1 << 30
+"""Of copies that wait on a device for their verdicts; beyond this the host waits for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Staged:
+    """A finding, by its number, and what to store if it fails; ``first`` is its other name."""
+
+    number: int
+    data: torch.Tensor
+    first: TraceKey | None = None
 
 
 class CompareSink:
@@ -56,7 +69,9 @@ class CompareSink:
             isolate: replace what was compared by the reference's values.
             perturb: changes these first, in a replay that estimates tolerances.
         """
-        self.measured: list[Measured] = []
+        self._measured: list[Measured] = []
+        self._staged: list[_Staged] = []
+        self._staged_bytes = 0
         self._reference = reference
         self._iteration = iteration
         self._isolate = isolate
@@ -75,18 +90,51 @@ class CompareSink:
         # 1. Transpose it as the reference has it.
         data = self._planner.oriented(key, data)
         kept: int | None = None
+        staged: torch.Tensor | None = None
         # 2. Plan: which parts of the reference must it equal?
         for match in self._planner.plan(key, tuple(data.shape), known):
             # 3. Measure how far it is from them.
             found = compare(self._reference, match, data) if isinstance(match, Match) else match
             # 4. Record it, for the judge.
             self._add(found)
-            # 5. Store it if it failed.
-            kept = self._keeper.keep(found, data, kept)
+            # 5. Store what failed; on a device, once that is known.
+            if found.unread is None or not self._keeper.waits_for_sums:
+                kept = self._keeper.keep(found, data, kept)
+            else:
+                staged = data.detach().clone() if staged is None else staged
+                self._stage(_Staged(len(self._measured) - 1, staged))
         # 6. Capture then asks for a replacement, with replace().
 
+    @property
+    def measured(self) -> list[Measured]:
+        """All findings. Waits for a device that still has sums of them."""
+        self._settle()
+        return self._measured
+
+    def _stage(self, one: _Staged) -> None:
+        self._staged.append(one)
+        self._staged_bytes += one.data.nbytes if one.first is None else 0
+        if self._staged_bytes > _STAGED_BYTES:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Read what was left on the device, and store what failed, in the order of capture."""
+        self._measured = read_back(self._measured)
+        self._by_key = {one.key: one for one in self._measured}
+        kept, of = None, None
+        for one in self._staged:
+            found = self._measured[one.number]
+            if one.first is not None:
+                self._keeper.keep_again(one.first, found, one.data)
+                continue
+            kept, of = (
+                self._keeper.keep(found, one.data, kept if one.data is of else None),
+                one.data,
+            )
+        self._staged, self._staged_bytes = [], 0
+
     def _add(self, found: Measured) -> None:
-        self.measured.append(found)
+        self._measured.append(found)
         self._by_key[found.key] = found
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
@@ -115,14 +163,17 @@ class CompareSink:
             and known.sums is not None
             and key in self._reference
             and self._reference.primary(first) == self._reference.primary(key)
-            and self._planner.is_gated(first) == self._planner.is_gated(key)
+            and self._planner.blocks(first) == self._planner.blocks(key)
         )
         if not same or known is None:
             self._compare(key, data)
             return
         found = dataclasses.replace(known, key=key)
         self._add(found)
-        self._keeper.keep_again(first, found, data)
+        if found.unread is None or not self._keeper.waits_for_sums:
+            self._keeper.keep_again(first, found, data)
+        else:
+            self._stage(_Staged(len(self._measured) - 1, data.detach(), first))
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """When isolating: this rank's part of the reference, unless ``data`` equals it."""
@@ -143,6 +194,7 @@ class CompareSink:
         found = self._by_key[key]
         if self._isolate and key.kind is Kind.MAIN_GRAD and found.sums is not None:
             self._substituter.fill(data.detach(), key, found.boxes)
+            data.detach().mul_(self._planner.factor(key))
 
     def positions(self, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""
@@ -163,6 +215,7 @@ class CompareSink:
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Compare a router's choice of experts; returns the reference's, which replaces it."""
         key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, CHOICE)
@@ -170,12 +223,32 @@ class CompareSink:
             return None
         match = self._planner.activation(key, tuple(chosen.shape))
         theirs = self._substituter.chosen(match, chosen)
-        if key not in self._by_key:
-            self._compare(dataclasses.replace(key, index=SCORES), scores)
-            sums, others = choice(scores, chosen, theirs, groups)
-            note = Note(Remark.ROUTED, others, len(chosen)) if others else None
-            what = match.placement, match.boxes, match.logical_shape
-            found = Measured(key, *what, sums, note=note)
-            self._add(found)
-            self._keeper.keep_sums(found)
+        first = dataclasses.replace(key, index=SCORES)
+        if first not in self._by_key:
+            self._compare(first, scores)
+            if by is None or tuple(chosen.shape) == match.logical_shape:
+                sums, others = choice(scores if by is None else by, chosen, theirs, groups)
+                self._chose(match, sums, Remark.ROUTED, others, len(chosen))
         return theirs
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Judge what is left of a choice; what is left in the reference takes its place."""
+        key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, KEPT)
+        if key not in self._reference:
+            return None
+        match = self._planner.activation(key, tuple(kept.shape))
+        theirs = self._substituter.chosen(match, kept)
+        if key not in self._by_key and tuple(kept.shape) == match.logical_shape:
+            sums, others = left(probabilities, kept, theirs)
+            self._chose(match, sums, Remark.DROPPED, others)
+        return theirs
+
+    def _chose(self, match: Match, sums: Sums, remark: Remark, others: int, limit: int = 0) -> None:
+        note = Note(remark, others, limit) if others else None
+        found = Measured(
+            match.key, match.placement, match.boxes, match.logical_shape, sums, note=note
+        )
+        self._add(found)
+        self._keeper.keep_sums(found)

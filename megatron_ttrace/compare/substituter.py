@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.measure import box_views
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Match, Planner
@@ -76,7 +77,7 @@ class Substituter:
                 continue
             whole = self._reference.tensor(self._reference.entry(match.key))
             for here, there in box_views(instead, whole, match.boxes):
-                here.copy_(there)
+                here.copy_(to_device(there, here.device))
                 if match.share != 1.0:
                     here.mul_(match.share)
         return self._if_other(key, instead, data)
@@ -91,7 +92,7 @@ class Substituter:
         """Write the reference's values over ``data``, in place."""
         whole = self._reference.tensor(self._reference.entry(key))
         for here, there in box_views(data, whole, boxes):
-            here.copy_(there)
+            here.copy_(to_device(there, here.device))
 
     def _if_other(
         self, key: TraceKey, instead: torch.Tensor, data: torch.Tensor

@@ -284,7 +284,8 @@ def _number(wanted: type[int] | type[float], bounds: Bounds) -> Decoder:
         elif is_float and type(value) is str and (value in _NOT_FINITE or bounds.text):
             found = float(value) if _NUMBER.fullmatch(value) else None
         is_nan = bounds.nan and found != found
-        if type(found) is wanted and (least <= found <= most or is_nan):
+        is_wanted = type(found) is wanted
+        if is_wanted and (least <= found <= most or is_nan):
             return found
         raise _wrong(what, value)
 

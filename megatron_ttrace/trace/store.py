@@ -97,6 +97,7 @@ class TraceWriter:
         self._chunk: dict[str, torch.Tensor] = {}
         self._chunk_bytes = 0
         self._chunks = 0
+        self._awaits_gpu = False
         directory.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
@@ -107,7 +108,10 @@ class TraceWriter:
         number = len(self._lines)
         if data is not None:
             name = str(number)
-            self._chunk[name] = data.detach().to("cpu", copy=True).contiguous()
+            # A GPU fills pinned memory while training goes on; _flush waits for that.
+            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            self._chunk[name] = host.copy_(data.detach(), non_blocking=True)
+            self._awaits_gpu |= data.is_cuda
             self._chunk_bytes += self._chunk[name].nbytes
             entry = dataclasses.replace(entry, file=self._file_name(), tensor=name)
         self._lines.append(encode(entry))
@@ -128,6 +132,9 @@ class TraceWriter:
 
     def _flush(self) -> None:
         if self._chunk:
+            if self._awaits_gpu:
+                torch.cuda.synchronize()
+                self._awaits_gpu = False
             save_file(self._chunk, self.directory / self._file_name())
             self._chunk, self._chunk_bytes = {}, 0
             self._chunks += 1

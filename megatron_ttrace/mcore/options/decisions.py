@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the single-device reference makes of every option: keep it, reset it, or refuse the run.
+
+Layout and overlap are reset as a whole, with what depends on them: Megatron refuses most of it on
+one rank (megatron/training/arguments.py, ``validate_args``, and
+megatron/core/transformer/transformer_config.py, ``__post_init__``). What defines the numbers stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import enum
+from types import MappingProxyType
+from typing import Any
+
+from megatron_ttrace.mcore.options.roles import ROLES, Role
+
+
+class Action(enum.Enum):
+    """What a reference does with an option."""
+
+    KEEP = "keep"
+    RESET = "reset"
+    REFUSE = "refuse"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of an option.
+
+    Attributes:
+        role: what it is about.
+        action: what a reference does with it.
+        value: what it is reset to.
+        why: why a run with it is refused; otherwise empty.
+    """
+
+    role: Role
+    action: Action
+    value: Any = None
+    why: str = ""
+
+
+def _of(value: Any, names: str) -> dict[str, Any]:
+    return {name: copy.copy(value) for name in names.split()}
+
+
+_LAYOUT: dict[str, Any] = {
+    **_of(
+        False,
+        """
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+        cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group ddp_average_in_collective
+        ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation
+        defer_embedding_wgrad_compute delay_offload_until_cuda_graph delay_wgrad_compute
+        distribute_saved_activations enable_cuda_graph enable_full_sharding_in_hsdp
+        ep_overlap_early_attn_memory_release external_cuda_graph fine_grained_activation_offloading
+        fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer fsdp_manual_registration
+        hybrid_context_parallel init_model_with_meta_device keep_fp8_transpose_cache
+        megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
+        moe_enable_deepep moe_layer_recompute moe_paged_stash moe_permute_fusion_into_hybridep
+        moe_shared_expert_overlap mtp_standalone optimizer_cpu_offload optimizer_cuda_graph
+        overlap_cpu_optimizer_d2h_h2d overlap_dispatch_backward_with_experts_wgrad
+        overlap_grad_reduce overlap_moe_expert_parallel_comm overlap_p2p_comm
+        overlap_p2p_comm_warmup_flush overlap_param_gather
+        overlap_param_gather_with_optimizer_step recompute_activations
+        reuse_grad_buf_for_mxfp8_param_ag sequence_parallel tp_comm_overlap tp_comm_overlap_rs_dgrad
+        use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 use_tp_pp_dp_mapping
+        """,
+    ),
+    **_of(
+        True,
+        """
+        align_grad_reduce align_param_gather gradient_reduce_div_fusion pin_cpu_grads pin_cpu_params
+        scatter_gather_tensors_in_pipeline torch_fsdp2_reshard_after_forward tp_comm_bulk_dgrad
+        tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_split_ag tp_comm_split_rs
+        use_layer_wise_param_layout
+        """,
+    ),
+    **_of(
+        None,
+        """
+        cuda_graph_scope_deprecated ddp_bucket_size ddp_num_buckets
+        fine_grained_offloading_max_inflight_offloads recompute_granularity recompute_method
+        recompute_modules suggested_communication_unit_size
+        """,
+    ),
+    **_of([], "cuda_graph_modules cuda_graph_scope offload_modules"),
+    **_of([], "ddp_param_name_patterns_for_fp32_local_accumulation"),
+    **_of("no_shard", "data_parallel_sharding_strategy outer_dp_sharding_strategy"),
+    **_of(1.0, "activation_offload_fraction optimizer_offload_fraction"),
+    **_of(0, "delta_offload_bytes_across_pp_ranks wgrad_deferral_limit"),
+    "cp_comm_type": ["p2p"],
+    "cuda_graph_impl": "none",
+    "cuda_graph_warmup_steps": 3,
+    "min_offloaded_tensor_size": 1 << 20,
+    "mlp_chunks_for_training": 1,
+    "moe_flex_dispatcher_backend": "deepep",
+    "moe_paged_stash_buffer_size_factor_cpu": 0.0,
+    "moe_paged_stash_buffer_size_factor_cuda": 1.1,
+    "moe_paged_stash_page_size": 64,
+}
+
+_AXES: dict[str, Any] = {
+    **_of(
+        1,
+        """
+        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+        num_distributed_optimizer_instances pipeline_model_parallel_size tensor_model_parallel_size
+        """,
+    ),
+    **_of(
+        None,
+        """
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+        expert_tensor_parallel_num_weight_shards hierarchical_context_parallel_sizes
+        max_seqlen_per_dp_cp_rank microbatch_group_size_per_vp_stage
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+        pipeline_model_parallel_layout recompute_num_layers tensor_parallel_num_weight_shards
+        """,
+    ),
+    "cpu_offloading_num_layers": 0,
+}
+
+_TRANSPORT: dict[str, Any] = {
+    **_of(
+        None,
+        """
+        nccl_communicator_config_path pipeline_model_parallel_comm_backend sharp_enabled_group
+        symmetric_ar_type tp_comm_overlap_cfg
+        """,
+    ),
+    **_of(False, "disable_symmetric_registration nccl_ub use_ring_exchange_p2p use_sharp"),
+    "high_priority_stream_groups": [],
+}
+
+DERIVED = MappingProxyType({"virtual_pipeline_model_parallel_size": None, "cpu_offloading": False})
+"""Attributes that no option sets and that a reference sets all the same."""
+
+SINGLE_DEVICE = MappingProxyType({**_AXES, **_LAYOUT, **_TRANSPORT, **DERIVED})
+"""What a single device does not do."""
+
+QUIET = MappingProxyType(
+    {
+        **_of(
+            None,
+            """
+            ckpt_convert_format dump_param_to_param_group_map
+            exit_duration_in_mins exit_interval fault_injector_num_ranks fault_injector_ranks
+            flight_recorder_dump_path gpu_sniff_test_interval load logits_save_dir
+            moe_routing_trace_path non_persistent_ckpt_type non_persistent_save_interval
+            result_rejected_tracker_filename save save_activations_interval save_dgrads_interval
+            save_params_interval save_tokens_per_expert_interval save_wgrads_interval
+            tensorboard_dir check_weight_hash_across_dp_replicas_interval
+            """,
+        ),
+        **_of(
+            False,
+            """
+            adlr_autoresume async_save calc_ft_timeouts enable_ft_package enable_one_logger
+            exit_on_missing_checkpoint exit_signal_handler inprocess_restart
+            load_main_params_from_ckpt log_progress log_straggler moe_use_upcycling profile
+            record_memory_history replication run_workload_inspector_server use_pytorch_profiler
+            """,
+        ),
+        **_of("", "config_logger_dir wandb_exp_name wandb_project"),
+        # That of Megatron-FSDP is refused without it.
+        "ckpt_format": "torch_dist",
+        "error_injection_rate": 0,
+        "rerun_mode": "disabled",
+    }
+)
+"""What the reference run must not do although the user's run does: load, write, log, stop early."""
+
+_REFUSED = {
+    "batch_size": "Megatron has removed it: give --micro-batch-size",
+    "checkpoint_activations": "Megatron has removed it: give --recompute-granularity",
+    "fake_process_group": "ranks exchange nothing, so nothing can be equal: omit it",
+    "model_parallel_size": "Megatron has removed it: give --tensor-model-parallel-size",
+    "perform_rl_step": "a step trains on samples that the model generates before, and those "
+    "differ between layouts: check the model with its pretraining script",
+    "skip_train": "no step is trained: omit it",
+    "warmup": "Megatron has removed it: give --lr-warmup-fraction",
+    "yaml_cfg": "Megatron ignores all other arguments with it: give the file's values as arguments",
+}
+
+_NEEDING_THE_DISTRIBUTED_OPTIMIZER = ("fp8_param_gather", "use_precision_aware_optimizer")
+"""Options of arithmetic that Megatron has only in its distributed optimizer (``validate_args``,
+megatron/core/optimizer/optimizer_config.py)."""
+
+SINGLE_DEVICE_VALUES = MappingProxyType(
+    {
+        # The flex dispatcher refuses a single rank. Both dispatch the same tokens.
+        ("moe_token_dispatcher_type", "flex"): "alltoall",
+        # Muon with layer-wise distribution over data-parallel ranks.
+        ("optimizer", "dist_muon"): "muon",
+    }
+)
+"""Values of kept options that are about the layout, and what a single device has instead."""
+
+ALIASES = MappingProxyType(
+    {
+        "--apply-layernorm-1p": "layernorm_zero_centered_gamma",
+        "--bert-no-binary-head": "bert_binary_head",
+        "--ckpt-fully-parallel-save": "ckpt_fully_parallel_save_deprecated",
+        "--cuda-graph-scope": "cuda_graph_scope_deprecated",
+        "--disable-bias-linear": "add_bias_linear",
+        "--disable-gloo-process-groups": "use_gloo_process_groups",
+        "--disable-mamba-mem-eff-path": "use_mamba_mem_eff_path",
+        "--disable-msc": "disable_msc_deprecated",
+        "--dist-ckpt-format": "dist_ckpt_format_deprecated",
+        "--fp4-format": "fp4",
+        "--fp8-format": "fp8",
+        "--inference-dynamic-batching-prefix-caching": (
+            "inference_dynamic_batching_enable_prefix_caching"
+        ),
+        "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
+        "--muon-no-split-qkv": "muon_split_qkv",
+        "--no-barrier-with-level-1-timing": "barrier_with_L1_time",
+        "--no-inference-dynamic-batching-prefix-caching": (
+            "inference_dynamic_batching_enable_prefix_caching"
+        ),
+        "--no-initialization": "perform_initialization",
+        "--no-one-logger": "enable_one_logger",
+        "--no-overlap-p2p-communication": "overlap_p2p_comm",
+        "--no-position-embedding": "add_position_embedding",
+        "--no-rope-fusion": "apply_rope_fusion",
+        "--norm-epsilon": "layernorm_epsilon",
+        "--overlap-p2p-communication-warmup-flush": "overlap_p2p_comm_warmup_flush",
+        "--persistent-save-interval": "save_interval",
+        "--tokenizer-metadata": "metadata_path",
+        "--tokenizer-special-tokens": "special_tokens",
+        "--torch-fsdp2-no-reshard-after-forward": "torch_fsdp2_reshard_after_forward",
+        "--use-dist-ckpt": "use_dist_ckpt_deprecated",
+        "--use-mcore-models": "deprecated_use_mcore_models",
+        "--use-nccl-ub": "nccl_ub",
+        "--use-same-sampling-seed-across-dp-ranks": "offset_sampling_seed_by_dp_rank",
+    }
+)
+"""Flags that are not named like the option they set, ``--no-X`` and ``--disable-X`` apart."""
+
+
+def option_of(flag: str) -> str | None:
+    """The option that a flag of the command line sets, or ``None`` if no release has it."""
+    if flag in ALIASES:
+        return ALIASES[flag]
+    name = flag.removeprefix("--").replace("-", "_")
+    for prefix in ("", "no_", "disable_"):
+        if name.startswith(prefix) and name.removeprefix(prefix) in ROLES:
+            return name.removeprefix(prefix)
+    return None
+
+
+def decision(option: str) -> Decision | None:
+    """What becomes of an option; ``None`` for one that no known release registers."""
+    role = ROLES.get(option)
+    if role is None:
+        return None
+    if option in _REFUSED:
+        return Decision(role, Action.REFUSE, why=_REFUSED[option])
+    for values in (SINGLE_DEVICE, QUIET):
+        if option in values:
+            return Decision(role, Action.RESET, values[option])
+    return Decision(role, Action.KEEP)
+
+
+def refusals(args: object) -> list[str]:
+    """Why a run with these arguments cannot be checked, one line per option."""
+    return [
+        f"{option} = {getattr(args, option)}: {why}"
+        for option, why in _REFUSED.items()
+        if getattr(args, option, None)
+    ]
+
+
+def derive(args: argparse.Namespace) -> dict[str, Any]:
+    """The values that a reference of these arguments has instead of them.
+
+    Args:
+        args: as parsed, before Megatron validates them.
+    """
+    values: dict[str, Any] = {**SINGLE_DEVICE, **QUIET}
+    if any(getattr(args, name, False) for name in _NEEDING_THE_DISTRIBUTED_OPTIMIZER):
+        values["use_distributed_optimizer"] = True
+    for (name, found), instead in SINGLE_DEVICE_VALUES.items():
+        if getattr(args, name, None) == found:
+            values[name] = instead
+    return {name: copy.copy(value) for name, value in values.items()}

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option of every supported release has a decision."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.mcore import reference_arguments
+from megatron_ttrace.mcore.options import decisions
+from megatron_ttrace.mcore.options.decisions import Action, decision, option_of
+from megatron_ttrace.mcore.options.roles import ROLES, Role
+
+RELEASES = ("0.17.1", "0.18.2", "0.19.0")
+RENAMED = {
+    ("0.17.1", flag)
+    for flag in (
+        "--cuda-graph-scope",
+        "--disable-msc",
+        "--tokenizer-metadata",
+        "--tokenizer-special-tokens",
+    )
+}
+"""Flags that set another option since 0.18, with the same decision."""
+
+
+def registered(release):
+    """Flags and their options, as the release's parser was found to have them."""
+    found = {}
+    for line in Path(__file__).with_name("registered.txt").read_text().splitlines()[1:]:
+        flag, option, *releases = line.split()
+        if not releases or release in releases:
+            found[flag] = flag[2:].replace("-", "_") if option == "=" else option
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed():
+    """The parser of the installed release."""
+    from megatron.training import arguments
+
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_release_is_covered(release):
+    """No flag without a decision, none that sets something else than the table says."""
+    flags = registered(release)
+    assert len(flags) > 700
+    for flag, option in flags.items():
+        assert decision(option) is not None, f"{flag} of {release} has no decision"
+        if option_of(flag) != option:
+            assert (release, flag) in RENAMED, f"{flag}: {option_of(flag)}, not {option}"
+
+
+def test_the_installed_release_is_covered(installed):
+    """A new release shows its new options here."""
+    for action in installed._actions:
+        for flag in action.option_strings:
+            if flag.startswith("--") and flag != "--help":
+                assert decision(action.dest) is not None, f"{flag} has no decision"
+                assert decision(option_of(flag)) is not None, flag
+
+
+def test_nothing_is_decided_that_no_release_has():
+    """A name with a typing error would decide nothing."""
+    known = {option for release in RELEASES for option in registered(release).values()}
+    assert set(ROLES) == known
+    decided = {*decisions.SINGLE_DEVICE, *decisions.QUIET} - set(decisions.DERIVED)
+    assert decided <= known
+    assert set(decisions.ALIASES.values()) <= known
+
+
+def test_layout_is_reset_and_the_model_is_kept():
+    """As a whole: a single device has no layout."""
+    for option in ROLES:
+        found = decision(option)
+        if found.role in (Role.AXIS, Role.LAYOUT):
+            assert found.action is Action.RESET, option
+        if found.role in (Role.CODE, Role.DATA, Role.SIZE):
+            assert found.action is Action.KEEP, option
+        assert (found.action is Action.REFUSE) == bool(found.why), option
+
+
+def test_reset_values_are_what_megatron_would_parse(installed):
+    """A boolean stays one, and a list a list."""
+    for action in installed._actions:
+        found = decision(action.dest) if action.option_strings[0] != "-h" else None
+        if found is None or found.action is not Action.RESET or found.value is None:
+            continue
+        if action.nargs in ("+", "*"):
+            assert isinstance(found.value, list), action.dest
+        elif isinstance(action.default, bool):
+            assert isinstance(found.value, bool), action.dest
+        if action.choices:
+            values = found.value if isinstance(found.value, list) else [found.value]
+            assert set(values) <= set(action.choices), action.dest
+
+
+def derived(**arguments):
+    """A reference's arguments."""
+    args = argparse.Namespace(**arguments)
+    values = decisions.derive(args)
+    return {name: values.get(name, value) for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize("needing", ["fp8_param_gather", "use_precision_aware_optimizer"])
+def test_the_distributed_optimizer_stays_for_what_needs_it(needing):
+    """It is arithmetic then, not only layout."""
+    assert derived(use_distributed_optimizer=True, **{needing: True}) == {
+        "use_distributed_optimizer": True,
+        needing: True,
+    }
+    assert not derived(use_distributed_optimizer=True, **{needing: False})[
+        "use_distributed_optimizer"
+    ]
+
+
+def test_overlap_goes_with_what_depends_on_it():
+    """Megatron refuses a delayed weight gradient without the overlap that it belongs to."""
+    overlap = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+    assert derived(**overlap, moe_token_dispatcher_type="flex") == {
+        "overlap_moe_expert_parallel_comm": False,
+        "delay_wgrad_compute": False,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    assert derived(moe_token_dispatcher_type="allgather") == {
+        "moe_token_dispatcher_type": "allgather"
+    }
+
+
+def test_values_are_not_shared():
+    """Megatron appends to some lists of its arguments."""
+    first = decisions.derive(argparse.Namespace())
+    first["high_priority_stream_groups"].append("dp")
+    assert decisions.derive(argparse.Namespace())["high_priority_stream_groups"] == []
+
+
+def test_refusals_name_the_option():
+    """Only where it is used."""
+    args = argparse.Namespace(perform_rl_step=True, skip_train=False, yaml_cfg=None)
+    (line,) = decisions.refusals(args)
+    assert line.startswith("perform_rl_step = True: ")
+
+
+def test_reference_args_win_under_any_name():
+    """A flag that switches something off names another option than it sounds like."""
+    found = reference_arguments.explicit("--no-overlap-p2p-communication --fp8-format=hybrid")
+    assert {"overlap_p2p_comm", "fp8"} <= found
