@@ -20,7 +20,7 @@ from megatron_ttrace.mcore.optimizer import Owned, leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placement, Step
+from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.placement.zigzag import ZigZag
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind
@@ -33,7 +33,7 @@ class StepSink(Sink, Protocol):
     """A sink that also takes tensors whose placement is known beforehand."""
 
     def placed(
-        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
     ) -> None:
         """A parameter, or something shaped like one."""
 
@@ -240,7 +240,7 @@ class StepTap:
 
 def place_buffer(
     name: str, shape: Sequence[int], names: Names, mesh: Mesh
-) -> tuple[tuple[int, ...], Placement]:
+) -> tuple[tuple[int, ...], Placements]:
     """Logical shape and placement of a module's buffer.
 
     Buffers are whole on every rank, but for YaRN's cached rotary angles: each context-parallel rank

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command. Only ``add_parser`` is light; a command imports what it needs when it runs."""
+"""All commands. Parsing imports neither torch nor Megatron; a command does so when it runs."""

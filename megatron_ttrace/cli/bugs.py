@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug
@@ -38,29 +38,32 @@ _MODELS = ("gpt", "llama")
 _SIZES = ("small", "medium")
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``bugs`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "bugs",
-        help="list known bugs, or test that the checker finds them",
+        _run,
+        summary="list known bugs, or test that the checker finds them",
         description="Known silent bugs of distributed training, re-created as test cases.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|run")
-    listing = actions.add_parser(
+    actions = parser.add_subparsers(required=True, metavar="list|run")
+    listing = command.add(
+        actions,
         "list",
-        help="list the known bugs",
+        _list,
+        summary="list the known bugs",
         description="List the known bugs.",
         epilog="example:\n  ttrace bugs list --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    running = actions.add_parser(
+    running = command.add(
+        actions,
         "run",
-        help="run known bugs and report which are found",
+        _run,
+        summary="run known bugs and report which are found",
         description="Run known bugs and report which are found.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for action in (listing, running):
         action.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -81,32 +84,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write each finished case to FILE, one JSON object per line",
     )
-    running.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("ttrace-out/bugs"),
-        metavar="DIR",
-        help="working directory",
-    )
-    parser.set_defaults(run=run)
+    command.add_directory(running, "ttrace-out/bugs")
     return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """List or run."""
+def _list(args: argparse.Namespace) -> int:
     bugs = catalogue.load_catalogue()
-    if args.action == "list":
-        return _list(bugs, args.json)
-    if args.all == bool(args.id):
-        raise TTraceError("ttrace bugs run: name the bugs (ttrace bugs list) or give --all")
-    chosen = bugs if args.all else [catalogue.find(bugs, wanted) for wanted in args.id]
-    return _run(chosen, args)
-
-
-def _list(bugs: Sequence[Bug], as_json: bool) -> int:
-    if as_json:
+    if args.json:
         print(json.dumps([_described(bug) for bug in bugs], indent=1))
-        return int(ExitCode.EQUIVALENT)
+        return ExitCode.EQUIVALENT
     from rich.table import Table
 
     table = Table("id", "name", "axis", "what goes wrong", "upstream", "culprit")
@@ -116,7 +102,7 @@ def _list(bugs: Sequence[Bug], as_json: bool) -> int:
         culprit = f"{bug.expected.module} {bug.expected.kind}"
         table.add_row(bug.id, bug.name, bug.axis, bug.title, ", ".join(bug.upstream), culprit)
     _console().print(table)
-    return int(ExitCode.EQUIVALENT)
+    return ExitCode.EQUIVALENT
 
 
 def _described(bug: Bug) -> dict[str, Any]:
@@ -138,19 +124,20 @@ def _described(bug: Bug) -> dict[str, Any]:
     }
 
 
-def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.bugs import suite
 
+    bugs = catalogue.load_catalogue()
+    if args.all == bool(args.id):
+        raise TTraceError("ttrace bugs run: name the bugs (ttrace bugs list) or give --all")
+    chosen = bugs if args.all else [catalogue.find(bugs, wanted) for wanted in args.id]
+    command.require_writable("--rows", args.rows)
     began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
-
     flags = ("--ttrace-isolate",) if args.isolate else ()
     variant = suite.Variant(args.model, args.size, args.bf16, args.seed, flags)
     rows = []
-    with _rows_file(args.rows) as file:
-        for row in suite.run(bugs, variant, args.directory, say):
+    with args.rows.open("w", encoding="utf-8") if args.rows else nullcontext() as file:
+        for row in suite.run(chosen, variant, args.directory, command.progress()):
             rows.append(row)
             if file is not None:
                 print(json.dumps(row.to_json()), file=file, flush=True)
@@ -160,20 +147,7 @@ def _run(bugs: Sequence[Bug], args: argparse.Namespace) -> int:
         print(json.dumps([row.to_json() for row in rows], indent=1))
     else:
         _show(rows, time.monotonic() - began)
-    return int(suite.exit_code(rows))
-
-
-@contextlib.contextmanager
-def _rows_file(path: Path | None) -> Iterator[IO[str] | None]:
-    if path is None:
-        yield None
-        return
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise TTraceError(f"--rows {path} is not writable ({error.strerror})") from error
-    with file:
-        yield file
+    return suite.exit_code(rows)
 
 
 def _show(rows: Sequence[Row], seconds: float) -> None:
@@ -203,14 +177,15 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
     console.print(table)
     for row in rows:
         if row.problem:
-            console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {escape(_clean(row.problem))}")
+            problem = escape(command.in_one_line(row.problem))
+            console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {problem}")
     good = sum(row.met for row in rows)
     console.print(f"{good} of {len(rows)} cases as expected, in {seconds:.0f} s")
     console.print(_total(suite.totals(rows)), soft_wrap=True)
 
 
 def _total(totals: Totals) -> str:
-    """The bars in words."""
+    """The totals in one sentence."""
     said = (
         f"of {totals.bugs} bugs {totals.detected} detected, {totals.localised} localised, "
         f"{totals.explained} explained; {totals.twins} of {totals.cases} healthy runs pass"
@@ -226,15 +201,8 @@ def _console() -> Console:
     from rich.console import Console
 
     console = Console()
-    # A pipe or a log has no width to keep to.
+    # A pipe or a log has no width limit.
     return console if console.is_terminal else Console(width=max(console.width, 140))
-
-
-def _clean(text: str) -> str:
-    """The text of an error, a line of a log among it perhaps, as harmless lines."""
-    from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
-
-    return "\n".join(clean(line, NOTE_LIMIT) for line in text.splitlines())
 
 
 def _word(value: bool | None) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.runtime import api
@@ -25,15 +23,16 @@ exit code: 0 equivalent, 1 diverged, 2 could not check, 130 interrupted by Ctrl-
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``check`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "check",
-        help="check a training job against its single-device reference",
+        run,
+        summary="check a training job against its single-device reference",
         description="Run a Megatron training script on this machine and check it. "
         "--ttrace and --ttrace-exit are implied; the script needs no changes.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--nproc-per-node",
@@ -73,7 +72,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="-- SCRIPT ARGS",
         help="script and its arguments",
     )
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -94,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         nproc=args.nproc_per_node,
         environment={},
         fork=not args.no_fork,
-        say=_silent if args.quiet or args.json else _progress(),
+        say=command.silent if args.quiet or args.json else command.progress(),
     )
     if args.json:
         print(json.dumps(report.summary.to_json(), indent=1))
@@ -114,16 +112,3 @@ def before(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(
         **{name: value for name, value in vars(args).items() if name.startswith("ttrace")}
     )
-
-
-def _silent(line: str) -> None:
-    del line
-
-
-def _progress() -> Any:
-    began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
-
-    return say

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.runtime import api
 
@@ -22,14 +22,15 @@ exit code: 0 equivalent, 1 diverged, 2 could not check
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``compare`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "compare",
-        help="compare two saved traces",
+        run,
+        summary="compare two saved traces",
         description="Compare a candidate's saved trace with a reference's.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("reference", type=flags.path, metavar="REFERENCE_DIR")
     parser.add_argument("candidate", type=flags.path, metavar="CANDIDATE_DIR")
@@ -50,7 +51,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--wandb", action="store_true", help="also log the report to W&B")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.set_defaults(run=run)
     return parser
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.cli import command
+from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.mcore import flags, inputs
 
-if TYPE_CHECKING:
-    SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-_EXAMPLE = """\
+_EPILOG = """\
 example:
   ttrace data --output data/library --glob '*.py' --append-eod --max-bytes 2000000 src/ README.md
 
@@ -22,14 +19,15 @@ the end-of-document token. Nothing is downloaded. The flags to train with are pr
 """
 
 
-def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
-    """Declare the command."""
-    parser = subparsers.add_parser(
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``data`` command."""
+    parser = command.add(
+        subparsers,
         "data",
-        help="convert text files into Megatron's .bin and .idx",
+        run,
+        summary="convert text files into Megatron's .bin and .idx",
         description="Convert text files into a Megatron data set of byte tokens.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
     )
     parser.add_argument(
         "sources",
@@ -54,14 +52,13 @@ def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-bytes",
         metavar="N",
-        type=flags.integer(),
+        type=flags.integer(1),
         help="stop after N bytes of text (default: no limit)",
     )
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the token 256"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -75,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.mcore import text_data
     from megatron_ttrace.mcore.versions import megatron_core_version
 
-    if args.max_bytes is not None and args.max_bytes < 1:
-        raise TTraceError(f"--max-bytes {args.max_bytes}: must be at least 1")
+    flags.check_single(args, "max_bytes")
     files = text_data.find_files(args.sources, args.glob)
     inputs.require_regular(files)
     documents = text_data.read_documents(files, args.max_bytes)
@@ -88,4 +84,4 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{corpus.prefix}.bin, .idx: {corpus.documents} documents, {corpus.tokens} tokens")
         print(f"train with: {trained_with}")
-    return int(ExitCode.EQUIVALENT)
+    return ExitCode.EQUIVALENT

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.trace.records import Kind, Result, Summary
 
@@ -33,22 +31,20 @@ _ARGUMENTS = """
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``demo`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "demo",
-        help="check a healthy run and a run with a known bug",
+        run,
+        summary="check a healthy run and a run with a known bug",
         description="Check a healthy 4-rank job and the same job with a known bug.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--directory", type=Path, default=Path("demo-out"), metavar="DIR", help="working directory"
-    )
+    command.add_directory(parser, "demo-out")
     parser.add_argument(
         "--script", type=Path, default=None, metavar="SCRIPT", help=argparse.SUPPRESS
     )
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -61,10 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.report import files, terminal
     from megatron_ttrace.runtime.runner import Case, Runner
 
-    began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
+    say = command.progress()
 
     say("importing Megatron")
     runner = Runner(args.directory, flags=(), script=args.script)
@@ -72,37 +65,29 @@ def run(args: argparse.Namespace) -> int:
     prefix = text_data.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
     words = f"{_ARGUMENTS} {text_data.training_flags(prefix, megatron_core_version())}".split()
     console = Console()
-    outcomes: list[bool] = []
-    alarm = False
-    for title, flags, expected in (
-        ("healthy: TP 2 + SP x PP 2, distributed optimizer", (), _is_healthy),
-        (
-            "faulty: the same job with known bug 01 (--ttrace-bug 01)",
-            ("--ttrace-bug", "01"),
-            _is_found,
-        ),
-    ):
-        console.rule(title)
-        name = title.split(":")[0]
-        case = Case(name=name, arguments=tuple(words), nproc=_RANKS, flags=flags)
-        checked = runner.run(case, say)
+
+    def check(name: str, title: str, *flags: str) -> Summary:
+        console.rule(f"{name}: {title}")
+        checked = runner.run(
+            Case(name=name, arguments=tuple(words), nproc=_RANKS, flags=flags), say
+        )
         summary, job = checked.summary, checked.job
         terminal.render(summary, checked.verdicts(), console, job.directory, job.isolating())
-        outcomes.append(expected(summary))
-        alarm = alarm or (expected is _is_healthy and summary.verdict is Result.DIVERGED)
+        return summary
+
+    healthy = check("healthy", "TP 2 + SP x PP 2, distributed optimizer").verdict
+    found = _is_found(
+        check("faulty", "the same job with known bug 01 (--ttrace-bug 01)", "--ttrace-bug", "01")
+    )
     console.rule("demo")
-    healthy, found = outcomes
-    console.print(f"healthy run found equivalent: {'yes' if healthy else 'NO'}")
+    equivalent = healthy is Result.EQUIVALENT
+    console.print(f"healthy run found equivalent: {'yes' if equivalent else 'NO'}")
     console.print(f"bug 01 found at embedding.word_embeddings: {'yes' if found else 'NO'}")
     console.print(f"HTML report: {args.directory / 'faulty' / files.HTML}")
     say("done")
-    if all(outcomes):
-        return int(ExitCode.EQUIVALENT)
-    return int(ExitCode.DIVERGED if alarm else ExitCode.COULD_NOT_CHECK)
-
-
-def _is_healthy(summary: Summary) -> bool:
-    return summary.verdict is Result.EQUIVALENT
+    if equivalent and found:
+        return ExitCode.EQUIVALENT
+    return ExitCode.DIVERGED if healthy is Result.DIVERGED else ExitCode.COULD_NOT_CHECK
 
 
 def _is_found(summary: Summary) -> bool:

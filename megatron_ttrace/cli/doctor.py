@@ -13,8 +13,8 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import versions
 
@@ -30,7 +30,7 @@ _GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, whether it will do, and what follows."""
+    """One row: what was looked at, whether it is sufficient (``state``), and what to do."""
 
     subject: str
     state: str
@@ -38,22 +38,22 @@ class Finding:
     advice: str = ""
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``doctor`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "doctor",
-        help="show what is installed and where checks will run",
+        run,
+        summary="show what is installed and where checks will run",
         description="Show what is installed, what is missing, and where checks will run.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at everything; a look that fails is a finding, too."""
+    """Look at everything; a look that fails is a finding too."""
     with versions.quiet_imports():
         needed = [_attempt(subject, look, "missing") for subject, look in _NEEDED.items()]
         others = [_attempt(subject, look, "optional") for subject, look in _OPTIONAL.items()]
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(one) for one in findings], indent=1))
     else:
         _show(findings)
-    return int(ExitCode.COULD_NOT_CHECK if broken else ExitCode.EQUIVALENT)
+    return ExitCode.COULD_NOT_CHECK if broken else ExitCode.EQUIVALENT
 
 
 def _attempt(subject: str, look: Callable[[], Finding], state: str) -> Finding:
@@ -91,7 +91,7 @@ def _show(findings: list[Finding]) -> None:
 
 def _python() -> Finding:
     good = sys.version_info >= (3, 12)
-    advice = "" if good else "Python 3.12 or newer is needed"
+    advice = "" if good else "Python 3.12 or newer is required"
     return Finding("Python", "ok" if good else "missing", platform.python_version(), advice)
 
 
@@ -108,7 +108,7 @@ def _torch() -> Finding:
 
 
 def _backends() -> list[str]:
-    """What ranks can talk with."""
+    """The communication backends of this torch."""
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available():
         return []
@@ -130,15 +130,15 @@ def _device() -> Finding:
     if not count:
         return Finding("GPU", "optional", "none", "the CPU backend is used")
     properties = torch.cuda.get_device_properties(0)
-    memory = f"{properties.total_memory / _GIB:.0f} GiB"
+    found = f"{count} x {properties.name}, {properties.total_memory / _GIB:.0f} GiB"
     if "NCCL" not in _backends():
-        advice = "this torch has no NCCL, which several of them need: install a CUDA build"
-        return Finding("GPU", "optional", f"{count} x {properties.name}, {memory}", advice)
-    return Finding("GPU", "ok", f"{count} x {properties.name}, {memory}")
+        advice = "this torch has no NCCL, which several GPUs need: install a CUDA build"
+        return Finding("GPU", "optional", found, advice)
+    return Finding("GPU", "ok", found)
 
 
 def _checks(broken: list[str]) -> Finding:
-    """What will run where."""
+    """Where checks will run."""
     if broken:
         return Finding("checks", "missing", "cannot run here", f"first fix {', '.join(broken)}")
     count = importlib.import_module("torch").cuda.device_count()
@@ -152,10 +152,11 @@ def _checks(broken: list[str]) -> Finding:
 
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
-    advice = "" if free > _GIB else "a reference trace of a small model takes 0.1 to 1 GB"
-    return Finding(
-        "disk", "ok" if free > _GIB else "optional", f"{free / _GIB:.0f} GiB free", advice
-    )
+    found = f"{free / _GIB:.0f} GiB free"
+    if free > _GIB:
+        return Finding("disk", "ok", found)
+    advice = "a reference trace of a small model takes 0.1 to 1 GB"
+    return Finding("disk", "optional", found, advice)
 
 
 def _transformer_engine() -> Finding:
@@ -179,21 +180,13 @@ def _apex() -> Finding:
     return Finding("Apex", "ok", "importable")
 
 
-def _wandb() -> Finding:
+def _tracker(subject: str, purpose: str, use: str) -> Finding:
+    package = subject.lower()
     try:
-        version = importlib.metadata.version("wandb")
+        return Finding(subject, "ok", importlib.metadata.version(package), use)
     except importlib.metadata.PackageNotFoundError:
-        return Finding("wandb", "optional", "not installed", "pip install wandb to log verdicts")
-    return Finding("wandb", "ok", version, "offline runs are written where no key is configured")
-
-
-def _tensorboard() -> Finding:
-    try:
-        version = importlib.metadata.version("tensorboard")
-    except importlib.metadata.PackageNotFoundError:
-        advice = "pip install tensorboard for scalars beside the training curves"
-        return Finding("TensorBoard", "optional", "not installed", advice)
-    return Finding("TensorBoard", "ok", version, "used with --tensorboard-dir")
+        advice = f"pip install {package} {purpose}"
+        return Finding(subject, "optional", "not installed", advice)
 
 
 _NEEDED = {"Python": _python, "torch": _torch, "megatron-core": _megatron}
@@ -202,6 +195,10 @@ _OPTIONAL = {
     "disk": _disk,
     "TransformerEngine": _transformer_engine,
     "Apex": _apex,
-    "wandb": _wandb,
-    "TensorBoard": _tensorboard,
+    "wandb": lambda: _tracker(
+        "wandb", "to log verdicts", "runs are written offline if no key is configured"
+    ),
+    "TensorBoard": lambda: _tracker(
+        "TensorBoard", "for scalars beside the training curves", "used with --tensorboard-dir"
+    ),
 }

@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.cli import command
+from megatron_ttrace.errors import ExitCode
 
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.growth import Growth
     from megatron_ttrace.runtime.runner import Runner
 
 K, C = 4.0, 1.03
-"""Constants of theorem 5.3's bound as Megatron's gradient test has them."""
+"""Constants of the bound of theorem 5.3, as in Megatron's gradient test."""
 
 _JOB = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -37,28 +38,30 @@ exit code: 0, or 2 if a model could not be run
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``growth`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "growth",
-        help="show how tolerances grow with the number of layers",
+        run,
+        summary="show how tolerances grow with the number of layers",
         description="Show how tolerances grow with depth, compared with the bound of theorem 5.3.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--layers", type=_numbers, default=(4, 16, 64), metavar="N[,N...]", help="numbers of layers"
+        "--layers",
+        type=command.numbers(1),
+        default=(4, 16, 64),
+        metavar="N[,N...]",
+        help="numbers of layers",
     )
     parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     parser.add_argument(
         "--init", default="reveal", choices=("reveal", "megatron"), help="start values"
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot to FILE")
-    parser.add_argument(
-        "--directory", type=Path, default=Path("ttrace-out/growth"), help="working directory"
-    )
+    command.add_directory(parser, "ttrace-out/growth")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -66,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Run a model of each depth, tabulate, draw."""
     from megatron_ttrace.runtime.runner import NO_WANDB, Runner
 
+    command.require_writable("--svg", args.svg)
     runner = Runner(args.directory, flags=(NO_WANDB, "--ttrace-init", args.init), shares=False)
     panels = []
     for layers in args.layers:
@@ -79,11 +83,8 @@ def run(args: argparse.Namespace) -> int:
         from megatron_ttrace.evaluation.growth_plot import svg
 
         dtype = "bf16" if args.bf16 else "fp32"
-        try:
-            args.svg.write_text(svg(panels, f"tolerance over depth, {dtype}", (K, C)), "utf-8")
-        except OSError as error:
-            raise TTraceError(f"--svg {args.svg} cannot be written ({error.strerror})") from error
-    return int(ExitCode.EQUIVALENT)
+        args.svg.write_text(svg(panels, f"tolerance over depth, {dtype}", (K, C)), "utf-8")
+    return ExitCode.EQUIVALENT
 
 
 def _measure(args: argparse.Namespace, layers: int, runner: Runner) -> Growth:
@@ -93,31 +94,11 @@ def _measure(args: argparse.Namespace, layers: int, runner: Runner) -> Growth:
     from megatron_ttrace.trace.store import TraceReader
 
     name = f"{layers}-{'bf16' if args.bf16 else 'fp32'}-{args.init}"
-    case = Case(
-        name=name,
-        arguments=(
-            *_JOB.split(),
-            *("--num-layers", str(layers)),
-            *(["--bf16"] if args.bf16 else []),
-        ),
-    )
-    reference = TraceReader(runner.run(case).job.directory / "reference")
-    return growth(
-        reference,
-        tolerance.of_reference(reference),
-        layers,
-        float(reference.meta["epsilon"]),
-    )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1, e.g. 4,16,64")
-    return numbers
+    words = f"{_JOB} --num-layers {layers} {'--bf16' if args.bf16 else ''}".split()
+    checked = runner.run(Case(name=name, arguments=tuple(words)))
+    reference = TraceReader(checked.job.directory / "reference")
+    epsilon = float(reference.meta["epsilon"])
+    return growth(reference, tolerance.of_reference(reference), layers, epsilon)
 
 
 def _described(grown: Growth) -> dict[str, Any]:

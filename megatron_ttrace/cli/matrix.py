@@ -6,11 +6,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.matrix.configurations import (
     Configuration,
@@ -38,9 +37,9 @@ be checked or a listed fault was not found
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What came out of one configuration.
+    """The result of one configuration.
 
-    ``exact`` of its tensors must be bitwise equal, ``inexact`` of these are not.
+    ``exact`` of its tensors must be bitwise equal; ``inexact`` of these are not.
     """
 
     name: str
@@ -56,14 +55,15 @@ class Row:
     finding: str = ""
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``matrix`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "matrix",
-        help="check healthy configurations, which must all pass",
+        run,
+        summary="check healthy configurations, which must all pass",
         description="Check healthy configurations (layout x model x dtype), which must all pass.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names to run, e.g. 'tp2*'")
     parser.add_argument("--all", action="store_true", help="run all configurations")
@@ -71,12 +71,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--seeds",
         "--seed",
-        type=_seeds,
+        type=command.numbers(0),
         default=(1234,),
         metavar="N[,N...]",
         help="Megatron's --seed (default 1234); each configuration runs once per seed",
     )
-    parser.add_argument("--directory", type=Path, default=Path("ttrace-out-matrix"), metavar="DIR")
+    command.add_directory(parser, "ttrace-out-matrix")
     parser.add_argument(
         "--ttrace-flags",
         default="",
@@ -84,7 +84,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="further --ttrace-* flags for every check, e.g. '--ttrace-isolate'",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     everything = configurations()
     if args.list:
         print("\n".join(one.name for one in everything))
-        return int(ExitCode.EQUIVALENT)
+        return ExitCode.EQUIVALENT
     if not args.all and not args.patterns:
         raise TTraceError("give name patterns, or --all; 'ttrace matrix --list' shows the names")
     chosen = select(everything, args.patterns)
@@ -113,11 +112,11 @@ def run(args: argparse.Namespace) -> int:
             print(f"[{number}/{len(jobs_to_run)}] {_line(row)}", flush=True)
     if not args.json:
         _total(rows)
-    return int(_exit_code(rows))
+    return _exit_code(rows)
 
 
 def _exit_code(rows: list[Row]) -> ExitCode:
-    """1 when a healthy configuration diverged, else 2 when one did not come out as it must."""
+    """1 if a healthy configuration diverged; else 2 if a result is not the expected one."""
     if any(row.verdict is Result.DIVERGED and not row.finding for row in rows):
         return ExitCode.DIVERGED
     expected = {True: Result.DIVERGED, False: Result.EQUIVALENT}
@@ -125,16 +124,8 @@ def _exit_code(rows: list[Row]) -> ExitCode:
     return ExitCode.EQUIVALENT if kept else ExitCode.COULD_NOT_CHECK
 
 
-def _seeds(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers, e.g. 1,2,3") from None
-
-
 def _check(one: Configuration, seed: int, args: argparse.Namespace, runner: Runner) -> Row:
     from megatron_ttrace.runtime.runner import Case
-    from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
     name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
     case = Case(
@@ -148,8 +139,7 @@ def _check(one: Configuration, seed: int, args: argparse.Namespace, runner: Runn
         summary, verdicts = found.summary, found.verdicts()
     except TTraceError as error:
         seconds = time.monotonic() - began
-        # A log's last lines belong to some errors, and their text is foreign.
-        why = clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)
+        why = command.in_one_line(error)
         return Row(name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, why)
     worst = max(verdicts, key=_margin)
     return Row(
@@ -168,7 +158,7 @@ def _check(one: Configuration, seed: int, args: argparse.Namespace, runner: Runn
 
 
 def _margin(verdict: Verdict) -> float:
-    """A blind tensor's margin says nothing, nor does one of random numbers."""
+    """0 for a tensor whose margin says nothing: a blind one, or one of random numbers."""
     silent = verdict.verdict is Outcome.UNCHECKED or verdict.is_luck
     return 0.0 if silent else verdict.margin or 0.0
 
@@ -202,6 +192,5 @@ def _total(rows: list[Row]) -> None:
         f"({unchecked / max(tensors, 1):.2%}); worst healthy margin {worst.worst_margin:.3g} "
         f"({worst.name}: {worst.worst}); {sum(row.inexact for row in rows)} of "
         f"{sum(row.exact for row in rows)} that must be bitwise equal are not; "
-        f"{sum(row.seconds for row in rows):.0f} s",
-        file=sys.stdout,
+        f"{sum(row.seconds for row in rows):.0f} s"
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
@@ -32,33 +33,37 @@ crashes or hangs.
 exit code: 0 at least 95 % killed; 1 a job diverged without a mutant, or with one that is listed as
 harmless; 2 fewer were killed, or a job could not run
 """
+_STANDARD_OUTPUT = Path("-")
 _COUNT = 100
 _SEED = 1
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``mutants`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "mutants",
-        help="inject single faults into Megatron's parallel code and count how many are found",
+        _run,
+        summary="inject single faults into Megatron's parallel code and count how many are found",
         description="Inject single faults (mutants) into Megatron's parallel code.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|run")
-    listing = actions.add_parser(
+    actions = parser.add_subparsers(required=True, metavar="list|run")
+    listing = command.add(
+        actions,
         "list",
-        help="list the mutants",
+        _list,
+        summary="list the mutants",
         description="List the mutants of the installed Megatron.",
         epilog="example:\n  ttrace mutants list --only '*off-by-one*'",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    running = actions.add_parser(
+    running = command.add(
+        actions,
         "run",
-        help="run a sample of the mutants, or all",
+        _run,
+        summary="run a sample of the mutants, or all",
         description="Run mutants and report how many are found.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for action in (listing, running):
         action.add_argument(
@@ -70,8 +75,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         )
         action.add_argument(
             "--json",
+            type=Path,
             nargs="?",
-            const="-",
+            const=_STANDARD_OUTPUT,
             metavar="FILE",
             help="write JSON to FILE, or print it instead of a table",
         )
@@ -93,19 +99,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="NAME",
         help="run only in this job, e.g. tp2-sp; can be repeated",
     )
-    running.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("ttrace-out/mutants"),
-        metavar="DIR",
-        help="working directory",
-    )
-    parser.set_defaults(run=run)
+    command.add_directory(running, "ttrace-out/mutants")
     return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """List or run."""
+def _found(args: argparse.Namespace) -> tuple[int, list[Mutant]]:
+    """The number of mutants that scanning found, and those that ``--only`` selects."""
     from megatron_ttrace.evaluation.mutants.scan import scan
 
     found = scan()
@@ -116,38 +115,35 @@ def run(args: argparse.Namespace) -> int:
     ]
     if not chosen:
         raise TTraceError(f"no mutant matches {' '.join(args.only)}: see ttrace mutants list")
-    if args.action == "list":
-        _writable(args.json)
-        return _list(chosen, args.json)
-    if args.count < 1:
-        raise TTraceError(f"--count {args.count}: at least 1 mutant is needed")
-    _writable(args.json)
-    return _run(chosen, len(found), args)
+    if args.json != _STANDARD_OUTPUT:
+        command.require_writable("--json", args.json)
+    return len(found), chosen
 
 
-def _list(mutants: Sequence[Mutant], file: str | None) -> int:
-    if file is not None:
-        _write(file, [mutant.to_json() for mutant in mutants])
-        return int(ExitCode.EQUIVALENT)
+def _list(args: argparse.Namespace) -> int:
+    _, mutants = _found(args)
+    if args.json is not None:
+        _write(args.json, [mutant.to_json() for mutant in mutants])
+        return ExitCode.EQUIVALENT
     for mutant in mutants:
         print(f"{mutant.id}  line {mutant.span.first_line}: {_change(mutant)}")
     print(f"{len(mutants)} mutants")
-    return int(ExitCode.EQUIVALENT)
+    return ExitCode.EQUIVALENT
 
 
-def _run(mutants: Sequence[Mutant], scanned: int, args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.mutants import score
     from megatron_ttrace.evaluation.mutants.campaign import Campaign
     from megatron_ttrace.evaluation.mutants.layouts import named_layouts
     from megatron_ttrace.evaluation.mutants.sample import sample
     from megatron_ttrace.mcore.versions import megatron_core_version
 
+    if args.count < 1:
+        raise TTraceError(f"--count {args.count}: at least 1 mutant is needed")
+    scanned, mutants = _found(args)
     named = named_layouts(args.layout)
     began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {line}", file=sys.stderr, flush=True)
-
+    say = command.progress()
     campaign = Campaign(args.directory, say)
     reach = campaign.reach(named)
     layouts = {mutant.id: campaign.layouts_of(mutant, reach) for mutant in mutants}
@@ -177,29 +173,19 @@ def _run(mutants: Sequence[Mutant], scanned: int, args: argparse.Namespace) -> i
     }
     if args.json is not None:
         _write(args.json, report)
-    if args.json != "-":
+    if args.json != _STANDARD_OUTPUT:
         _show(rows, report)
     if campaign.alarmed or any(row.disproved for row in rows):
-        return int(ExitCode.DIVERGED)
-    return int(ExitCode.EQUIVALENT if report["passed"] else ExitCode.COULD_NOT_CHECK)
+        return ExitCode.DIVERGED
+    return ExitCode.EQUIVALENT if report["passed"] else ExitCode.COULD_NOT_CHECK
 
 
-def _write(file: str, content: Any) -> None:
-    text = json.dumps(content, indent=1)
-    if file == "-":
-        print(text)
-        return
-    Path(file).write_text(text + "\n", encoding="utf-8")
-
-
-def _writable(file: str | None) -> None:
-    """Before the long work and not after it."""
-    if file is None or file == "-":
-        return
-    try:
-        Path(file).touch()
-    except OSError as error:
-        raise TTraceError(f"--json {file} is not writable ({error.strerror})") from error
+def _write(file: Path, content: Any) -> None:
+    text = json.dumps(content, indent=1) + "\n"
+    if file == _STANDARD_OUTPUT:
+        sys.stdout.write(text)
+    else:
+        file.write_text(text, encoding="utf-8")
 
 
 def _show(rows: Sequence[Row], report: dict[str, Any]) -> None:

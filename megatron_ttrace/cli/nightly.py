@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import TTraceError
 
 if TYPE_CHECKING:
@@ -30,14 +29,15 @@ something could not be run
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``nightly`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "nightly",
-        help="run bugs, matrix and mutants; report what changed since the last good night",
+        run,
+        summary="run bugs, matrix and mutants; report what changed since the last good night",
         description="Run known bugs, healthy configurations and mutants, and report what changed.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to run")
     what.add_argument("--quick", action="store_true", help="run two bugs and one healthy job only")
@@ -73,13 +73,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="time limit; parts that have not started by then do not run",
     )
     where = parser.add_argument_group("output")
-    where.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("ttrace-out/nightly"),
-        metavar="DIR",
-        help="working directory, where results are kept",
-    )
+    command.add_directory(where, "ttrace-out/nightly")
     where.add_argument(
         "--history", type=Path, metavar="FILE", help="SQLite file (default DIR/history.sqlite)"
     )
@@ -97,12 +91,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     where.add_argument(
         "--show", action="store_true", help="draw the page again, without running anything"
     )
-    parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the parts, keep the night, draw the page, log, and answer."""
+    """Run the parts, store the results, draw the page and log."""
     from megatron_ttrace.evaluation.nightly import changes, trend
     from megatron_ttrace.evaluation.nightly import run as runner
     from megatron_ttrace.evaluation.nightly.history import History
@@ -120,15 +113,16 @@ def run(args: argparse.Namespace) -> int:
             raise TTraceError(f"{history_path}: no night in it yet")
         trend.write(page, nights)
         print(f"page: {page}")
-        return int(nights[-1].exit_code)
+        return nights[-1].exit_code
     options = _options(args)
-    _writable(args.directory)
-    began = time.monotonic()
+    try:
+        args.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror
+        raise TTraceError(f"--directory {args.directory} is not writable ({reason})") from error
+    say = command.progress()
 
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {line}", file=sys.stderr, flush=True)
-
-    # Before the night: a history that cannot be kept should not cost one.
+    # Opened before the long work: a history that cannot be written should not cost a night.
     with History(history_path) as history:
         good = history.last_good()
         night = runner.run(options, args.directory, say)
@@ -141,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         from megatron_ttrace.evaluation.nightly import wandb
 
         print(wandb.log(night, said, page, directory=args.directory))
-    return int(night.exit_code)
+    return night.exit_code
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -168,11 +162,3 @@ def _options(args: argparse.Namespace) -> Options:
         mutants=args.mutants,
         seconds=None if args.minutes is None else 60 * args.minutes,
     )
-
-
-def _writable(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror
-        raise TTraceError(f"--directory {directory} is not writable ({reason})") from error

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.mcore import flags, inputs, script_patch
 
-if TYPE_CHECKING:
-    SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-_EXAMPLE = """\
+_EPILOG = """\
 example:
   ttrace patch ~/Megatron-LM
   torchrun --nproc-per-node 4 ~/Megatron-LM/pretrain_gpt.py <Megatron arguments> --ttrace
@@ -21,16 +18,17 @@ example:
 """
 
 
-def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
-    """Declare the command."""
-    parser = subparsers.add_parser(
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``patch`` command."""
+    parser = command.add(
+        subparsers,
         "patch",
-        help="add the --ttrace flag to a Megatron-LM checkout's pretrain_gpt.py",
+        run,
+        summary="add the --ttrace flag to a Megatron-LM checkout's pretrain_gpt.py",
         description="Add --ttrace to pretrain_gpt.py of a Megatron-LM checkout. "
         "Nothing below megatron/ is changed, and --reverse restores every byte."
         " 'ttrace check' does not need the patch.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
     )
     parser.add_argument(
         "checkout", metavar="CHECKOUT", type=flags.path, help="a clone of Megatron-LM"
@@ -39,7 +37,6 @@ def add_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
     action.add_argument("--check", action="store_true", help="only show whether the patch applies")
     action.add_argument("--reverse", action="store_true", help="remove the flag again")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -72,4 +69,4 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         print(f"{checkout.script} (Megatron-LM {checkout.version}): {outcome}")
-    return int(ExitCode.EQUIVALENT)
+    return ExitCode.EQUIVALENT

@@ -8,6 +8,7 @@ import json
 import math
 from typing import Any
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags, inputs
 
@@ -31,20 +32,21 @@ those of half a tolerance are flagged; 2 if not, or if no tensor is suitable
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``plant`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "plant",
-        help="plant errors in a saved run and count how many are found",
+        run,
+        summary="plant errors in a saved run and count how many are found",
         description="Measure how large an error must be to be found: plant errors in a saved run.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("reference", type=flags.path, metavar="REFERENCE_DIR")
     parser.add_argument("candidate", type=flags.path, metavar="CANDIDATE_DIR")
     parser.add_argument(
         "--trials",
-        type=flags.integer(),
+        type=flags.integer(1, MOST_TRIALS),
         default=500,
         metavar="N",
         help="number of errors of each kind (default 500)",
@@ -56,15 +58,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="seed of the random places (default 1)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
-    parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Plant, judge, count."""
     flags.check_single(args, "trials", "seed")
-    if not 1 <= args.trials <= MOST_TRIALS:
-        raise TTraceError(f"--trials {args.trials}: give 1 to {MOST_TRIALS}")
     from megatron_ttrace.evaluation.planting import Field, sweep
     from megatron_ttrace.trace.sanitise import clean
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         field = Field(args.reference, args.candidate)
         planted = sweep(field, SIZES, args.trials, args.seed)
     except (ArithmeticError, ValueError) as error:
-        # Numbers that are each in range, and not of one run.
+        # Each number is in range, but they do not belong to one run.
         raise TTraceError(
             f"{args.candidate} and {args.reference} contradict themselves or each other "
             f"({clean(error)}): run the traced job again"
@@ -94,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         _show(rows, len(field))
     kept = all(_is_kept(row) for row in rows)
-    # No run diverged: it is the checker that sees too little, or too much.
-    return int(ExitCode.EQUIVALENT if kept else ExitCode.COULD_NOT_CHECK)
+    # No run diverged: it is the checker that finds too little, or too much.
+    return ExitCode.EQUIVALENT if kept else ExitCode.COULD_NOT_CHECK
 
 
 def _is_kept(row: dict[str, Any]) -> bool:

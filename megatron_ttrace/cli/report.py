@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.report import files, html, junit, table, terminal
 from megatron_ttrace.runtime import api
@@ -27,14 +28,15 @@ exit code: 0 equivalent, 1 diverged, 2 could not check (or the files cannot be r
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the ``report`` command to the subparsers of ``ttrace``."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``report`` command."""
+    parser = command.add(
+        subparsers,
         "report",
-        help="show the report of a finished check again",
+        run,
+        summary="show the report of a finished check again",
         description="Show the report of a finished check again, from its files.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "directory", type=flags.path, metavar="DIR", help="the --ttrace-dir of the check"
@@ -46,29 +48,27 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print the summary and the failing rows as JSON"
     )
-    parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Render what was asked for and return the exit code of the check's answer.
+    """Render what was asked for and return the exit code of the check.
 
     Raises:
         TTraceError: when the files are missing, cut off or foreign, or an output is unwritable.
     """
     report = api.load_report(args.directory)
     summary, verdicts = report.summary, report.verdicts
-    if args.html is not None:
-        html.write(args.html, summary, verdicts, files.run_of(args.directory))
-    if args.junit is not None:
-        junit.write(args.junit, summary, verdicts, files.run_of(args.directory))
+    for path, sink in ((args.html, html), (args.junit, junit)):
+        if path is not None:
+            sink.write(path, summary, verdicts, files.run_of(args.directory))
     try:
         if args.json:
             print(json.dumps(_machine(summary, verdicts), indent=2, allow_nan=False), flush=True)
         else:
             terminal.render(summary, verdicts, Console(), args.directory)
     except (BrokenPipeError, SystemExit):
-        # The reader (head, less) has seen enough; the answer is the exit code all the same.
+        # The reader (head, less) has seen enough; the exit code is still the answer.
         # rich turns a closed pipe into SystemExit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(summary.verdict.exit_code)

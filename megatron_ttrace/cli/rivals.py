@@ -7,12 +7,12 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import inputs
+from megatron_ttrace.mcore import flags, inputs
 
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.baselines.run import Collected
@@ -32,14 +32,15 @@ exit code: 0, or 2 if a case could not be run
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     """Add the ``rivals`` command."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = command.add(
+        subparsers,
         "rivals",
-        help="apply other tools' rules to the known bugs and to healthy runs",
+        run,
+        summary="apply other tools' rules to the known bugs and to healthy runs",
         description="Count misses and false alarms of other tools' rules on the same tensors.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("id", nargs="*", metavar="ID", help="known bugs, e.g. 01 04a")
     parser.add_argument("--all", action="store_true", help="all known bugs")
@@ -57,19 +58,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar=("REFERENCE_DIR", "CANDIDATE_DIR"),
         help="plant errors in a saved run instead, as 'ttrace plant' does",
     )
-    parser.add_argument(
-        "--trials",
-        type=int,
-        default=500,
-        metavar="N",
-        help="number of planted errors of each kind (default 500)",
-    )
+    help = "number of planted errors of each kind (default 500)"
+    parser.add_argument("--trials", type=flags.integer(1), default=500, metavar="N", help=help)
     parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
-    parser.add_argument(
-        "--directory", type=Path, default=Path("ttrace-out/rivals"), help="working directory"
-    )
+    command.add_directory(parser, "ttrace-out/rivals")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -88,10 +81,7 @@ def run(args: argparse.Namespace) -> int:
     healthy = select(everything, args.healthy) if args.healthy else []
     if not chosen and not healthy:
         raise TTraceError("ttrace rivals: name known bugs, or give --all, or --healthy PATTERN")
-    began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
+    say = command.progress()
 
     found = running.Collected()
     directory = args.directory / ("bf16" if args.bf16 else "fp32")
@@ -104,26 +94,25 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_described(found, table), indent=1))
     else:
         _show(found, table)
-    return int(ExitCode.COULD_NOT_CHECK if found.problems else ExitCode.EQUIVALENT)
+    return ExitCode.COULD_NOT_CHECK if found.problems else ExitCode.EQUIVALENT
 
 
 def _plant(args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.baselines.planted import columns
     from megatron_ttrace.evaluation.planting import Field
 
-    if args.trials < 1:
-        raise TTraceError(f"--trials {args.trials}: at least 1 is needed")
+    flags.check_single(args, "trials")
     for folder in args.planted:
         inputs.require_regular_folder(folder)
     found = columns(Field(*args.planted), args.trials)
     if args.json:
         print(json.dumps([dataclasses.asdict(column) for column in found], indent=1))
-        return int(ExitCode.EQUIVALENT)
+        return ExitCode.EQUIVALENT
     print(f"| rule | {' | '.join(column.sort for column in found)} |")
     print("|---" * (len(found) + 1) + "|")
     for rule in found[0].found:
         print(f"| {rule} | {' | '.join(f'{column.found[rule]:.0%}' for column in found)} |")
-    return int(ExitCode.EQUIVALENT)
+    return ExitCode.EQUIVALENT
 
 
 def _described(found: Collected, table: list[Line]) -> dict[str, Any]:
@@ -137,8 +126,6 @@ def _described(found: Collected, table: list[Line]) -> dict[str, Any]:
 
 
 def _show(found: Collected, table: list[Line]) -> None:
-    from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
-
     print(
         f"{len(found.cases)} cases of known bugs; {len(found.healthy)} healthy runs, "
         f"{found.compared:,} tensors"
@@ -152,8 +139,7 @@ def _show(found: Collected, table: list[Line]) -> None:
             f"| {len(line.alarmed)} | {line.false_tensors:,} |"
         )
     for problem in found.problems:
-        told = clean(" / ".join(problem.splitlines()), NOTE_LIMIT)
-        print(f"could not be run: {told}", file=sys.stderr)
+        print(f"could not be run: {command.in_one_line(problem)}", file=sys.stderr)
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -26,7 +26,7 @@ class Comparator:
         sums = measure(data, whole, match.boxes, match.factor)
         share: tuple[float, ...] = ()
         if match.partial_over:
-            share = sketch_of_share(data, whole, match.boxes, match.factor, match.summands)
+            share = sketch_of_share(data, whole, match.boxes, match.factor, match.partial_ranks)
         return Measured(
             match.key,
             match.placement,

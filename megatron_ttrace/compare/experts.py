@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.mcore.roles import expert_and_module, is_summand, is_within_experts
+from megatron_ttrace.mcore.roles import expert_and_module, is_partial, is_within_experts
 from megatron_ttrace.placement.boxes import Box, DimMap, length, product, whole
 from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.partial import describe_summand
+from megatron_ttrace.placement.partial import describe_partial
 from megatron_ttrace.placement.token_index import (
     NOBODY,
     TokenIndex,
@@ -54,8 +54,8 @@ class Piece:
     partial_over: str = ""
 
     @property
-    def is_summand(self) -> bool:
-        """Whether each rank of an axis holds a summand of it."""
+    def is_partial(self) -> bool:
+        """Whether each rank of an axis holds a partial sum of it."""
         return bool(self.partial_over)
 
 
@@ -148,9 +148,9 @@ class ExpertRows:
             shape = self._reference.entry(there).shape
             rows, _ = self._match(index, rows_key(self._iteration, number, layer), expert)
             placement, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
-            over = "etp" if self._mesh.size("etp") > 1 and is_summand(key.kind, module) else ""
+            over = "etp" if self._mesh.size("etp") > 1 and is_partial(key.kind, module) else ""
             if over:
-                placement = describe_summand(placement, over)
+                placement = describe_partial(placement, over)
             found.append(Piece(there, placement, boxes, shape, over))
         return found
 

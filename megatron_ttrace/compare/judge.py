@@ -149,17 +149,17 @@ def _judge(
 
 
 def _wholes(holders: Sequence[tuple[int, Measured]]) -> Iterator[tuple[int, Sums]]:
-    """What each rank holds; for summands the error of their sum, the same for all their ranks."""
-    summands: dict[object, list[tuple[int, Measured]]] = {}
+    """What each rank holds; for partial tensors the error of their sum, the same for all ranks."""
+    partials: dict[object, list[tuple[int, Measured]]] = {}
     for rank, one in holders:
         if one.sums is None:
             continue
         if one.sketch:
             region = tuple(box.region for box in one.boxes)
-            summands.setdefault(region, []).append((rank, one))
+            partials.setdefault(region, []).append((rank, one))
         else:
             yield rank, one.sums
-    for group in summands.values():
+    for group in partials.values():
         diff = squared_norm([one.sketch for _, one in group])
         for rank, one in group:
             if one.sums is not None:

@@ -58,7 +58,7 @@ class Keeper:
                 self._writer.add(entry, data)
             return same_as
         suspect = (
-            not found.sketch  # a summand alone proves nothing
+            not found.sketch  # a partial sum alone proves nothing
             and self._tolerances is not None
             and fails(found.sums, self._tolerances, found.key)
         )

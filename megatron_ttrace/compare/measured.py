@@ -18,7 +18,7 @@ class Measured:
 
     ``problem`` is empty, ``extra`` (the reference has no such tensor) or ``shape``; ``note`` says
     more. ``sums`` is ``None`` when nothing could be measured. ``sketch``, if any, says that the
-    tensor is a summand over the mesh axis ``partial_over``: what adds up to the reference are the
+    tensor is partial over the mesh axis ``partial_over``: what adds up to the reference are the
     sketches of all ranks with the same boxes (megatron_ttrace/compare/sketch.py). ``moments``, of
     initial values only, are what is judged in their place (megatron_ttrace/compare/initial.py).
     """

@@ -16,10 +16,10 @@ from megatron_ttrace.mcore.roles import is_first_of_gated
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.partial import describe_summand
-from megatron_ttrace.placement.plan import Placement, describe, plan
+from megatron_ttrace.placement.partial import describe_partial
+from megatron_ttrace.placement.plan import Placements, describe, plan
 from megatron_ttrace.placement.token_index import token_positions
-from megatron_ttrace.trace.captured import Summands
+from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
@@ -27,7 +27,7 @@ GRADIENT_KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """What the comparison must know of the candidate's configuration.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layout:
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
             tokens its context-parallel rank sees.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``; empty without experts.
-        summands: gradients of inputs that the ranks of an axis hold summands of.
+        partials: gradients of inputs that are partial over an axis.
         sequence_first: modules that hand out [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
@@ -50,7 +50,7 @@ class Layout:
     gradient_factor: float
     sequence_first: frozenset[str] = frozenset()
     dispatcher: str = ""
-    summands: Summands = dataclasses.field(default_factory=dict)
+    partials: Partials = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Match:
         factor: expected candidate/reference ratio.
         partial_over: the axis whose ranks' tensors add up to the reference's; empty for a tensor
             that is compared as it is.
-        summands: number of ranks along that axis.
+        partial_ranks: number of ranks along that axis.
     """
 
     key: TraceKey
@@ -74,12 +74,12 @@ class Match:
     logical_shape: tuple[int, ...]
     factor: float = 1.0
     partial_over: str = ""
-    summands: int = 1
+    partial_ranks: int = 1
 
     @property
     def share(self) -> float:
         """What the reference's values are multiplied by to become this rank's."""
-        return self.factor / self.summands
+        return self.factor / self.partial_ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,17 +98,17 @@ class Misfit:
 class Planner:
     """Plans the comparisons of one iteration on one rank."""
 
-    def __init__(self, reference: TraceReader, iteration: int, layout: Layout) -> None:
+    def __init__(self, reference: TraceReader, iteration: int, layout: RankLayout) -> None:
         self.experts = ExpertRows(reference, iteration, layout.mesh)
         self._reference = reference
         self._layout = layout
-        self._planned: dict[object, tuple[Placement, tuple[Box, ...]]] = {}
+        self._planned: dict[object, tuple[Placements, tuple[Box, ...]]] = {}
 
     def plan(
         self,
         key: TraceKey,
         local: tuple[int, ...],
-        known: tuple[tuple[int, ...], Placement] | None = None,
+        known: tuple[tuple[int, ...], Placements] | None = None,
     ) -> list[Match | Misfit]:
         """What a tensor of shape ``local`` is compared with; empty where nothing can be said.
 
@@ -149,8 +149,8 @@ class Planner:
                 piece.boxes,
                 piece.logical_shape,
                 self.factor(key),
-                "etp" if piece.is_summand else "",
-                ranks if piece.is_summand else 1,
+                "etp" if piece.is_partial else "",
+                ranks if piece.is_partial else 1,
             )
             if piece.key in self._reference
             else _extra(piece.key, local)
@@ -176,11 +176,11 @@ class Planner:
             ),
             whole,
         )
-        axis = self._summand_over(key)
+        axis = self._partial_over(key)
         told = describe(placement)
         return Match(
             key,
-            describe_summand(told, axis) if axis else told,
+            describe_partial(told, axis) if axis else told,
             boxes,
             whole,
             self.factor(key),
@@ -193,7 +193,7 @@ class Planner:
         key: TraceKey,
         whole: tuple[int, ...],
         shape: tuple[int, ...],
-        placement: Placement,
+        placement: Placements,
     ) -> Match:
         if shape != whole:
             raise NoPlacementError(f"the whole tensor is {shape}, in the reference {whole}")
@@ -208,11 +208,11 @@ class Planner:
         """Expected candidate/reference ratio."""
         return self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
 
-    def _summand_over(self, key: TraceKey) -> str:
-        """The axis whose ranks each have a summand of this tensor; empty for all others."""
+    def _partial_over(self, key: TraceKey) -> str:
+        """The axis over which this tensor is partial; empty if it is not."""
         if key.kind is not Kind.GRAD_INPUT:
             return ""
-        axis = self._layout.summands.get((key.name.partition("#")[0], key.index))
+        axis = self._layout.partials.get((key.name.partition("#")[0], key.index))
         return axis if axis and self._layout.mesh.size(axis) > 1 else ""
 
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
@@ -233,8 +233,8 @@ class Planner:
         )
 
     def _plan(
-        self, memo: object, placement: Callable[[], Placement], whole: tuple[int, ...]
-    ) -> tuple[Placement, tuple[Box, ...]]:
+        self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
+    ) -> tuple[Placements, tuple[Box, ...]]:
         """Planning is pure, so each combination of shapes is planned once."""
         if memo not in self._planned:
             steps = placement()

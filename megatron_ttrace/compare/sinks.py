@@ -17,11 +17,11 @@ import torch
 from megatron_ttrace.compare.comparator import Comparator
 from megatron_ttrace.compare.keeper import Keeper
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Layout, Planner
+from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.routing import Groups, choice
-from megatron_ttrace.compare.substituter import Substituter, Wobble, makers_of
+from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.placement.plan import Placement
+from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
@@ -35,13 +35,13 @@ class CompareSink:
         self,
         reference: TraceReader,
         iteration: int,
-        layout: Layout,
+        layout: RankLayout,
         *,
         tolerances: Tolerances | None = None,
         writer: TraceWriter | None = None,
         keep_all: bool = False,
         isolate: bool = False,
-        wobble: Wobble | None = None,
+        perturb: Perturb | None = None,
     ) -> None:
         """Prepare a comparison.
 
@@ -53,7 +53,7 @@ class CompareSink:
             writer: where tensors are kept: the failed ones, so that they can be explained.
             keep_all: keep the others too.
             isolate: hand the reference's slices back, to take the places of what was compared.
-            wobble: what is done to them first, in a replay that estimates tolerances.
+            perturb: what is done to them first, in a replay that estimates tolerances.
         """
         self.measured: list[Measured] = []
         self._reference = reference
@@ -62,14 +62,14 @@ class CompareSink:
         self._by_key: dict[TraceKey, Measured] = {}
         self._planner = Planner(reference, iteration, layout)
         self._comparator = Comparator(reference)
-        self._substituter = Substituter(reference, self._planner, wobble)
+        self._substituter = Substituter(reference, self._planner, perturb)
         self._keeper = Keeper(writer, tolerances, self._planner.factor, keep_all=keep_all)
 
     def _compare(
         self,
         key: TraceKey,
         data: torch.Tensor,
-        known: tuple[tuple[int, ...], Placement] | None = None,
+        known: tuple[tuple[int, ...], Placements] | None = None,
     ) -> None:
         """All that is done with a tensor under one of its names."""
         # 1. Turn it as the reference has it.
@@ -131,7 +131,7 @@ class CompareSink:
         return self._substituter.instead(TraceKey(self._iteration, *place), data)
 
     def placed(
-        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
     ) -> None:
         """Compare a tensor of the step (a parameter's kin), whose placement is known.
 

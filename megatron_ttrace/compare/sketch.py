@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear sketches: how far a sum of tensors on several ranks is from the reference.
 
-With expert tensor parallelism some tensors are summands that a later collective adds up. No rank
-can judge its summand alone, and gathering them would cost what the collective costs. A sketch is a
+With expert tensor parallelism some tensors are partial: a later collective adds them up. No rank
+can judge its own alone, and gathering them would cost what the collective costs. A sketch is a
 few hundred numbers that add up like the tensors do: elements with random signs, summed into random
 buckets (Charikar, Chen, Farach-Colton: Finding frequent items in data streams, 2002). The squared
 norm of a sketch is an unbiased estimate of the tensor's, with a relative standard deviation of
@@ -34,14 +34,14 @@ def sketch(data: torch.Tensor) -> tuple[float, ...]:
 def sketch_of_share(
     local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box], factor: float, ranks: int
 ) -> tuple[float, ...]:
-    """The sketch of what one rank's summand differs from an equal share of the reference by.
+    """The sketch of a rank's difference from an equal share of the reference.
 
     Args:
-        local: the summand, on any device.
+        local: the partial tensor, on any device.
         logical: the reference's whole tensor.
         boxes: how they correspond.
         factor: expected candidate/reference ratio.
-        ranks: how many summands there are.
+        ranks: how many of them add up to the whole.
     """
     parts = [
         (here.detach().double() / factor - there.to(here.device).double() / ranks).reshape(-1)

@@ -16,25 +16,25 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
-Wobble = Callable[[TraceKey, torch.Tensor], torch.Tensor]
+Perturb = Callable[[TraceKey, torch.Tensor], torch.Tensor]
 
 
 class Substituter:
     """Makes a rank's tensors out of one reference."""
 
     def __init__(
-        self, reference: TraceReader, planner: Planner, wobble: Wobble | None = None
+        self, reference: TraceReader, planner: Planner, perturb: Perturb | None = None
     ) -> None:
         """Prepare.
 
         Args:
             reference: the trusted trace.
             planner: of this rank.
-            wobble: what is done to the values, in a replay that estimates tolerances.
+            perturb: what is done to the values, in a replay that estimates tolerances.
         """
         self._reference = reference
         self._planner = planner
-        self._wobble = wobble
+        self._perturb = perturb
 
     def instead(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of the reference, where there is one and ``data`` is not that.
@@ -64,7 +64,7 @@ class Substituter:
         return self._if_other(key, instead, data)
 
     def _rows(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
-        """An experts' tensor with the reference's rows; of a summand, with an equal share each."""
+        """The reference's rows for an experts' tensor, or equal shares of them if it is partial."""
         instead = data.detach().clone()
         try:
             matches = self._planner.rows(key, tuple(data.shape))
@@ -96,8 +96,8 @@ class Substituter:
         self, key: TraceKey, instead: torch.Tensor, data: torch.Tensor
     ) -> torch.Tensor | None:
         """The reference's values; ``None`` where they are no others."""
-        if self._wobble is not None and instead.is_floating_point():
-            instead = self._wobble(key, instead)
+        if self._perturb is not None and instead.is_floating_point():
+            instead = self._perturb(key, instead)
         return None if torch.equal(instead, data) else instead
 
 

@@ -126,13 +126,13 @@ class Tolerances:
         self._dtypes = dtypes
         self._pooled: dict[tuple[int, Kind, str, int], float] = {}
         self._samples: dict[tuple[int, Kind, str, int], int] = {}
-        self._summands: dict[tuple[int, Kind], int] = {}
+        self._terms: dict[tuple[int, Kind], int] = {}
         self._iterations = {key.iteration for key in moved}
         for key, value in moved.items():
             totals = _SUMMED_INTO.get((key.kind, key.name)) or _SUMMED_INTO.get((key.kind, ""), ())
             for total in totals:
-                self._summands[key.iteration, total] = (
-                    self._summands.get((key.iteration, total), 0) + value.n
+                self._terms[key.iteration, total] = (
+                    self._terms.get((key.iteration, total), 0) + value.n
                 )
             group = (key.iteration, key.kind, key.name, key.index)
             # A replay that is no number any more is a tensor that cannot be judged.
@@ -169,9 +169,9 @@ class Tolerances:
         bound for pairwise summation counts, eps/2 * log2(n) (Higham, Accuracy and Stability of
         Numerical Algorithms, section 4.2).
         """
-        summands = self._summands.get((key.iteration, key.kind), 0)
-        if summands > 1:
-            return eps / 2 * math.log2(summands)
+        terms = self._terms.get((key.iteration, key.kind), 0)
+        if terms > 1:
+            return eps / 2 * math.log2(terms)
         if key.kind is Kind.MAIN_GRAD:
             eps = max(eps, self._rounding)
         size = norm

@@ -23,7 +23,7 @@ _Shape = tuple[Count, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Message:
-    """``rows`` name their layout (placement, boxes, shape, axis of a summand) by its number."""
+    """``rows`` name their layout (placement, boxes, shape, axis of partial ones) by number."""
 
     layouts: tuple[tuple[str, tuple[tuple[_Shape, _Shape, _Shape], ...], _Shape, str], ...]
     rows: tuple[

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.compare.routing import Groups
-from megatron_ttrace.placement.plan import Placement
+from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
@@ -46,7 +46,7 @@ class WriteSink:
         return None
 
     def placed(
-        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placement
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
     ) -> None:
         """A tensor of the step; the reference holds it whole."""
         self.tensor((place,), data.detach().reshape(tuple(logical_shape)))

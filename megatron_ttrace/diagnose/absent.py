@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explanations of tensors that are not there: layers that no pipeline stage built."""
+"""Explanations of missing tensors: layers that no pipeline stage built."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_ttrace.diagnose.evidence import ranges
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.findings import Cause, Finding
+from megatron_ttrace.trace.findings import Cause, MissingLayers
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-
-def layer_of(name: str) -> int | None:
-    """The layer a canonical name lies in."""
-    found = _LAYER.search(f"{name}.")
-    return int(found[1]) if found else None
 
 
 def missing_layers(
@@ -24,7 +17,7 @@ def missing_layers(
     expected: Iterable[str],
     held: Mapping[int, Iterable[str]],
     meshes: Sequence[Mesh],
-) -> Finding | None:
+) -> MissingLayers | None:
     """Whole layers are on no stage. The repair: build them; then no layer is missing.
 
     Args:
@@ -33,24 +26,27 @@ def missing_layers(
         held: parameters of each rank.
         meshes: of all ranks.
     """
-    layer = layer_of(name)
-    wanted = {found for found in map(layer_of, expected) if found is not None}
+    if not meshes or any(rank >= len(meshes) for rank in held):
+        return None
+    wanted = _layers(expected)
     stages: dict[int, set[int]] = {}
     for rank, names in held.items():
-        if rank >= len(meshes):
-            return None
-        found = {number for number in map(layer_of, names) if number is not None}
-        stages.setdefault(meshes[rank].at("pp"), set()).update(found)
+        stages.setdefault(meshes[rank].at("pp"), set()).update(_layers(names))
     lost = sorted(wanted - set().union(*stages.values()))
-    if layer is None or layer not in lost:
+    if not _layers([name]) & set(lost):
         return None
-    counts = " + ".join(str(len(stages[stage])) for stage in sorted(stages))
-    text = (
-        f"layer{'s' * (len(lost) > 1)} {ranges(lost)} of {len(wanted)} on no pipeline stage: "
-        f"the stages hold {counts} = {sum(map(len, stages.values()))} layers"
+    chunks = len(stages) * meshes[0].vpp
+    dropped = chunks > 1 and len(lost) == len(wanted) % chunks
+    counts = tuple(len(stages[stage]) for stage in sorted(stages))
+    return MissingLayers(
+        Cause.LAYERS,
+        ("pp",),
+        layers=tuple(lost),
+        total=len(wanted),
+        held=counts,
+        divisor=chunks if dropped else 0,
     )
-    hint = ""
-    size = len(stages) * (meshes[0].vpp if meshes else 1)
-    if size > 1 and len(wanted) % size and len(wanted) - len(lost) == len(wanted) // size * size:
-        hint = f"{len(wanted)} // {size} layers each, and the remainder is dropped"
-    return Finding(text, Cause.LAYERS, ("pp",), hint)
+
+
+def _layers(names: Iterable[str]) -> set[int]:
+    return {int(found[1]) for name in names if (found := _LAYER.search(f"{name}."))}

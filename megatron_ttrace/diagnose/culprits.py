@@ -5,7 +5,7 @@ A step is a chain of cause and effect: start values, forward, loss, backward, gr
 failure in one stage makes everything after it differ, so culprits are looked for stage by stage and
 the first stage that has any is the answer.
 
-Megatron's own initial values, which nothing of the traced step comes from, are looked at apart.
+Megatron's own initial values, which nothing of the traced step comes from, are examined separately.
 
 - start: a parameter or a token differs before anything was computed;
 - missing: a module or parameter of the reference exists nowhere in the candidate;
@@ -17,12 +17,13 @@ Megatron's own initial values, which nothing of the traced step comes from, are 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from megatron_ttrace.mcore.names import ROOT
-from megatron_ttrace.trace.findings import Explanation
+from megatron_ttrace.report import explanations
+from megatron_ttrace.trace.findings import Explanation, Grounds
 from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
 
 Explain = Callable[[Verdict], Explanation]
@@ -31,22 +32,29 @@ _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
+_MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+_UPDATED = (Kind.PARAM_DELTA, *_MOMENTS, Kind.PARAM, Kind.BUFFER)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Stage:
-    direction: Direction
-    culprits: Callable[[Sequence[Verdict]], list[tuple[Verdict, str, str]]]
+class _Origin(NamedTuple):
+    """A failure that is not the consequence of another, and the module that it belongs to."""
+
+    verdict: Verdict
+    module: str
+    grounds: Grounds
 
 
 def localise(
-    verdicts: Sequence[Verdict], explain: Explain | None = None, *, isolated: bool = False
+    verdicts: Sequence[Verdict],
+    explain: Explain = lambda verdict: Explanation(),
+    *,
+    isolated: bool = False,
 ) -> list[Culprit]:
     """Find the culprits of a run.
 
     Args:
         verdicts: of all tensors, in the reference's execution order.
-        explain: turns a failed verdict into a tested hypothesis about the cause.
+        explain: finds out about the cause of a failed verdict.
         isolated: whether every tensor was computed from the reference's. Then no failure is the
             consequence of another one, and each stands for itself.
 
@@ -56,96 +64,62 @@ def localise(
         when nothing failed.
     """
     # The traced step starts from other values: nothing in it is a consequence of initial ones.
+    steps = [verdict for verdict in verdicts if verdict.kind is not Kind.INITIAL]
     initial = [
-        (verdict, owner(verdict.name), "it is wrong before anything was computed")
-        for verdict in verdicts
-        if verdict.verdict.is_failure and verdict.kind is Kind.INITIAL
+        _Origin(verdict, owner(verdict.name), Grounds.INITIAL)
+        for verdict in _failures(verdicts, Kind.INITIAL)
     ]
-    verdicts = [verdict for verdict in verdicts if verdict.kind is not Kind.INITIAL]
-    return [
-        *_one_per_module(initial, Direction.START, explain, verdicts),
-        *_of_steps(verdicts, explain, isolated=isolated),
-    ]
-
-
-def _of_steps(
-    verdicts: Sequence[Verdict], explain: Explain | None, *, isolated: bool
-) -> list[Culprit]:
-    failed = [verdict for verdict in verdicts if verdict.verdict.is_failure]
-    if not failed:
-        return []
-    first = min(verdict.iteration for verdict in failed)
-    now = [verdict for verdict in verdicts if verdict.iteration == first]
+    failed = _failures(steps)
+    first = min((verdict.iteration for verdict in failed), default=0)
+    now = [verdict for verdict in steps if verdict.iteration == first]
+    stages = [(Direction.START, initial)]
     if isolated:
-        return [
-            culprit
-            for direction in Direction
-            for culprit in _one_per_module(_each(now, direction), direction, explain, now)
-        ]
-    for stage in _STAGES:
-        found = stage.culprits(now)
-        if found:
-            return _one_per_module(found, stage.direction, explain, now)
-    return _one_per_module(
-        [(failed[0], failed[0].name, "first failure in execution order; no module explains it")],
-        failed[0].kind.direction,
-        explain,
-        now,
-    )
-
-
-def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[tuple[Verdict, str, str]]:
-    """Every failure of a direction, where none is the consequence of another.
-
-    That a tensor is absent does spread: the first gradient that nobody computed stands for all, and
-    the norm of what is left is not the norm of all.
-    """
-    reason = "computed from the reference's own tensors, it differs"
-    absent = (
-        _absent(verdicts)
-        or [
-            (verdict, verdict.name, verdict.note)
-            for verdict in verdicts
-            if verdict.verdict in _ABSENT
-        ][:1]
-    )
-    return [found for found in absent if _absent_in(found[0]) is direction] + [
-        (verdict, owner(verdict.name) if verdict.microbatch < 0 else verdict.name, reason)
-        for verdict in verdicts
-        if verdict.verdict.is_failure
-        and verdict.verdict not in _ABSENT
-        and verdict.direction is direction
-        and not (verdict.kind is Kind.GRAD_NORM and absent)
+        stages += [(direction, _each(now, direction)) for direction in Direction]
+    elif failed:
+        unexplained = [_Origin(failed[0], failed[0].name, Grounds.FIRST_FAILURE)]
+        found = ((direction, origins(now)) for direction, origins in _STAGES)
+        stages.append(
+            next((one for one in found if one[1]), (failed[0].kind.direction, unexplained))
+        )
+    return [
+        culprit
+        for direction, origins in stages
+        for culprit in _one_per_module(origins, direction, explain, steps)
     ]
 
 
-def _absent_in(verdict: Verdict) -> Direction:
-    """A parameter that no rank has is a module that no rank has: there is no forward of it."""
-    start = verdict.direction is Direction.START
-    return Direction.FORWARD if start else verdict.direction
+def owner(parameter: str) -> str:
+    """The module that a parameter belongs to."""
+    return parameter.rpartition(".")[0] or parameter
+
+
+def _failures(verdicts: Iterable[Verdict], *kinds: Kind) -> list[Verdict]:
+    """Those that fail, of these kinds or of all."""
+    return [v for v in verdicts if v.verdict.is_failure and (not kinds or v.kind in kinds)]
 
 
 def _one_per_module(
-    found: Iterable[tuple[Verdict, str, str]],
+    origins: Iterable[_Origin],
     direction: Direction,
-    explain: Explain | None,
+    explain: Explain,
     verdicts: Sequence[Verdict],
 ) -> list[Culprit]:
-    chosen: dict[str, tuple[Verdict, str]] = {}
-    for verdict, module, reason in found:
-        known = chosen.get(module)
-        if known is None or _severity(verdict) > _severity(known[0]):
-            chosen[module] = verdict, reason
+    chosen: dict[str, _Origin] = {}
+    for origin in origins:
+        known = chosen.setdefault(origin.module, origin)
+        if _severity(origin.verdict) > _severity(known.verdict):
+            chosen[origin.module] = origin
     culprits = []
-    for module, (verdict, reason) in chosen.items():
-        why = explain(verdict) if explain else Explanation()
+    for verdict, module, grounds in chosen.values():
+        why = explain(verdict)
+        before, alike = _around(verdict, verdicts)
         culprits.append(
             Culprit(
                 name=module,
                 kind=verdict.kind,
                 direction=direction,
-                reason=reason + _chain(verdict, verdicts),
-                explanation=why.text,
+                reason=explanations.reason_text(grounds, verdict, before, alike),
+                explanation=explanations.explanation_text(why, verdict),
                 iteration=verdict.iteration,
                 microbatch=verdict.microbatch,
                 index=verdict.index,
@@ -155,32 +129,31 @@ def _one_per_module(
                 rel_err_eps=verdict.rel_err_eps,
                 tolerance=verdict.tolerance,
                 margin=verdict.margin,
-                hint=why.hint,
+                hint=explanations.hint_text(why, verdict),
                 where=why.where,
-                cause=why.cause,
-                axes=why.axes,
+                cause=why.finding.cause if why.finding else None,
+                axes=why.finding.axes if why.finding else (),
             )
         )
     return culprits
 
 
-def _chain(verdict: Verdict, verdicts: Sequence[Verdict]) -> str:
-    """The evidence around a culprit: what passed just before it, how many of its kind fail."""
+def _around(
+    verdict: Verdict, verdicts: Sequence[Verdict]
+) -> tuple[Verdict | None, Sequence[Verdict]]:
+    """What passes just before a tensor; of one that belongs to the whole step, all of its kind."""
     if verdict.verdict in _ABSENT or verdict.direction is Direction.START:
-        return ""
+        return None, ()
+    verdicts = [one for one in verdicts if one.iteration == verdict.iteration]
     if verdict.microbatch == STEP_LEVEL:
-        alike = [v for v in verdicts if v.kind is verdict.kind and v.index == verdict.index]
-        failing = sum(v.verdict.is_failure for v in alike)
-        return f"; {failing} of {len(alike)} of its kind fail" if len(alike) > 1 else ""
+        return None, [v for v in verdicts if (v.kind, v.index) == (verdict.kind, verdict.index)]
     before = None
     for other in verdicts:
         if other.key == verdict.key:
             break
         if other.microbatch == verdict.microbatch and other.kind is not Kind.TOKENS:
             before = other if other.verdict is Outcome.PASS else None
-    if before is None:
-        return ""
-    return f"; just before it {before.name} {before.kind}.{before.index} passes"
+    return before, ()
 
 
 def _severity(verdict: Verdict) -> float:
@@ -188,18 +161,41 @@ def _severity(verdict: Verdict) -> float:
     return math.inf if verdict.margin is None else verdict.margin
 
 
-def _start(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[_Origin]:
+    """Every failure of a direction, where none is the consequence of another.
+
+    That a tensor is absent does spread: the first gradient that was not computed stands for all,
+    and the norm of what is left is not the norm of all.
+    """
+    absent = (
+        _absent(verdicts)
+        or [_Origin(v, v.name, Grounds.ABSENT) for v in verdicts if v.verdict in _ABSENT][:1]
+    )
+    # A parameter that no rank has is a module that no rank has: there is no forward of it.
+    started = {Direction.START: Direction.FORWARD}
     return [
-        (verdict, verdict.name, "differs before anything was computed")
-        for verdict in verdicts
-        if verdict.verdict.is_failure
-        and verdict.verdict not in _ABSENT
-        and (verdict.kind is Kind.TOKENS or (verdict.kind is Kind.PARAM and verdict.index == 0))
+        one
+        for one in absent
+        if started.get(one.verdict.direction, one.verdict.direction) is direction
+    ] + [
+        _Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
+        for v in _failures(verdicts)
+        if v.verdict not in _ABSENT
+        and v.direction is direction
+        and not (v.kind is Kind.GRAD_NORM and absent)
     ]
 
 
-def _absent(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
-    """Parameters say most plainly that a module is absent; activations only where none is.
+def _start(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    return [
+        _Origin(verdict, verdict.name, Grounds.START)
+        for verdict in _failures(verdicts, Kind.TOKENS, Kind.PARAM)
+        if verdict.verdict not in _ABSENT and verdict.direction is Direction.START
+    ]
+
+
+def _absent(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    """Absent modules: by their parameters, or by their activations if no parameter is absent.
 
     A gradient that is absent was not computed: that belongs to its own stage.
     """
@@ -208,91 +204,65 @@ def _absent(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
         for verdict in verdicts
         if verdict.verdict in _ABSENT and verdict.direction in (Direction.START, Direction.FORWARD)
     ]
-    parameters = [v for v in absent if v.kind is Kind.PARAM and v.index == 0]
-    return [(v, owner(v.name) if v in parameters else v.name, v.note) for v in parameters or absent]
+    parameters = [v for v in absent if v.kind is Kind.PARAM]
+    return [
+        _Origin(v, owner(v.name) if parameters else v.name, Grounds.ABSENT)
+        for v in parameters or absent
+    ]
 
 
-def owner(parameter: str) -> str:
-    """The module that a parameter belongs to."""
-    return parameter.rpartition(".")[0] or parameter
-
-
-def _forward(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
+def _forward(verdicts: Sequence[Verdict]) -> list[_Origin]:
     born = _born(
         verdicts,
         inputs=Kind.INPUT,
         outputs=(Kind.OUTPUT, Kind.ROUTING),
-        reason="all its inputs pass, its output does not",
-        first="it has no inputs of its own to blame",
+        grounds=Grounds.OUTPUT,
+        without_inputs=Grounds.OUTPUT_WITHOUT_INPUTS,
     )
-    # The model's inputs are the tokens: it says only what is left when nobody else can be blamed.
-    parts = [found for found in born if found[1] != ROOT]
-    between = "this input fails although all outputs before it pass"
-    return parts or _unexplained(verdicts, (Kind.INPUT,), between) or born
+    # The whole model is named only if no part of it can be.
+    parts = [found for found in born if found.module != ROOT]
+    return parts or _first(verdicts, Kind.INPUT, Grounds.BETWEEN_MODULES) or born
 
 
-def _loss(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
-    return _unexplained(
-        verdicts, (Kind.LOSS,), "every module's output passes, the reported loss does not"
-    )
+def _loss(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    return _first(verdicts, Kind.LOSS, Grounds.LOSS)
 
 
-def _backward(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
-    absent = [v for v in verdicts if v.verdict in _ABSENT and v.direction is Direction.BACKWARD]
-    if absent:
-        note = "forward passes, and this is the first gradient that nobody computed"
-        return [(absent[0], absent[0].name, note)]
+def _backward(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    for v in verdicts:
+        if v.verdict in _ABSENT and v.direction is Direction.BACKWARD:
+            return [_Origin(v, v.name, Grounds.FIRST_ABSENT_GRADIENT)]
     return _born(
         verdicts,
         inputs=Kind.GRAD_OUTPUT,
         outputs=(Kind.GRAD_INPUT,),
-        reason="forward passes and so do its output gradients, its input gradient does not",
-        first="the backward pass starts here",
-    ) or _unexplained(
-        verdicts,
-        (Kind.GRAD_OUTPUT,),
-        "forward passes, and this is the first gradient of the backward pass that fails",
-    )
+        grounds=Grounds.GRAD_INPUT,
+        without_inputs=Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS,
+    ) or _first(verdicts, Kind.GRAD_OUTPUT, Grounds.FIRST_GRADIENT)
 
 
-def _gradient(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
-    reason = "activations and their gradients pass, the reduced gradient of {} does not"
+def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
     found = [
-        (verdict, owner(verdict.name), reason.format(verdict.name))
-        for verdict in verdicts
-        if verdict.verdict.is_failure and verdict.kind is Kind.MAIN_GRAD
+        _Origin(verdict, owner(verdict.name), Grounds.MAIN_GRAD)
+        for verdict in _failures(verdicts, Kind.MAIN_GRAD)
     ]
-    unstepped = any(
-        v.verdict in _ABSENT and v.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) for v in verdicts
-    )
-    if found or unstepped:
+    if found or any(v.verdict in _ABSENT for v in _failures(verdicts, *_MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.
         return found
-    return _unexplained(
-        verdicts, (Kind.GRAD_NORM,), "every main gradient passes, their norm does not"
-    )
+    return _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
 
 
-def _update(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, str, str]]:
-    reason = "its main gradient passes, the optimizer's {} of {} does not"
-    unknown = {
-        v.name
-        for v in verdicts
-        if v.verdict in _ABSENT and v.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-    }
+def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    unknown = {v.name for v in _failures(verdicts, *_MOMENTS) if v.verdict in _ABSENT}
     never = [
-        (v, owner(v.name), f"its main gradient passes, the optimizer keeps no state of {v.name}")
-        for v in verdicts
-        if v.kind is Kind.PARAM_DELTA and v.verdict.is_failure and v.name in unknown
+        _Origin(v, owner(v.name), Grounds.NO_OPTIMIZER_STATE)
+        for v in _failures(verdicts, Kind.PARAM_DELTA)
+        if v.name in unknown
     ]
-    if never:
-        # Without their gradients the norm is wrong, and with it every clipped update.
-        return never
-    kinds = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.PARAM, Kind.BUFFER)
-    return [
-        (verdict, owner(verdict.name), reason.format(verdict.kind, verdict.name))
-        for verdict in verdicts
-        if verdict.verdict.is_failure and verdict.kind in kinds
+    # Without their gradients the norm is wrong, and with it every clipped update.
+    return never or [
+        _Origin(verdict, owner(verdict.name), Grounds.UPDATE)
+        for verdict in _failures(verdicts, *_UPDATED)
     ]
 
 
@@ -301,19 +271,12 @@ def _born(
     *,
     inputs: Kind,
     outputs: tuple[Kind, ...],
-    reason: str,
-    first: str,
-) -> list[tuple[Verdict, str, str]]:
+    grounds: Grounds,
+    without_inputs: Grounds,
+) -> list[_Origin]:
     """Modules whose ``inputs`` all pass, with a failing output, and no such module inside."""
-    sick_inputs = {
-        (v.microbatch, v.name) for v in verdicts if v.kind is inputs and v.verdict.is_failure
-    }
-    with_inputs = {(v.microbatch, v.name) for v in verdicts if v.kind is inputs}
-    born = [
-        v
-        for v in verdicts
-        if v.kind in outputs and v.verdict.is_failure and (v.microbatch, v.name) not in sick_inputs
-    ]
+    wrong = {(v.microbatch, v.name) for v in _failures(verdicts, inputs)}
+    born = [v for v in _failures(verdicts, *outputs) if (v.microbatch, v.name) not in wrong]
     names = {v.name for v in born}
     innermost = [
         v for v in born if not any(other != v.name and _inside(other, v.name) for other in names)
@@ -324,14 +287,14 @@ def _born(
             place = (v.microbatch, v.name)
             entering[place] = max(entering.get(place, 0.0), _severity(v))
     return [
-        (v, v.name, reason if (v.microbatch, v.name) in with_inputs else first)
+        _Origin(v, v.name, grounds if (v.microbatch, v.name) in entering else without_inputs)
         for number, v in enumerate(innermost)
         if _is_new(v, innermost[:number], entering.get((v.microbatch, v.name), 0.0))
     ]
 
 
 def _is_new(verdict: Verdict, earlier: Sequence[Verdict], entering: float) -> bool:
-    """Whether an error is born here, and not an earlier one that surfaces again.
+    """Whether an error is born here, and is not an earlier one that surfaces again.
 
     An error may sink below the tolerance on its way (a softmax, a norm) and rise above it later:
     the module where it surfaces then has inputs that pass, but nearly as far off as its output.
@@ -342,30 +305,25 @@ def _is_new(verdict: Verdict, earlier: Sequence[Verdict], entering: float) -> bo
 
 
 def _inside(module: str, container: str) -> bool:
-    """Whether a module lies in another; everything lies in the model.
+    """Whether a module is within another; everything is within the model.
 
-    A module that runs again in a microbatch gets a number then (``name#1``), not a place.
+    A module that runs again in a microbatch has a number (``name#1``), which is not a place.
     """
     inner, outer = module.partition("#")[0], container.partition("#")[0]
     return outer == ROOT or inner.startswith(f"{outer}.")
 
 
-def _unexplained(
-    verdicts: Sequence[Verdict], kinds: tuple[Kind, ...], reason: str
-) -> list[tuple[Verdict, str, str]]:
-    """The first failure of these kinds, when no module can be blamed for it."""
-    for verdict in verdicts:
-        if verdict.kind in kinds and verdict.verdict.is_failure:
-            return [(verdict, verdict.name, reason)]
-    return []
+def _first(verdicts: Sequence[Verdict], kind: Kind, grounds: Grounds) -> list[_Origin]:
+    """The first failure of a kind, if no module can be blamed for it."""
+    return [_Origin(v, v.name, grounds) for v in _failures(verdicts, kind)[:1]]
 
 
 _STAGES = (
-    _Stage(Direction.START, _start),
-    _Stage(Direction.FORWARD, _absent),
-    _Stage(Direction.FORWARD, _forward),
-    _Stage(Direction.FORWARD, _loss),
-    _Stage(Direction.BACKWARD, _backward),
-    _Stage(Direction.GRADIENT, _gradient),
-    _Stage(Direction.UPDATE, _update),
+    (Direction.START, _start),
+    (Direction.FORWARD, _absent),
+    (Direction.FORWARD, _forward),
+    (Direction.FORWARD, _loss),
+    (Direction.BACKWARD, _backward),
+    (Direction.GRADIENT, _gradient),
+    (Direction.UPDATE, _update),
 )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What hypotheses are tested on: a failed tensor's shards, and the reference's whole tensor.
 
-A hypothesis names a repair. :meth:`Evidence.mends` applies the measure that failed the tensor (each
-rank's part against its tolerance) to the repaired values; only a hypothesis that brings every part
-back under the tolerance becomes an explanation.
+A hypothesis names a repair. :meth:`Evidence.repairs` applies the measure that failed the tensor
+(each rank's part against its tolerance) to the repaired values. Only a hypothesis that brings every
+part back under the tolerance becomes an explanation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import TraceKey
+from megatron_ttrace.trace.findings import FailingRanks, Finding
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 ELEMENTS = 1 << 22
 """Larger parts are judged by their first so many elements: an explanation must be quick."""
@@ -31,9 +31,11 @@ DENSE = ("tp", "cp", "dp", "pp")
 EXPERT = ("etp", "ep", "edp", "pp")
 """The two ways in which Megatron numbers the same ranks."""
 
+Pieces = Sequence[torch.Tensor]
+
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class FailedPart:
     """One rank's shard, in float32 and divided by its expected factor.
 
     ``pieces`` has one tensor per box, of the box's shape. ``local`` is the shard as it lies in
@@ -50,14 +52,24 @@ class Part:
         """The global rank."""
         return self.mesh.rank
 
-    @property
-    def region(self) -> tuple[object, ...]:
-        """What it holds; replicas hold the same."""
-        return tuple(box.region for box in self.boxes)
-
-
-Pieces = Sequence[torch.Tensor]
-Repair = Callable[[Part], Pieces | None]
+    @classmethod
+    def of(
+        cls,
+        local: torch.Tensor,
+        mesh: Mesh,
+        boxes: tuple[Box, ...],
+        factor: float,
+        limit: int = ELEMENTS,
+    ) -> FailedPart:
+        """From a stored shard; one with more than ``limit`` elements is cropped box by box."""
+        total = sum(box.numel for box in boxes)
+        cropped = boxes if total <= limit else tuple(_crop(box, limit, total) for box in boxes)
+        pieces = tuple(
+            _first(local_view(local, whole), box).float() / factor
+            for whole, box in zip(boxes, cropped, strict=True)
+        )
+        keep = cropped == boxes and not any(box.is_flat for box in boxes)
+        return cls(mesh, cropped, pieces, local.float() / factor if keep else None)
 
 
 @dataclasses.dataclass
@@ -75,56 +87,93 @@ class Evidence:
         seq_length: to call a dim by its name; 0 when unknown.
         ends: a time (``time.monotonic``) after which searches give up.
         others: reference tensors with this one's shape that it may hold by mistake, the likely ones
-            first, each with words for it.
+            first, each with the finding that it would be.
         whole: reads a tensor of the reference.
         alike: modules whose input has the shape of another module's.
     """
 
     key: TraceKey
     reference: torch.Tensor
-    parts: list[Part]
+    parts: list[FailedPart]
     tolerance: Tolerance
     meshes: Sequence[Mesh] = ()
     held: Mapping[int, tuple[Box, ...]] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
     seq_length: int = 0
     ends: float = math.inf
-    others: Callable[[], Iterable[tuple[str, Cause, TraceKey]]] = tuple
+    others: Callable[[], Iterable[tuple[Finding, TraceKey]]] = tuple
     whole: Callable[[TraceKey], torch.Tensor | None] = lambda key: None
     alike: Callable[[str], Iterable[str]] = lambda module: ()
 
-    def expected(self, part: Part) -> list[torch.Tensor]:
-        """The reference's slices for a part."""
-        return [logical_view(self.reference, box).float() for box in part.boxes]
+    def expected(
+        self, part: FailedPart, reference: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """The slices for a part, of the reference or of another tensor of its shape."""
+        whole = self.reference if reference is None else reference
+        return [logical_view(whole, box).float() for box in part.boxes]
 
-    def error(self, part: Part, pieces: Pieces) -> float:
-        """The relative error of a part if it held ``pieces``; the judge's measure."""
+    def fits(
+        self, part: FailedPart, pieces: Pieces | None, reference: torch.Tensor | None = None
+    ) -> bool:
+        """Whether a part would pass if it held ``pieces``, by the judge's measure."""
+        if pieces is None:
+            return False
         diff = size = 0.0
         count = 0
-        for piece, there in zip(pieces, self.expected(part), strict=True):
+        for piece, there in zip(pieces, self.expected(part, reference), strict=True):
             diff += _squares(piece - there)
             size += _squares(there)
             count += there.numel()
-        return relative_error(Sums(n=count, diff=diff, reference=size), self.tolerance.rms)
+        sums = Sums(n=count, diff=diff, reference=size)
+        return relative_error(sums, self.tolerance.rms) <= self.tolerance.value
 
-    def fits(self, part: Part, pieces: Pieces | None) -> bool:
-        """Whether a part with these values would pass."""
-        return pieces is not None and self.error(part, pieces) <= self.tolerance.value
-
-    def mends(self, repair: Repair) -> bool:
+    def repairs(self, repair: Callable[[FailedPart], Pieces | None]) -> bool:
         """Whether a repair brings every failing part under the tolerance."""
         return bool(self.parts) and all(self.fits(part, repair(part)) for part in self.parts)
+
+    def holds(self, other: torch.Tensor) -> bool:
+        """Whether every failing part holds ``other`` instead of the reference."""
+        return bool(self.parts) and all(self.fits(p, p.pieces, other) for p in self.parts)
+
+    def ratio(self, pairs: Iterable[tuple[Pieces, Pieces]]) -> float:
+        """The factor that fits ``ours = factor * theirs`` best; 0 where there is none."""
+        cross, size = dot(pairs)
+        return cross / size if size and math.isfinite(cross) else 0.0
+
+    def near(self, other: torch.Tensor) -> bool:
+        """Whether a formula's result is roughly the reference: the formula then applies here."""
+        off = float(torch.linalg.vector_norm(other - self.reference))
+        return off <= 0.1 * float(torch.linalg.vector_norm(self.reference))
+
+    def tensor(
+        self, kind: Kind, name: str, microbatch: int | None = None, index: int = 0
+    ) -> torch.Tensor | None:
+        """The reference's value of another tensor of the iteration; by default of the microbatch.
+
+        ``None`` if there is none.
+        """
+        place = self.key.microbatch if microbatch is None else microbatch
+        return self.whole(TraceKey(self.key.iteration, place, kind, name, index))
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """The reference's value of a parameter before the step."""
+        return self.tensor(Kind.PARAM, name, STEP_LEVEL)
+
+    def bias(self) -> torch.Tensor | None:
+        """The bias that the tensor's module adds to its output, if it has one."""
+        found = self.parameter(f"{self.key.name.partition('#')[0]}.bias")
+        fits = found is not None and found.shape == self.reference.shape[-1:]
+        return found if fits else None
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return self.meshes[0].size(axis) if self.meshes else 1
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that number this tensor's ranks, of those with more than one rank."""
         family = EXPERT if is_within_experts(self.key.name) else DENSE
-        return tuple(axis for axis in family if self.meshes and self.meshes[0].size(axis) > 1)
-
-    @property
-    def holders(self) -> frozenset[int]:
-        """Ranks known to hold the tensor."""
-        return frozenset(self.held)
+        return tuple(axis for axis in family if self.size(axis) > 1)
 
     @property
     def in_time(self) -> bool:
@@ -132,27 +181,26 @@ class Evidence:
         return time.monotonic() < self.ends
 
     def dim_name(self, dim: int) -> str:
-        """Words for the indices of a dim."""
-        size = self.reference.shape[dim]
-        if self.reference.ndim >= 2 and size == self.seq_length and dim < self.reference.ndim - 1:
+        """What the indices of a dim are called."""
+        size, ndim = self.reference.shape[dim], self.reference.ndim
+        if ndim >= 2 and size == self.seq_length and dim < ndim - 1:
             return "sequence positions"
-        if self.reference.ndim == 1:
+        if ndim == 1:
             return "elements"
-        return "rows" if dim == 0 else "columns" if dim == self.reference.ndim - 1 else f"dim {dim}"
+        return "rows" if dim == 0 else "columns" if dim == ndim - 1 else f"dim {dim}"
 
-
-def parts_of(
-    local: torch.Tensor, mesh: Mesh, boxes: tuple[Box, ...], factor: float, limit: int = ELEMENTS
-) -> Part:
-    """A part from a stored shard; a large one is cropped box by box."""
-    total = sum(box.numel for box in boxes)
-    cropped = boxes if total <= limit else tuple(_crop(box, limit, total) for box in boxes)
-    pieces = tuple(
-        _first(local_view(local, whole), box).float() / factor
-        for whole, box in zip(boxes, cropped, strict=True)
-    )
-    keep = cropped == boxes and not any(box.is_flat for box in boxes)
-    return Part(mesh, cropped, pieces, local.float() / factor if keep else None)
+    def failing_ranks(self) -> FailingRanks:
+        """Where the tensor fails, and what these ranks have in common."""
+        failing = tuple(sorted({part.rank for part in self.parts}))
+        holders = sorted(self.held) or range(len(self.meshes))
+        shared = None
+        for axis in ("tp", "cp", "pp", "dp", "ep", "etp", "edp"):
+            at = {self.meshes[rank].at(axis) for rank in failing}
+            with_it = tuple(rank for rank in holders if self.meshes[rank].at(axis) in at)
+            if self.size(axis) > 1 and len(at) == 1 and with_it == failing:
+                shared = axis, at.pop()
+                break
+        return FailingRanks(failing, len(holders), len(self.meshes), shared)
 
 
 def _crop(box: Box, limit: int, total: int) -> Box:
@@ -187,39 +235,18 @@ def dot(parts: Iterable[tuple[Pieces, Pieces]]) -> tuple[float, float]:
     return cross, size
 
 
-def where(failing: Sequence[int], meshes: Sequence[Mesh], holders: frozenset[int]) -> str:
-    """Words for a set of ranks: all of them, those that share a coordinate, or their numbers."""
-    chosen = sorted(set(failing))
-    world = len(meshes)
-    if world <= 1 or not chosen:
-        return ""
-    everyone = sorted(holders) if holders else list(range(world))
-    if chosen == everyone and len(chosen) == 1:
-        return f"on rank {chosen[0]}, the only one that holds it"
-    if chosen == everyone:
-        return f"on all {len(chosen)} ranks" + (" that hold it" if len(chosen) < world else "")
-    numbers = ", ".join(map(str, chosen[:8])) + (", ..." if len(chosen) > 8 else "")
-    listed = f"only on rank{'s' * (len(chosen) > 1)} {numbers}"
-    for axis in ("tp", "cp", "pp", "dp", "ep", "etp", "edp"):
-        if meshes[0].size(axis) == 1:
-            continue
-        at = {meshes[rank].at(axis) for rank in chosen}
-        sharing = [rank for rank in everyone if meshes[rank].at(axis) in at]
-        if len(at) == 1 and sharing == chosen:
-            return f"{listed} ({axis} {at.pop()})"
-    return listed
+def weights(terms: torch.Tensor, total: torch.Tensor) -> list[float]:
+    """How often each of the terms (rows) counts in a total; least squares in float64."""
+    terms, total = terms.double(), total.double()
+    found: list[float] = torch.linalg.lstsq(
+        terms @ terms.T, terms @ total, driver="gelsd"
+    ).solution.tolist()
+    return found
 
 
-def ranges(indices: Sequence[int], limit: int = 3) -> str:
-    """``0..3, 8`` for ``[0, 1, 2, 3, 8]``."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    said = [str(a) if a == b else f"{a}..{b}" for a, b in runs[:limit]]
-    return ", ".join(said) + (f" and {len(runs) - limit} more ranges" if len(runs) > limit else "")
+def flat(pieces: Iterable[torch.Tensor]) -> torch.Tensor:
+    """All elements of a part in one row."""
+    return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 def axis_combinations(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses about place: right values that stand somewhere else."""
+"""Hypotheses about position: right values in the wrong place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import itertools
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
-from megatron_ttrace.diagnose.evidence import Evidence, Part, dot
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, dot
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.trace.findings import Cause, Finding
+from megatron_ttrace.trace.findings import Cause, Finding, Offset, Order, Reordered, Transposed
 
 _ROWS = 4096
 _WIDTH = 8
@@ -23,42 +23,35 @@ def rows(evidence: Evidence) -> Finding | None:
     """Each row (along some dim) of a shard is some row of the reference. The repair: put it there.
 
     This finds shifts, wrong offsets, other ranks' slices, swapped halves, interleaved blocks and
-    any other permutation, for they differ only in which row is where.
+    any other permutation: they differ only in which row is where.
     """
     shards = _shards(evidence)
-    if not shards:
-        return None
     for dim in range(evidence.reference.ndim):
-        if not evidence.in_time:
+        if not shards or not evidence.in_time:
             return None
-        moves = [_moves(evidence, shard, dim) for shard in shards]
-        if all(move is not None for move in moves):
-            found = [move for move in moves if move is not None]
-            if any(move.to != move.own for move in found):
-                return _describe(evidence, dim, found)
+        moves = [move for one in shards if (move := _moves(evidence, one, dim)) is not None]
+        if len(moves) == len(shards) and any(move.to != move.own for move in moves):
+            return _offset(evidence, dim, moves) or _order(evidence, dim, moves)
     return None
 
 
-def transposed(evidence: Evidence) -> Finding | None:
+def transposed(evidence: Evidence) -> Transposed | None:
     """Two dims of equal size are exchanged. The repair: exchange them back."""
     for first, second in itertools.combinations(range(evidence.reference.ndim), 2):
 
-        def swap(part: Part, first: int = first, second: int = second) -> list[torch.Tensor] | None:
-            if len(part.pieces) != 1:
-                return None
-            (piece,) = part.pieces
-            turned = piece.transpose(first, second)
-            return [turned] if turned.shape == piece.shape else None
+        def swap(part: FailedPart, a: int = first, b: int = second) -> list[torch.Tensor] | None:
+            turned = [piece.transpose(a, b) for piece in part.pieces]
+            fits = len(turned) == 1 and turned[0].shape == part.pieces[0].shape
+            return turned if fits else None
 
-        if evidence.mends(swap):
-            names = f"dims {first} and {second}"
-            return Finding(f"{names} are transposed", Cause.ORDER)
+        if evidence.repairs(swap):
+            return Transposed(Cause.ORDER, dims=(first, second))
     return None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shard:
-    """A part with the logical index of each local index, dim by dim."""
+class _Indexed:
+    """Values with the logical index of each local index, dim by dim."""
 
     rank: int
     values: torch.Tensor
@@ -73,11 +66,23 @@ class _Move:
     own: list[int]
     to: list[int]
 
+    @property
+    def shifts(self) -> set[int]:
+        """How far the rows are from their places."""
+        return {to - own for own, to in zip(self.own, self.to, strict=True)}
 
-def _shards(evidence: Evidence) -> list[_Shard]:
-    """Each failing part on its own; flat ranges (ZeRO) put together to one whole tensor."""
-    if all(part.local is not None for part in evidence.parts):
-        return [_shard(part, part.local) for part in evidence.parts if part.local is not None]
+
+def _shards(evidence: Evidence) -> list[_Indexed]:
+    """Each failing part on its own; flat ranges (ZeRO) combined into one whole tensor."""
+    found = [
+        _Indexed(
+            part.rank, part.local, tuple(_indices(part.boxes, d) for d in range(part.local.ndim))
+        )
+        for part in evidence.parts
+        if part.local is not None
+    ]
+    if len(found) == len(evidence.parts):
+        return found
     whole = evidence.reference.float().clone()
     for part in evidence.parts:
         for box, piece in zip(part.boxes, part.pieces, strict=True):
@@ -85,12 +90,7 @@ def _shards(evidence: Evidence) -> list[_Shard]:
             if target.shape != piece.shape:
                 return []
             target.copy_(piece)
-    at = tuple(torch.arange(size) for size in whole.shape)
-    return [_Shard(evidence.parts[0].rank, whole, at)] if evidence.parts else []
-
-
-def _shard(part: Part, local: torch.Tensor) -> _Shard:
-    return _Shard(part.rank, local, tuple(_indices(part.boxes, d) for d in range(local.ndim)))
+    return [_Indexed(evidence.parts[0].rank, whole, tuple(map(torch.arange, whole.shape)))]
 
 
 def _indices(boxes: tuple[Box, ...], dim: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ def _indices(boxes: tuple[Box, ...], dim: int) -> torch.Tensor:
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
 
-def _moves(evidence: Evidence, shard: _Shard, dim: int) -> _Move | None:
+def _moves(evidence: Evidence, shard: _Indexed, dim: int) -> _Move | None:
     """Which rows of the reference the shard's rows are, if they are any."""
     there = evidence.reference.float()
     for other, at in enumerate(shard.at):
@@ -126,46 +126,44 @@ def _moves(evidence: Evidence, shard: _Shard, dim: int) -> _Move | None:
     return _Move(shard.rank, own.tolist(), to.tolist())
 
 
-def _describe(evidence: Evidence, dim: int, moves: list[_Move]) -> Finding:
-    name = evidence.dim_name(dim)
+def _offset(evidence: Evidence, dim: int, moves: list[_Move]) -> Offset | None:
+    """All rows of a shard are shifted by the same distance."""
+    shifts = set().union(*(move.shifts for move in moves))
+    foreign = all(len(move.shifts) == 1 and not set(move.to) & set(move.own) for move in moves)
+    if len(shifts) > 1 and not foreign:
+        return None
     moved = next(move for move in moves if move.to != move.own)
-    shifts = {to - own for move in moves for own, to in zip(move.own, move.to, strict=True)}
-    total = evidence.reference.shape[dim]
-    if len(shifts) == 1:
-        shift = shifts.pop()
-        return Finding(
-            f"wrong offset: {name} {moved.to[0]}..{moved.to[-1]} stand where "
-            f"{moved.own[0]}..{moved.own[-1]} belong (shifted by {shift})",
-            Cause.OFFSET,
-            _axis_of(evidence, moved, dim),
-        )
-    if all(not set(move.to) & set(move.own) for move in moves) and all(
-        len({to - own for own, to in zip(move.own, move.to, strict=True)}) == 1 for move in moves
-    ):
-        text = (
-            f"rank {moved.rank} holds {name} {moved.to[0]}..{moved.to[-1]}, which belong to "
-            f"another rank, instead of {moved.own[0]}..{moved.own[-1]}"
-        )
-        return Finding(text, Cause.OFFSET, _axis_of(evidence, moved, dim))
+    # The axis whose ranks divide the dim into parts of this size, if there is one.
+    parts = evidence.reference.shape[dim] // max(1, len(moved.own))
+    axes = tuple(axis for axis in evidence.axes if evidence.size(axis) == parts > 1)
+    return Offset(
+        Cause.OFFSET,
+        axes if len(axes) == 1 else (),
+        dim=evidence.dim_name(dim),
+        rank=moved.rank,
+        held=(moved.to[0], moved.to[-1]),
+        own=(moved.own[0], moved.own[-1]),
+        shift=shifts.pop() if len(shifts) == 1 else None,
+    )
+
+
+def _order(evidence: Evidence, dim: int, moves: list[_Move]) -> Reordered:
+    """The rows of all shards together are in another order."""
     together = sorted({pair for move in moves for pair in zip(move.own, move.to, strict=True)})
-    sources, targets = [to for _, to in together], [own for own, _ in together]
-    count = sum(own != to for own, to in together)
-    if len(set(sources)) < len(sources):
-        text = f"{count} of {total} {name} hold the values of other {name}, some of them twice"
-        return Finding(text, Cause.ORDER)
+    targets, sources = [own for own, _ in together], [to for _, to in together]
     half = len(targets) // 2
-    if sources == targets[half:] + targets[:half] and len(targets) == 2 * half:
-        text = f"the two halves of its {name} are swapped"
-        return Finding(text, Cause.HALVES, (), "gate and up projection are taken for each other")
-    if sources == targets[::-1]:
-        return Finding(f"its {name} are in reverse order", Cause.ORDER)
-    runs = 1 + sum(after != before + 1 for before, after in itertools.pairwise(sources))
-    text = f"{count} of {total} {name} are right but in another order, in {runs} blocks"
-    return Finding(text, Cause.ORDER)
-
-
-def _axis_of(evidence: Evidence, move: _Move, dim: int) -> tuple[str, ...]:
-    """The axis whose ranks divide the dim in parts of this size, if there is one."""
-    parts = evidence.reference.shape[dim] // max(1, len(move.own))
-    found = [axis for axis in evidence.axes if evidence.meshes[0].size(axis) == parts > 1]
-    return tuple(found) if len(found) == 1 else ()
+    order = Order.BLOCKS
+    if len(set(sources)) < len(sources):
+        order = Order.REPEATED
+    elif sources == targets[half:] + targets[:half] and len(targets) == 2 * half:
+        order = Order.HALVES
+    elif sources == targets[::-1]:
+        order = Order.REVERSED
+    return Reordered(
+        Cause.HALVES if order is Order.HALVES else Cause.ORDER,
+        order=order,
+        dim=evidence.dim_name(dim),
+        moved=sum(own != to for own, to in together),
+        total=evidence.reference.shape[dim],
+        blocks=1 + sum(after != before + 1 for before, after in itertools.pairwise(sources)),
+    )

@@ -6,82 +6,72 @@ from __future__ import annotations
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
-from megatron_ttrace.diagnose.evidence import Evidence, ranges
+from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.mcore.names import ROOT
-from megatron_ttrace.trace.findings import Cause, Finding
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.findings import Cause, WrongRows, WrongTokens
+from megatron_ttrace.trace.records import Kind
 
 _MOST = 0.75
-"""When more than this is wrong, nothing is learnt from where."""
+"""If more than this is wrong, nothing is learnt from where it is."""
 
 
-def token_ids(evidence: Evidence) -> Finding | None:
+def token_ids(evidence: Evidence) -> WrongTokens | None:
     """Positions with some token ids are wrong, all others right. The repair: these positions."""
-    key = evidence.key
+    key, shape = evidence.key, evidence.reference.shape[:2]
     if key.kind is not Kind.OUTPUT or evidence.reference.ndim != 3:
         return None
     # What the model was given, which may be the batch's ids renamed.
-    tokens = evidence.whole(TraceKey(key.iteration, key.microbatch, Kind.INPUT, ROOT, 0))
-    table = evidence.whole(TraceKey(key.iteration, STEP_LEVEL, Kind.PARAM, f"{key.name}.weight", 0))
+    tokens = evidence.tensor(Kind.INPUT, ROOT)
+    table = evidence.parameter(f"{key.name}.weight")
     if tokens is None or table is None or table.ndim != 2:
         return None
-    if tokens.T.shape == evidence.reference.shape[:2] != tokens.shape:
-        tokens = tokens.T
-    if tokens.shape != evidence.reference.shape[:2]:
-        return None
+    tokens = tokens if tokens.shape == shape else tokens.T
     wrong, values = _wrong(evidence, (2,))
-    if wrong is None or not wrong.any():
+    if tokens.shape != shape or wrong is None or not wrong.any():
         return None
     bad, good = tokens[wrong].unique(), tokens[~wrong].unique()
-    if not len(good) or bool(torch.isin(bad, good).any()):
-        return None
     low, high = int(bad.min()), int(bad.max())
-    inside = good[(good >= low) & (good <= high)]
-    if len(inside):
+    if not len(good) or bool(((good >= low) & (good <= high)).any()):
         return None
-    axes, whose = _vocabulary_part(evidence, len(table), low, high)
-    text = f"positions whose token id lies in {low}..{high}{whose} are wrong, the rest right"
+    size = evidence.size("tp")
     held = values[wrong]
-    if not held.any():
-        text += "; they are zero"
-    elif torch.equal(held, held[:1].expand_as(held)):
-        row = (table.float() - held[0]).norm(dim=1).argmin()
-        near = (table[row].float() - held[0]).norm() <= 1e-2 * held[0].norm()
-        text += f"; they all hold row {int(row)} of the table" if near else "; they are all alike"
-    return Finding(text, Cause.TOKEN_IDS, axes)
+    equal = torch.equal(held, held[:1].expand_as(held))
+    row = int((table.float() - held[0]).norm(dim=1).argmin())
+    near = bool((table[row].float() - held[0]).norm() <= 1e-2 * held[0].norm())
+    return WrongTokens(
+        Cause.TOKEN_IDS,
+        ("tp",) if size > 1 else (),
+        ids=(low, high),
+        owners=(low * size // len(table), high * size // len(table)) if size > 1 else None,
+        zero=not held.any(),
+        equal=equal,
+        row=row if equal and near else None,
+    )
 
 
-def _vocabulary_part(
-    evidence: Evidence, rows: int, low: int, high: int
-) -> tuple[tuple[str, ...], str]:
-    size = evidence.meshes[0].size("tp") if evidence.meshes else 1
-    if size == 1:
-        return (), ""
-    first, last = low * size // rows, high * size // rows
-    owners = f"tp {first}" if first == last else f"tp {first} to {last}"
-    return ("tp",), f" (the part of {owners})"
-
-
-def some_rows(evidence: Evidence) -> Finding | None:
+def some_rows(evidence: Evidence) -> WrongRows | None:
     """Along some dim a minority of rows is wrong. The repair: these rows."""
-    best: tuple[float, int, list[int], bool] | None = None
-    for dim in range(evidence.reference.ndim):
-        others = tuple(d for d in range(evidence.reference.ndim) if d != dim)
-        wrong, values = _wrong(evidence, others)
+    found = []
+    for dim, total in enumerate(evidence.reference.shape):
+        wrong, values = _wrong(
+            evidence, tuple(d for d in range(evidence.reference.ndim) if d != dim)
+        )
         if wrong is None:
             return None
-        share = float(wrong.float().mean())
-        if 0 < share <= _MOST and (best is None or share < best[0]):
-            held = values.movedim(dim, 0)[wrong]
-            best = share, dim, wrong.nonzero().reshape(-1).tolist(), not bool(held.any())
-    if best is None:
-        return None
-    share, dim, indices, zeroed = best
-    name = evidence.dim_name(dim)
-    axes, whose = _slice_of(evidence, dim, indices)
-    state = "zero" if zeroed else "wrong"
-    text = f"{name} {ranges(indices)} ({share:.0%}){whose} are {state}, the rest right"
-    return Finding(text, Cause.ROWS, axes)
+        indices = wrong.nonzero().reshape(-1).tolist()
+        if 0 < len(indices) <= _MOST * total:
+            slice_of = _slice_of(evidence, total, indices)
+            rows = WrongRows(
+                Cause.ROWS,
+                slice_of[:1] if slice_of else (),
+                dim=evidence.dim_name(dim),
+                indices=tuple(indices),
+                total=total,
+                zero=not values.movedim(dim, 0)[wrong].any(),
+                slice_of=slice_of,
+            )
+            found.append(rows)
+    return min(found, key=lambda rows: len(rows.indices) / rows.total, default=None)
 
 
 def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -105,17 +95,13 @@ def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | No
     if over:
         squares, sizes = squares.mean(over), sizes.mean(over)
     scale = sizes.sqrt().clamp(min=evidence.tolerance.rms)
-    wrong = squares.sqrt() > evidence.tolerance.value * scale
-    return wrong, values
+    return squares.sqrt() > evidence.tolerance.value * scale, values
 
 
-def _slice_of(evidence: Evidence, dim: int, indices: list[int]) -> tuple[tuple[str, ...], str]:
-    """Whether these rows are just what one rank of an axis holds."""
-    total = evidence.reference.shape[dim]
+def _slice_of(evidence: Evidence, total: int, indices: list[int]) -> tuple[str, int] | None:
+    """The axis and the rank on it that hold just these rows of a dim."""
     first, count = indices[0], len(indices)
-    if indices[-1] - first + 1 != count or total % count or first % count:
-        return (), ""
-    found = [axis for axis in evidence.axes if evidence.meshes[0].size(axis) == total // count]
-    if len(found) != 1 or total == count:
-        return (), ""
-    return (found[0],), f", the slice of {found[0]} {first // count},"
+    if indices[-1] - first + 1 != count or total % count or first % count or total == count:
+        return None
+    found = [axis for axis in evidence.axes if evidence.size(axis) == total // count]
+    return (found[0], first // count) if len(found) == 1 else None

@@ -14,7 +14,7 @@ from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placement, Step, plan
+from megatron_ttrace.placement.plan import Placements, Step, plan
 from megatron_ttrace.placement.shard import Shard
 
 UNMARKED = {"softmax_offset": 0}
@@ -34,7 +34,7 @@ class ParameterPlace:
 
     name: str
     logical_shape: tuple[int, ...]
-    placement: Placement
+    placement: Placements
 
     def boxes(self, mesh: Mesh) -> tuple[Box, ...]:
         """This rank's boxes."""

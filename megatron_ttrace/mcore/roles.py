@@ -64,8 +64,8 @@ def without_number(name: str) -> str:
     return _NUMBERED_EXPERT.sub("*", name)
 
 
-def is_summand(kind: Kind, module: str) -> bool:
-    """Whether, with expert tensor parallelism, a tensor is one rank's summand of the whole.
+def is_partial(kind: Kind, module: str) -> bool:
+    """Whether, with expert tensor parallelism, a tensor is partial.
 
     The second linear layer leaves its output to the dispatcher's reduce-scatter, and the gradient
     of what was gathered for the first is reduce-scattered behind it (``explicit_expert_comm`` in

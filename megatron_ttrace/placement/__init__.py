@@ -8,6 +8,6 @@ coverage know boxes only. Each step's rule lives in a short module of its own.
 
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placement, Step, describe, local_shape, plan
+from megatron_ttrace.placement.plan import Placements, Step, describe, local_shape, plan
 
-__all__ = ["Box", "Mesh", "Placement", "Step", "describe", "local_shape", "plan"]
+__all__ = ["Box", "Mesh", "Placements", "Step", "describe", "local_shape", "plan"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placement, Step
+from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.placement.zigzag import ZigZag
 
@@ -29,7 +29,7 @@ def infer_activation(
     *,
     seq_length: int,
     gated: bool = False,
-) -> Placement:
+) -> Placements:
     """The placement of an activation or its gradient.
 
     Args:

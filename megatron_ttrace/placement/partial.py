@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Partial(op)``: every rank of the axis holds a full-shaped summand of the logical tensor.
+"""``Partial(op)``: every rank of the axis holds a full-shaped term of a sum (or mean).
 
 No tensor that Megatron hands to the optimizer is partial; a gradient that *is* partial is what a
 forgotten all-reduce looks like. So a partial placement is never compared as it stands: the
@@ -17,7 +17,7 @@ from megatron_ttrace.placement.boxes import DimMap
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partial:
-    """A summand (``op`` "sum") or a contribution to a mean ("avg")."""
+    """A term of a sum (``op`` "sum") or of a mean ("avg")."""
 
     op: str = "sum"
 
@@ -30,6 +30,6 @@ class Partial:
         return f"Partial({self.op})"
 
 
-def describe_summand(placement: str, axis: str) -> str:
-    """The words for a summand over an axis."""
+def describe_partial(placement: str, axis: str) -> str:
+    """The words for a tensor that is partial over an axis."""
     return f"{placement} {axis}:{Partial()}"

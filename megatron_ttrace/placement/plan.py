@@ -13,8 +13,9 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.placement.zigzag import ZigZag
 
-DimRule = Shard | BlockShard | ZigZag
-Rule = DimRule | FlatShard
+DimPlacement = Shard | BlockShard | ZigZag
+Placement = DimPlacement | FlatShard
+"""What one mesh axis does to a tensor, as DTensor uses the word."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,23 +23,23 @@ class Step:
     """One mesh axis' division of a tensor."""
 
     axis: str
-    rule: Rule
+    rule: Placement
 
     def __str__(self) -> str:
         return f"{self.axis}:{self.rule}"
 
 
-Placement = tuple[Step, ...]
+Placements = tuple[Step, ...]
 """Steps, outermost first. Axes that are not named replicate. A ``FlatShard`` comes last."""
 
 
-def describe(placement: Placement) -> str:
+def describe(placement: Placements) -> str:
     """``"cp:ZigZag(0) tp:Shard(0)"``; ``"Replicate"`` for the empty placement."""
     return " ".join(str(step) for step in placement) or "Replicate"
 
 
 def _dim_maps(
-    logical_shape: Sequence[int], placement: Placement, mesh: Mesh
+    logical_shape: Sequence[int], placement: Placements, mesh: Mesh
 ) -> tuple[list[DimMap], FlatShard | None]:
     dim_maps = [whole(size) for size in logical_shape]
     for position, step in enumerate(placement):
@@ -53,7 +54,7 @@ def _dim_maps(
     return dim_maps, None
 
 
-def plan(logical_shape: Sequence[int], placement: Placement, mesh: Mesh) -> tuple[Box, ...]:
+def plan(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[Box, ...]:
     """The boxes of this rank's local tensor.
 
     Raises:
@@ -63,7 +64,7 @@ def plan(logical_shape: Sequence[int], placement: Placement, mesh: Mesh) -> tupl
     return flat.boxes(dim_maps) if flat is not None else product(dim_maps)
 
 
-def local_shape(logical_shape: Sequence[int], placement: Placement, mesh: Mesh) -> tuple[int, ...]:
+def local_shape(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
     """The shape that the local tensor must have. Raises ``ValueError`` as :func:`plan` does."""
     dim_maps, flat = _dim_maps(logical_shape, placement, mesh)
     if flat is not None:
@@ -71,7 +72,7 @@ def local_shape(logical_shape: Sequence[int], placement: Placement, mesh: Mesh) 
     return tuple(length(dim_map) for dim_map in dim_maps)
 
 
-def dims_of(logical_shape: Sequence[int], placement: Placement, mesh: Mesh) -> tuple[DimMap, ...]:
+def dims_of(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[DimMap, ...]:
     """The dims of this rank's local tensor, for a placement without a ``FlatShard``.
 
     Raises:

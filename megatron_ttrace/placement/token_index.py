@@ -9,7 +9,7 @@ of several logical tensors, one per microbatch, and each row is found by its ide
 position in the sequence, expert.
 
 Within experts the hidden dim is divided by expert tensor parallelism (``etp``), and what comes out
-of the second linear layer is a summand that the dispatcher adds up afterwards.
+of the second linear layer is partial: the dispatcher adds it up afterwards.
 """
 
 from __future__ import annotations

@@ -124,17 +124,22 @@ def exactness_text(exactness: Exactness) -> str:
     )
 
 
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of each run of consecutive numbers."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return found
+
+
 def ranks_text(ranks: Iterable[int], limit: int = 12) -> str:
     """``(0, 1, 2, 5)`` -> ``0-2,5``, with the tail counted where there are many ranges."""
-    ordered = sorted(set(ranks))
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:limit]]
-    rest = sum(b - a + 1 for a, b in spans[limit:])
+    found = runs(ranks)
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in found[:limit]]
+    rest = sum(b - a + 1 for a, b in found[limit:])
     return ",".join(shown) + (f" and {rest} more" if rest else "") if shown else "-"
 
 

@@ -13,12 +13,12 @@ from megatron_ttrace.capture.initial import Initial
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import encode
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.summands import summands
+from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.trace.captured import Batch
@@ -68,7 +68,7 @@ class Comparison:
     def step(
         self,
         iteration: int,
-        layout: Layout,
+        layout: RankLayout,
         batches: Sequence[Batch],
         numbers: Sequence[int],
         rehearse: Callable[[StepSink, Sequence[int]], None],
@@ -104,9 +104,9 @@ class Comparison:
         return encode(self._measured)
 
 
-def layout_of(model: TracedModel, args: MegatronArguments) -> Layout:
+def layout_of(model: TracedModel, args: MegatronArguments) -> RankLayout:
     """What the comparison must know of this rank's part of the model."""
-    return Layout(
+    return RankLayout(
         model.mesh,
         args.seq_length,
         model.gated,
@@ -120,7 +120,7 @@ def layout_of(model: TracedModel, args: MegatronArguments) -> Layout:
             and hasattr(module, "vocab_start_index")
         ),
         dispatcher(args),
-        summands(model.names),
+        partials(model.names),
     )
 
 

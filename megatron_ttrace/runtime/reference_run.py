@@ -17,7 +17,7 @@ from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
@@ -125,7 +125,7 @@ class ReferenceSession(Session):
                 self.rehearse(run, sink, numbers)
             writer.close()
             reader = TraceReader(self._directory, sealed=False)
-            layout = Layout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+            layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
             for seed in range(1, self.settings.seeds + 1):
                 start.restore()
                 # Else a replay's second step would have the learning rate of a later one.
@@ -142,12 +142,12 @@ class ReferenceSession(Session):
             raise TTraceError("the reference run traced nothing")
 
     def _replay(
-        self, reader: TraceReader, iteration: int, layout: Layout, seed: int
+        self, reader: TraceReader, iteration: int, layout: RankLayout, seed: int
     ) -> CompareSink:
         if not low_precision.is_isolated(self.args):
             return CompareSink(reader, iteration, layout)
         wobble = low_precision.wobble(self.model.names, seed)
-        return CompareSink(reader, iteration, layout, isolate=True, wobble=wobble)
+        return CompareSink(reader, iteration, layout, isolate=True, perturb=wobble)
 
 
 def _distance(one: Measured) -> float:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tested hypothesis says about a failed tensor, and what is only suggested by it."""
+"""What is found out about the cause of a failure, as enums and numbers.
+
+Nothing here is text for people: ``report/explanations.py`` makes all of it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,33 @@ import dataclasses
 from enum import StrEnum
 
 UNKNOWN = "unknown"
-"""The explanation of a culprit for which no tested hypothesis holds."""
+"""The explanation of a culprit for which no hypothesis passed its test."""
+
+
+class Grounds(StrEnum):
+    """Why a tensor is taken for the origin of the error."""
+
+    INITIAL = "initial"
+    START = "start"
+    ABSENT = "absent"
+    OUTPUT = "output"
+    OUTPUT_WITHOUT_INPUTS = "output_without_inputs"
+    BETWEEN_MODULES = "between_modules"
+    LOSS = "loss"
+    FIRST_ABSENT_GRADIENT = "first_absent_gradient"
+    GRAD_INPUT = "grad_input"
+    GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
+    FIRST_GRADIENT = "first_gradient"
+    MAIN_GRAD = "main_grad"
+    GRAD_NORM = "grad_norm"
+    NO_OPTIMIZER_STATE = "no_optimizer_state"
+    UPDATE = "update"
+    ISOLATED = "isolated"
+    FIRST_FAILURE = "first_failure"
 
 
 class Cause(StrEnum):
-    """The sort of a finding."""
+    """What sort of fault a finding is."""
 
     INITIAL_VALUES = "initial_values"
     RANDOM_STATE = "random_state"
@@ -46,35 +71,283 @@ FACTORS = (Cause.FACTOR, Cause.TOO_LARGE, Cause.TOO_SMALL)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """A tested hypothesis.
+    """A hypothesis that passed its test; subclasses hold its numbers.
 
     Attributes:
-        text: what is wrong, as far as it was tested or seen in the shards.
-        cause: its sort.
-        axes: the mesh axes (or ``microbatches``) it speaks of.
-        hint: what such a finding suggests. It was not tested.
+        cause: what sort of fault it is.
+        axes: the mesh axes (or ``microbatches``) involved.
     """
 
-    text: str
     cause: Cause
     axes: tuple[str, ...] = ()
-    hint: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MissingLayers(Finding):
+    """``layers`` of ``total`` are on no pipeline stage; ``held`` counts the layers of each stage.
+
+    ``divisor`` is the number of model chunks if dividing by it and dropping the remainder gives
+    what the stages hold, else 0.
+    """
+
+    layers: tuple[int, ...]
+    total: int
+    held: tuple[int, ...]
+    divisor: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantFactor(Finding):
+    """All values are ``ratio`` times the reference's.
+
+    ``sizes`` are the sizes of the layout, or products of several, that the factor equals.
+    """
+
+    ratio: float
+    sizes: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankFactors(Finding):
+    """Each rank's values are off by a factor of its own: ``(rank, ratio)``."""
+
+    factors: tuple[tuple[int, float], ...]
+
+
+class CastOperand(StrEnum):
+    """The tensor whose cast has a certain scale."""
+
+    INPUT = "input"
+    OWN_PART = "own_part"
+    EITHER = "either"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProductFactors(RankFactors):
+    """The product of a linear layer is off by a factor; its bias, if it has one, is not.
+
+    ``dtype`` is the FP8 format whose scale (or its inverse) the factors are, if they are one, for
+    the cast of ``operand``.
+    """
+
+    has_bias: bool
+    dtype: str = ""
+    inverse: bool = False
+    operand: CastOperand = CastOperand.INPUT
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rounded(Finding):
+    """The reference rounded to ``dtype``; ``scaled``: with one scale for the tensor."""
+
+    dtype: str
+    scaled: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSums(Finding):
+    """The ranks' values along the axes add up to the reference, up to ``factor``.
+
+    ``mean``: their mean is the reference, not their sum.
+    """
+
+    factor: ConstantFactor | None = None
+    mean: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WrongCopies(Finding):
+    """Of ranks that hold the same elements, ``wrong`` fail and ``right`` pass."""
+
+    wrong: tuple[int, ...]
+    right: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """How often the shares of a gradient that came through ``module`` count, where not once.
+
+    ``by_axis``: the numbers are those of data-parallel ranks, else of microbatches.
+    """
+
+    module: str
+    by_axis: bool
+    counts: tuple[tuple[int, float], ...]
+    missing: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shares(Finding):
+    """Microbatches' shares of a gradient do not count once each: by group of ranks, by module."""
+
+    by_ranks: tuple[tuple[tuple[int, ...], tuple[Weights, ...]], ...]
+    per_rank: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Addend(Finding):
+    """A bias (or the module's input) is added ``1 + surplus`` times instead of once."""
+
+    bias: bool
+    surplus: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherTime(Finding):
+    """The value of another iteration or, if ``iteration`` is ``None``, of another microbatch."""
+
+    microbatch: int
+    iteration: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherTensor(Finding):
+    """The reference's value of another tensor."""
+
+    kind: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WrongOperand(Finding):
+    """A weight gradient made with the input of another module."""
+
+    module: str
+
+
+Span = tuple[int, int]
+"""First and last index."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Offset(Finding):
+    """``rank`` holds indices ``held`` of a dim where ``own`` belong; ``dim`` is what they are.
+
+    ``shift`` is the distance if it is that of all ranks; without one the values are another rank's.
+    """
+
+    dim: str
+    rank: int
+    held: Span
+    own: Span
+    shift: int | None = None
+
+
+class Order(StrEnum):
+    """In what order right rows stand."""
+
+    REPEATED = "repeated"
+    HALVES = "halves"
+    REVERSED = "reversed"
+    BLOCKS = "blocks"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reordered(Finding):
+    """``moved`` of ``total`` rows are not in their place; they form ``blocks``."""
+
+    order: Order
+    dim: str
+    moved: int
+    total: int
+    blocks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Transposed(Finding):
+    """Two dims are exchanged."""
+
+    dims: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WrongTokens(Finding):
+    """All positions whose token id is in ``ids`` are wrong, and no others.
+
+    Attributes:
+        ids: first and last token id.
+        owners: first and last tensor-parallel rank that these rows of the table belong to.
+        zero: whether these positions hold zeros.
+        equal: whether they all hold the same values.
+        row: the row of the table that they hold, if they hold one.
+    """
+
+    ids: Span
+    owners: Span | None = None
+    zero: bool = False
+    equal: bool = False
+    row: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WrongRows(Finding):
+    """A minority of rows along a dim is wrong; ``slice_of``: they are one rank's, by its axis."""
+
+    dim: str
+    indices: tuple[int, ...]
+    total: int
+    zero: bool
+    slice_of: tuple[str, int] | None = None
+
+
+class MaskOrder(StrEnum):
+    """Under which causal masks attention's blocks of keys were computed."""
+
+    NONE = "none"
+    REVERSED = "reversed"
+    SHIFTED = "shifted"
+    OWN = "own"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WrongMasks(Finding):
+    """The gradient of ``tensor`` (q, k or v) was computed with other causal masks."""
+
+    tensor: str
+    order: MaskOrder
+    shift: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWeight(Finding):
+    """Blocks of keys count ``weight`` times in a gradient; they are of ``steps`` of a ring."""
+
+    tensor: str
+    steps: tuple[int, ...]
+    ring: int
+    weight: float
+    missing: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FailingRanks:
+    """The ranks on which a tensor fails.
+
+    Attributes:
+        ranks: their numbers, in order.
+        holders: how many ranks hold the tensor.
+        world: how many ranks there are.
+        shared: an axis and the coordinate on it that these ranks, and no others, have.
+    """
+
+    ranks: tuple[int, ...]
+    holders: int
+    world: int
+    shared: tuple[str, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is said about the cause of a culprit.
+    """What is known about the cause of a culprit.
 
     Attributes:
-        text: what was tested on the shards, or :data:`UNKNOWN`.
-        hint: what that suggests; not tested.
+        finding: the hypothesis that passed its test, if one did.
         where: file, line and function of Megatron that are the common location of such faults.
-        cause: the sort of the finding; ``None`` where nothing was found.
-        axes: of the finding.
+        ranks: where the tensor fails.
+        alike: how many failing main gradients are off by this very factor, and how many fail.
     """
 
-    text: str = UNKNOWN
-    hint: str = ""
+    finding: Finding | None = None
     where: str = ""
-    cause: Cause | None = None
-    axes: tuple[str, ...] = ()
+    ranks: FailingRanks | None = None
+    alike: tuple[int, int] | None = None

@@ -35,8 +35,8 @@ class Entry:
     """One index line: a tensor of a trace.
 
     ``shape`` is the stored shape, ``logical_shape`` the whole tensor's (the same in a reference).
-    ``placement`` is in words; ``partial_over`` is the mesh axis whose ranks each hold a summand, if
-    they do. ``factor`` is what this run's values must be divided by to be the reference's.
+    ``placement`` is in words; ``partial_over`` is the mesh axis over which it is partial, if
+    any. ``factor`` is what this run's values must be divided by to be the reference's.
     ``misfit`` says why the tensor has no place in the reference, if it has none. ``sums`` is what
     was found of a tensor that was judged by other means than its elements: no data is kept of it.
     """

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
@@ -38,7 +38,7 @@ def verdict_on(directory, reference, candidate, kind=Kind.OUTPUT):
     seal(directory / "reference", {})
     reader = TraceReader(directory / "reference")
     saving = TraceWriter(directory / "candidate", 0)
-    layout = Layout(SINGLE, 16, False, 1.0)
+    layout = RankLayout(SINGLE, 16, False, 1.0)
     sink = CompareSink(reader, 1, layout, writer=saving, keep_all=True)
     sink.placed(place, candidate, candidate.shape, ())
     saving.close()

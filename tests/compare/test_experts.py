@@ -7,7 +7,7 @@ import torch
 
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
@@ -101,7 +101,7 @@ def check(reference, tamper=lambda rank, rows, data: (rows, data), *, writer=Non
     """Verdicts of two ranks; ``tamper`` may change what a rank sees."""
     measured = {}
     for rank in range(2):
-        layout = Layout(mesh_of(rank, 2, **sizes), 4, False, 1.0)
+        layout = RankLayout(mesh_of(rank, 2, **sizes), 4, False, 1.0)
         sink = CompareSink(
             reference, 1, layout, writer=writer(rank) if writer else None, keep_all=bool(writer)
         )
@@ -184,7 +184,7 @@ def test_a_lost_token_is_uncovered(reference):
 
 def test_a_tensor_of_other_rows_is_a_shape(reference):
     """Rows and tensor must be of one length."""
-    sink = CompareSink(reference, 1, Layout(mesh_of(0, 2, ep=2), 4, False, 1.0))
+    sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 2, ep=2), 4, False, 1.0))
     sink.dispatched(0, LAYER, arrived(0))
     sink.tensor(((0, *IN),), tensor(arrived(0))[1:])
     found = by_place(judged(reference, {0: sink.measured}))[0, *IN]
@@ -192,13 +192,13 @@ def test_a_tensor_of_other_rows_is_a_shape(reference):
     assert "rows, where" in found.note
 
 
-def summands(reference, weights):
+def partial_sums(reference, weights):
     """Two ranks of expert tensor parallelism whose outputs are parts of the whole."""
     rows = index(*[(0, rows_of(0, e), e) for e in range(EXPERTS)])
     other = index(*[(1, rows_of(1, e), e) for e in range(EXPERTS)])
     measured = {}
     for rank, weight in enumerate(weights):
-        sink = CompareSink(reference, 1, Layout(mesh_of(rank, 2, tp=2, etp=2), 4, False, 1.0))
+        sink = CompareSink(reference, 1, RankLayout(mesh_of(rank, 2, tp=2, etp=2), 4, False, 1.0))
         for m, which in ((0, rows), (1, other)):
             sink.dispatched(m, LAYER, which)
             sink.tensor(((m, *OUT),), weight * tensor(which))
@@ -206,17 +206,17 @@ def summands(reference, weights):
     return by_place(judged(reference, measured))
 
 
-def test_summands_are_judged_by_their_sum(reference):
+def test_partial_sums_are_judged_by_their_sum(reference):
     """Whatever each is."""
-    found = summands(reference, (1.7, -0.7))[0, *OUT]
+    found = partial_sums(reference, (1.7, -0.7))[0, *OUT]
     assert found.verdict is Outcome.PASS
     assert "etp:Partial(sum)" in found.placement
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 0.0), (0.5, 0.6)])
-def test_summands_that_do_not_add_up(reference, weights):
+def test_partial_sums_that_do_not_add_up(reference, weights):
     """A doubled, a lost, a scaled one."""
-    found = summands(reference, weights)[0, *OUT]
+    found = partial_sums(reference, weights)[0, *OUT]
     assert found.verdict is Outcome.DIVERGED
     assert found.ranks == (0, 1)
     assert found.rel_err == pytest.approx(abs(sum(weights) - 1), rel=0.3)
@@ -224,7 +224,7 @@ def test_summands_that_do_not_add_up(reference, weights):
 
 def test_another_choice(reference):
     """A tie passes with a note, the reference's choice is taken; a wrong one diverges."""
-    sink = CompareSink(reference, 1, Layout(mesh_of(0, 1), 4, False, 1.0))
+    sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 1), 4, False, 1.0))
     tied, own = scores(0), chosen(0).clone()
     tied[0], own[0] = 1.1, 1 - own[0]
     taken = sink.routed(0, ROUTER, tied, own[:, None], None)
@@ -261,9 +261,9 @@ def test_saved_pieces_are_compared_offline(reference, tmp_path):
 
 
 def test_isolation_puts_the_reference_in(reference):
-    """Each row its own; a summand's equal share."""
+    """Each row its own; a partial tensor's equal share."""
     rows = arrived(0)
-    layout = Layout(mesh_of(0, 2, ep=2), 4, False, 1.0)
+    layout = RankLayout(mesh_of(0, 2, ep=2), 4, False, 1.0)
     sink = CompareSink(reference, 1, layout, isolate=True)
     sink.dispatched(0, LAYER, rows)
     wrong = tensor(rows) + 1
@@ -271,7 +271,7 @@ def test_isolation_puts_the_reference_in(reference):
     assert sink.replace((0, *IN), tensor(rows)) is None
     both = index(*[(0, rows_of(0, e), e) for e in range(EXPERTS)])
     sink = CompareSink(
-        reference, 1, Layout(mesh_of(0, 2, tp=2, etp=2), 4, False, 1.0), isolate=True
+        reference, 1, RankLayout(mesh_of(0, 2, tp=2, etp=2), 4, False, 1.0), isolate=True
     )
     sink.dispatched(0, LAYER, both)
     assert torch.allclose(sink.replace((0, *OUT), wrong[:0].new_ones(8, HIDDEN)), tensor(both) / 2)
@@ -307,7 +307,7 @@ def test_padding_is_not_stored(tmp_path):
     assert torch.equal(
         stored.tensor(stored.entry(TraceKey(1, 0, *OF_ONE))), tensor(rows.of_expert(1))
     )
-    live = CompareSink(stored, 1, Layout(mesh_of(0, 1), 4, False, 1.0))
+    live = CompareSink(stored, 1, RankLayout(mesh_of(0, 1), 4, False, 1.0))
     live.dispatched(0, LAYER, rows)
     live.tensor(((0, *IN),), padded)
     assert live.measured[-1].sums.n == TOKENS * HIDDEN

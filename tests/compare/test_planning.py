@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ttrace.compare import planning
-from megatron_ttrace.compare.planning import Layout, Match, Misfit, Planner
+from megatron_ttrace.compare.planning import Match, Misfit, Planner, RankLayout
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -15,7 +15,7 @@ from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a", 0)
 GRAD = TraceKey(1, 0, Kind.GRAD_INPUT, "a", 0)
-LAYOUT = Layout(mesh_of(1, 2, tp=2), 8, False, 3.0, frozenset({"a", "x"}))
+LAYOUT = RankLayout(mesh_of(1, 2, tp=2), 8, False, 3.0, frozenset({"a", "x"}))
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def test_an_activation(reference):
     assert (gradient.factor, gradient.share, gradient.partial_over) == (3.0, 3.0, "")
 
 
-def test_a_summand_is_a_share(reference):
+def test_a_partial_tensor_is_a_share(reference):
     """Of as many ranks as its axis has."""
-    layout = dataclasses.replace(LAYOUT, summands={("a", 0): "tp"})
+    layout = dataclasses.replace(LAYOUT, partials={("a", 0): "tp"})
     [match] = Planner(reference, 1, layout).plan(GRAD, (8, 1, 6))
-    assert (match.partial_over, match.summands, match.share) == ("tp", 2, 1.5)
+    assert (match.partial_over, match.partial_ranks, match.share) == ("tp", 2, 1.5)
     assert match.placement == "Replicate tp:Partial(sum)"
     [other] = Planner(reference, 1, layout).plan(KEY, (8, 1, 6))
-    assert (other.partial_over, other.summands) == ("", 1)
+    assert (other.partial_over, other.partial_ranks) == ("", 1)
 
 
 def test_misfits(reference):
@@ -66,7 +66,7 @@ def test_misfits(reference):
 
 def test_what_cannot_be_followed_is_not_planned(reference):
     """Experts behind a dispatcher that carries no other data."""
-    layout = Layout(mesh_of(0, 2, ep=2), 8, False, 1.0, dispatcher="flex")
+    layout = RankLayout(mesh_of(0, 2, ep=2), 8, False, 1.0, dispatcher="flex")
     key = dataclasses.replace(KEY, name="decoder.layers.0.mlp.experts")
     assert Planner(reference, 1, layout).plan(key, (4,)) == []
 

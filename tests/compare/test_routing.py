@@ -26,10 +26,10 @@ def draw(seed, tokens=64, experts=8):
 def test_the_bound_holds(seed, k, noise):
     """A choice that noise alone changed costs at most the noise, relative to the scores."""
     reference = draw(seed)
-    wobble = noise * torch.randn(reference.shape, generator=torch.Generator().manual_seed(seed + 1))
-    scores = reference + wobble
+    moved = noise * torch.randn(reference.shape, generator=torch.Generator().manual_seed(seed + 1))
+    scores = reference + moved
     sums, _ = choice(scores, scores.topk(k).indices, reference.topk(k).indices)
-    error = float(wobble.norm() / scores.norm())
+    error = float(moved.norm() / scores.norm())
     assert relative(sums) <= error * (1 + 1e-6)
 
 

@@ -11,7 +11,7 @@ from megatron_ttrace.compare import comparator
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import fails
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
@@ -78,7 +78,7 @@ def layout(rank=0, factor=1.0, gated=True, **sizes):
     world = 1
     for size in sizes.values():
         world *= size
-    return Layout(mesh_of(rank, world, **sizes), S, gated, factor)
+    return RankLayout(mesh_of(rank, world, **sizes), S, gated, factor)
 
 
 def test_the_reference_is_written_once_per_tensor(reference, tensors):
@@ -210,12 +210,12 @@ def test_isolation_hands_out_the_references_slice(reference, tensors, rank):
 
 
 def shared_key(rank):
-    """Two ranks with heads of their own and one key, whose gradient is the whole's summand."""
-    return dataclasses.replace(layout(rank, tp=2), summands={(GRAD[2], 0): "tp"})
+    """Two ranks with heads of their own and one key, whose gradient is partial."""
+    return dataclasses.replace(layout(rank, tp=2), partials={(GRAD[2], 0): "tp"})
 
 
 @pytest.mark.parametrize(("weights", "right"), [((1.7, -0.7), True), ((1.0, 1.0), False)])
-def test_summands_of_a_gradient(reference, tensors, weights, right, tmp_path):
+def test_partial_sums_of_a_gradient(reference, tensors, weights, right, tmp_path):
     """Judged by their sum, in the job and from files."""
     measured = {}
     for rank, weight in enumerate(weights):

@@ -35,7 +35,7 @@ def test_one_wrong_row_counts_fully():
         assert found == pytest.approx(float(data.sum()), rel=0.5)
 
 
-def test_summands_that_cancel():
+def test_partial_sums_that_cancel():
     """Leave nothing: no error."""
     data = torch.randn(100)
     assert squared_norm([sketch(data), sketch(-data)]) == pytest.approx(0.0, abs=1e-12)

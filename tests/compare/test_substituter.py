@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron_ttrace.compare.planning import Layout, Planner
+from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.substituter import Substituter, makers_of
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import mesh_of
@@ -26,10 +26,10 @@ def reference(tmp_path):
     return TraceReader(tmp_path / "reference")
 
 
-def substituter(reference, wobble=None):
+def substituter(reference, perturb=None):
     """Of the second of two tensor-parallel ranks."""
-    planner = Planner(reference, 1, Layout(mesh_of(1, 2, tp=2), 8, False, 1.0))
-    return Substituter(reference, planner, wobble)
+    planner = Planner(reference, 1, RankLayout(mesh_of(1, 2, tp=2), 8, False, 1.0))
+    return Substituter(reference, planner, perturb)
 
 
 def test_equal_values_are_not_handed_back(reference):
@@ -40,7 +40,7 @@ def test_equal_values_are_not_handed_back(reference):
 
 
 def test_a_replay_disturbs_what_it_hands_back(reference):
-    """By what its wobble does, told the key."""
+    """By what its function for that returns, given the key."""
     half = VALUES.chunk(2)[1]
     told = []
     disturbed = substituter(reference, lambda key, data: told.append(key) or data * 2)

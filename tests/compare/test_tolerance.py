@@ -91,7 +91,7 @@ def test_the_floor_of_a_small_change_is_the_parameters():
     assert of(delta, alone, "float32").value == SAFETY * FP32 / 2
 
 
-def test_the_floor_of_sums_grows_with_the_logarithm_of_the_summands():
+def test_the_floor_of_sums_grows_with_the_logarithm_of_the_terms():
     """The gradient norm sums all main gradients, the loss the model's output."""
     norm = TraceKey(1, STEP_LEVEL, Kind.GRAD_NORM, "grad_norm")
     loss = TraceKey(1, STEP_LEVEL, Kind.LOSS, "lm loss")
@@ -107,12 +107,12 @@ def test_the_floor_of_sums_grows_with_the_logarithm_of_the_summands():
     assert of(loss, moved, "float32").value == pytest.approx(SAFETY * FP32 / 2 * 8)
 
 
-@pytest.mark.parametrize("summands", [10**3, 10**6, 10**9, 10**12])
-def test_a_gradient_norm_off_by_1e_5_is_beyond_any_fp32_tolerance(summands):
+@pytest.mark.parametrize("terms", [10**3, 10**6, 10**9, 10**12])
+def test_a_gradient_norm_off_by_1e_5_is_beyond_any_fp32_tolerance(terms):
     """With replays that move it by two roundings, in models of up to 10^12 parameters."""
     norm = TraceKey(1, STEP_LEVEL, Kind.GRAD_NORM, "grad_norm")
     moved = {
-        TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "a"): Moved(summands, 1.0, (1e-6,)),
+        TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "a"): Moved(terms, 1.0, (1e-6,)),
         norm: Moved(1, 1.0, (2 * FP32, 0.0, FP32, FP32)),
     }
     assert of(norm, moved, "float32").value < 1e-5

@@ -7,10 +7,12 @@ import torch
 
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.compare.tolerance import Tolerance
-from megatron_ttrace.diagnose.evidence import Evidence, parts_of
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.placement.mesh import Mesh, mesh_of
-from megatron_ttrace.placement.plan import Placement, plan
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.placement.plan import Placements, plan
+from megatron_ttrace.report.explanations import explanation_text, hint_text
+from megatron_ttrace.trace.findings import Explanation, Finding
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
 
 WEIGHT = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight", 0)
 OUTPUT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.linear_fc2", 0)
@@ -31,7 +33,7 @@ def evidence_of(
     ranks: list[Mesh],
     held: Callable[[int, torch.Tensor], torch.Tensor] | Mapping[int, torch.Tensor],
     *,
-    placement: Placement = (),
+    placement: Placements = (),
     key: TraceKey = WEIGHT,
     tolerance: float = 1e-4,
     trace: Mapping[TraceKey, torch.Tensor] | None = None,
@@ -60,7 +62,32 @@ def evidence_of(
             local = held(mesh.rank, right)
         else:
             local = held[mesh.rank]
-        part = parts_of(local, mesh, boxes, 1.0)
+        part = FailedPart.of(local, mesh, boxes, 1.0)
         if not evidence.fits(part, part.pieces):
             evidence.parts.append(part)
     return evidence
+
+
+def failed(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Verdict:
+    """The verdict of a tensor that fails."""
+    numbers = (1.0, 1.0, 1e-4, 1e4)
+    return Verdict.of(
+        key,
+        verdict=outcome,
+        **dict(zip(("rel_err", "rel_err_eps", "tolerance", "margin"), numbers, strict=True)),
+        ranks=(0,),
+        placement="Replicate",
+        shape=(16, 8),
+    )
+
+
+def text(finding: Finding | None, key: TraceKey = WEIGHT) -> str:
+    """What is said of a finding."""
+    assert finding is not None
+    return explanation_text(Explanation(finding), failed(key))
+
+
+def hint(finding: Finding | None, key: TraceKey = WEIGHT) -> str:
+    """What a finding suggests."""
+    assert finding is not None
+    return hint_text(Explanation(finding), failed(key))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_ttrace.diagnose.culprits import localise, owner
-from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation
+from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, PartialSums
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Outcome, Verdict
 
 LAYERS = ("decoder.layers.0", "decoder.layers.1")
@@ -99,12 +99,12 @@ def step(iteration=1, microbatches=1):
         yield iteration, STEP_LEVEL, Kind.PARAM, name, 1
 
 
-def run(*sick, outcome=Outcome.DIVERGED, steps=1, microbatches=1):
-    """Verdicts of a run in which the keys that any of ``sick`` accepts fail."""
+def run(*faulty, outcome=Outcome.DIVERGED, steps=1, microbatches=1):
+    """Verdicts of a run in which the keys that any of ``faulty`` accepts fail."""
     found = []
     for keys in itertools.chain(*(step(i + 1, microbatches) for i in range(steps))):
         iteration, microbatch, kind, name, index = keys
-        bad = any(test(kind, name, index) for test in sick)
+        bad = any(test(kind, name, index) for test in faulty)
         found.append(
             verdict(
                 name,
@@ -203,10 +203,10 @@ def test_the_model_is_named_when_nobody_else_can_be():
 
 
 def test_a_module_without_inputs():
-    """Rotary embeddings take no tensor; that they have no inputs is said."""
+    """Rotary embeddings take no tensor; the reason says that they have no inputs."""
     verdicts = [verdict("rotary_pos_emb", outcome=Outcome.DIVERGED, margin=9.0)]
     [culprit] = localise(verdicts)
-    assert culprit.reason.startswith("it has no inputs of its own to blame")
+    assert culprit.reason.startswith("it has no traced inputs, and its output fails")
 
 
 def test_a_second_call_is_no_other_place():
@@ -233,8 +233,8 @@ def test_names_that_merely_begin_alike_are_strangers():
 
 def test_several_culprits_in_execution_order():
     """The same bug in both layers, whose error rounding swallowed in between."""
-    sick = [f"{layer}.mlp.linear_fc1" for layer in LAYERS]
-    assert names(run(is_(Kind.OUTPUT, *sick))) == sick
+    faulty = [f"{layer}.mlp.linear_fc1" for layer in LAYERS]
+    assert names(run(is_(Kind.OUTPUT, *faulty))) == faulty
 
 
 def test_routing_counts_as_an_output():
@@ -442,12 +442,13 @@ def test_the_explanation_is_asked_for_every_culprit():
 
     def explain(v):
         asked.append(v)
-        return Explanation("because", "perhaps", "there", Cause.ROWS, ("tp",))
+        return Explanation(PartialSums(Cause.PARTIAL, ("tp",)), "there")
 
     verdicts = run(is_(Kind.OUTPUT, "decoder.layers.0.mlp.linear_fc1"))
     [culprit] = localise(verdicts, explain)
-    assert (culprit.explanation, culprit.hint, culprit.where) == ("because", "perhaps", "there")
-    assert (culprit.cause, culprit.axes) == (Cause.ROWS, ("tp",))
+    assert culprit.explanation == "partial sums over tp: their sum is the reference"
+    assert (culprit.hint, culprit.where) == ("a missing reduction over tp", "there")
+    assert (culprit.cause, culprit.axes) == (Cause.PARTIAL, ("tp",))
     assert [v.name for v in asked] == [culprit.name]
 
 

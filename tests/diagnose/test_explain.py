@@ -12,22 +12,16 @@ from megatron_ttrace.compare.measure import measure
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.diagnose import absent
-from megatron_ttrace.diagnose.evidence import where
+from megatron_ttrace.diagnose.evidence import FailedPart
 from megatron_ttrace.diagnose.explain import MOST, Explainer
 from megatron_ttrace.placement.plan import plan
+from megatron_ttrace.report.explanations import explanation_text, hint_text, ranks_text
 from megatron_ttrace.trace.findings import UNKNOWN, Cause
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
-from tests.diagnose.evidence_by_hand import meshes, values
+from tests.diagnose.evidence_by_hand import evidence_of, failed, hint, meshes, text, values
 
 NAMES = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(MOST + 2)]
-
-
-def verdict_of(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Verdict:
-    return Verdict(
-        *(key.iteration, key.microbatch, key.kind, key.name, key.index, outcome),
-        *(1.0, 1.0, 1e-4, 1e4, (0,), "Replicate", (16, 8)),
-    )
 
 
 def keys() -> list[TraceKey]:
@@ -71,36 +65,42 @@ def made(tmp_path: Path) -> tuple[Explainer, Path]:
 
 def test_one_sentence(made: tuple[Explainer, Path]) -> None:
     """What, which axis, how many others, which ranks; a hint and where to look apart from it."""
-    found = made[0].explain(verdict_of(keys()[0]))
-    assert found.text.startswith("2.000 times too large = the size of dp, as are all")
-    assert f"as are all {len(NAMES)} main gradients that fail" in found.text
-    assert "on all 2 ranks" in found.text
-    assert found.hint == "a missing division or a doubled reduction over dp"
+    verdict = failed(keys()[0])
+    found = made[0].explain(verdict)
+    said = explanation_text(found, verdict)
+    assert said.startswith("2.000 times too large = the size of dp, as are all")
+    assert f"as are all {len(NAMES)} main gradients that fail" in said
+    assert "on all 2 ranks" in said
+    assert hint_text(found, verdict) == "a missing division or a doubled reduction over dp"
     assert found.where.startswith("start_grad_sync in megatron/core/")
-    assert (found.cause, found.axes) == (Cause.TOO_LARGE, ("dp",))
+    assert found.finding is not None
+    assert (found.finding.cause, found.finding.axes) == (Cause.TOO_LARGE, ("dp",))
 
 
 def test_few_and_quick(made: tuple[Explainer, Path]) -> None:
     """A dozen culprits are explained, within two seconds."""
     began = time.monotonic()
-    sentences = [made[0].explain(verdict_of(key)).text for key in keys()]
+    found = [made[0].explain(failed(key)).finding for key in keys()]
     assert time.monotonic() - began < 2
-    assert UNKNOWN not in sentences[:MOST]
-    assert set(sentences[MOST:]) == {UNKNOWN}
+    assert None not in found[:MOST]
+    assert set(found[MOST:]) == {None}
 
 
 def test_damage_is_unknown(made: tuple[Explainer, Path]) -> None:
     """Damaged shards take the explanation away and nothing else."""
     for shard in made[1].glob("*.safetensors"):
         shard.write_bytes(b"damaged")
-    assert made[0].explain(verdict_of(keys()[0])).text == UNKNOWN
+    verdict = failed(keys()[0])
+    found = made[0].explain(verdict)
+    assert found.finding is None
+    assert explanation_text(found, verdict) == UNKNOWN
 
 
 def test_nothing_kept_is_unknown(made: tuple[Explainer, Path], tmp_path: Path) -> None:
     """A candidate of which nothing was kept has no explanations."""
     explainer = Explainer(made[0]._reference, tmp_path / "none", made[0]._tolerances)
-    assert explainer.explain(verdict_of(keys()[0])).text == UNKNOWN
-    assert explainer.explain(verdict_of(keys()[0], Outcome.MISSING)).text == UNKNOWN
+    assert explainer.explain(failed(keys()[0])).finding is None
+    assert explainer.explain(failed(keys()[0], Outcome.MISSING)).finding is None
 
 
 def test_missing_layers() -> None:
@@ -109,27 +109,37 @@ def test_missing_layers() -> None:
     ranks = meshes(2, pp=2)
     found = absent.missing_layers(expected[6], expected, {0: expected[:3], 1: expected[3:6]}, ranks)
     assert found is not None
-    assert "layer 6 of 7 on no pipeline stage: the stages hold 3 + 3 = 6 layers" in found.text
-    assert "7 // 2 layers each" in found.hint
+    assert "layer 6 of 7 on no pipeline stage: the stages hold 3 + 3 = 6 layers" in text(found)
+    assert "7 // 2 layers each" in hint(found)
     all_held = {0: expected[:3], 1: expected[3:]}
     assert absent.missing_layers(expected[6], expected, all_held, ranks) is None
 
 
-def test_where() -> None:
+@pytest.mark.parametrize(
+    ("layout", "holders", "failing", "words"),
+    [
+        ({"world": 4, "tp": 2}, range(4), [1, 3], "only on ranks 1, 3 (tp 1)"),
+        ({"world": 4, "tp": 2}, range(4), [0, 1, 2, 3], "on all 4 ranks"),
+        ({"world": 4, "tp": 2}, range(4), [2], "only on rank 2"),
+        ({"world": 4, "tp": 2}, [2], [2], "on rank 2, the only one that holds it"),
+        ({"world": 4, "pp": 2}, [0, 1], [0, 1], "on all 2 ranks that hold it"),
+        ({"world": 1}, [0], [0], ""),
+    ],
+)
+def test_failing_ranks(
+    layout: dict[str, int], holders: list[int], failing: list[int], words: str
+) -> None:
     """Ranks by what they have in common."""
-    ranks = meshes(4, tp=2)
-    assert where([1, 3], ranks, frozenset(range(4))) == "only on ranks 1, 3 (tp 1)"
-    assert where([0, 1, 2, 3], ranks, frozenset(range(4))) == "on all 4 ranks"
-    assert where([2], ranks, frozenset(range(4))) == "only on rank 2"
-    assert where([2], ranks, frozenset([2])) == "on rank 2, the only one that holds it"
-    assert where([0], meshes(1), frozenset([0])) == ""
+    reference = values(4, 4)
+    ranks = meshes(**layout)
+    evidence = evidence_of(reference, ranks, lambda r, x: x * 2 if r in failing else x)
+    evidence.held = {rank: evidence.held[rank] for rank in holders}
+    assert ranks_text(evidence.failing_ranks()) == words
 
 
 def test_large_parts_are_cropped(made: tuple[Explainer, Path]) -> None:
     """A part over the limit is judged by its first elements, and still explained."""
-    from megatron_ttrace.diagnose.evidence import parts_of
-
     whole = torch.arange(64.0).reshape(16, 4)
-    part = parts_of(whole, meshes(1)[0], plan((16, 4), (), meshes(1)[0]), 1.0, limit=12)
+    part = FailedPart.of(whole, meshes(1)[0], plan((16, 4), (), meshes(1)[0]), 1.0, limit=12)
     assert part.local is None
     assert torch.equal(part.pieces[0], whole[:3])

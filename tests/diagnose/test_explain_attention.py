@@ -15,7 +15,7 @@ from megatron_ttrace.placement.plan import Step, plan
 from megatron_ttrace.placement.zigzag import ZigZag
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, TraceKey
-from tests.diagnose.evidence_by_hand import evidence_of, meshes, values
+from tests.diagnose.evidence_by_hand import evidence_of, meshes, text, values
 
 S, B, H, G, D = 16, 2, 4, 2, 8
 KEY = TraceKey(1, 0, Kind.GRAD_INPUT, "decoder.layers.1.self_attention.core_attention", 0)
@@ -119,8 +119,8 @@ def test_masks_of_other_blocks(index: int, size: int, order: list[int], words: s
     found = explain(evidence(given, gradients(given, weight)[index], index, size))
     assert found is not None
     assert (found.cause, found.axes) == (Cause.ATTENTION_MASK, ("cp",))
-    assert words in found.text
-    assert f"gradient of {'qkv'[index]}" in found.text
+    assert words in text(found)
+    assert f"gradient of {'qkv'[index]}" in text(found)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -138,7 +138,7 @@ def test_blocks_that_do_not_count_once(index: int, times: float, words: str) -> 
     assert found is not None
     assert (
         f"block of step 1 of 0..1 of the ring adds to the gradient of {'qkv'[index]} {words}"
-        in (found.text)
+        in text(found)
     )
 
 
@@ -147,7 +147,7 @@ def test_no_mask() -> None:
     given = inputs()
     found = attention.blocks(evidence(given, gradients(given, torch.ones(S, S))[0], 0, 1))
     assert found is not None
-    assert "no causal mask" in found.text
+    assert "no causal mask" in text(found)
 
 
 def test_other_errors_are_not_explained() -> None:

@@ -43,18 +43,18 @@ def test_place_exists(where: str) -> None:
 @pytest.mark.parametrize(
     ("finding", "kind", "name", "function"),
     [
-        (Finding("", Cause.TOO_SMALL, ("dp",)), Kind.MAIN_GRAD, "", "start_grad_sync"),
-        (Finding("", Cause.TOO_LARGE, ("cp",)), Kind.MAIN_GRAD, "", "forward_step_calc_loss"),
+        (Finding(Cause.TOO_SMALL, ("dp",)), Kind.MAIN_GRAD, "", "start_grad_sync"),
+        (Finding(Cause.TOO_LARGE, ("cp",)), Kind.MAIN_GRAD, "", "forward_step_calc_loss"),
         (
-            Finding("", Cause.PARTIAL, ("tp",)),
+            Finding(Cause.PARTIAL, ("tp",)),
             Kind.MAIN_GRAD,
             "decoder.final_layernorm.weight",
             "_allreduce_non_tensor_model_parallel_grads",
         ),
-        (Finding("", Cause.ZERO), Kind.PARAM_DELTA, "", "_get_param_groups_and_buffers"),
-        (Finding("", Cause.LAYERS, ("pp",)), Kind.PARAM, "", "get_num_layers_to_build"),
+        (Finding(Cause.ZERO), Kind.PARAM_DELTA, "", "_get_param_groups_and_buffers"),
+        (Finding(Cause.LAYERS, ("pp",)), Kind.PARAM, "", "get_num_layers_to_build"),
         (
-            Finding("", Cause.ROWS),
+            Finding(Cause.ROWS),
             Kind.GRAD_INPUT,
             "decoder.layers.0.self_attention.core_attention",
             "DotProductAttention",
@@ -94,5 +94,5 @@ def test_the_line_is_told() -> None:
 
 def test_no_location() -> None:
     """Where there is none, none is made up."""
-    assert location(failed(Kind.OUTPUT, "other"), Finding("", Cause.ROWS)) == ""
+    assert location(failed(Kind.OUTPUT, "other"), Finding(Cause.ROWS)) == ""
     assert location(failed(Kind.OUTPUT, "other")) == ""

@@ -12,9 +12,9 @@ from megatron_ttrace.diagnose.explain import test as explain
 from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.findings import Cause, OtherTime
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from tests.diagnose.evidence_by_hand import OUTPUT, evidence_of, meshes, values
+from tests.diagnose.evidence_by_hand import OUTPUT, evidence_of, meshes, text, values
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_rows_elsewhere(change: Callable[[torch.Tensor], torch.Tensor], words: s
     """Rows in another order, by the sort of order."""
     found = position.rows(evidence_of(values(32, 12), meshes(1), lambda _, right: change(right)))
     assert found is not None
-    assert words in found.text
+    assert words in text(found)
 
 
 def test_another_ranks_slice() -> None:
@@ -46,7 +46,7 @@ def test_another_ranks_slice() -> None:
         )
     )
     assert found is not None
-    assert "rank 0 holds rows 16..31" in found.text
+    assert "rank 0 holds rows 16..31" in text(found)
     assert (found.cause, found.axes) == (Cause.OFFSET, ("tp",))
 
 
@@ -62,7 +62,7 @@ def test_shifted_slice() -> None:
         )
     )
     assert found is not None
-    assert "shifted by 2" in found.text
+    assert "shifted by 2" in text(found)
 
 
 def test_columns_elsewhere() -> None:
@@ -71,7 +71,7 @@ def test_columns_elsewhere() -> None:
         evidence_of(values(12, 2, 8), meshes(1), lambda _, x: x.roll(4, 2), key=OUTPUT)
     )
     assert found is not None
-    assert "halves of its columns" in found.text
+    assert "halves of its columns" in text(found)
 
 
 def test_other_rows_are_not_elsewhere() -> None:
@@ -85,7 +85,7 @@ def test_transposed() -> None:
     """A square block laid down the other way."""
     found = position.transposed(evidence_of(values(9, 9), meshes(1), lambda _, x: x.T.contiguous()))
     assert found is not None
-    assert "transposed" in found.text
+    assert "transposed" in text(found)
 
 
 def test_some_rows() -> None:
@@ -98,7 +98,7 @@ def test_some_rows() -> None:
 
     found = region.some_rows(evidence_of(values(32, 12), meshes(1), held))
     assert found is not None
-    assert "rows 4..6 (9%) are zero, the rest right" in found.text
+    assert "rows 4..6 (9%) are zero, the rest right" in text(found)
 
 
 def test_slice_of_a_rank() -> None:
@@ -111,7 +111,7 @@ def test_slice_of_a_rank() -> None:
 
     found = region.some_rows(evidence_of(values(32, 12), meshes(4, tp=4), held))
     assert found is not None
-    assert "slice of tp 3" in found.text
+    assert "slice of tp 3" in text(found)
     assert found.axes == ("tp",)
 
 
@@ -134,26 +134,26 @@ def test_token_ids() -> None:
         evidence_of(table[ids], meshes(2, tp=2), lambda *_: table[wrong], key=key, trace=trace)
     )
     assert found is not None
-    assert "token id lies in 8..15 (the part of tp 1)" in found.text
-    assert "row 0 of the table" in found.text
+    assert "token id lies in 8..15 (the part of tp 1)" in text(found)
+    assert "row 0 of the table" in text(found)
 
 
 def test_stale_value() -> None:
     """The value of the microbatch before."""
     other = values(6, 12, seed=8)
     key = dataclasses.replace(OUTPUT, microbatch=1)
-    words = ("holds the value of microbatch 0", "time", OUTPUT)
+    stale = OtherTime(Cause.OTHER_TIME, microbatch=0)
     evidence = evidence_of(
         values(6, 12),
         meshes(1),
         lambda *_: other,
         key=key,
         trace={OUTPUT: other},
-        others=lambda: [words],
+        others=lambda: [(stale, OUTPUT)],
     )
     found = sources.elsewhere(evidence)
     assert found is not None
-    assert found.text == words[0]
+    assert text(found) == "holds the value of microbatch 0"
     evidence.whole = {OUTPUT: values(6, 12, seed=9)}.get
     assert sources.elsewhere(evidence) is None
 
@@ -163,10 +163,10 @@ def test_bias(times: int, words: str) -> None:
     """A bias added on every tensor-parallel rank, or on none."""
     bias = values(12, seed=3)
     trace = {TraceKey(1, STEP_LEVEL, Kind.PARAM, f"{OUTPUT.name}.bias", 0): bias}
-    found = sources.summand(
+    found = sources.addend(
         evidence_of(
             values(6, 2, 12), meshes(2), lambda _, x: x + times * bias, key=OUTPUT, trace=trace
         )
     )
     assert found is not None
-    assert words in found.text
+    assert words in text(found)

@@ -13,7 +13,7 @@ from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from tests.diagnose.evidence_by_hand import evidence_of, meshes, values
+from tests.diagnose.evidence_by_hand import evidence_of, hint, meshes, text, values
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.self_attention.linear_qkv", 0)
 S, B, D, WIDE = 8, 2, 6, 12
@@ -56,7 +56,7 @@ def test_a_factor_beside_the_bias() -> None:
     found = explain(evidence([0.5, 0.25]))
     assert found is not None
     assert (
-        found.text
+        text(found)
         == "the product is off by a factor (rank 0: 0.5, rank 1: 0.25), its bias is right"
     )
     assert found.cause is Cause.FACTOR
@@ -66,7 +66,7 @@ def test_without_a_bias_the_whole_is_off() -> None:
     """Then the other hypotheses say it."""
     found = explain(evidence([2.0, 2.0], bias=False))
     assert found is not None
-    assert "2.000 times too large = the size of tp" in found.text
+    assert "2.000 times too large = the size of tp" in text(found)
 
 
 @pytest.mark.parametrize("name", TOP)
@@ -76,15 +76,15 @@ def test_scale_of_the_own_part(name: str, bias: bool) -> None:
     found = explain(evidence([7.0 / TOP[name], 5.0 / TOP[name]], bias=bias))
     assert found is not None
     assert found.cause is Cause.CAST
-    assert f"of a cast to FP8 ({name}) of its own part of the sequence" in found.text
-    assert "undone and never applied" in found.hint
+    assert f"of a cast to FP8 ({name}) of its own part of the sequence" in text(found)
+    assert "undone and never applied" in hint(found)
 
 
 def test_scale_of_the_whole_input() -> None:
     found = explain(evidence([448 / 7.0, 448 / 7.0]))
     assert found is not None
-    assert "the scale of a cast to FP8 (E4M3) of its input" in found.text
-    assert "applied and never undone" in found.hint
+    assert "the scale of a cast to FP8 (E4M3) of its input" in text(found)
+    assert "applied and never undone" in hint(found)
 
 
 def test_scales_that_are_equal() -> None:
@@ -93,8 +93,8 @@ def test_scales_that_are_equal() -> None:
     x[S - 1, 0, 0] = 7.0
     found = explain(evidence([7.0 / 448, 7.0 / 448], x=x))
     assert found is not None
-    assert "of a cast to FP8 (E4M3) of its own part of the sequence" in found.text
-    assert "or of its input, whose scale is the same here" in found.text
+    assert "of a cast to FP8 (E4M3) of its own part of the sequence" in text(found)
+    assert "or of its input, whose scale is the same here" in text(found)
 
 
 def test_the_norm_that_is_fused_with_it() -> None:
@@ -110,7 +110,7 @@ def test_the_norm_that_is_fused_with_it() -> None:
     one.whole = lambda key: weight if key == name else inner(key)
     found = products.cast(one)
     assert found is not None
-    assert "its own part of the sequence" in found.text
+    assert "its own part of the sequence" in text(found)
 
 
 def test_a_size_of_the_layout_is_no_cast() -> None:

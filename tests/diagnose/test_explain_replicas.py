@@ -13,7 +13,7 @@ from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, TraceKey
-from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, meshes, values
+from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, hint, meshes, text, values
 
 NORM = dataclasses.replace(WEIGHT, name="decoder.final_layernorm.weight")
 
@@ -23,7 +23,7 @@ NORM = dataclasses.replace(WEIGHT, name="decoder.final_layernorm.weight")
     [({"tp": 2}, 2, "tp"), ({"tp": 2, "cp": 2}, 4, "cp"), ({"tp": 2, "cp": 2}, 4, "tp+cp")],
 )
 def test_partial_sums(layout: dict[str, int], world: int, axis: str) -> None:
-    """Summands over an axis, or two, are named after these and no others."""
+    """Partial sums over an axis, or two, are named after these and no others."""
     reference, ranks = values(64), meshes(world, **layout)
     parts = {}
     for mesh in ranks:
@@ -38,7 +38,7 @@ def test_partial_sums(layout: dict[str, int], world: int, axis: str) -> None:
     found = replicas.partial(evidence_of(reference, ranks, parts, key=NORM))
     assert found is not None
     assert (found.cause, found.axes) == (Cause.PARTIAL, tuple(axis.split("+")))
-    assert "partial sums over" in found.text
+    assert "partial sums over" in text(found)
 
 
 def test_average_not_taken() -> None:
@@ -49,7 +49,7 @@ def test_average_not_taken() -> None:
         evidence_of(reference, meshes(2), {0: reference + off, 1: reference - off}, key=NORM)
     )
     assert found is not None
-    assert "missing average over dp" in found.hint
+    assert "missing average over dp" in hint(found)
 
 
 def test_sharded_partial_sums() -> None:
@@ -93,7 +93,7 @@ def test_some_copies() -> None:
     held = dict.fromkeys(range(4), reference) | {3: values(16, 8, seed=4)}
     found = explain(evidence_of(reference, meshes(4), held))
     assert found is not None
-    assert "rank 3 holds a wrong copy, the copies on ranks 0..2 are right" in found.text
+    assert "rank 3 holds a wrong copy, the copies on ranks 0..2 are right" in text(found)
 
 
 def _linear(batches: int) -> tuple[dict[TraceKey, torch.Tensor], list[torch.Tensor]]:
@@ -116,7 +116,7 @@ def test_unequal_microbatches() -> None:
     evidence = evidence_of(sum(products), meshes(2), lambda *_: wrong, trace=trace)  # type: ignore[arg-type]
     found = explain(evidence)
     assert found is not None
-    assert "dp 0: 1.100, dp 1: 0.900" in found.text
+    assert "dp 0: 1.100, dp 1: 0.900" in text(found)
 
 
 def test_lost_microbatch() -> None:
@@ -126,7 +126,7 @@ def test_lost_microbatch() -> None:
     evidence = evidence_of(total, meshes(1), lambda *_: total - products[1], trace=trace)
     found = shares.weighted(evidence)
     assert found is not None
-    assert "share of microbatch 1 is missing" in found.text
+    assert "share of microbatch 1 is missing" in text(found)
 
 
 def test_shares_that_do_not_explain() -> None:
@@ -151,7 +151,7 @@ def test_overwritten_input() -> None:
     evidence = evidence_of(products[0] + products[1], meshes(1), lambda *_: wrong, trace=trace)
     found = sources.operand(evidence)
     assert found is not None
-    assert f"the input of {after}" in found.text
+    assert f"the input of {after}" in text(found)
 
 
 def test_overwritten_input_of_a_fused_norm() -> None:
@@ -170,4 +170,4 @@ def test_overwritten_input_of_a_fused_norm() -> None:
     right, wrong = (gradient.flatten(0, 1).T @ grads[n].flatten(0, 1) for n in (module, after))
     found = sources.operand(evidence_of(right, meshes(1), lambda *_: wrong, trace=trace))
     assert found is not None
-    assert f"the input of {after}" in found.text
+    assert f"the input of {after}" in text(found)

@@ -9,7 +9,7 @@ import torch
 from megatron_ttrace.diagnose import scaling
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind
-from tests.diagnose.evidence_by_hand import OUTPUT, WEIGHT, evidence_of, meshes, values
+from tests.diagnose.evidence_by_hand import OUTPUT, WEIGHT, evidence_of, hint, meshes, text, values
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ def test_zero(kind: Kind, words: str) -> None:
     evidence = evidence_of(values(8, 4), meshes(2), lambda _, right: right * 0, key=key)
     found = scaling.zero(evidence)
     assert found is not None
-    assert words in found.text
+    assert words in text(found, key)
     assert found.cause is Cause.ZERO
-    assert found.hint
+    assert hint(found, key)
 
 
 def test_nearly_zero_is_not_zero() -> None:
@@ -57,7 +57,7 @@ def test_factor(layout: dict[str, int], factor: float, axis: str, words: str) ->
         evidence_of(values(8, 4), meshes(world, **layout), lambda _, right: right * factor)
     )
     assert found is not None
-    assert words in found.text
+    assert words in text(found)
     assert found.axes == tuple(filter(None, axis.split("+")))
 
 
@@ -77,8 +77,8 @@ def test_softmax_scale() -> None:
     evidence = evidence_of(values(6, 2, 4, 16), meshes(1), lambda _, right: right / 4, key=key)
     found = scaling.factor(evidence)
     assert found is not None
-    assert "softmax scale" in found.text
-    assert "twice" in found.hint
+    assert "softmax scale" in text(found)
+    assert "twice" in hint(found)
 
 
 def test_factor_per_rank() -> None:
@@ -87,7 +87,7 @@ def test_factor_per_rank() -> None:
     assert scaling.factor(evidence) is None
     found = scaling.factor_per_rank(evidence)
     assert found is not None
-    assert "rank 0: 2, rank 1: 3" in found.text
+    assert "rank 0: 2, rank 1: 3" in text(found)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_rounded(dtype: torch.dtype, name: str) -> None:
     )
     found = scaling.rounded(evidence)
     assert found is not None
-    assert f"rounded to {name}" in found.text
+    assert f"rounded to {name}" in text(found)
 
 
 def test_noise_is_not_rounding() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace import __main__
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
@@ -68,7 +68,7 @@ def saved(tmp_path_factory):
     reference = TraceReader(home / "reference")
     for rank in range(2):
         writer = TraceWriter(home / "candidate", rank)
-        layout = Layout(mesh_of(rank, 2, tp=2), 16, False, 2.0)
+        layout = RankLayout(mesh_of(rank, 2, tp=2), 16, False, 2.0)
         sink = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
         for place, data in known.items():
             if place in (WEIGHT, START):

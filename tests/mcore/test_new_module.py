@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from megatron_ttrace.capture.modules import ModuleTap
-from megatron_ttrace.compare.sinks import CompareSink, Layout
+from megatron_ttrace.compare.planning import RankLayout
+from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import parameters, places, roles, versions
@@ -207,7 +208,7 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
         writer = TraceWriter(folder / "candidate", rank)
         mesh = mesh_of(rank, TP, tp=TP)
         sink = CompareSink(
-            reference, 1, Layout(mesh, S, True, 1.0), tolerances=tolerances, writer=writer
+            reference, 1, RankLayout(mesh, S, True, 1.0), tolerances=tolerances, writer=writer
         )
         trace(models[rank], sink, mesh)
         writer.close()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to Megatron's indexed format: what is read back with Megatron's reader is what went in."""
 
-import argparse
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ import pytest
 
 from megatron_ttrace.cli import data as cli
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import text_data
+from megatron_ttrace.mcore import flags, text_data
 from megatron_ttrace.mcore.versions import megatron_core_version
 
 
@@ -27,7 +26,7 @@ def read_back(prefix: Path) -> list[list[int]]:
 
 
 def run(*argv: object) -> int:
-    parser = argparse.ArgumentParser()
+    parser = flags.Parser()
     cli.add_parser(parser.add_subparsers())
     args = parser.parse_args(["data", *map(str, argv)])
     return args.run(args)
@@ -175,7 +174,7 @@ def test_command_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["{tmp}/absent"], r"absent: no such file or folder"),
         (["{tmp}/source", "--glob", "*.rs"], r"no file in this folder matches '\*.rs'"),
         (["{tmp}/source/empty.txt"], "all input files are empty"),
-        (["{tmp}/source", "--max-bytes", "0"], "--max-bytes 0: must be at least 1"),
+        (["{tmp}/source", "--max-bytes", "0"], "--max-bytes: '0': give an integer from 1 to"),
         (["{tmp}/source/b.txt", "--output", "{tmp}/source/b.txt/x"], "cannot be written"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box, Segment, whole
 from megatron_ttrace.placement.flat_shard import FlatShard
-from megatron_ttrace.placement.partial import Partial, describe_summand
+from megatron_ttrace.placement.partial import Partial, describe_partial
 from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.placement.zigzag import ZigZag
 
@@ -117,6 +117,6 @@ def test_the_words_of_reports(rule, text):
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "etp"])
 @pytest.mark.parametrize("placement", ["Replicate", "cp:ZigZag(0) tp:Shard(2)"])
-def test_a_summand_says_so(placement, axis):
+def test_a_partial_tensor_says_so(placement, axis):
     """In words, which say over which axis."""
-    assert describe_summand(placement, axis) == f"{placement} {axis}:Partial(sum)"
+    assert describe_partial(placement, axis) == f"{placement} {axis}:Partial(sum)"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.mcore.roles import is_summand
+from megatron_ttrace.mcore.roles import is_partial
 from megatron_ttrace.placement.boxes import Segment, length
 from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import mesh_of
@@ -153,9 +153,9 @@ def test_columns_that_fit_nothing(local, logical):
         (Kind.GRAD_OUTPUT, "", False),
     ],
 )
-def test_summands_table(kind, module, expected):
+def test_partial_table(kind, module, expected):
     """What the dispatcher adds up later."""
-    assert is_summand(kind, module) is expected
+    assert is_partial(kind, module) is expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.evaluation.baselines.statistics import of_saved, statistics
@@ -79,7 +79,7 @@ def test_shards_are_put_together_and_the_worst_replica_counts(tmp_path):
     reference = TraceReader(tmp_path / "r")
     for rank in range(4):
         writer = TraceWriter(tmp_path / "c", rank)
-        layout = Layout(mesh_of(rank, 4, tp=2), 12, False, 2.0)
+        layout = RankLayout(mesh_of(rank, 4, tp=2), 12, False, 2.0)
         sink = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
         half = r.chunk(2)[rank % 2].clone()
         sink.tensor((GRAD,), 2 * half)

@@ -19,7 +19,7 @@ import torch
 from megatron_ttrace.compare import wire
 from megatron_ttrace.compare.moments import moments_of
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.planning import Layout
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
@@ -84,7 +84,7 @@ def build(home: Path) -> Path:
     meshes = [mesh_of(rank, 2, tp=2) for rank in range(2)]
     for rank, mesh in enumerate(meshes):
         writer = TraceWriter(candidate_dir, rank)
-        layout = Layout(mesh, 16, False, 2.0, summands={("decoder.layers.0", 0): "tp"})
+        layout = RankLayout(mesh, 16, False, 2.0, partials={("decoder.layers.0", 0): "tp"})
         compare = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
         for place, data in known.items():
             if place in (_WEIGHT, _START):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gradients are summands: sparse attention's, over absorbed latents."""
+"""Which gradients are partial: sparse attention's, over absorbed latents."""
 
 import torch
 
 from megatron_ttrace.mcore.names import Names
-from megatron_ttrace.mcore.summands import summands
+from megatron_ttrace.mcore.partials import partials
 
 
 class DSAttention(torch.nn.Module):
@@ -23,10 +23,10 @@ def names(**modules):
 def test_the_key_and_the_weight_of_an_absorbed_one():
     """All heads share the key; the weight's gradient is of a rank's own tokens."""
     chunk = names(a=AbsorbedMLASelfAttention(), a__core=DSAttention(), b=torch.nn.Linear(1, 1))
-    assert summands([chunk]) == {("a.core", 1): "tp", ("a.core", 6): "cp"}
+    assert partials([chunk]) == {("a.core", 1): "tp", ("a.core", 6): "cp"}
 
 
 def test_others():
     """A key of its own for every head is divided like the queries."""
-    assert summands([names(a=torch.nn.Identity(), a__core=DSAttention())]) == {}
-    assert summands([names(a=AbsorbedMLASelfAttention(), a__core=torch.nn.Identity())]) == {}
+    assert partials([names(a=torch.nn.Identity(), a__core=DSAttention())]) == {}
+    assert partials([names(a=AbsorbedMLASelfAttention(), a__core=torch.nn.Identity())]) == {}

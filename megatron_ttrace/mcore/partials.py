@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of activations that Megatron means to be summands: each rank of an axis has its own.
+"""Gradients of activations that are partial by design: the sum over an axis is the gradient.
 
 Sparse attention over absorbed latents (``DSAttention`` in
 megatron/core/transformer/experimental_attention_variant/dsa.py) takes its own heads' queries, and
@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_ttrace.mcore.names import Names
-from megatron_ttrace.trace.captured import Summands
+from megatron_ttrace.trace.captured import Partials
 
 _KEY, _WEIGHT = 1, 6
 """Places among the arguments: query, key, value, mask, hidden states, queries' latent, weight."""
 
 
-def summands(chunks: Iterable[Names]) -> Summands:
+def partials(chunks: Iterable[Names]) -> Partials:
     """Those of a rank's model chunks."""
-    found: Summands = {}
+    found: Partials = {}
     for names in chunks:
         for name, module in names.modules.items():
             if type(module).__name__ == "DSAttention" and _is_absorbed(names, name):

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of findings: why a module is a culprit, what was tested, what that suggests.
+
+Each type of finding has one renderer, which returns what was tested and, apart from it, the hint:
+what such a finding suggests beyond the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ttrace.report.wording import runs
+from megatron_ttrace.trace import findings as f
+from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
+from megatron_ttrace.trace.records import Kind, Verdict
+
+Said = tuple[str, str]
+
+_GROUNDS = {
+    Grounds.INITIAL: "wrong before anything was computed",
+    Grounds.START: "differs before anything was computed",
+    Grounds.ABSENT: "{note}",
+    Grounds.OUTPUT: "all its inputs pass, its output does not",
+    Grounds.OUTPUT_WITHOUT_INPUTS: "it has no traced inputs, and its output fails",
+    Grounds.BETWEEN_MODULES: "this input fails although all outputs before it pass",
+    Grounds.LOSS: "every module's output passes, the reported loss does not",
+    Grounds.FIRST_ABSENT_GRADIENT: "forward passes, and this is the first gradient that was not "
+    "computed",
+    Grounds.GRAD_INPUT: "forward passes and so do its output gradients, its input gradient does "
+    "not",
+    Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS: "the backward pass starts here",
+    Grounds.FIRST_GRADIENT: "forward passes, and this is the first gradient of the backward pass "
+    "that fails",
+    Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
+    "not",
+    Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
+    Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
+    Grounds.UPDATE: "its main gradient passes, the optimizer's {kind} of {name} does not",
+    Grounds.ISOLATED: "it was computed from the reference's own tensors, and differs",
+    Grounds.FIRST_FAILURE: "first failure in execution order; no module explains it",
+}
+
+_NO_STEP = "the optimizer took no step with this parameter"
+_ZERO = {
+    Kind.PARAM_DELTA: ("never updated: its change is zero", "unknown to the optimizer"),
+    Kind.MAIN_GRAD: ("the gradient is zero", "never accumulated"),
+    Kind.EXP_AVG: ("the first moment is zero", _NO_STEP),
+    Kind.EXP_AVG_SQ: ("the second moment is zero", _NO_STEP),
+}
+_SIZES = {
+    "softmax": "the softmax scale (root of the head dim)",
+    "microbatches": "the number of microbatches",
+}
+_OPERANDS = {
+    f.CastOperand.INPUT: "its input",
+    f.CastOperand.OWN_PART: "its own part of the sequence",
+    f.CastOperand.EITHER: "its own part of the sequence; or of its input, whose scale is the same "
+    "here",
+}
+_ORDERS = {
+    f.Order.REPEATED: "{moved} of {total} {dim} hold the values of other {dim}, some of them twice",
+    f.Order.HALVES: "the two halves of its {dim} are swapped",
+    f.Order.REVERSED: "its {dim} are in reverse order",
+    f.Order.BLOCKS: "{moved} of {total} {dim} are right but in another order, in {blocks} blocks",
+}
+_MASKS = {
+    f.MaskOrder.NONE: "no causal mask",
+    f.MaskOrder.REVERSED: "the causal masks of the blocks of keys in reverse order: each block "
+    "under another one's mask",
+    f.MaskOrder.SHIFTED: "the causal masks of the blocks of keys in an order shifted by {shift}: "
+    "each block under another one's mask",
+    f.MaskOrder.OWN: "the causal mask of a rank's own block of keys for all blocks",
+}
+
+
+def reason_text(
+    grounds: Grounds, verdict: Verdict, before: Verdict | None = None, alike: Sequence[Verdict] = ()
+) -> str:
+    """The evidence for a culprit in one sentence.
+
+    Args:
+        grounds: why it is one.
+        verdict: of the tensor that stands for it.
+        before: of the tensor computed just before it, if that passes.
+        alike: of all tensors of the same kind, for one that belongs to the whole step.
+    """
+    text = _GROUNDS[grounds].format(
+        name=verdict.name, kind=verdict.kind.value, note=verdict.note or "absent"
+    )
+    if before is not None:
+        text += f"; {before.name} {before.kind}.{before.index}, computed just before it, passes"
+    if len(alike) > 1:
+        failing = sum(one.verdict.is_failure for one in alike)
+        text += f"; {failing} of {len(alike)} of its kind fail"
+    return text
+
+
+def explanation_text(why: Explanation, verdict: Verdict) -> str:
+    """What was tested, and on which ranks it holds; :data:`UNKNOWN` without a finding."""
+    if why.finding is None:
+        return UNKNOWN
+    text = _said(why.finding, verdict)[0]
+    if why.alike is not None:
+        alike, failing = why.alike
+        count = f"all {failing}" if alike == failing else f"{alike} of the {failing}"
+        text += f", as are {count} main gradients that fail"
+    return text + (f", {on}" if why.ranks and (on := ranks_text(why.ranks)) else "")
+
+
+def hint_text(why: Explanation, verdict: Verdict) -> str:
+    """What the finding suggests; this was not tested."""
+    return _said(why.finding, verdict)[1] if why.finding is not None else ""
+
+
+def ranks_text(failing: FailingRanks) -> str:
+    """``on all 4 ranks``, ``only on ranks 1, 3 (tp 1)``; empty for a single device."""
+    ranks = failing.ranks
+    if failing.world <= 1 or not ranks:
+        return ""
+    if len(ranks) == failing.holders:
+        if len(ranks) == 1:
+            return f"on rank {ranks[0]}, the only one that holds it"
+        return f"on all {len(ranks)} ranks" + (" that hold it" * (len(ranks) < failing.world))
+    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    text = f"only on rank{'s' * (len(ranks) > 1)} {numbers}"
+    return text + (" ({} {})".format(*failing.shared) if failing.shared else "")
+
+
+def _said(finding: f.Finding, verdict: Verdict) -> Said:
+    return _RENDERERS[type(finding)](finding, verdict)
+
+
+def _plain(finding: f.Finding, verdict: Verdict) -> Said:
+    if finding.cause is Cause.ZERO:
+        return _ZERO.get(verdict.kind, ("all zero", ""))
+    return verdict.note, ""
+
+
+def _layers(finding: f.MissingLayers, _: Verdict) -> Said:
+    text = (
+        f"layer{'s' * (len(finding.layers) > 1)} {_ranges(finding.layers)} of {finding.total} on "
+        f"no pipeline stage: the stages hold {' + '.join(map(str, finding.held))} = "
+        f"{sum(finding.held)} layers"
+    )
+    hint = f"{finding.total} // {finding.divisor} layers each, and the remainder is dropped"
+    return text, hint if finding.divisor else ""
+
+
+def _factor(finding: f.ConstantFactor, _: Verdict) -> Said:
+    if finding.cause is Cause.SIGN:
+        return "the sign is flipped", ""
+    large = abs(finding.ratio) > 1
+    size = max(abs(finding.ratio), 1 / abs(finding.ratio))
+    number = f"{size:.3f}" if size < 1000 else f"{size:.4g}"
+    text = f"{number} times too {'large' if large else 'small'}"
+    if finding.ratio < 0:
+        text += " with its sign flipped"
+    if not finding.sizes:
+        return f"{text}, a constant factor that is not a size of this layout", ""
+    names = ["·".join(axes) for axes in finding.sizes]
+    text += f" = {' or '.join(_SIZES.get(name, f'the size of {name}') for name in names)}"
+    if finding.cause is Cause.SOFTMAX_SCALE:
+        return text, f"applied {'never' if large else 'twice'}"
+    what = (
+        "a missing division or a doubled reduction"
+        if large
+        else "a doubled division or a missing reduction"
+    )
+    return text, f"{what} over {' or '.join(names)}"
+
+
+def _listed(finding: f.RankFactors) -> str:
+    return ", ".join(f"rank {rank}: {value:.4g}" for rank, value in finding.factors[:6])
+
+
+def _rank_factors(finding: f.RankFactors, _: Verdict) -> Said:
+    return f"each rank's part is off by a factor of its own ({_listed(finding)})", ""
+
+
+def _product(finding: f.ProductFactors, _: Verdict) -> Said:
+    text = f"the product is off by a factor ({_listed(finding)})"
+    text += ", its bias is right" if finding.has_bias else ""
+    if not finding.dtype:
+        return text, ""
+    inverse = "the inverse of " if finding.inverse else ""
+    text += f": that is {inverse}the scale of a cast to FP8 ({finding.dtype}) of "
+    text += _OPERANDS[finding.operand]
+    if finding.inverse:
+        lost = "what was cast is not what was multiplied"
+        return text, f"the scale was undone and never applied: {lost}"
+    return text, "the scale was applied and never undone"
+
+
+def _rounded(finding: f.Rounded, _: Verdict) -> Said:
+    how = " with one scale for the tensor" if finding.scaled else ""
+    return f"precision lost: it is the reference rounded to {finding.dtype}{how}", ""
+
+
+def _partial(finding: f.PartialSums, verdict: Verdict) -> Said:
+    over = " and ".join(finding.axes)
+    if finding.cause is Cause.TIED:
+        text = "the copies of the tied embedding on the first and the last stage each hold their "
+        text += f"own part of the gradient: their sum over {over} is the reference"
+        return text, f"a missing sum over {over}"
+    if finding.mean:
+        text = f"each rank holds values of its own: their mean over {over} is the reference"
+        return text, f"a missing average over {over}"
+    text, hint = f"partial sums over {over}: their sum is ", f"a missing reduction over {over}"
+    if finding.factor is None:
+        return text + "the reference", hint
+    much, more = _factor(finding.factor, verdict)
+    return text + much, hint + (f", and {more}" if more else "")
+
+
+def _copies(finding: f.WrongCopies, _: Verdict) -> Said:
+    who, others = (
+        f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}" for ranks in (finding.wrong, finding.right)
+    )
+    verb = "hold wrong copies" if len(finding.wrong) > 1 else "holds a wrong copy"
+    return f"{who} {verb}, the copies on {others} are right", ""
+
+
+def _shares(finding: f.Shares, _: Verdict) -> Said:
+    said = ["; ".join(map(_weights, weights)) for _, weights in finding.by_ranks]
+    text = said[0]
+    if len(said) > 1:
+        ranks = [_ranges(ranks) for ranks, _ in finding.by_ranks]
+        text = "; ".join(f"on rank {who} {one}" for who, one in zip(ranks, said, strict=True))
+    if finding.cause is Cause.TIED:
+        return text, "the stages' copies were summed after each was scattered over dp"
+    return text, "each rank takes the mean over its own tokens" if finding.per_rank else ""
+
+
+def _weights(weights: f.Weights) -> str:
+    of = f"{weights.module}'s" if weights.module else "its"
+    what = "dp" if weights.by_axis else "microbatch"
+    if weights.missing:
+        numbers = [number for number, _ in weights.counts]
+        return f"{of} share of {what} {_ranges(numbers)} is missing"
+    counts = ", ".join(f"{what} {number}: {count:.3f}" for number, count in weights.counts[:8])
+    return f"{of} shares count unequally ({counts} instead of 1)"
+
+
+def _addend(finding: f.Addend, _: Verdict) -> Said:
+    what = "the bias" if finding.bias else "the module's input (residual)"
+    times = f"added {finding.surplus + 1:g} times"
+    return f"{what} is {'missing' if finding.surplus == -1 else times}", ""
+
+
+def _other_time(finding: f.OtherTime, _: Verdict) -> Said:
+    if finding.iteration is not None:
+        return f"holds the value of iteration {finding.iteration}", ""
+    return f"holds the value of microbatch {finding.microbatch}", ""
+
+
+def _other_tensor(finding: f.OtherTensor, _: Verdict) -> Said:
+    return f"is the reference's {finding.kind} of {finding.name} instead of its own", ""
+
+
+def _operand(finding: f.WrongOperand, _: Verdict) -> Said:
+    hint = "the input saved for backward was overwritten before it was used"
+    return f"computed with the input of {finding.module}", hint
+
+
+def _offset(finding: f.Offset, _: Verdict) -> Said:
+    held, own = ("{}..{}".format(*span) for span in (finding.held, finding.own))
+    if finding.shift is None:
+        held = f"{held}, which belong to another rank,"
+        return f"rank {finding.rank} holds {finding.dim} {held} instead of {own}", ""
+    moved = f"{finding.dim} {held} stand where {own} belong"
+    return f"wrong offset: {moved} (shifted by {finding.shift})", ""
+
+
+def _reordered(finding: f.Reordered, _: Verdict) -> Said:
+    text = _ORDERS[finding.order].format(
+        moved=finding.moved, total=finding.total, dim=finding.dim, blocks=finding.blocks
+    )
+    halves = finding.order is f.Order.HALVES
+    return text, "gate and up projection are mistaken for each other" if halves else ""
+
+
+def _transposed(finding: f.Transposed, _: Verdict) -> Said:
+    return "dims {} and {} are transposed".format(*finding.dims), ""
+
+
+def _tokens(finding: f.WrongTokens, _: Verdict) -> Said:
+    ids = "{}..{}".format(*finding.ids)
+    if finding.owners is not None:
+        first, last = finding.owners
+        ids += f" (the part of tp {first}{f' to {last}' if last > first else ''})"
+    text = f"positions whose token id lies in {ids} are wrong, the rest right"
+    if finding.zero:
+        return f"{text}; they are zero", ""
+    if finding.row is not None:
+        return f"{text}; they all hold row {finding.row} of the table", ""
+    return text + ("; they are all alike" if finding.equal else ""), ""
+
+
+def _rows(finding: f.WrongRows, _: Verdict) -> Said:
+    share = len(finding.indices) / finding.total
+    whose = ", the slice of {} {},".format(*finding.slice_of) if finding.slice_of else ""
+    which = f"{finding.dim} {_ranges(finding.indices)} ({share:.0%}){whose}"
+    return f"{which} are {'zero' if finding.zero else 'wrong'}, the rest right", ""
+
+
+def _masks(finding: f.WrongMasks, _: Verdict) -> Said:
+    masks = _MASKS[finding.order].format(shift=finding.shift)
+    return f"the gradient of {finding.tensor} was computed with {masks}", ""
+
+
+def _blocks(finding: f.BlockWeight, _: Verdict) -> Said:
+    steps = f"{_ranges(finding.steps)} of 0..{finding.ring - 1}"
+    how = "is missing" if finding.missing else f"counts {finding.weight:.3f} times"
+    what = f"what the block of step {steps} of the ring adds to the gradient of {finding.tensor}"
+    return f"{what} {how}", ""
+
+
+_RENDERERS: dict[type, Callable[[Any, Verdict], Said]] = {
+    f.Finding: _plain,
+    f.MissingLayers: _layers,
+    f.ConstantFactor: _factor,
+    f.RankFactors: _rank_factors,
+    f.ProductFactors: _product,
+    f.Rounded: _rounded,
+    f.PartialSums: _partial,
+    f.WrongCopies: _copies,
+    f.Shares: _shares,
+    f.Addend: _addend,
+    f.OtherTime: _other_time,
+    f.OtherTensor: _other_tensor,
+    f.WrongOperand: _operand,
+    f.Offset: _offset,
+    f.Reordered: _reordered,
+    f.Transposed: _transposed,
+    f.WrongTokens: _tokens,
+    f.WrongRows: _rows,
+    f.WrongMasks: _masks,
+    f.BlockWeight: _blocks,
+}
+
+
+def _ranges(indices: Sequence[int], limit: int = 3) -> str:
+    """``0..3, 8`` for ``[0, 1, 2, 3, 8]``."""
+    found = runs(indices)
+    said = [str(a) if a == b else f"{a}..{b}" for a, b in found[:limit]]
+    more = f" and {len(found) - limit} more ranges" if len(found) > limit else ""
+    return ", ".join(said) + more

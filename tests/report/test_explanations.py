@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every type of finding and every kind of grounds has its words."""
+
+import dataclasses
+
+import pytest
+
+from megatron_ttrace.report import explanations
+from megatron_ttrace.trace import findings
+from megatron_ttrace.trace.findings import (
+    Cause,
+    Explanation,
+    FailingRanks,
+    Finding,
+    Grounds,
+    Shares,
+    Weights,
+)
+from megatron_ttrace.trace.records import Kind, Outcome
+from tests.report.synthetic_report import make_verdict
+
+VERDICT = make_verdict("a.b", verdict=Outcome.DIVERGED, note="the note")
+
+
+def types_of_findings() -> set[type]:
+    """All of them, as they are defined."""
+    found = (one for one in vars(findings).values() if isinstance(one, type))
+    return {one for one in found if issubclass(one, Finding)}
+
+
+def test_every_type_of_finding_has_a_renderer() -> None:
+    """A new type needs a sentence."""
+    assert len(types_of_findings()) > 15
+    assert set(explanations._RENDERERS) == types_of_findings()
+
+
+@pytest.mark.parametrize("enum", ["Order", "MaskOrder", "CastOperand", "Grounds"])
+def test_every_member_has_words(enum: str) -> None:
+    """No enumeration is rendered in part."""
+    tables = {
+        "Order": explanations._ORDERS,
+        "MaskOrder": explanations._MASKS,
+        "CastOperand": explanations._OPERANDS,
+        "Grounds": explanations._GROUNDS,
+    }
+    assert set(tables[enum]) == set(getattr(findings, enum))
+
+
+@pytest.mark.parametrize("grounds", Grounds)
+def test_a_reason_is_one_sentence(grounds: Grounds) -> None:
+    """With its name, kind or note in place, and braces in names left alone."""
+    verdict = dataclasses.replace(VERDICT, name="{odd}")
+    text = explanations.reason_text(grounds, verdict)
+    assert text
+    assert "{name}" not in text
+
+
+def test_what_is_around_a_culprit() -> None:
+    """What passes before it, or how many of its kind fail."""
+    before = make_verdict("a.a", Kind.INPUT, index=4)
+    text = explanations.reason_text(Grounds.OUTPUT_WITHOUT_INPUTS, VERDICT, before)
+    assert text == (
+        "it has no traced inputs, and its output fails; a.a input.4, computed just before it, "
+        "passes"
+    )
+    text = explanations.reason_text(Grounds.MAIN_GRAD, VERDICT, alike=[VERDICT, before, before])
+    assert text.endswith("of a.b does not; 1 of 3 of its kind fail")
+
+
+def test_an_explanation_without_a_finding_is_unknown() -> None:
+    """And suggests nothing."""
+    assert explanations.explanation_text(Explanation(), VERDICT) == "unknown"
+    assert explanations.hint_text(Explanation(), VERDICT) == ""
+
+
+def test_an_explanation_says_where_and_how_many() -> None:
+    """After what was tested: the other gradients, then the ranks."""
+    why = Explanation(
+        findings.Rounded(Cause.PRECISION, dtype="bf16", scaled=False),
+        ranks=FailingRanks((0, 2), 4, 4, ("tp", 0)),
+        alike=(2, 3),
+    )
+    assert explanations.explanation_text(why, VERDICT) == (
+        "precision lost: it is the reference rounded to bf16, as are 2 of the 3 main gradients "
+        "that fail, only on ranks 0, 2 (tp 0)"
+    )
+
+
+def test_initial_values_are_explained_by_their_note() -> None:
+    """The judge of initial values said what is wrong with them."""
+    why = Explanation(Finding(Cause.INITIAL_VALUES))
+    assert explanations.explanation_text(why, VERDICT) == "the note"
+
+
+def test_shares_of_several_modules_and_ranks() -> None:
+    """Each group of ranks has its own part of the sentence."""
+    one = Weights("a", False, ((1, 0.0), (2, 0.0)), True)
+    two = Weights("b", True, ((0, 1.5),), False)
+    shares = Shares(Cause.WEIGHTS, ("dp",), by_ranks=(((0,), (one, two)), ((1, 2), (two,))))
+    text = explanations.explanation_text(Explanation(shares), VERDICT)
+    assert text == (
+        "on rank 0 a's share of microbatch 1..2 is missing; b's shares count unequally (dp 0: "
+        "1.500 instead of 1); on rank 1..2 b's shares count unequally (dp 0: 1.500 instead of 1)"
+    )
