@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from megatron_ttrace.errors import TTraceError
@@ -10,6 +11,9 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.runtime import low_precision
+
+SHRUNK = "TTRACE_SHRUNK"
+"""Environment variable: what the job under check stands for, if that is a larger one."""
 
 Refusal = Callable[[MegatronArguments, Settings], str]
 """Why a run cannot be traced; empty when this is no reason."""
@@ -74,4 +78,6 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
         found.append(low_precision.NOTICE)
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")
+    if told := os.environ.get(SHRUNK):
+        found.append(told)
     return found

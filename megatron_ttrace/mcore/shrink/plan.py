@@ -88,6 +88,12 @@ class Plan:
     kept: tuple[str, ...]
     lost: tuple[str, ...]
 
+    def told(self) -> str:
+        """For the report of a small job: what it stands for."""
+        large = self.command.ranks or self.large.ranks
+        lost = f"; not kept: {'; '.join(self.lost)}" if self.lost else ""
+        return f"a shrunk job was checked in place of one with {large} ranks{lost}"
+
 
 def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
     """The smallest jobs that run the same code.

@@ -189,7 +189,9 @@ def axes(case: Case) -> Iterator[Change]:
     for name, option in _AXIS_OPTIONS.items():
         size = getattr(small, name)
         if given.has(option):
-            yield Change(option, (str(size),), "an axis above 1 becomes 2")
+            left_out = size == 1 and getattr(large, name) > 1
+            why = "another job has this axis" if left_out else "an axis above 1 becomes 2"
+            yield Change(option, (str(size),), why)
     if given.has("hierarchical_context_parallel_sizes") and small.cp > 1:
         levels = given.text("hierarchical_context_parallel_sizes").split()
         short = tuple(str(min(2, int(level))) for level in levels if level.isdigit())
