@@ -72,14 +72,10 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tolerance:
-    """``value``: tolerated relative error. ``rms`` of the whole reference tensor.
-
-    ``estimated`` is what the replays say, ``bound`` what a tolerance may be without being blind.
-    """
+    """``value``: tolerated relative error, blind above ``bound``; ``rms`` of the reference."""
 
     value: float
     rms: float
-    estimated: float
     bound: float = BLIND
 
     @property
@@ -150,11 +146,11 @@ class Tolerances:
         rms = norm / math.sqrt(n) if n else 0.0
         eps = epsilon(self._dtypes[key])
         if eps == 0.0 or (is_exact(key) and self._is_given(key)):
-            return Tolerance(0.0, rms, 0.0)
+            return Tolerance(0.0, rms)
         group = (key.iteration, key.kind, key.name, key.index)
         estimated = self._pooled[group] * few_samples(self._samples[group])
         value = max(self._safety * estimated, SAFETY * self._floor(key, norm, eps))
-        return Tolerance(value, rms, estimated, self._bound)
+        return Tolerance(value, rms, self._bound)
 
     def _is_given(self, key: TraceKey) -> bool:
         """Whether nothing was computed yet: start parameters of a later step are an update's."""

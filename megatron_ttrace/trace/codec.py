@@ -270,7 +270,7 @@ def _record(wanted: Any) -> Decoder:
     return decode_record
 
 
-def _number(wanted: type, bounds: Bounds) -> Decoder:
+def _number(wanted: type[int] | type[float], bounds: Bounds) -> Decoder:
     is_float, least, most = wanted is float, bounds.least, bounds.most
     what = "a number" if is_float else "an integer"
     if math.isfinite(least):

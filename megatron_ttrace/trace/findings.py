@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found out about the cause of a failure, as enums and numbers.
+"""What is found out about a failed tensor, as enums and numbers.
 
-Nothing here is text for people: ``report/explanations.py`` makes all of it.
+Nothing here is text for people: ``report/`` makes all of it.
 """
 
 from __future__ import annotations

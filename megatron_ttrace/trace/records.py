@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed records that travel between the steps, and the words they are made of.
+"""The typed records that the steps exchange.
 
 Every line of output is one of these records; terminal, HTML, W&B and JSONL only render them. The
 field names of :class:`Verdict` and :class:`Summary` are a contract (docs/flags-and-files.md).
@@ -70,7 +70,7 @@ _DIRECTION = {
 
 
 class Outcome(StrEnum):
-    """What was found out about one tensor. Nothing is dropped: every key ends in one of these."""
+    """What was found out about one tensor. No tensor is dropped: each has one of these."""
 
     PASS = "pass"  # noqa: S105 - a verdict, not a password
     DIVERGED = "diverged"
@@ -89,7 +89,7 @@ class Outcome(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a tensor has its outcome, where the outcome does not say it; ``note`` has the details."""
+    """Why a tensor has its outcome, if the outcome leaves it open; ``note`` has the details."""
 
     BLIND = "blind"
     """Unchecked: rounding alone moves it so far that a bug would not show."""
@@ -192,13 +192,13 @@ class Verdict(Record):
 
     @property
     def is_luck(self) -> bool:
-        """Whether the margin of a pass says how random numbers fell, not how near a fault is."""
+        """Whether the margin of a pass depends on random numbers, not on how near a fault is."""
         return self.kind is Kind.INITIAL and self.verdict is Outcome.PASS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Culprit(Record):
-    """A localised module: where the error is born, as opposed to where it is merely seen.
+    """A localised module: where an error originates, as opposed to where it is only seen.
 
     ``reason`` is the chain of evidence in one sentence, ``explanation`` a hypothesis about the
     cause that was tested on the shards, or "unknown"; ``cause`` and ``axes`` are its sort and the
@@ -226,7 +226,7 @@ class Culprit(Record):
     axes: tuple[str, ...] = ()
 
     def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
-        """The failure that stands for this module: its own tensor's, or its parameter's."""
+        """The failure that represents this module: its own tensor's, or its parameter's."""
         inside = f"{self.name}."
         return max(
             (
@@ -261,10 +261,10 @@ class Result(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exactness(Record):
-    """Whether what this layout computes in the reference's order is bitwise the reference's.
+    """Whether what this layout computes in the reference's order is bitwise equal to it.
 
-    ``expected`` tensors must be equal to the last bit, ``lost`` are not; ``first`` of these is
-    named with its ranks and its relative error. No tolerance enters: rounding is no excuse here.
+    ``expected`` tensors must be bitwise equal, ``lost`` of them are not; ``first`` is the first of
+    these, with its ranks and its relative error. There is no tolerance.
     """
 
     expected: Count

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON files that hold their own checksum, and checksums of other files.
 
-A sealed file begins with the line ``{"checksum": "<32 hexadecimal digits>",``. The digits are the
-XXH3-128 of all bytes that follow this line. Bytes are compared, not values: a flipped bit is
-noticed also where the parsed document would be the same, in the first line as well as after it.
+A sealed file begins with the line ``{"checksum": "<32 hexadecimal digits>",``: the XXH3-128 of all
+bytes after this line. Bytes are compared, not values, so a flipped bit is noticed even if the
+document parses to the same value.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``--ttrace-dir``: it belongs to one run, and is the same for the ranks of all nodes.
+"""The ``--ttrace-dir``: it belongs to one run, and all nodes must see the same one.
 
-A run has an id of 16 hexadecimal digits that every file of it carries. ``ttrace check`` makes it
-and hands it to its ranks in the environment (:data:`VARIABLE`). Under ``torchrun`` or Slurm rank 0
-makes it. Whoever makes it holds two things:
+A run has an id of 16 hexadecimal digits, which is in each of its files. ``ttrace check`` generates
+it and passes it to the ranks in the environment (:data:`VARIABLE`); under ``torchrun`` or Slurm,
+rank 0 generates it. The directory contains:
 
-- ``.lock``: an exclusive lock, held by the launcher (or rank 0) alone as long as it lives. Its
-  forked children close their copies, so a stray process never blocks the next run.
-- ``.ranks``: a lock that all ranks share as long as they live. A launcher that was killed may
-  leave ranks behind that still write: the next run waits for them for a moment, then refuses.
-
-``.ttrace-run`` holds the id. Ranks of other nodes look for it there.
+- ``.lock``: an exclusive lock of the launcher (or of rank 0), held until it ends. Forked children
+  close their copies, so a stray process never blocks the next run.
+- ``.ranks``: a lock that all ranks share until they end. If the launcher was killed, ranks may be
+  left that still write; the next run waits a few seconds for them, then refuses the directory.
+- ``.ttrace-run``: the id, where ranks of other nodes read it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LOCK = ".lock"
 RANKS = ".ranks"
 VARIABLE = "TTRACE_RUN_ID"
 _ATTEMPTS, _PAUSE = 20, 0.5
-"""Network file systems show other nodes' files after some seconds."""
+"""Network file systems may show other nodes' files only after some seconds."""
 _LEFTOVER = 5.0
 """Seconds to wait for ranks whose launcher is gone. The kernel ends them within milliseconds."""
 
@@ -117,7 +116,7 @@ def claim(directory: Path) -> Claim:
 
 
 def require_free(directory: Path) -> None:
-    """Refuse a directory that another run uses now, before anything slow is done.
+    """Refuse a directory that another run uses, before anything slow is done.
 
     Raises:
         TTraceError: when it is in use, or cannot be written.
@@ -163,7 +162,7 @@ def lock_of(directory: Path) -> Lock:
 
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Errors of the file system as errors that a user can fix."""
+    """Report errors of the file system as errors that a user can fix."""
     try:
         yield
     except OSError as error:
@@ -186,10 +185,7 @@ def _await_ranks(directory: Path) -> None:
 
 
 def _clean_up(directory: Path) -> None:
-    """Remove the files that an earlier run left, and no others. Raises ``OSError``.
-
-    The reference stays: it is used again where it fits.
-    """
+    """Remove the files of an earlier run, but not its reference. Raises ``OSError``."""
     _remove_reports(directory)
     _unlink(directory / "reference.log")
     _unlink(directory / "reference.request.json")
@@ -199,7 +195,7 @@ def _clean_up(directory: Path) -> None:
 
 
 def _remove_reports(directory: Path) -> None:
-    """Remove the report that an earlier run left, half-written ones too. Raises ``OSError``."""
+    """Remove the report of an earlier run, half-written files too. Raises ``OSError``."""
     for name in _REPORTS:
         _unlink(directory / name)
         for half in directory.glob(f".{name}.*"):
@@ -225,7 +221,7 @@ def _remove_listed(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def prepare(directory: Path) -> str:
-    """Called on rank 0: claim the directory unless the launcher has; returns the run's id.
+    """On rank 0: claim the directory unless the launcher has done so; returns the run's id.
 
     Raises:
         TTraceError: when another run uses it, it cannot be written, or it is no longer what the
@@ -269,7 +265,7 @@ def require(directory: Path, mark: str) -> None:
 
 
 def _mark(directory: Path, run: str) -> None:
-    """Leave a run's id, in a new file: a link would lead elsewhere, and a FIFO would wait."""
+    """Write a run's id to a new file: an existing one may be a link or a FIFO."""
     _unlink(directory / MARK)
     with (directory / MARK).open("x", encoding="utf-8") as file:
         file.write(run)
@@ -289,7 +285,7 @@ def _marked(directory: Path) -> str:
 
 
 def _join(directory: Path, run: str) -> None:
-    """Belong to a run: take its id and a share of the ranks' lock."""
+    """Join a run: take its id and a share of the ranks' lock."""
     global _run
     _run = run
     held = _held.setdefault(directory.resolve(), [])
@@ -297,7 +293,7 @@ def _join(directory: Path, run: str) -> None:
         return
     lock = Lock(directory / RANKS)
     with _writing(directory):
-        # Whoever claims the directory tries this lock for a moment.
+        # A process that claims the directory holds this lock for a moment.
         for _ in range(100):
             if lock.acquire(shared=True):
                 held.append(lock)

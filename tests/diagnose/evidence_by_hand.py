@@ -8,11 +8,12 @@ import torch
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
-from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placements, plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text
 from megatron_ttrace.trace.findings import Explanation, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
+from tests.placement.meshes import mesh_of
 
 WEIGHT = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight", 0)
 OUTPUT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.linear_fc2", 0)
@@ -49,7 +50,7 @@ def evidence_of(
         key=key,
         reference=reference,
         parts=[],
-        tolerance=Tolerance(tolerance, rms, tolerance),
+        tolerance=Tolerance(tolerance, rms),
         meshes=ranks,
         held={mesh.rank: plan(reference.shape, placement, mesh) for mesh in ranks},
         whole=stored.get,

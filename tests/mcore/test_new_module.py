@@ -26,10 +26,11 @@ from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import parameters, places, roles, versions
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.conclusion import conclude
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Result, Summary, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.placement.meshes import mesh_of
 
 S, B, H, F, TP = 8, 2, 6, 8, 2
 LAYERS = 2

@@ -18,12 +18,12 @@ from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.placement.boxes import product, whole
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.runtime.conclusion import _is_evidence, conclude, not_enough
 from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
+from tests.placement.meshes import mesh_of
 
 
 def verdict(kind: Kind, outcome: Outcome, index: int = 0) -> Verdict:

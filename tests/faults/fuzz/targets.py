@@ -25,7 +25,6 @@ from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import script_patch
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.report import files
@@ -36,6 +35,7 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.compare.places import step_level
 from tests.faults.fuzz import mutations
 from tests.faults.fuzz.harness import Attempt, WrongError, command
+from tests.placement.meshes import mesh_of
 
 EQUIVALENT = 0
 _OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)
