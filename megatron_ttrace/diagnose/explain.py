@@ -37,6 +37,7 @@ from megatron_ttrace.diagnose import (
 from megatron_ttrace.diagnose.evidence import ELEMENTS, Evidence, FailedPart
 from megatron_ttrace.mcore.places import location
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.findings import (
     FACTORS,
     Cause,
@@ -113,7 +114,7 @@ class Explainer:
         # Explanations are optional: the verdict does not depend on them.
         with contextlib.suppress(Exception):
             found = TraceReader(candidate)
-            self._meshes = [Mesh.from_dict(mesh) for mesh in found.meta["meshes"]]
+            self._meshes = [*codec.decode(tuple[Mesh, ...], found.meta["meshes"])]
             self._seq_length = RunConfig.from_json(found.meta["config"]).seq_length
             self._candidate = found
 
