@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def before(args: argparse.Namespace) -> argparse.Namespace:
-    """Our flags that stand before the script; those among its arguments win."""
+    """Our flags before the script; those among its arguments override them."""
     return argparse.Namespace(
         **{name: value for name, value in vars(args).items() if name.startswith("ttrace")}
     )

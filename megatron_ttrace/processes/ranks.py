@@ -37,7 +37,7 @@ class End:
 
 @dataclasses.dataclass(slots=True)
 class Observed:
-    """What was seen of a job's processes.
+    """What was observed of a job's processes.
 
     Attributes:
         ends: of the ranks, in the order in which they ended, without those that we ended.

@@ -2,4 +2,4 @@
 """A run from its first line to its verdict."""
 
 PRELOADED = ("megatron_ttrace.runtime.candidate", "megatron_ttrace.runtime.reference_run")
-"""What every rank of a check imports: for a parent that imports it once and forks."""
+"""Modules that every rank of a check imports, for a parent that imports them once and forks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package offers to Python programs; ``ttrace check`` and ``ttrace compare`` call it too.
+"""The Python API, which ``ttrace check`` and ``ttrace compare`` call too.
 
 Importing this module imports neither torch nor Megatron.
 """
@@ -83,16 +83,16 @@ def check(
     """Run a Megatron training script on this machine and check it, as ``ttrace check`` does.
 
     The script runs exactly as ``python SCRIPT`` would in this directory and environment, once per
-    rank, up to the last traced iteration. Where no reference is given, one is made first.
+    rank, up to the last traced iteration. If no reference is given, one is made first.
 
     A check that finished without being able to decide (too many tensors unchecked, tracing failed)
     returns a report whose verdict is ``Result.COULD_NOT_CHECK``; the reason is among
-    ``report.summary.notices``. Everything else that the command ends with exit code 2 raises.
+    ``report.summary.notices``. All other cases in which the command returns exit code 2 raise.
 
     Args:
         script: a Megatron training script, for instance ``pretrain_gpt.py`` of a checkout. It need
             not call :func:`enable`.
-        arguments: the script's arguments. Any ``--ttrace-*`` flag may stand among them and takes
+        arguments: the script's arguments. Any ``--ttrace-*`` flag may be among them and takes
             precedence over the parameters below.
         nproc_per_node: number of ranks, all on this machine.
         directory: where traces and reports are written (``--ttrace-dir``). What an earlier check
@@ -162,8 +162,8 @@ def compare(
         The report; its verdict is ``Result.COULD_NOT_CHECK`` if too many tensors are unchecked.
 
     Raises:
-        TTraceError: when a trace is missing, damaged, or not of the role that is asked for, or when
-            the report cannot be written.
+        TTraceError: when a trace is missing, damaged or of the other role, or when the report
+            cannot be written.
     """
     import io
 

@@ -97,7 +97,7 @@ class Comparison:
 
 
 def layout_of(model: TracedModel, args: MegatronArguments) -> RankLayout:
-    """What the comparison must know of this rank's part of the model."""
+    """This rank's part of the model, as far as the comparison needs it."""
     return RankLayout(
         model.mesh,
         args.seq_length,
