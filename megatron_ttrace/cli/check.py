@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         nproc=args.nproc_per_node,
         environment={},
         fork=not args.no_fork,
-        say=command.silent if args.quiet or args.json else command.progress(),
+        say=None if args.quiet or args.json else command.progress(),
     )
     if args.json:
         print(json.dumps(report.summary.to_json(), indent=1))

@@ -130,7 +130,7 @@ def check(
             nproc=nproc_per_node,
             environment={**recorded, **(environment or {})},
             fork=fork,
-            say=progress or (lambda line: None),
+            say=progress,
         )
     except NoAnswerError as error:
         if (report := _undecided(error.directory, error.run)) is None:
@@ -248,7 +248,7 @@ def run_check(
     nproc: int,
     environment: Mapping[str, str],
     fork: bool,
-    say: Callable[[str], None],
+    say: Callable[[str], None] | None,
 ) -> Report:
     """Run a check to its end, for :func:`check` and ``ttrace check``.
 
@@ -279,7 +279,7 @@ def run_check(
         flags=tuple(_words(ours)),
         environment=dict(environment),
     )
-    summary = jobs.run(job, fork=fork, say=say)
+    summary = jobs.run(job, fork=fork, say=say or (lambda line: None))
     from megatron_ttrace.report import files
 
     written, verdicts = files.load_report(job.directory)
