@@ -7,10 +7,11 @@ Importing this module imports neither torch nor Megatron.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
@@ -175,7 +176,6 @@ def compare(
     from megatron_ttrace.report import publish
     from megatron_ttrace.runtime.conclusion import conclude
     from megatron_ttrace.trace import shared
-    from megatron_ttrace.trace.sanitise import clean
     from megatron_ttrace.trace.store import TraceReader
 
     if not 0 <= allow_unchecked <= 1:
@@ -192,7 +192,7 @@ def compare(
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
     epsilon_of(trusted)
     meshes = meshes_of(tested)
-    try:
+    with consistent(theirs, ours):
         summary, verdicts = conclude(
             trusted,
             tolerance.of_reference(trusted),
@@ -203,12 +203,6 @@ def compare(
             timings={"measure": time.monotonic() - began},
             allow_unchecked=allow_unchecked,
         )
-    except (ArithmeticError, ValueError) as error:
-        # Each number is in range, but they do not belong to one run.
-        raise TTraceError(
-            f"{ours} and {theirs} contradict themselves or each other "
-            f"({clean(error)}): run the traced job again"
-        ) from error
     folder = Path(output) if output is not None else ours.parent
     run = tested.meta["run"]
     with shared.claim_report(folder, run):
@@ -221,6 +215,24 @@ def compare(
             run_id=run,
         )
     return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
+
+
+@contextlib.contextmanager
+def consistent(reference: Path, candidate: Path) -> Iterator[None]:
+    """Report numbers of saved traces that are each in range but do not belong to one run.
+
+    Raises:
+        TTraceError: when a calculation with them fails.
+    """
+    from megatron_ttrace.trace.sanitise import clean
+
+    try:
+        yield
+    except (ArithmeticError, ValueError) as error:
+        raise TTraceError(
+            f"{candidate} and {reference} contradict themselves or each other "
+            f"({clean(error)}): run the traced job again"
+        ) from error
 
 
 def load_report(directory: PathLike) -> Report:
