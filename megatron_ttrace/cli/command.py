@@ -84,6 +84,11 @@ def progress() -> Say:
     return say
 
 
+def silent(line: str) -> None:
+    """In place of :func:`progress`, to print nothing."""
+    del line
+
+
 def require_writable(flag: str, file: Path | None) -> None:
     """Create the file of a flag, if it was given: before the long work, not after it.
 
