@@ -176,7 +176,7 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
 
 
 def before(args: argparse.Namespace) -> argparse.Namespace:
-    """Our flags that stand before the script; those among its arguments win."""
+    """Our flags before the script; those among its arguments override them."""
     return argparse.Namespace(
         **{name: value for name, value in vars(args).items() if name.startswith("ttrace")}
     )

@@ -122,7 +122,7 @@ class Ranks:
 
         Raises:
             GivenUpError: on every rank, when it failed on any.
-            EndError: when there is nobody left to agree with.
+            EndError: when the other ranks cannot be reached.
         """
         if self._given_up is not None:
             raise self._given_up
@@ -187,7 +187,7 @@ class Ranks:
             raise self.end(error, what) from error
 
     def give_up(self, error: BaseException, what: str) -> GivenUpError | EndError:
-        """Announce that this rank failed; returns what is to be raised."""
+        """Announce that this rank failed; returns the error to raise."""
         if isinstance(error, GivenUpError | EndError):
             return error
         if self._given_up is None:
@@ -197,7 +197,7 @@ class Ranks:
         return self._given_up
 
     def end(self, error: BaseException, what: str) -> EndError:
-        """Announce that the job must end; returns what is to be raised."""
+        """Announce that the job must end; returns the error to raise."""
         if isinstance(error, EndError):
             return error
         cause = self._announce("fatal", self._cause(error, what))
