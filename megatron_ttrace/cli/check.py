@@ -45,7 +45,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-fork",
         action="store_true",
-        help="start every rank as a fresh process instead of forking it",
+        help="start every rank as a new process instead of forking it",
     )
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     flags.add_arguments(parser)

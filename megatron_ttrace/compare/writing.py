@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the reference's captured tensors: they are written."""
+"""What is done with the reference's captured tensors: they are written."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class WriteSink:
         return torch.arange(local[0] * local[1])
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
-        """Store who the experts' rows are."""
+        """Store which tokens the experts' rows are."""
         place = (microbatch, Kind.ROUTING, experts, 0)
         if place not in self._lines:
             self.tensor((place,), encode_rows(index))
             self._rows[microbatch, experts] = index
 
     def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
-        """An experts' tensor without the rows that only fill it up for a quantised product."""
+        """An experts' tensor without the rows that pad it for a quantised product."""
         microbatch, kind, name, _ = place
         if not data.ndim or kind is Kind.ROUTING:
             return data
@@ -96,8 +96,4 @@ class WriteSink:
         return self._routed[place]
 
     def _entry(self, place: Place, data: torch.Tensor) -> Entry:
-        return Entry(
-            key=TraceKey(self._iteration, *place),
-            shape=tuple(data.shape),
-            dtype=str(data.dtype).removeprefix("torch."),
-        )
+        return Entry.of(TraceKey(self._iteration, *place), data)

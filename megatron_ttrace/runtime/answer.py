@@ -67,7 +67,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         hidden=args.hidden_size,
         seq_length=args.seq_length,
         dispatcher=dispatcher(args),
-        iterations=settings.iterations,
+        iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
         init=settings.init,
         reference=str(settings.directory / "reference"),

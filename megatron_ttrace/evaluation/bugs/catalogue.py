@@ -164,25 +164,25 @@ def read_bug(path: Path) -> Bug:
             "id": match[1],
             "name": match[2],
             "layouts": [_layout(layout) for layout in data.pop("layout")],
-            "patches": [_record(SourcePatch, patch) for patch in data.pop("patch")],
-            "expected": _record(Expected, data["expected"]),
+            "patches": [_known(SourcePatch, patch) for patch in data.pop("patch")],
+            "expected": _known(Expected, data["expected"]),
         }
-        return _record(Bug, data)
+        return codec.decode(Bug, _known(Bug, data))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise TTraceError(f"{path}: not a valid description of a bug ({reason})") from error
 
 
-def _layout(data: dict[str, Any]) -> BugLayout:
+def _layout(data: dict[str, Any]) -> dict[str, Any]:
     for key in ("arguments", "healthy", "flags"):
         if key in data:
             data[key] = shlex.split(data[key])
-    return _record(BugLayout, data)
+    return _known(BugLayout, data)
 
 
-def _record[T](wanted: type[T], data: dict[str, Any]) -> T:
-    """Decode, and reject misspelt keys, which the codec would ignore."""
-    known = {field.name for field in dataclasses.fields(wanted)}  # type: ignore[arg-type]
+def _known(record: type, data: dict[str, Any]) -> dict[str, Any]:
+    """Reject misspelt keys, which the codec would ignore."""
+    known = {field.name for field in dataclasses.fields(record)}
     if unknown := data.keys() - known:
         raise ValueError(f"unknown key {min(unknown)!r}")
-    return codec.decode(wanted, data)
+    return data
