@@ -267,7 +267,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ids=[case[0] for case in REFUSED],
 )
 def test_refused(module: ModuleType, fragment: str, replacement: str, message: str) -> None:
-    """The reason is in the message, and nothing is changed."""
+    """One line with the reason and the module."""
     with pytest.raises(TTraceError, match=message) as caught:
         patching.apply([patch(module, fragment, replacement)])
     assert module.__name__ in str(caught.value)
