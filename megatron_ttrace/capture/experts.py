@@ -49,10 +49,20 @@ class ExpertSink(Protocol):
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """What a router chose ([tokens, k]); returns what it must choose instead, if anything.
 
-        Called again with the same where activations are recomputed.
+        ``by`` is what the choice maximises where that is not each token's ``scores``, but depends
+        on all tokens of this call. Called again with the same where activations are recomputed.
+        """
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What is left of a choice ([tokens, experts]) within the experts' capacity.
+
+        Returns what must be left instead, if anything.
         """
 
 

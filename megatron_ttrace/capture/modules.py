@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.mcore.names import ROOT, Names
@@ -168,7 +169,8 @@ class ModuleTap:
         if type(getattr(module, "token_dispatcher", None)).__name__ in CAN_FOLLOW:
             self._handles.append(DispatchTap(module, f"{name}.experts", *common))
         if hasattr(module, "router_replay"):
-            self._handles.append(RouterTap(module, name, *common))
+            for tap_of in (RouterTap, BalancingTap):
+                self._handles.append(tap_of(module, name, *common))
 
     def _guard(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Fail open: an error in a hook is reported once and never reaches the training run."""

@@ -8,6 +8,7 @@ intercepted because gradients must be read after they were reduced and before th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
+from megatron_ttrace.mcore.stacked import stacked_parameters
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
@@ -51,10 +53,19 @@ class TracedModel:
     def places(self) -> list[tuple[torch.nn.Parameter, ParameterPlace]]:
         """Each parameter of this rank with its place in the whole model."""
         return [
-            (parameter, place_parameter(name, parameter, self.mesh, gated=self.gated))
-            for names in self.names
+            (
+                parameter,
+                place_parameter(
+                    name, parameter, self.mesh, gated=self.gated, stacked=stacked.get(name, ())
+                ),
+            )
+            for names, stacked in zip(self.names, self._stacked, strict=True)
             for name, parameter in names.parameters.items()
         ]
+
+    @functools.cached_property
+    def _stacked(self) -> list[dict[str, tuple[int, ...]]]:
+        return [stacked_parameters(names) for names in self.names]
 
     def held(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, torch.Tensor]]:
         """Each parameter, the place of what this rank computes with, and that."""

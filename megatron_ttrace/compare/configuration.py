@@ -27,6 +27,8 @@ class RunConfig(Record):
         hidden: hidden size, 0 if unknown.
         seq_length: tokens of a sample, 0 if unknown.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
+        own_tokens: indices of the ``routing`` tensors of a router that depend on all tokens of a
+            rank, where a rank has a part of a microbatch.
         iterations: those that were traced.
         isolate: whether every module was given the reference's tensors.
         init: where the start values came from (``--ttrace-init``).
@@ -42,6 +44,7 @@ class RunConfig(Record):
     hidden: Count = 0
     seq_length: Count = 0
     dispatcher: str = ""
+    own_tokens: tuple[Count, ...] = ()
     iterations: tuple[Count, ...] = ()
     isolate: bool = False
     init: str = ""

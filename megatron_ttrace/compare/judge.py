@@ -45,7 +45,7 @@ def judge(
     for key, shape in expected:
         holders = by_key.pop(key, [])
         if reason := unjudged(key):
-            note = Note(Remark.DISPATCHED)
+            note = Note(Remark(reason.value))
             verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
         else:
             verdicts.append(_judge(key, shape, holders, tolerances.of(key), eps, covered))

@@ -76,6 +76,41 @@ def choice(
     return sums, int(differs.sum())
 
 
+def left(
+    probabilities: torch.Tensor, kept: torch.Tensor, reference: torch.Tensor
+) -> tuple[Sums, int]:
+    """Compare what two runs left of one choice within the experts' capacity.
+
+    An expert keeps the tokens of the highest probability, so by the argument above the regret of
+    one expert is at most the square root of the number of assignments that differ, times the error
+    of its probabilities. One that keeps more or fewer tokens has a regret as well, of either sign.
+
+    Args:
+        probabilities: the candidate's, of all that was chosen, [tokens, experts].
+        kept: what the candidate kept, [tokens, experts].
+        reference: what the reference kept of the same tokens.
+
+    Returns:
+        Sums on the scale of the probabilities, and the number of assignments that differ.
+    """
+    exact = probabilities.double()
+    changed = kept.double() - reference.to(kept.device).double()
+    differ = changed.abs().sum(dim=0)
+    regret = (exact * changed).sum(dim=0) / differ.clamp(min=1.0).sqrt()
+    size = float(exact.square().sum())
+    sums = Sums(
+        n=kept.numel(),
+        diff=float(regret.square().sum()),
+        reference=size,
+        candidate=size,
+        dot=size,
+        worst=float(regret.abs().max()),
+        nonfinite=int((~torch.isfinite(regret)).sum()),
+        checksum=checksum(kept),
+    )
+    return sums, int(differ.sum())
+
+
 def _group_regret(
     scores: torch.Tensor, theirs: torch.Tensor, groups: Groups
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,16 +16,17 @@ import torch
 
 from megatron_ttrace.compare.comparator import compare, read_back
 from megatron_ttrace.compare.keeper import Keeper
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Match, Planner, RankLayout
-from megatron_ttrace.compare.routing import Groups, choice
+from megatron_ttrace.compare.routing import Groups, choice, left
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 _STAGED_BYTES = 1 << 30
@@ -162,7 +163,7 @@ class CompareSink:
             and known.sums is not None
             and key in self._reference
             and self._reference.primary(first) == self._reference.primary(key)
-            and self._planner.is_gated(first) == self._planner.is_gated(key)
+            and self._planner.blocks(first) == self._planner.blocks(key)
         )
         if not same or known is None:
             self._compare(key, data)
@@ -193,6 +194,7 @@ class CompareSink:
         found = self._by_key[key]
         if self._isolate and key.kind is Kind.MAIN_GRAD and found.sums is not None:
             self._substituter.fill(data.detach(), key, found.boxes)
+            data.detach().mul_(self._planner.factor(key))
 
     def positions(self, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""
@@ -213,6 +215,7 @@ class CompareSink:
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Compare a router's choice of experts; returns the reference's, which replaces it."""
         key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, CHOICE)
@@ -220,12 +223,32 @@ class CompareSink:
             return None
         match = self._planner.activation(key, tuple(chosen.shape))
         theirs = self._substituter.chosen(match, chosen)
-        if key not in self._by_key:
-            self._compare(dataclasses.replace(key, index=SCORES), scores)
-            sums, others = choice(scores, chosen, theirs, groups)
-            note = Note(Remark.ROUTED, others, len(chosen)) if others else None
-            what = match.placement, match.boxes, match.logical_shape
-            found = Measured(key, *what, sums, note=note)
-            self._add(found)
-            self._keeper.keep_sums(found)
+        first = dataclasses.replace(key, index=SCORES)
+        if first not in self._by_key:
+            self._compare(first, scores)
+            if by is None or tuple(chosen.shape) == match.logical_shape:
+                sums, others = choice(scores if by is None else by, chosen, theirs, groups)
+                self._chose(match, sums, Remark.ROUTED, others, len(chosen))
         return theirs
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Judge what is left of a choice; what is left in the reference takes its place."""
+        key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, KEPT)
+        if key not in self._reference:
+            return None
+        match = self._planner.activation(key, tuple(kept.shape))
+        theirs = self._substituter.chosen(match, kept)
+        if key not in self._by_key and tuple(kept.shape) == match.logical_shape:
+            sums, others = left(probabilities, kept, theirs)
+            self._chose(match, sums, Remark.DROPPED, others)
+        return theirs
+
+    def _chose(self, match: Match, sums: Sums, remark: Remark, others: int, limit: int = 0) -> None:
+        note = Note(remark, others, limit) if others else None
+        found = Measured(
+            match.key, match.placement, match.boxes, match.logical_shape, sums, note=note
+        )
+        self._add(found)
+        self._keeper.keep_sums(found)

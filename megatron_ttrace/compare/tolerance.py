@@ -28,7 +28,7 @@ import torch
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, Count
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
@@ -142,7 +142,7 @@ class Tolerances:
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
-        if key.kind is Kind.ROUTING and key.index == CHOICE:
+        if key.kind is Kind.ROUTING and key.index in (CHOICE, KEPT):
             # What a choice costs is bounded by its scores' error (compare/routing.py).
             return self.of(dataclasses.replace(key, index=SCORES))
         moved = self._moved.get(key)

@@ -15,7 +15,7 @@ from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
@@ -86,6 +86,7 @@ class WriteSink:
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Store the scores and the choice; a recomputed forward pass repeats the choice."""
         place = (microbatch, Kind.ROUTING, router, CHOICE)
@@ -93,6 +94,16 @@ class WriteSink:
             self.tensor(((microbatch, Kind.ROUTING, router, SCORES),), scores)
             self.tensor((place,), chosen)
             self._routed[place] = chosen
+        return self._routed[place]
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Store what is left of the choice."""
+        place = (microbatch, Kind.ROUTING, router, KEPT)
+        if place not in self._routed:
+            self.tensor((place,), kept)
+            self._routed[place] = kept
         return self._routed[place]
 
     def _entry(self, place: Place, data: torch.Tensor) -> Entry:

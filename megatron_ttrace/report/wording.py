@@ -252,6 +252,7 @@ _REASONS = {
     Reason.BLIND: "blind: rounding alone moves them too far for a bug to show",
     Reason.UNDEFINED: "undefined: NaN in both runs",
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
+    Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",
     Reason.INITIAL_VALUES: "initial values: no distribution to compare",
 }
 
@@ -274,6 +275,8 @@ def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
 _NOTES = {
     Remark.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
     "allgather can); its layer is judged as a whole",
+    Remark.OWN_TOKENS: "chosen by looking at all tokens of a rank, which has a part of them here: "
+    "depends on the layout by design; the rest is judged with the reference's choice",
     Remark.EXTRA: "the reference has no such tensor",
     Remark.EMPTY: "empty: no element to compare",
     Remark.MISSING: "no rank of the candidate has this tensor",
@@ -285,6 +288,7 @@ _NOTES = {
     Remark.UNDEFINED: "undefined: {value:.0f} elements are NaN in both runs",
     Remark.BLIND: "blind: rounding alone moves it by {value:.0%} (bound {limit:.0%})",
     Remark.ROUTED: "{value:.0f} of {limit:.0f} tokens are routed differently",
+    Remark.DROPPED: "{value:.0f} assignments are dropped differently",
     Remark.SHAPE: "{text}",
     Remark.NOT_BITWISE: "not bitwise equal, though this layout does not reorder its arithmetic",
     Remark.ONE_RUN: "initial values: only one of the runs has them",

@@ -70,6 +70,7 @@ class Remark(StrEnum):
     """What is said of a tensor beside its outcome; report/wording.py has the sentences."""
 
     DISPATCHED = "dispatched"
+    OWN_TOKENS = "own tokens"
     EXTRA = "extra"
     EMPTY = "empty"
     MISSING = "missing"
@@ -81,6 +82,7 @@ class Remark(StrEnum):
     UNDEFINED = "undefined"
     BLIND = "blind"
     ROUTED = "routed"
+    DROPPED = "dropped"
     SHAPE = "shape"
     NOT_BITWISE = "not_bitwise"
     ONE_RUN = "one_run"

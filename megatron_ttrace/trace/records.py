@@ -97,6 +97,8 @@ class Reason(StrEnum):
     """Unchecked: it holds NaN in both runs."""
     DISPATCHED = "dispatched"
     """Unchecked: its rows went through a token dispatcher that cannot be followed."""
+    OWN_TOKENS = "own tokens"
+    """Unchecked: a choice that depends on all tokens that a rank has, here a part of them."""
     INITIAL_VALUES = "initial values"
     """Unchecked: there is no distribution to compare."""
     TWIN = "twin"
@@ -126,8 +128,9 @@ Microbatch = Annotated[int, Bounds(STEP_LEVEL, (1 << 63) - 1)]
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
-SCORES, CHOICE = 0, 1
-"""Indices of a router's ``routing`` tensors: scores that experts are chosen by, and the choice."""
+SCORES, CHOICE, KEPT = 0, 1, 2
+"""Indices of a router's ``routing`` tensors: scores that experts are chosen by, the choice, and
+what is left of it within the experts' capacity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)

@@ -13,7 +13,8 @@ from megatron_ttrace.runtime import low_precision, requirements
 
 def arguments(**values):
     """Megatron's arguments of a plain run."""
-    return argparse.Namespace(**{"rampup_batch_size": None, "load": None, **values})
+    plain = {"rampup_batch_size": None, "load": None, "num_experts": None}
+    return argparse.Namespace(**{**plain, **values})
 
 
 def settings(**values):
@@ -25,6 +26,18 @@ REFUSED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
     ({"use_torch_fsdp2": True}, {}, "--use-torch-fsdp2"),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
+    (
+        {
+            "num_experts": 4,
+            "sequence_parallel": True,
+            "tensor_model_parallel_size": 2,
+            "context_parallel_size": 1,
+            "moe_expert_capacity_factor": 1.0,
+            "moe_pad_expert_input_to_capacity": True,
+        },
+        {},
+        "--moe-pad-expert-input-to-capacity",
+    ),
 ]
 
 

@@ -19,6 +19,7 @@ import torch
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.mcore.arguments import ModelConfig
 from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.mcore.roles import STATE_SPACE
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.start.generator import normal
 
@@ -38,8 +39,10 @@ def scale_of(
 ) -> tuple[float, float]:
     """(mean, standard deviation) of a parameter's start values."""
     leaf = name.rpartition(".")[2]
+    if leaf in STATE_SPACE:
+        return STATE_SPACE[leaf][init == "megatron"]
     is_weight = len(shape) >= 2
-    is_output = any(part in f".{name}" for part in (".linear_proj.", ".linear_fc2."))
+    is_output = any(part in f".{name}" for part in (".linear_proj.", ".linear_fc2.", ".out_proj."))
     depth = math.sqrt(2.0 * config.num_layers) if is_output else 1.0
     if init == "megatron":
         if is_weight:
