@@ -163,7 +163,7 @@ def test_changed_data_is_other_data(tmp_path):
 
 
 def test_differences_in_words():
-    """A user who gives a foreign reference is told what is foreign about it."""
+    """The message says how a reference of another run differs."""
     ours = fingerprint.identity(candidate(), SETTINGS)
     theirs = fingerprint.identity(candidate(lr=0.5), dataclasses.replace(SETTINGS, seeds=9))
     assert fingerprint.differences(ours, ours) == []
