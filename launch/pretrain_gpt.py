@@ -411,8 +411,15 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return sorted(ranks)
 
 
-def main() -> None:
-    """Start Megatron's training loop in the way of the installed release."""
+def main(
+    provide_model: Callable[..., Any] = provide_model, configure: str = "gpt_config_from_args"
+) -> None:
+    """Start Megatron's training loop in the way of the installed release.
+
+    Args:
+        provide_model: builds one pipeline stage, for releases before 0.19.
+        configure: name of Megatron's function that describes the model, for 0.19.
+    """
     # 0.19 divides by the evaluation interval even when nothing is to be evaluated.
     defaults = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
     common = {"get_embedding_ranks": embedding_ranks}
@@ -431,7 +438,7 @@ def main() -> None:
 
     args = training_arguments.parse_and_validate_args(args_defaults=defaults)
     if hasattr(argument_utils, "gpt_config_from_args"):  # 0.19
-        model_config = argument_utils.gpt_config_from_args(args)
+        model_config = getattr(argument_utils, configure)(args)
         container = argument_utils.pretrain_cfg_container_from_args(args, model_config)
         pretrain(container, provide_datasets, model_type, forward_step, **common)
         return

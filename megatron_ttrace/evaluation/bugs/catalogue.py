@@ -180,9 +180,9 @@ def _layout(data: dict[str, Any]) -> dict[str, Any]:
     return _known(BugLayout, data)
 
 
-def _known(wanted: type, data: dict[str, Any]) -> dict[str, Any]:
+def _known(record: type, data: dict[str, Any]) -> dict[str, Any]:
     """Reject misspelt keys, which the codec would ignore."""
-    known = {field.name for field in dataclasses.fields(wanted)}
+    known = {field.name for field in dataclasses.fields(record)}
     if unknown := data.keys() - known:
         raise ValueError(f"unknown key {min(unknown)!r}")
     return data
