@@ -28,7 +28,7 @@ from megatron_ttrace.errors import ExitCode, TTraceError, one_line
 from megatron_ttrace.runtime import channel
 from megatron_ttrace.trace import codec
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
 _WATCH_SECONDS = 1.0
 _BEAT_SECONDS = 5.0
 _SAY_AFTER_SECONDS = 10.0
