@@ -23,7 +23,12 @@ import torch
 from megatron.core import mpu
 from megatron.core import utils as core_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
@@ -216,13 +221,31 @@ def builds_dataset(packed: bool, vp_stage: int | None = None) -> bool:
     return has_mtp(core_transformer_config_from_args(get_args()), vp_stage)
 
 
+class FewDocuments(MockGPTLowLevelDataset):  # type: ignore[misc]
+    """Megatron's mock documents, 1,000 instead of 100,000.
+
+    Megatron shuffles all their sequences, which takes longer than a small job's training.
+    """
+
+    size = 1000
+
+
+class MockDataset(MockGPTDataset):  # type: ignore[misc]
+    """Megatron's mock data set, of few documents."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
+        """Return the documents."""
+        return FewDocuments(config.tokenizer)
+
+
 def provide_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     """Build the training, validation and test sets for ``samples`` samples each."""
     args = get_args()
     if args.fim_data:
         with exits_on_user_error():
             raise TTraceError("--fim-data: use Megatron-LM's own pretrain_gpt.py")
-    kind: Any = MockGPTDataset if args.mock_data else GPTDataset
+    kind: Any = MockDataset if args.mock_data else GPTDataset
     if args.sft:
         from megatron.training.datasets.sft_dataset import SFTDataset
 

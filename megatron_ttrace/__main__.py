@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "megatron_ttrace.cli.check",
+    "megatron_ttrace.cli.shrink",
     "megatron_ttrace.cli.compare",
     "megatron_ttrace.cli.plant",
     "megatron_ttrace.cli.report",
     "megatron_ttrace.cli.matrix",
     "megatron_ttrace.cli.bugs",
-    "megatron_ttrace.cli.rivals",
+    "megatron_ttrace.cli.baselines",
     "megatron_ttrace.cli.mutants",
     "megatron_ttrace.cli.growth",
     "megatron_ttrace.cli.nightly",

@@ -26,8 +26,11 @@ Total = Annotated[float, Bounds(0.0, nan=True)]
 _CHUNK = 1 << 16
 _UNDERFLOW = 1e-24
 """Below this a float32 sum of a chunk's squares may have lost some of them."""
-_WORDS = 1 << 15
-_MASK = (1 << 64) - 1
+WORDS = 1 << 15
+"""64-bit words that a checksum weighs at a time."""
+BASE = 1_000_003
+"""By which a checksum so far is multiplied before more is added."""
+MASK = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Sums:
             dot=self.dot + other.dot,
             worst=max(self.worst, other.worst),
             nonfinite=self.nonfinite + other.nonfinite,
-            checksum=(self.checksum * 1_000_003 + other.checksum) & _MASK,
+            checksum=(self.checksum * BASE + other.checksum) & MASK,
             undefined=self.undefined + other.undefined,
         )
 
@@ -144,13 +147,13 @@ def checksum(data: torch.Tensor) -> int:
     whole = flat.numel() // 8 * 8
     words = flat[:whole].view(torch.int64)
     total = int.from_bytes(bytes(flat[whole:].tolist()), "little")
-    for start in range(0, words.numel(), _WORDS):
-        part = words[start : start + _WORDS]
-        weights = _weights(part.device)[:, : part.numel()]
+    for start in range(0, words.numel(), WORDS):
+        part = words[start : start + WORDS]
+        weights = checksum_weights(part.device)[:, : part.numel()]
         # Products wrap around: high bits alone would weigh too little, so they count again, lower.
         dots = _dot(part, weights[0]), _dot(part >> 32, weights[1])
         for dot in dots:
-            total = (total * 1_000_003 + int(dot.item())) & _MASK
+            total = (total * BASE + int(dot.item())) & MASK
     return total
 
 
@@ -160,10 +163,10 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
+def checksum_weights(device: torch.device) -> torch.Tensor:
     """Two rows of odd 64-bit weights: a single changed word always changes the sum."""
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (2, _WORDS), generator=generator)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (2, WORDS), generator=generator)
     return (drawn | 1).to(device)
 
 
@@ -177,7 +180,7 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
     c_flat, r_flat = here.reshape(-1), there.reshape(-1)
     inverse = 1.0 / factor
     double = torch.float64 in (here.dtype, there.dtype)
-    diff = reference = candidate = dot = worst = 0.0
+    totals, worst = [0.0] * 4, 0.0
     nonfinite = undefined = 0
     for start in range(0, c_flat.numel(), _CHUNK):
         c_chunk = c_flat[start : start + _CHUNK]
@@ -189,25 +192,14 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
             nonfinite += bad
             undefined += nan
             sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float64)
-        diff += sums[0]
-        reference += sums[1]
-        candidate += sums[2]
-        dot += sums[3]
+        totals = [total + one for total, one in zip(totals, sums[:4], strict=True)]
         worst = max(worst, sums[4])
-    return Sums(
-        n=c_flat.numel(),
-        diff=diff,
-        reference=reference,
-        candidate=candidate,
-        dot=dot,
-        worst=worst,
-        nonfinite=nonfinite,
-        checksum=marks,
-        undefined=undefined,
-    )
+    diff, reference, candidate, dot = totals
+    n = c_flat.numel()
+    return Sums(n, diff, reference, candidate, dot, worst, nonfinite, marks, undefined)
 
 
-def _is_sound(sums: tuple[float, float, float, float, float]) -> bool:
+def _is_sound(sums: Sequence[float]) -> bool:
     """Whether float32 neither overflowed nor underflowed in these sums."""
     diff, reference, candidate, _, worst = sums
     return (
@@ -231,19 +223,18 @@ def _finite_only(c: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _chunk_sums(
     c_chunk: torch.Tensor, r_chunk: torch.Tensor, inverse: float, dtype: torch.dtype
-) -> tuple[float, float, float, float, float]:
+) -> list[float]:
+    """Sums of a chunk: of (c - r)^2, r^2, c^2 and c * r, and the largest |c - r|."""
     if not c_chunk.numel():
-        return (0.0, 0.0, 0.0, 0.0, 0.0)
-    c = c_chunk.to(dtype)
-    r = r_chunk.to(dtype)
+        return [0.0] * 5
+    c, r = c_chunk.to(dtype), r_chunk.to(dtype)
     if inverse != 1.0:
         c = c * inverse
     d = c - r
-    stacked = torch.stack(
+    found: list[float] = torch.stack(
         (torch.dot(d, d), torch.dot(r, r), torch.dot(c, c), torch.dot(c, r), d.abs().amax())
-    )
-    diff, reference, candidate, dot, worst = stacked.tolist()
-    return diff, reference, candidate, dot, worst
+    ).tolist()
+    return found
 
 
 def _measure_discrete(here: torch.Tensor, there: torch.Tensor, marks: int) -> Sums:

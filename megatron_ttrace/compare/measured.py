@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
+import torch
+
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
@@ -32,13 +34,15 @@ class Measured:
         placement: for reports.
         boxes: which of its elements are which logical ones.
         logical_shape: of the whole tensor.
-        sums: of the differences; ``None`` when nothing could be measured.
+        sums: of the differences; ``None`` when nothing could be measured, and empty while
+            ``unread`` has them.
         problem: why nothing could be, if so.
         note: more about it.
         sketch: of a tensor that is partial over the mesh axis ``partial_over``: the sketches of all
             ranks with the same boxes add up to the reference (compare/sketch.py).
         moments: of initial values, which are judged by these (compare/initial.py).
         partial_over: the axis, if any.
+        unread: sums that are still on a device (compare/device.py).
     """
 
     key: TraceKey
@@ -51,6 +55,7 @@ class Measured:
     sketch: tuple[float, ...] = ()
     moments: Moments | None = None
     partial_over: str = ""
+    unread: torch.Tensor | None = None
 
     @classmethod
     def stranger(cls, key: TraceKey, shape: tuple[int, ...]) -> Measured:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a candidate's captured tensor is compared with: which parts of which reference tensors.
+"""Which parts of which reference tensors a candidate's captured tensor must equal.
 
-Planning looks at names and shapes only; no element of any tensor is read.
+Planning uses names and shapes only; it reads no element of any tensor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RankLayout:
         loss_scale: the candidate's loss scale relative to the reference's.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``; empty without experts.
         partials: gradients of inputs that are partial over an axis.
-        sequence_first: modules that hand out [sequence, batch, hidden] here and
+        sequence_first: modules that return [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
     """
@@ -77,7 +77,7 @@ class Planner:
         local: tuple[int, ...],
         known: tuple[tuple[int, ...], Placements] | None = None,
     ) -> list[Match | Measured]:
-        """What a tensor of shape ``local`` is compared with; empty where nothing can be said.
+        """What a tensor of shape ``local`` is compared with; empty where nothing is known.
 
         Args:
             key: its name.
@@ -156,7 +156,7 @@ class Planner:
         return Match(key, describe(placement), boxes, whole, self.factor(key))
 
     def positions(self, local: tuple[int, int]) -> torch.Tensor:
-        """Where this rank's tokens stand in their microbatch."""
+        """Positions of this rank's tokens in their microbatch."""
         return torch.from_numpy(token_positions(local, self._layout.mesh, self._layout.seq_length))
 
     def factor(self, key: TraceKey) -> float:
@@ -193,7 +193,7 @@ class Planner:
     def _plan(
         self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
     ) -> tuple[Placements, tuple[Box, ...]]:
-        """Planning is pure, so each combination of shapes is planned once."""
+        """Planning is pure, so each combination of shapes is planned only once."""
         if memo not in self._planned:
             steps = placement()
             self._planned[memo] = steps, plan(whole, steps, self._layout.mesh)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a candidate's captured tensor: it is compared in place.
+"""What is done with a candidate's captured tensor: it is compared at once.
 
-Each job has a file: planning (planning.py), measuring (comparator.py), what is handed back in
-isolation (substituter.py), what is stored (keeper.py). The sink lists them in order. A perturbed
-replay of the reference is simply a candidate on a mesh of one. The reference itself is written
-(megatron_ttrace/compare/writing.py), driven by the same capture.
+The sink runs the steps in order; each has a file: plan (planning.py), measure (comparator.py),
+store (keeper.py), and, when isolating, replace (substituter.py). A perturbed replay of the
+reference is a candidate on a mesh of one rank. The reference itself is captured in the same way and
+written (writing.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.comparator import compare
+from megatron_ttrace.compare.comparator import compare, read_back
 from megatron_ttrace.compare.keeper import Keeper
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
@@ -29,9 +29,21 @@ from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
+_STAGED_BYTES = 1 << 30
+"""Of copies that wait on a device for their verdicts; beyond this the host waits for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Staged:
+    """A finding, by its number, and what to store if it fails; ``first`` is its other name."""
+
+    number: int
+    data: torch.Tensor
+    first: TraceKey | None = None
+
 
 class CompareSink:
-    """Compares everything, on the spot, with this rank's slices of the reference."""
+    """Compares each tensor at once with this rank's part of the reference."""
 
     def __init__(
         self,
@@ -51,13 +63,15 @@ class CompareSink:
             reference: the trusted trace.
             iteration: of the traced step.
             layout: of this rank.
-            tolerances: to tell which tensors are worth keeping.
-            writer: where tensors are kept: the failed ones, so that they can be explained.
-            keep_all: keep the others too.
-            isolate: hand the reference's slices back, to take the places of what was compared.
-            perturb: what is done to them first, in a replay that estimates tolerances.
+            tolerances: decide which tensors failed.
+            writer: stores the failed ones, so that they can be explained.
+            keep_all: store all of them.
+            isolate: replace what was compared by the reference's values.
+            perturb: changes these first, in a replay that estimates tolerances.
         """
-        self.measured: list[Measured] = []
+        self._measured: list[Measured] = []
+        self._staged: list[_Staged] = []
+        self._staged_bytes = 0
         self._reference = reference
         self._iteration = iteration
         self._isolate = isolate
@@ -72,22 +86,55 @@ class CompareSink:
         data: torch.Tensor,
         known: tuple[tuple[int, ...], Placements] | None = None,
     ) -> None:
-        """All that is done with a tensor under one of its names."""
-        # 1. Turn it as the reference has it.
+        """Everything that is done with a tensor under one of its names."""
+        # 1. Transpose it as the reference has it.
         data = self._planner.oriented(key, data)
         kept: int | None = None
-        # 2. Plan: what of the reference is it to be compared with?
+        staged: torch.Tensor | None = None
+        # 2. Plan: which parts of the reference must it equal?
         for match in self._planner.plan(key, tuple(data.shape), known):
-            # 3. Measure how far it is from that.
+            # 3. Measure how far it is from them.
             found = compare(self._reference, match, data) if isinstance(match, Match) else match
-            # 4. Take note, for the judge.
+            # 4. Record it, for the judge.
             self._add(found)
-            # 5. Store what failed.
-            kept = self._keeper.keep(found, data, kept)
-        # What is handed back in its place is asked for by capture, with replace().
+            # 5. Store what failed; on a device, once that is known.
+            if found.unread is None or not self._keeper.waits_for_sums:
+                kept = self._keeper.keep(found, data, kept)
+            else:
+                staged = data.detach().clone() if staged is None else staged
+                self._stage(_Staged(len(self._measured) - 1, staged))
+        # 6. Capture then asks for a replacement, with replace().
+
+    @property
+    def measured(self) -> list[Measured]:
+        """All findings. Waits for a device that still has sums of them."""
+        self._settle()
+        return self._measured
+
+    def _stage(self, one: _Staged) -> None:
+        self._staged.append(one)
+        self._staged_bytes += one.data.nbytes if one.first is None else 0
+        if self._staged_bytes > _STAGED_BYTES:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Read what was left on the device, and store what failed, in the order of capture."""
+        self._measured = read_back(self._measured)
+        self._by_key = {one.key: one for one in self._measured}
+        kept, of = None, None
+        for one in self._staged:
+            found = self._measured[one.number]
+            if one.first is not None:
+                self._keeper.keep_again(one.first, found, one.data)
+                continue
+            kept, of = (
+                self._keeper.keep(found, one.data, kept if one.data is of else None),
+                one.data,
+            )
+        self._staged, self._staged_bytes = [], 0
 
     def _add(self, found: Measured) -> None:
-        self.measured.append(found)
+        self._measured.append(found)
         self._by_key[found.key] = found
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
@@ -104,14 +151,14 @@ class CompareSink:
             self._repeat(keys[0], key, data)
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
-        """Another name of a tensor that was compared already."""
+        """Take another name of a tensor that was compared already."""
         self._repeat(TraceKey(self._iteration, *first), TraceKey(self._iteration, *place), data)
 
     def _repeat(self, first: TraceKey, key: TraceKey, data: torch.Tensor) -> None:
         known = self._by_key.get(first)
         same = (
             not self._planner.experts.holds(key)
-            and not self._isolate  # else it has the reference's values by now
+            and not self._isolate  # when isolating, it has the reference's values by now
             and known is not None
             and known.sums is not None
             and key in self._reference
@@ -123,10 +170,13 @@ class CompareSink:
             return
         found = dataclasses.replace(known, key=key)
         self._add(found)
-        self._keeper.keep_again(first, found, data)
+        if found.unread is None or not self._keeper.waits_for_sums:
+            self._keeper.keep_again(first, found, data)
+        else:
+            self._stage(_Staged(len(self._measured) - 1, data.detach(), first))
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """This rank's slice of the reference, when isolating and where ``data`` is not that."""
+        """When isolating: this rank's part of the reference, unless ``data`` equals it."""
         if not self._isolate:
             return None
         return self._substituter.instead(TraceKey(self._iteration, *place), data)
@@ -134,10 +184,10 @@ class CompareSink:
     def placed(
         self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
     ) -> None:
-        """Compare a tensor of the step (a parameter's kin), whose placement is known.
+        """Compare a tensor whose placement is known: a parameter, or of a parameter's shape.
 
-        When isolating, the step goes on with the reference's main gradients: written in place, for
-        that is where the optimizer looks for them.
+        When isolating, the step continues with the reference's main gradients. They are written in
+        place, where the optimizer reads them.
         """
         key = TraceKey(self._iteration, *place)
         self._compare(key, data, (tuple(logical_shape), placement))
@@ -147,11 +197,11 @@ class CompareSink:
             data.detach().mul_(self._planner.factor(key))
 
     def positions(self, local: tuple[int, int]) -> torch.Tensor:
-        """Where this rank's tokens stand in their microbatch."""
+        """Positions of this rank's tokens in their microbatch."""
         return self._planner.positions(local)
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
-        """Learn who the rows are that a layer's experts are about to see, and judge that."""
+        """Take which tokens a layer's experts are about to receive, and compare that."""
         is_new = (microbatch, experts) not in self._planner.experts
         for found in self._planner.experts.announce(microbatch, experts, index):
             if is_new:
@@ -167,7 +217,7 @@ class CompareSink:
         groups: Groups | None,
         by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Judge a router's choice; the reference's takes its place."""
+        """Compare a router's choice of experts; returns the reference's, which replaces it."""
         key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, CHOICE)
         if key not in self._reference:
             return None

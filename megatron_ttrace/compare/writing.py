@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the reference's captured tensors: they are written."""
+"""What is done with the reference's captured tensors: they are written."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.plan import Placements
@@ -56,14 +58,14 @@ class WriteSink:
         return torch.arange(local[0] * local[1])
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
-        """Store who the experts' rows are."""
+        """Store which tokens the experts' rows are."""
         place = (microbatch, Kind.ROUTING, experts, 0)
         if place not in self._lines:
             self.tensor((place,), encode_rows(index))
             self._rows[microbatch, experts] = index
 
     def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
-        """An experts' tensor without the rows that only fill it up for a quantised product."""
+        """An experts' tensor without the rows that pad it for a quantised product."""
         microbatch, kind, name, _ = place
         if not data.ndim or kind is Kind.ROUTING:
             return data
@@ -73,8 +75,8 @@ class WriteSink:
             expert, _ = within(name.partition("#")[0], experts)
             mine = rows if expert is None else rows.of_expert(expert)
             if data.shape[0] != len(mine.microbatch):
-                real = torch.from_numpy(mine.fitted(data.shape[0]).microbatch != NOBODY)
-                return data.detach()[real.to(data.device)]
+                real = np.flatnonzero(mine.fitted(data.shape[0]).microbatch != NOBODY)
+                return data.detach()[to_device(torch.from_numpy(real), data.device)]
         return data
 
     def routed(
@@ -105,8 +107,4 @@ class WriteSink:
         return self._routed[place]
 
     def _entry(self, place: Place, data: torch.Tensor) -> Entry:
-        return Entry(
-            key=TraceKey(self._iteration, *place),
-            shape=tuple(data.shape),
-            dtype=str(data.dtype).removeprefix("torch."),
-        )
+        return Entry.of(TraceKey(self._iteration, *place), data)

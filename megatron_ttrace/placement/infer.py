@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which placement an activation has, read off its shapes. No annotation by hand.
+"""Infer the placement of an activation from its shapes.
 
-Megatron divides activations in few ways, and the logical shape (from the reference) leaves one
-reading each: context parallelism always divides the sequence and only it; on top of that tensor
-parallelism divides one dim: the sequence again (sequence parallelism), or a hidden, head or
-vocabulary dim. A shape that fits no reading is a verdict (`shape`), not a guess.
+Megatron divides activations in few ways, and the logical shape (the reference's) tells which:
+context parallelism divides the sequence and nothing else; tensor parallelism then divides one dim:
+the sequence again (sequence parallelism), or a hidden, head or vocabulary dim. A shape that fits
+neither gets the verdict `shape`.
 """
 
 from __future__ import annotations

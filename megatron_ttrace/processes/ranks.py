@@ -10,24 +10,17 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.processes import forkserver, signals
-from megatron_ttrace.processes.child import free_port
-from megatron_ttrace.processes.tether import tethered
+from megatron_ttrace.processes import child, forkserver, signals
 from megatron_ttrace.processes.waiting import Patience, Waited
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0
 _REAPING_SECONDS = 10.0
-_OF_OTHER_LAUNCHERS = (
-    *("TORCHELASTIC_", "TTRACE_FORKSERVER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"),
-    *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_"),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +37,7 @@ class End:
 
 @dataclasses.dataclass(slots=True)
 class Observed:
-    """What was seen of a job's processes.
+    """What was observed of a job's processes.
 
     Attributes:
         ends: of the ranks, in the order in which they ended, without those that we ended.
@@ -95,21 +88,8 @@ def run_ranks(
     """
     logs.mkdir(parents=True, exist_ok=True)
     job = _Job(fork, observed or Observed())
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OF_OTHER_LAUNCHERS)
-    }
-    base = {
-        **inherited,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **(environment or {}),
-        **job.environment,
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    base = child.environment_of(nproc, {**threads, **(environment or {}), **job.environment})
     with signals.orderly():
         try:
             for rank in range(nproc):
@@ -154,16 +134,7 @@ class _Job:
     def _start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> int:
         if self._requests:
             return forkserver.fork(command, environment, log)
-        with log.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                tethered(command),
-                env=environment,
-                # A group in the background that reads from the terminal is stopped.
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+        process = child.start(command, environment, log, group=0)
         self._processes[process.pid] = process
         return process.pid
 
@@ -211,15 +182,7 @@ class _Job:
         waiter.poll(_POLL_SECONDS * 1000)
 
     def _reap(self) -> None:
-        for pid in list(self._waited):
-            try:
-                found, status = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                found, status = pid, 1 << 8
-            if not found:
-                continue
-            code = os.waitstatus_to_exitcode(status)
-            self._forget(pid, code)
+        for pid, code in self._ended():
             if pid == self._reference:
                 self._reference = None
                 if self._requests:
@@ -229,13 +192,23 @@ class _Job:
                 self._codes[rank] = code
                 self._observed.ends.append(End(rank, code, time.time_ns()))
 
-    def _forget(self, pid: int, code: int) -> None:
-        del self._waited[pid]
-        descriptor = self._watched.pop(pid, None)
-        if descriptor is not None:
-            os.close(descriptor)
-        if pid in self._processes:
-            self._processes[pid].returncode = code
+    def _ended(self) -> Iterator[tuple[int, int]]:
+        """Process ids and exit codes of processes that have ended since the last call."""
+        for pid in list(self._waited):
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                found, status = pid, 1 << 8
+            if not found:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            del self._waited[pid]
+            descriptor = self._watched.pop(pid, None)
+            if descriptor is not None:
+                os.close(descriptor)
+            if pid in self._processes:
+                self._processes[pid].returncode = code
+            yield pid, code
 
     def _serve(self) -> None:
         if self._requests is None or self._reference is not None:
@@ -254,14 +227,7 @@ class _Job:
             _kill(pid)
         deadline = time.monotonic() + _REAPING_SECONDS
         while self._waited and time.monotonic() < deadline:
-            for pid in list(self._waited):
-                try:
-                    found, _ = os.waitpid(pid, os.WNOHANG)
-                except ChildProcessError:
-                    found = pid
-                if found:
-                    self._forget(pid, -signal.SIGKILL)
-            if self._waited:
+            if not list(self._ended()):
                 time.sleep(0.005)
         # Workers of a data loader end by themselves when their rank is gone.
         deadline = time.monotonic() + _LEAVING_SECONDS
@@ -278,10 +244,9 @@ class _Job:
 
 
 def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(group, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(group, signal.SIGKILL)
 
 
 def _has_members(group: int) -> bool:

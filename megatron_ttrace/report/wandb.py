@@ -18,6 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,7 +46,7 @@ PROBE_SECONDS = 5.0
 INIT_SECONDS = 30.0
 TOTAL_SECONDS = 120.0
 _FORMER_HOST = "api.wandb.ai"
-"""Keys that were stored for it still count for the public service under its newer name."""
+"""Keys stored for this host are valid for the public service under its newer name too."""
 
 _WARNING = "ttrace: WARNING: W&B logging failed, the report itself is complete"
 
@@ -118,7 +119,7 @@ def own_run(
     """Make a run, ``log`` into it, finish it; offline without a key or without an answer.
 
     Returns:
-        One line that says where it lies.
+        One line that says where it is.
     """
     mode, why = _mode(wandb)
     options = {
@@ -149,23 +150,19 @@ def within(seconds: float, work: Callable[[], str]) -> str:
     Raises:
         TimeoutError: when it did not end; else what ``work`` raised.
     """
-    answer: list[str] = []
-    failure: list[Exception] = []
+    answer: Future[str] = Future()
 
     def target() -> None:
         try:
-            answer.append(work())
+            answer.set_result(work())
         except Exception as error:  # noqa: BLE001 - raised again by the caller
-            failure.append(error)
+            answer.set_exception(error)
 
-    worker = threading.Thread(target=target, name="ttrace-wandb", daemon=True)
-    worker.start()
-    worker.join(seconds)
-    if failure:
-        raise failure[0]
-    if not answer:
+    # A thread of an executor would be waited for when the process ends.
+    threading.Thread(target=target, name="ttrace-wandb", daemon=True).start()
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"no end after {seconds:.0f} s; try WANDB_MODE=offline")
-    return answer[0]
+    return answer.result()
 
 
 def _settings(wandb: Any) -> Any:
@@ -243,7 +240,7 @@ def _log(
 ) -> None:
     """Log everything; the step of a training run is left as it is (``commit=False``).
 
-    Media have names without a slash, so that their files lie flat under ``files/media/table``.
+    Media have names without a slash, so that their files are directly in ``files/media/table``.
     """
     rows = table.layer_rows(verdicts)
     data: dict[str, Any] = {
@@ -326,11 +323,11 @@ def alert_text(summary: Summary, verdicts: Sequence[Verdict]) -> tuple[str, str]
     if summary.culprits:
         first = summary.culprits[0]
         why = "; ".join(f"{label}: {text}" for label, text in wording.cause_pairs(first))
-        text = f"{wording.culprit_sentence(first)}. {why}"
+        text = f"{wording.sentence(first)}. {why}"
         more = len(summary.culprits) - 1
         text += f" ({more} more culprit{'s' if more > 1 else ''})" if more else ""
         return f"ttrace: {clean(first.name, 80)} diverges ({first.direction.value})", text
     worst = table.worst_of(verdicts)
-    sentence = wording.verdict_sentence(worst) if worst is not None else ""
+    sentence = wording.sentence(worst) if worst is not None else ""
     layout = wording.layout_text(summary.config)
     return "ttrace: the run diverges from its reference", f"{sentence} [{layout}]".strip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers, ranks and culprits in words, the same in every sink.
+"""Numbers, ranks and culprits as text, the same in every output.
 
 Errors are written as Megatron's users know them from published reports: ``2.05e-1 26.4ε``.
 """
@@ -25,7 +25,7 @@ from megatron_ttrace.trace.records import (
     TooFew,
     Verdict,
 )
-from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 
 COMMAND_LIMIT = 20_000
@@ -46,7 +46,7 @@ OUTCOME_WORDS = {
 RESULT_SENTENCES = {
     Result.EQUIVALENT: "numerically equivalent to the reference",
     Result.DIVERGED: "not equivalent to the reference",
-    Result.COULD_NOT_CHECK: "no answer: the check could not be made",
+    Result.COULD_NOT_CHECK: "no answer: the check could not be completed",
 }
 
 
@@ -88,12 +88,15 @@ def sci(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def error_text(rel_err: float | None, rel_err_eps: float | None) -> str:
+def error_text(one: Culprit | Verdict) -> str:
     """``2.05e-1 26.4ε``: the relative error, and in epsilons of the compute dtype."""
-    if rel_err is None:
-        return "-"
-    known = rel_err_eps is not None and rel_err != 0
-    return f"{sci(rel_err)} {factor(rel_err_eps)}ε" if known else sci(rel_err)
+    known = one.rel_err_eps is not None and one.rel_err != 0
+    return f"{sci(one.rel_err)} {factor(one.rel_err_eps)}ε" if known else sci(one.rel_err)
+
+
+def tensor_text(one: Culprit | Verdict, limit: int = NAME_LIMIT) -> str:
+    """``decoder.layers.0.mlp output.0``."""
+    return f"{clean(one.name, limit)} {one.kind.value}.{one.index}"
 
 
 def factor(value: float | None) -> str:
@@ -152,10 +155,10 @@ def on_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(held) > 1 else ''} {ranks_text(held)}"
 
 
-def when_text(iteration: int, microbatch: int) -> str:
+def when_text(one: Culprit | Verdict) -> str:
     """``iteration 1, microbatch 0``; step-level tensors have no microbatch."""
-    step = f"iteration {iteration}"
-    return step if microbatch == STEP_LEVEL else f"{step}, microbatch {microbatch}"
+    step = f"iteration {one.iteration}"
+    return step if one.microbatch == STEP_LEVEL else f"{step}, microbatch {one.microbatch}"
 
 
 def number(value: Any) -> int | None:
@@ -173,36 +176,23 @@ def layout_text(config: Mapping[str, Any]) -> str:
     sizes = {axis: number(config.get(axis)) for axis in AXES}
     split = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1]
     world = number(config.get("world_size"))
-    text = " × ".join(split) if split else ("1 device" if world in (None, 1) else "no split axis")
+    one = "1 device" if world in (None, 1) else "no parallel axis"
+    text = " × ".join(split) or one
     return f"{text}, {world} ranks" if world is not None and world > 1 else text
 
 
-def culprit_sentence(culprit: Culprit) -> str:
-    """The sentence that a person needs: what, in which direction, on which ranks, how bad."""
-    name = clean(culprit.name)
-    what = OUTCOME_WORDS[culprit.verdict]
+def sentence(one: Culprit | Verdict) -> str:
+    """A failure in one line: what, in which direction, on which ranks, how bad, and when."""
     text = (
-        f"{name} {culprit.kind.value}.{culprit.index} {what} in the {culprit.direction.value} "
-        f"direction on {on_ranks(culprit.ranks)}"
+        f"{tensor_text(one)} {OUTCOME_WORDS[one.verdict]} in the {one.direction.value} direction "
+        f"on {on_ranks(one.ranks)}"
     )
-    if culprit.rel_err is not None:
-        text += f": relative error {error_text(culprit.rel_err, culprit.rel_err_eps)}"
-        if culprit.margin is not None:
-            text += f", {margin_text(culprit.margin)} its tolerance {sci(culprit.tolerance)}"
-    return f"{text} ({when_text(culprit.iteration, culprit.microbatch)})"
-
-
-def verdict_sentence(verdict: Verdict) -> str:
-    """One verdict in one line, for failures that no culprit stands for."""
-    text = (
-        f"{clean(verdict.name)} {verdict.kind.value}.{verdict.index} "
-        f"{OUTCOME_WORDS[verdict.verdict]} on {on_ranks(verdict.ranks)}"
-    )
-    if verdict.rel_err is not None:
-        text += f": relative error {error_text(verdict.rel_err, verdict.rel_err_eps)}"
-        text += f", margin {margin_text(verdict.margin)}"
-    note = f". {clean(verdict.note, NOTE_LIMIT)}" if verdict.note else ""
-    return f"{text} ({when_text(verdict.iteration, verdict.microbatch)}){note}"
+    if one.rel_err is not None:
+        text += f": relative error {error_text(one)}"
+        if one.margin is not None:
+            text += f", {margin_text(one.margin)} its tolerance {sci(one.tolerance)}"
+    note = f". {clean(one.note, NOTE_LIMIT)}" if isinstance(one, Verdict) and one.note else ""
+    return f"{text} ({when_text(one)}){note}"
 
 
 _NOT_EXERCISED = {
@@ -260,7 +250,7 @@ def notices(summary: Summary) -> list[str]:
 
 
 _REASONS = {
-    Reason.BLIND: "blind: rounding alone moves them too far for a bug to show",
+    Reason.BLIND: "blind: rounding alone changes them too much for a bug to show",
     Reason.UNDEFINED: "undefined: NaN in both runs",
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
     Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",

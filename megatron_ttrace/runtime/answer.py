@@ -68,7 +68,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         seq_length=args.seq_length,
         dispatcher=dispatcher(args),
         own_tokens=tuple(balancing.depends_on_layout(args)),
-        iterations=settings.iterations,
+        iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
         init=settings.init,
         reference=str(settings.directory / "reference"),

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu import te
 from megatron_ttrace.mcore.names import ROOT, Names
@@ -35,7 +36,7 @@ _HEAD = "output_layer"
 def perturb(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """``tensor * (1 +- epsilon)`` with random signs, in ``tensor``'s dtype."""
     signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
-    step = (signs.to(tensor.device, torch.float32) * 2 - 1) * epsilon(tensor.dtype)
+    step = (to_device(signs, tensor.device).float() * 2 - 1) * epsilon(tensor.dtype)
     return (tensor.float() * (1 + step)).to(tensor.dtype)
 
 

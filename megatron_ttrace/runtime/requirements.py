@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import os
+
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import balancing
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.runtime import low_precision
+
+SHRUNK = "TTRACE_SHRUNK"
+"""Environment variable: what the job under check stands for, if that is a larger one."""
 
 
 def starts_from_checkpoint(args: MegatronArguments) -> bool:
@@ -72,4 +77,6 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
         )
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")
+    if told := os.environ.get(SHRUNK):
+        found.append(told)
     return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found out about the cause of a failure, as enums and numbers.
+"""What is found out about a failed tensor, as enums and numbers.
 
-Nothing here is text for people: ``report/explanations.py`` makes all of it.
+Nothing here is text for people: ``report/`` makes all of it.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class WrongCopies(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Weights:
+class ShareWeights:
     """How often the shares of a gradient that came through ``module`` count, where not once.
 
     ``by_axis``: the numbers are those of data-parallel ranks, else of microbatches.
@@ -239,10 +239,10 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shares(Finding):
+class UnequalShares(Finding):
     """Microbatches' shares of a gradient do not count once each: by group of ranks, by module."""
 
-    by_ranks: tuple[tuple[tuple[int, ...], tuple[Weights, ...]], ...]
+    by_ranks: tuple[tuple[tuple[int, ...], tuple[ShareWeights, ...]], ...]
     per_rank: bool = False
 
 
@@ -288,7 +288,7 @@ Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Offset(Finding):
+class OffsetRows(Finding):
     """``rank`` holds indices ``held`` of a dim where ``own`` belong; ``dim`` is what they are.
 
     ``shift`` is the distance if it is that of all ranks; without one the values are another rank's.
@@ -301,7 +301,7 @@ class Offset(Finding):
     shift: int | None = None
 
 
-class Order(StrEnum):
+class RowOrder(StrEnum):
     """In what order right rows stand."""
 
     REPEATED = "repeated"
@@ -311,10 +311,10 @@ class Order(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reordered(Finding):
+class ReorderedRows(Finding):
     """``moved`` of ``total`` rows are not in their place; they form ``blocks``."""
 
-    order: Order
+    order: RowOrder
     dim: str
     moved: int
     total: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed records that travel between the steps, and the words they are made of.
+"""The typed records that the steps exchange.
 
 Every line of output is one of these records; terminal, HTML, W&B and JSONL only render them. The
 field names of :class:`Verdict` and :class:`Summary` are a contract (docs/flags-and-files.md).
@@ -57,31 +57,20 @@ class Direction(StrEnum):
 
 
 _DIRECTION = {
-    Kind.INITIAL: Direction.START,
-    Kind.TOKENS: Direction.START,
-    Kind.PARAM: Direction.START,
-    Kind.INPUT: Direction.FORWARD,
-    Kind.OUTPUT: Direction.FORWARD,
-    Kind.ROUTING: Direction.FORWARD,
-    Kind.LOSS: Direction.FORWARD,
-    Kind.GRAD_OUTPUT: Direction.BACKWARD,
-    Kind.GRAD_INPUT: Direction.BACKWARD,
-    Kind.MAIN_GRAD: Direction.GRADIENT,
-    Kind.GRAD_NORM: Direction.GRADIENT,
-    Kind.PARAM_DELTA: Direction.UPDATE,
-    Kind.EXP_AVG: Direction.UPDATE,
-    Kind.EXP_AVG_SQ: Direction.UPDATE,
-    Kind.BUFFER: Direction.UPDATE,
+    kind: direction
+    for direction, kinds in {
+        Direction.START: (Kind.INITIAL, Kind.TOKENS, Kind.PARAM),
+        Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.LOSS),
+        Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
+        Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.GRAD_NORM),
+        Direction.UPDATE: (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.BUFFER),
+    }.items()
+    for kind in kinds
 }
 
 
-def direction_of(kind: Kind, index: int) -> Direction:
-    """The direction of a tensor: its kind's, but for parameters after the step (index 1)."""
-    return Direction.UPDATE if kind is Kind.PARAM and index else kind.direction
-
-
 class Outcome(StrEnum):
-    """What was found out about one tensor. Nothing is dropped: every key ends in one of these."""
+    """What was found out about one tensor. No tensor is dropped: each has one of these."""
 
     PASS = "pass"  # noqa: S105 - a verdict, not a password
     DIVERGED = "diverged"
@@ -100,7 +89,7 @@ class Outcome(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a tensor has its outcome, where the outcome does not say it; ``note`` has the details."""
+    """Why a tensor has its outcome, if the outcome leaves it open; ``note`` has the details."""
 
     BLIND = "blind"
     """Unchecked: rounding alone moves it so far that a bug would not show."""
@@ -198,17 +187,18 @@ class Verdict(Record):
     @property
     def direction(self) -> Direction:
         """Where in the step the tensor stands; a parameter is read before the step and after it."""
-        return direction_of(self.kind, self.index)
+        after = self.kind is Kind.PARAM and self.index
+        return Direction.UPDATE if after else self.kind.direction
 
     @property
     def is_luck(self) -> bool:
-        """Whether the margin of a pass says how random numbers fell, not how near a fault is."""
+        """Whether the margin of a pass depends on random numbers, not on how near a fault is."""
         return self.kind is Kind.INITIAL and self.verdict is Outcome.PASS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Culprit(Record):
-    """A localised module: where the error is born, as opposed to where it is merely seen.
+    """A localised module: where an error originates, as opposed to where it is only seen.
 
     ``reason`` is the chain of evidence in one sentence, ``explanation`` a hypothesis about the
     cause that was tested on the shards, or "unknown"; ``cause`` and ``axes`` are its sort and the
@@ -236,7 +226,7 @@ class Culprit(Record):
     axes: tuple[str, ...] = ()
 
     def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
-        """The failure that stands for this module: its own tensor's, or its parameter's."""
+        """The failure that represents this module: its own tensor's, or its parameter's."""
         inside = f"{self.name}."
         return max(
             (
@@ -271,10 +261,10 @@ class Result(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exactness(Record):
-    """Whether what this layout computes in the reference's order is bitwise the reference's.
+    """Whether what this layout computes in the reference's order is bitwise equal to it.
 
-    ``expected`` tensors must be equal to the last bit, ``lost`` are not; ``first`` of these is
-    named with its ranks and its relative error. No tolerance enters: rounding is no excuse here.
+    ``expected`` tensors must be bitwise equal, ``lost`` of them are not; ``first`` is the first of
+    these, with its ranks and its relative error. There is no tolerance.
     """
 
     expected: Count

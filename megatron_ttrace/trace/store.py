@@ -9,21 +9,21 @@ Layout of a trace directory::
     tolerances.jsonl             (reference) how far perturbed replays moved each tensor
     overrides.json               (reference) what the run that made it was told
 
-An index line names the tensor's key, where its data lies (``file``, ``tensor``), or, where the very
-same tensor was seen before under another name, the line it repeats (``same_as``). A candidate's
+An index line names the tensor's key and where its data is (``file``, ``tensor``), or, if the same
+tensor was seen before under another name, the line that it repeats (``same_as``). A candidate's
 line also holds its placement, boxes and gradient factor, so that it can be compared offline.
 
 ``meta.json`` holds the id of the run, and size and XXH3-128 checksum of every other file. Its first
-line holds the checksum of all bytes after this line (``trace/sealing.py``). So no bit of a trace
-can change unnoticed:
+line holds the checksum of all bytes after this line (``trace/sealing.py``). So a changed bit is
+always noticed:
 
-- :func:`verify` reads every file once. Whoever decides to use a trace calls it: rank 0 for a
-  reference that was made earlier, ``ttrace compare`` for both traces.
-- A rank that is told which ``meta.json`` rank 0 verified (``announced``) checks that it reads this
-  very one, and verifies the files that it parses. It does not read the tensors again.
+- :func:`verify` reads every file once. Rank 0 calls it for a reference that was made earlier,
+  ``ttrace compare`` for both traces.
+- The other ranks are told which ``meta.json`` rank 0 verified (``announced``). They check that they
+  read the same one and verify the files that they parse, but do not read all tensors again.
 
-A file that has the name of a trace file and is not listed in ``meta.json`` is refused.
-No pickle anywhere: safetensors and JSON only.
+A file with the name of a trace file that ``meta.json`` does not list is refused.
+There is no pickle: safetensors and JSON only.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _ERRORS_OF_NOISE = (
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a small file so that readers see all of it or nothing of it."""
+    """Write a small file so that readers see either all of it or none of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -86,8 +86,8 @@ def atomic_write(path: Path, text: str) -> None:
 class TraceWriter:
     """Appends tensors of one rank to a trace directory.
 
-    Data is copied when it is added (training may overwrite it at once) and written in chunks, so
-    that memory stays bounded.
+    Data is copied when it is added, because training may overwrite it, and written in chunks to
+    bound the memory.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -97,6 +97,7 @@ class TraceWriter:
         self._chunk: dict[str, torch.Tensor] = {}
         self._chunk_bytes = 0
         self._chunks = 0
+        self._awaits_gpu = False
         directory.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
@@ -107,7 +108,10 @@ class TraceWriter:
         number = len(self._lines)
         if data is not None:
             name = str(number)
-            self._chunk[name] = data.detach().to("cpu", copy=True).contiguous()
+            # A GPU fills pinned memory while training goes on; _flush waits for that.
+            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            self._chunk[name] = host.copy_(data.detach(), non_blocking=True)
+            self._awaits_gpu |= data.is_cuda
             self._chunk_bytes += self._chunk[name].nbytes
             entry = dataclasses.replace(entry, file=self._file_name(), tensor=name)
         self._lines.append(encode(entry))
@@ -128,6 +132,9 @@ class TraceWriter:
 
     def _flush(self) -> None:
         if self._chunk:
+            if self._awaits_gpu:
+                torch.cuda.synchronize()
+                self._awaits_gpu = False
             save_file(self._chunk, self.directory / self._file_name())
             self._chunk, self._chunk_bytes = {}, 0
             self._chunks += 1
@@ -145,7 +152,7 @@ def seal(directory: Path, meta: dict[str, Any]) -> None:
 
 
 def _trace_files(directory: Path) -> list[Path]:
-    """Everything in a directory that is a trace's by its name."""
+    """The files of a directory that have the name of a trace file."""
     return sorted(
         path
         for path in directory.iterdir()
@@ -189,7 +196,7 @@ def _unusable(path: Path, reason: str) -> TTraceError:
 
 
 def _check_format(directory: Path, data: bytes) -> None:
-    """Name another version's trace as such. It need not be sealed as ours are."""
+    """Refuse another version's trace, which may be sealed in another way."""
     document = json.loads(data)
     if not isinstance(document, dict):
         raise ValueError("not an object")
@@ -263,7 +270,7 @@ class TraceReader:
 
         Args:
             directory: of the trace.
-            sealed: ``False`` reads one that this very process is still writing.
+            sealed: ``False`` reads one that this process is still writing.
             announced: checksum of the ``meta.json`` of a trace that another rank verified. Then
                 only the files that are parsed are verified, else all.
 
@@ -296,7 +303,7 @@ class TraceReader:
 
     @property
     def checksum(self) -> str:
-        """The checksum of a sealed trace's ``meta.json``, which stands for the whole trace."""
+        """The checksum of a sealed trace's ``meta.json``, which identifies the whole trace."""
         return str(self.meta[CHECKSUM])
 
     def verify(self, name: str) -> None:
@@ -317,13 +324,13 @@ class TraceReader:
         return self.resolve(rank, number)
 
     def primary(self, key: TraceKey) -> TraceKey:
-        """The first name under which this very tensor was traced."""
+        """The first name under which this tensor was traced."""
         rank, number = self._where[key]
         entry = self.ranks[rank][number]
         return self.ranks[rank][entry.same_as].key if entry.same_as >= 0 else key
 
     def resolve(self, rank: int, number: int) -> Entry:
-        """The entry at a line, pointing at the data of the line it repeats, if it repeats one."""
+        """The entry at a line; if it repeats another line, with that line's data."""
         entry = self.ranks[rank][number]
         if entry.same_as < 0:
             return entry

@@ -11,10 +11,10 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.placement.meshes import mesh_of
 
 LAYER = "decoder.layers.0.mlp.experts"
 ROUTER = "decoder.layers.0.mlp.router"

@@ -15,11 +15,12 @@ from megatron_ttrace.compare.initial import FEW, LIMIT, cause, distance, judge, 
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments, moments_of
-from megatron_ttrace.placement.mesh import SINGLE, mesh_of
+from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
+from tests.placement.meshes import mesh_of
 
 EPS = 2.0**-23
 SHAPE = (64, 64)

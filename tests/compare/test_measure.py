@@ -13,9 +13,10 @@ from megatron_ttrace.compare import measure as measuring
 from megatron_ttrace.compare.measure import Sums, checksum, local_view, logical_view, measure
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.boxes import whole as undivided
-from megatron_ttrace.placement.mesh import SINGLE, mesh_of
+from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.placements import FlatShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, plan
+from tests.placement.meshes import mesh_of
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 inf, nan = math.inf, math.nan

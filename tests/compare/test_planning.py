@@ -10,9 +10,9 @@ from megatron_ttrace.compare import planning
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Match, Planner, RankLayout
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.placement.meshes import mesh_of
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a", 0)
 GRAD = TraceKey(1, 0, Kind.GRAD_INPUT, "a", 0)

@@ -16,12 +16,12 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.placements import FlatShard, Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.places import step_level
+from tests.placement.meshes import mesh_of
 
 S, H = 8, 6
 OUT = (0, Kind.OUTPUT, "decoder.layers.0.mlp", 0)

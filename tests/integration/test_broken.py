@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.evaluation.matrix.configurations import arguments_of, configurations
+from megatron_ttrace.evaluation.matrix.configurations import configurations
 from megatron_ttrace.report.files import load_report
 from tests.integration.jobs import ttrace
 
@@ -15,10 +15,10 @@ JOBS = {one.name: one for one in configurations()}
 
 def check(fault, job, directory):
     """Exit code and culprits of a job of the matrix with a fault in it."""
-    one = JOBS[job]
+    one = JOBS[job].case(directory)
     done = ttrace(
         *("check", "--quiet", "--ttrace-no-wandb", "--ttrace-dir", directory / "out"),
-        *("--nproc-per-node", one.nproc, "--", SCRIPT, *arguments_of(one, directory)),
+        *("--nproc-per-node", one.nproc, "--", SCRIPT, *one.arguments),
         cwd=directory,
         BROKEN=fault,
     )

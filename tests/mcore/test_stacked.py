@@ -6,8 +6,8 @@ import torch
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs, stacked_parameters
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.plan import describe
+from tests.placement.meshes import mesh_of
 
 
 class Mamba(torch.nn.Module):

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.placements import FlatShard
 from megatron_ttrace.placement.plan import Placements
+from tests.placement.meshes import mesh_of
 
 
 def meshes(**sizes: int) -> Iterator[Mesh]:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.placement.coverage import coverage
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.placements import FlatShard
 from megatron_ttrace.placement.plan import Step, plan
+from tests.placement.meshes import mesh_of
 
 TABLE = [
     # offset, elements, bucket, ranks, what every rank keeps

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.plan import describe, plan
 from tests.placement.by_hand import (
     Assembled,
@@ -18,6 +17,7 @@ from tests.placement.by_hand import (
     numbered,
     zigzag,
 )
+from tests.placement.meshes import mesh_of
 
 S, B, H = 16, 2, 12
 """Sequence, batch, hidden."""
