@@ -29,7 +29,7 @@ def check(fault, job, directory):
 
 def test_a_state_space_layer(tmp_path):
     """The layer with the fault comes first."""
-    culprits = check("decay_of_the_first_heads", "tp2/hybrid/fp32", tmp_path)
+    culprits = check("decay_of_another_head", "tp2/hybrid/fp32", tmp_path)
     assert culprits[0].startswith("decoder.layers.0.mixer")
 
 
@@ -38,7 +38,7 @@ def test_a_state_space_layer(tmp_path):
     ("fault", "job", "place"),
     [
         ("filters_of_the_next_rank", "cp2/hybrid/fp32", "decoder.layers.0.mixer"),
-        ("decay_of_the_first_heads", "tp2-sp/hybrid/bf16", "decoder.layers.0.mixer"),
+        ("decay_of_another_head", "tp2-sp/hybrid/bf16", "decoder.layers.0.mixer"),
         ("squashed_twice", "sinkhorn-tp2-sp/moe-te/fp32", "decoder.layers.0.mlp.router"),
         ("squashed_twice", "sinkhorn-cp2/moe-te/bf16", "decoder.layers.0.mlp.router"),
         ("a_token_too_few", "capacity-ep2/moe-te/fp32", "decoder.layers.0.mlp.router"),
