@@ -20,8 +20,8 @@ from megatron_ttrace.mcore.optimizer import Owned, leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
-from megatron_ttrace.placement.zigzag import ZigZag
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind
 

@@ -1,44 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided on of a candidate's configuration.
-
-A candidate's ``meta.json`` and ``summary.json`` have a ``config`` for people; this is the part
-of it that the comparison reads, validated once.
-"""
+"""A candidate's configuration: the ``config`` of its ``meta.json`` and ``summary.json``."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.codec import Count, Record
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(Record):
     """A candidate's configuration; what an older trace lacks has its default.
 
     Attributes:
+        sequence_parallel: ``--sequence-parallel``.
+        distributed_optimizer: ``--use-distributed-optimizer``.
+        dtype: of the parameters, ``bf16`` or as torch names it.
         layers: of the model, 0 if unknown.
+        hidden: size of the hidden states.
         seq_length: tokens of a sample, 0 if unknown.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
+        iterations: that were traced.
         isolate: whether every module was given the reference's tensors.
+        init: start values, ``--ttrace-init``.
         reference: directory of the reference.
         arithmetic: what decides in which order things are added up, ``None`` if unknown.
         requested: features that the arguments ask for.
     """
 
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    dtype: str = ""
     layers: Count = 0
+    hidden: Count = 0
     seq_length: Count = 0
     dispatcher: str = ""
+    iterations: tuple[int, ...] = ()
     isolate: bool = False
+    init: str = ""
     reference: str = ""
     arithmetic: Arithmetic | None = None
     requested: Requested = dataclasses.field(default_factory=Requested)
 
-    @classmethod
-    def from_json(cls, config: Any) -> Self:
-        """From a ``config`` object. Raises ``CodecError`` when what is read of it is damaged."""
-        return codec.decode(cls, config)
+    def on(self, mesh: Mesh) -> dict[str, Any]:
+        """The ``config`` object of a run on ``mesh``."""
+        return {**mesh.describe(), **self.to_json()}

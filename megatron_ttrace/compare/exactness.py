@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any
 
 from megatron_ttrace.mcore.roles import is_shared_embedding
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Record
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Direction,
@@ -28,14 +28,12 @@ from megatron_ttrace.trace.records import (
     Verdict,
 )
 
-NOTE = "not bitwise equal, though this layout does not reorder its arithmetic"
-
 _GRADIENTS = (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
 _UPDATES = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
+class Arithmetic(Record):
     """What of a configuration decides in which order things are added up.
 
     Attributes:
@@ -66,16 +64,6 @@ class Arithmetic:
     def is_single(self) -> bool:
         """Whether one rank does it all."""
         return self.pp == self.dp == 1 and not self.splits_sums
-
-    def to_json(self) -> dict[str, Any]:
-        """For the configuration in ``summary.json``."""
-        found: dict[str, Any] = codec.encode(self)
-        return found
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Arithmetic:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
 
 
 class Reordered(Enum):
@@ -152,6 +140,8 @@ def examine(
         verdicts: in execution order.
         job: the candidate's; without it (an older trace) nothing is expected.
     """
+    from megatron_ttrace.report import wording  # only the rank that judges needs it
+
     if job is None:
         return list(verdicts), None
     traced = {verdict.iteration for verdict in verdicts}
@@ -167,7 +157,8 @@ def examine(
                 lost += 1
                 first = first or verdict
                 if verdict.verdict is Outcome.PASS:
-                    note = "; ".join(filter(None, (verdict.note, NOTE)))
+                    said = wording.note_text(Note(Remark.NOT_BITWISE))
+                    note = "; ".join(filter(None, (verdict.note, said)))
                     verdict = dataclasses.replace(verdict, note=note)
         noted.append(verdict)
     return noted, Exactness(

@@ -19,6 +19,7 @@ import torch
 from megatron_ttrace.compare.tokens import PRIMARY
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.records import (
     CHOICE,
     SCORES,
@@ -39,7 +40,7 @@ _PLAIN = frozenset(("tokens", "labels", "loss_mask", "position_ids", "attention_
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Requested:
+class Requested(Record):
     """Features that the job's arguments ask for; those that are not given are off.
 
     Attributes:
@@ -98,10 +99,6 @@ class Requested:
             final_batch=int(args.global_batch_size) if args.rampup_batch_size else 0,
             micro_batch=int(args.micro_batch_size),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """For the configuration in ``summary.json``."""
-        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

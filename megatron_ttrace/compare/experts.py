@@ -14,17 +14,13 @@ import numpy as np
 import torch
 
 from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.mcore.roles import expert_and_module, is_partial, is_within_experts
 from megatron_ttrace.placement.boxes import Box, DimMap, length, product, whole
 from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.partial import describe_partial
-from megatron_ttrace.placement.token_index import (
-    NOBODY,
-    TokenIndex,
-    expert_boxes,
-    match,
-)
+from megatron_ttrace.placement.plan import describe_partial
+from megatron_ttrace.placement.token_index import NOBODY, TokenIndex, expert_boxes, match
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
@@ -44,19 +40,32 @@ def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a rank's tensor that belongs to one tensor of the reference."""
+class Match:
+    """A part of a rank's tensor and the part of the reference's tensor that it must equal.
+
+    Attributes:
+        key: of the reference's tensor.
+        placement: for reports.
+        boxes: the local elements and the logical ones, pair by pair.
+        logical_shape: of the reference's tensor.
+        factor: expected candidate/reference ratio.
+        partial_over: the axis whose ranks' tensors add up to the reference's; empty for a tensor
+            that is compared as it is.
+        partial_ranks: number of ranks along that axis.
+    """
 
     key: TraceKey
     placement: str
     boxes: tuple[Box, ...]
     logical_shape: tuple[int, ...]
+    factor: float = 1.0
     partial_over: str = ""
+    partial_ranks: int = 1
 
     @property
-    def is_partial(self) -> bool:
-        """Whether each rank of an axis holds a partial sum of it."""
-        return bool(self.partial_over)
+    def share(self) -> float:
+        """What the reference's values are multiplied by to become this rank's."""
+        return self.factor / self.partial_ranks
 
 
 def rows_key(iteration: int, microbatch: int, experts: str) -> TraceKey:
@@ -87,10 +96,8 @@ class ExpertRows:
         """Whether a microbatch's rows in a layer's experts are known."""
         return call in self._here
 
-    def announce(
-        self, microbatch: int, experts: str, index: TokenIndex
-    ) -> list[tuple[Piece, Sums]]:
-        """Take note of a dispatch; returns how its rows agree with the reference's routing.
+    def announce(self, microbatch: int, experts: str, index: TokenIndex) -> list[Measured]:
+        """Record a dispatch; returns how its rows agree with the reference's routing.
 
         A row that the reference does not have is an error of one; rows that nobody has are found
         by coverage.
@@ -104,17 +111,16 @@ class ExpertRows:
                 continue
             rows, strangers = self._match(index, key)
             shape = (len(self._known(key).microbatch), 2)
-            held = length(rows)
+            held, total = 2 * length(rows), 2 * (length(rows) + strangers)
             sums = Sums(
-                n=2 * (held + strangers),
+                n=total,
                 diff=float(2 * strangers),
-                reference=float(2 * (held + strangers)),
-                candidate=float(2 * (held + strangers)),
-                dot=float(2 * held),
+                reference=float(total),
+                candidate=float(total),
+                dot=float(held),
                 worst=float(strangers > 0),
             )
-            boxes = product([rows, whole(2)])
-            found.append((Piece(key, "TokenIndex(0)", boxes, shape), sums))
+            found.append(Measured(key, "TokenIndex(0)", product([rows, whole(2)]), shape, sums))
         return found
 
     def holds(self, key: TraceKey) -> str:
@@ -124,8 +130,10 @@ class ExpertRows:
                 return layer if (key.microbatch, layer) in self._here else ""
         return ""
 
-    def pieces(self, key: TraceKey, local: tuple[int, ...], *, gated: bool) -> list[Piece]:
-        """The pieces of an experts' tensor of shape ``local``, by microbatch.
+    def parts(
+        self, key: TraceKey, local: tuple[int, ...], *, gated: bool, factor: float
+    ) -> list[Match | Measured]:
+        """The parts of an experts' tensor of shape ``local``, one per microbatch.
 
         Raises:
             NoPlacementError: when rows or columns do not fit.
@@ -138,20 +146,19 @@ class ExpertRows:
         if not local:
             raise NoPlacementError("a scalar within experts has no rows")
         index = index.fitted(local[0])
-        found = []
+        etp = self._mesh.size("etp")
+        over = "etp" if etp > 1 and is_partial(key.kind, module) else ""
+        found: list[Match | Measured] = []
         for number in dict.fromkeys([key.microbatch, *index.microbatches]):
             there = dataclasses.replace(key, microbatch=number)
             if there not in self._reference:
-                # Named as what it is: a tensor that the reference does not have.
-                found.append(Piece(there, "", (), local))
+                found.append(Measured.stranger(there, local))
                 continue
             shape = self._reference.entry(there).shape
             rows, _ = self._match(index, rows_key(self._iteration, number, layer), expert)
-            placement, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
-            over = "etp" if self._mesh.size("etp") > 1 and is_partial(key.kind, module) else ""
-            if over:
-                placement = describe_partial(placement, over)
-            found.append(Piece(there, placement, boxes, shape, over))
+            words, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
+            words = describe_partial(words, over)
+            found.append(Match(there, words, boxes, shape, factor, over, etp if over else 1))
         return found
 
     def _match(

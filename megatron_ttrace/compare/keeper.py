@@ -59,7 +59,9 @@ class Keeper:
             return same_as
         if found.problem:
             if self._keep_all:
-                entry = dataclasses.replace(self._entry(found, data), misfit=found.note)
+                entry = dataclasses.replace(
+                    self._entry(found, data), misfit=found.note.text if found.note else ""
+                )
                 self._writer.add(entry, data)
             return same_as
         suspect = (

@@ -12,11 +12,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Bounds, Count, Word
+
+Total = Annotated[float, Bounds(0.0, nan=True)]
+"""A sum of squares, or a largest difference."""
 
 _CHUNK = 1 << 16
 _UNDERFLOW = 1e-24
@@ -44,31 +49,20 @@ class Sums:
         undefined: elements that are NaN on both sides: no difference, and no evidence either.
     """
 
-    n: int = 0
-    diff: float = 0.0
-    reference: float = 0.0
-    candidate: float = 0.0
+    n: Count = 0
+    diff: Total = 0.0
+    reference: Total = 0.0
+    candidate: Total = 0.0
     dot: float = 0.0
-    worst: float = 0.0
-    nonfinite: int = 0
-    checksum: int = 0
-    undefined: int = 0
+    worst: Total = 0.0
+    nonfinite: Count = 0
+    checksum: Word = 0
+    undefined: Count = 0
 
     @classmethod
-    def of(cls, values: Sequence[Any]) -> Sums:
-        """The inverse of ``dataclasses.astuple``, also after a round trip through JSON."""
-        n, diff, reference, candidate, dot, worst, nonfinite, checksum, undefined = values
-        return cls(
-            n=int(n),
-            diff=float(diff),
-            reference=float(reference),
-            candidate=float(candidate),
-            dot=float(dot),
-            worst=float(worst),
-            nonfinite=int(nonfinite),
-            checksum=int(checksum),
-            undefined=int(undefined),
-        )
+    def of(cls, values: Any) -> Sums:
+        """The inverse of ``dataclasses.astuple``, also as JSON. Raises ``CodecError``."""
+        return codec.decode_list(cls, values)
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(

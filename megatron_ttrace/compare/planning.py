@@ -7,23 +7,23 @@ Planning looks at names and shapes only; no element of any tensor is read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from megatron_ttrace.compare.experts import ExpertRows, is_beyond
+from megatron_ttrace.compare.experts import ExpertRows, Match, is_beyond
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.mcore.roles import is_first_of_gated
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.partial import describe_partial
 from megatron_ttrace.placement.plan import Placements, describe, plan
 from megatron_ttrace.placement.token_index import token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
-GRADIENT_KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+__all__ = ["Match", "Planner", "RankLayout"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,48 +53,6 @@ class RankLayout:
     partials: Partials = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Match:
-    """A part of a rank's tensor and the part of the reference's tensor that it must equal.
-
-    Attributes:
-        key: of the reference's tensor.
-        placement: for reports.
-        boxes: the local elements and the logical ones, pair by pair.
-        logical_shape: of the reference's tensor.
-        factor: expected candidate/reference ratio.
-        partial_over: the axis whose ranks' tensors add up to the reference's; empty for a tensor
-            that is compared as it is.
-        partial_ranks: number of ranks along that axis.
-    """
-
-    key: TraceKey
-    placement: str
-    boxes: tuple[Box, ...]
-    logical_shape: tuple[int, ...]
-    factor: float = 1.0
-    partial_over: str = ""
-    partial_ranks: int = 1
-
-    @property
-    def share(self) -> float:
-        """What the reference's values are multiplied by to become this rank's."""
-        return self.factor / self.partial_ranks
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Misfit:
-    """A tensor that cannot be compared, as a finding.
-
-    ``problem`` is ``extra`` (the reference has no such tensor) or ``shape``; ``note`` says more.
-    """
-
-    key: TraceKey
-    logical_shape: tuple[int, ...]
-    problem: str
-    note: str
-
-
 class Planner:
     """Plans the comparisons of one iteration on one rank."""
 
@@ -109,84 +67,57 @@ class Planner:
         key: TraceKey,
         local: tuple[int, ...],
         known: tuple[tuple[int, ...], Placements] | None = None,
-    ) -> list[Match | Misfit]:
+    ) -> list[Match | Measured]:
         """What a tensor of shape ``local`` is compared with; empty where nothing can be said.
 
         Args:
             key: its name.
             local: its shape, with the dims in the reference's order.
             known: logical shape and placement, where these need not be inferred.
+
+        Returns:
+            Its parts; for one that cannot be compared, the finding that says so.
         """
-        if self.experts.holds(key):
-            try:
-                return self.rows(key, local)
-            except ValueError as error:
-                there = self._reference.entry(key).shape if key in self._reference else local
-                return [Misfit(key, there, "shape", str(error))]
-        if is_beyond(key, self._layout.mesh, self._layout.dispatcher):
-            return []
-        if key not in self._reference:
-            return [_extra(key, local)]
-        whole = self._reference.entry(key).shape
+        whole = self._reference.entry(key).shape if key in self._reference else local
         try:
+            if self.experts.holds(key):
+                return self.rows(key, local)
+            if is_beyond(key, self._layout.mesh, self._layout.dispatcher):
+                return []
+            if key not in self._reference:
+                return [Measured.stranger(key, local)]
             if known is not None:
                 return [self._parameter(key, whole, *known)]
             return [self.activation(key, local)]
         except ValueError as error:
-            return [Misfit(key, whole, "shape", str(error))]
+            return [Measured.misfit(key, whole, str(error))]
 
-    def rows(self, key: TraceKey, local: tuple[int, ...]) -> list[Match | Misfit]:
-        """An experts' tensor: pieces of several microbatches' tensors.
+    def rows(self, key: TraceKey, local: tuple[int, ...]) -> list[Match | Measured]:
+        """An experts' tensor: parts of several microbatches' tensors.
 
         Raises:
             NoPlacementError: when rows or columns do not fit.
         """
-        ranks = self._layout.mesh.size("etp")
-        return [
-            Match(
-                piece.key,
-                piece.placement,
-                piece.boxes,
-                piece.logical_shape,
-                self.factor(key),
-                "etp" if piece.is_partial else "",
-                ranks if piece.is_partial else 1,
-            )
-            if piece.key in self._reference
-            else _extra(piece.key, local)
-            for piece in self.experts.pieces(key, local, gated=self.is_gated(key))
-        ]
+        return self.experts.parts(key, local, gated=self.is_gated(key), factor=self.factor(key))
 
     def activation(self, key: TraceKey, local: tuple[int, ...]) -> Match:
-        """A tensor that the reference has, whose placement its shape tells.
+        """A tensor that the reference has, whose placement follows from its shape.
 
         Raises:
             NoPlacementError: when the shape fits no layout.
         """
-        whole = self._reference.entry(key).shape
-        gated = self.is_gated(key)
+        whole, gated, layout = self._reference.entry(key).shape, self.is_gated(key), self._layout
         placement, boxes = self._plan(
             (local, whole, gated),
             lambda: infer_activation(
-                local,
-                whole,
-                self._layout.mesh,
-                seq_length=self._layout.seq_length,
-                gated=gated,
+                local, whole, layout.mesh, seq_length=layout.seq_length, gated=gated
             ),
             whole,
         )
         axis = self._partial_over(key)
-        told = describe(placement)
-        return Match(
-            key,
-            describe_partial(told, axis) if axis else told,
-            boxes,
-            whole,
-            self.factor(key),
-            axis,
-            self._layout.mesh.size(axis) if axis else 1,
-        )
+        words = describe(placement, axis)
+        ranks = layout.mesh.size(axis) if axis else 1
+        return Match(key, words, boxes, whole, self.factor(key), axis, ranks)
 
     def _parameter(
         self,
@@ -206,7 +137,9 @@ class Planner:
 
     def factor(self, key: TraceKey) -> float:
         """Expected candidate/reference ratio."""
-        return self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
+        return (
+            self._layout.gradient_factor if key.kind in (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT) else 1.0
+        )
 
     def _partial_over(self, key: TraceKey) -> str:
         """The axis over which this tensor is partial; empty if it is not."""
@@ -240,7 +173,3 @@ class Planner:
             steps = placement()
             self._planned[memo] = steps, plan(whole, steps, self._layout.mesh)
         return self._planned[memo]
-
-
-def _extra(key: TraceKey, local: Sequence[int]) -> Misfit:
-    return Misfit(key, tuple(local), "extra", "not in the reference")

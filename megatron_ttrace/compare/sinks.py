@@ -14,16 +14,17 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.comparator import Comparator, read_back
+from megatron_ttrace.compare.comparator import compare, read_back
 from megatron_ttrace.compare.keeper import Keeper
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Planner, RankLayout
+from megatron_ttrace.compare.planning import Match, Planner, RankLayout
 from megatron_ttrace.compare.routing import Groups, choice
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
@@ -75,7 +76,6 @@ class CompareSink:
         self._isolate = isolate
         self._by_key: dict[TraceKey, Measured] = {}
         self._planner = Planner(reference, iteration, layout)
-        self._comparator = Comparator(reference)
         self._substituter = Substituter(reference, self._planner, perturb)
         self._keeper = Keeper(writer, tolerances, self._planner.factor, keep_all=keep_all)
 
@@ -93,7 +93,7 @@ class CompareSink:
         # 2. Plan: what of the reference is it to be compared with?
         for match in self._planner.plan(key, tuple(data.shape), known):
             # 3. Measure how far it is from that.
-            found = self._comparator.compare(match, data)
+            found = compare(self._reference, match, data) if isinstance(match, Match) else match
             # 4. Take note, for the judge.
             self._add(found)
             # 5. Store what failed; on a device, once that is known.
@@ -201,9 +201,8 @@ class CompareSink:
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
         """Learn who the rows are that a layer's experts are about to see, and judge that."""
         is_new = (microbatch, experts) not in self._planner.experts
-        for piece, sums in self._planner.experts.announce(microbatch, experts, index):
+        for found in self._planner.experts.announce(microbatch, experts, index):
             if is_new:
-                found = Measured(piece.key, piece.placement, piece.boxes, piece.logical_shape, sums)
                 self._add(found)
                 self._keeper.keep_sums(found)
 
@@ -224,7 +223,7 @@ class CompareSink:
         if key not in self._by_key:
             self._compare(dataclasses.replace(key, index=SCORES), scores)
             sums, others = choice(scores, chosen, theirs, groups)
-            note = f"{others} of {len(chosen)} tokens routed otherwise" if others else ""
+            note = Note(Remark.ROUTED, others, len(chosen)) if others else None
             found = Measured(
                 key, match.placement, match.boxes, match.logical_shape, sums, note=note
             )

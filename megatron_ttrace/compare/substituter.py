@@ -12,7 +12,8 @@ import torch
 
 from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.measure import box_views
-from megatron_ttrace.compare.planning import Match, Misfit, Planner
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import Match, Planner
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
@@ -72,7 +73,7 @@ class Substituter:
         except ValueError:
             return None
         for match in matches:
-            if isinstance(match, Misfit):
+            if isinstance(match, Measured):
                 continue
             whole = self._reference.tensor(self._reference.entry(match.key))
             for here, there in box_views(instead, whole, match.boxes):

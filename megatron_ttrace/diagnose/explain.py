@@ -42,8 +42,9 @@ from megatron_ttrace.trace.findings import (
     Cause,
     Explanation,
     Finding,
+    OtherIteration,
+    OtherMicrobatch,
     OtherTensor,
-    OtherTime,
 )
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader
@@ -208,12 +209,11 @@ class Explainer:
         for other in self._reference:
             now, here = other.iteration == key.iteration, other.microbatch == key.microbatch
             if (other.kind, other.name, other.index) == (key.kind, key.name, key.index):
-                if now is not here:
-                    later = None if now else other.iteration
-                    found = OtherTime(
-                        Cause.OTHER_TIME, microbatch=other.microbatch, iteration=later
-                    )
-                    yield found, other
+                if now and not here:
+                    microbatch = other.microbatch
+                    yield OtherMicrobatch(Cause.OTHER_TIME, microbatch=microbatch), other
+                elif here and not now:
+                    yield OtherIteration(Cause.OTHER_TIME, iteration=other.iteration), other
             elif (
                 (now and here)
                 and other.kind in _SAME_SORT.get(key.kind, (key.kind,))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a reference: arguments, data, code and versions that its numbers depend on.
 
-Two candidates whose layouts differ share a reference when this agrees. What is not known to be
-harmless counts: a needless new reference costs seconds, a stale one a false verdict.
+Candidates with the same identity share a reference, whatever their layouts. Everything counts that
+is not known to be harmless: an unnecessary reference costs seconds, a stale one a false verdict.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.reference_arguments import overrides_of
 
 _TOLD = "told"
-"""The part of an identity that is reported and not compared."""
+"""The part of an identity that is reported but not compared."""
 _HARMLESS_PREFIXES = (
     "ttrace",
     "log_",
@@ -100,7 +100,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
 
 
 def digest(identity_: dict[str, Any]) -> str:
-    """A short name for an identity. The same code at another path has the same."""
+    """A short name for an identity. It does not depend on where the code is."""
     identity_ = {name: value for name, value in identity_.items() if name != _TOLD}
     text = json.dumps(identity_, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -112,9 +112,9 @@ def differences(
     """How two identities differ, in words, the most important difference first.
 
     Args:
-        ours: identity of the reference that is wanted.
-        theirs: identity of the reference that there is.
-        any_megatron: whether it does not matter which Megatron made it.
+        ours: identity of the reference that is needed.
+        theirs: identity of an existing reference.
+        any_megatron: whether any Megatron may have made it.
     """
     found = []
     for part in ("arguments", "ttrace", "data", "start", "environment", "versions", "code"):
@@ -128,7 +128,7 @@ def differences(
 
 
 def other_megatron(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """That a reference was made by a different Megatron, in words; empty when it was the same."""
+    """Which other Megatron made a reference, in words; empty if it was the same."""
     here, there = ours["code"], theirs.get("code") or {}
     if all(here[name] == there.get(name) for name in scripts.MEGATRON):
         return ""
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     text = str(value)
-    # An object that prints its address has no value that could be compared.
+    # An object that prints its address has no value to compare.
     return type(value).__name__ if " at 0x" in text else text
 
 
@@ -164,7 +164,7 @@ def _device() -> str:
 
 
 def _data(args: MegatronArguments) -> dict[str, Any]:
-    """Sizes and times of the data files: their content is too large to read."""
+    """Sizes and modification times of the data files, whose content is too large to read."""
     stamps: dict[str, Any] = {}
     for name in ("data_path", "train_data_path"):
         for word in getattr(args, name, None) or []:
@@ -198,7 +198,7 @@ def _folder_of(package: str) -> Path:
 
 
 def _tree(folder: Path) -> str:
-    """Names and contents of a package's Python files: about 8 MB for Megatron's core."""
+    """A hash of a package's Python files: about 8 MB for Megatron's core."""
     total = hashlib.sha256()
     for where, folders, names in os.walk(folder):
         folders.sort()
@@ -213,9 +213,9 @@ def _tree(folder: Path) -> str:
 
 
 def _beside(script: Path) -> list[Path]:
-    """Files of the modules that were imported from the script's folder, Megatron's left out."""
+    """Files of the modules that were imported from the script's folder, except Megatron's."""
     folder = script.resolve().parent
-    # An environment often lies beside a script; what is installed has versions.
+    # An environment is often in the script's folder; installed packages have versions.
     others = [Path(sys.prefix).resolve(), *(_folder_of(name) for name in scripts.MEGATRON)]
     found = set()
     for module in list(sys.modules.values()):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common location in Megatron of each sort of fault: where to begin to look.
+"""The common location in Megatron of each sort of fault: where to start looking.
 
-The first line that fits wins; an empty column fits everything. The files and functions are those
-of megatron-core 0.19; a test looks each of them up in the installed one.
+The first place that fits is used; an empty field fits everything. Files and functions are those of
+megatron-core 0.19; a test looks each of them up in the installed release.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BACKWARD = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 _UPDATE = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.PARAM)
 
 _LONGEST = 1000
-"""Characters of a name that are searched; one read from a file may be longer."""
+"""Characters of a name that are searched; a name from a file may be longer."""
 
 _NORM = r"layer_norm_|(layernorm|norm)\."
 _EMBEDDING = r"^embedding\.|^output_layer"
@@ -33,7 +33,7 @@ _ROW = r"linear_(proj|fc2)\b"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """A function of Megatron and the faults that it is the common location of.
+    """A function of Megatron, and the faults for which it is the common location.
 
     ``where`` is ``file:function``, the file relative to the package ``megatron``.
     """
@@ -199,7 +199,7 @@ MODULES = (
     (r"output_layer", f"{_LAYERS}:ColumnParallelLinear"),
     (r"layers\.\d+$", "core/transformer/transformer_layer.py:TransformerLayer"),
 )
-"""What computes a tensor, by its module's name: where to look when nothing else is known."""
+"""The code of a module, by its name: where to look if nothing else is known."""
 
 _LOADER = "get_batch() of the training script"
 _STAGES = "core/transformer/transformer_block.py:get_num_layers_to_build"
@@ -209,8 +209,8 @@ _OPTIMIZER = "core/optimizer/optimizer.py:MegatronOptimizer"
 def location(tensor: Verdict, finding: Finding | None = None) -> str:
     """``function in megatron/file:line``, where to look for the cause of a failure.
 
-    The line is that of the installed Megatron; without one there is none. Empty when no location
-    is common for such a fault.
+    The line is that of the installed Megatron, if there is one. Empty if there is no common
+    location for such a fault.
     """
     if finding is not None:
         for place in PLACES:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.placements import BlockShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
-from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.placement.zigzag import ZigZag
 
 
 class NoPlacementError(ValueError):

@@ -18,12 +18,11 @@ import dataclasses
 
 import numpy as np
 
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box, DimMap, Segment, product, whole
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.placements import BlockShard, Shard
 from megatron_ttrace.placement.plan import dims_of
-from megatron_ttrace.placement.shard import Shard
 
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 

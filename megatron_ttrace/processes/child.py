@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one process to its end, and find it a port; without torch."""
+"""Run one process to its end, and find a free port."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from megatron_ttrace.processes.waiting import Patience, Waited
 def run_subprocess(
     command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None = None
 ) -> int:
-    """Run to the end in a fresh process, all output into ``log``. It dies with this process.
-
-    Returns its exit code.
+    """Run the reference in a new process, which dies with this one; returns its exit code.
 
     Raises:
-        OutOfTimeError: when it has not ended after ``timeout`` seconds; it is ended then.
+        OutOfTimeError: when it has not ended after ``timeout`` seconds; it is killed then.
     """
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(

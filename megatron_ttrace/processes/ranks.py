@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,9 +32,9 @@ _OF_OTHER_LAUNCHERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """How a rank ended: its exit code (negative: a signal), and when this was seen.
+    """How a rank ended: its exit code (negative: a signal), and when that was seen.
 
-    ``seen`` is in nanoseconds since the epoch, as a log's time of change.
+    ``seen`` is in nanoseconds since the epoch, as a file's time of modification.
     """
 
     rank: int
@@ -48,9 +47,9 @@ class Observed:
     """What was seen of a job's processes.
 
     Attributes:
-        ends: of the ranks, in the order in which they ended; not of those that we ended.
-        stopped: names of processes that somebody had stopped when the job was over.
-        stopped_log: where the first of those wrote to.
+        ends: of the ranks, in the order in which they ended, without those that we ended.
+        stopped: names of processes that were stopped (SIGSTOP) when the job ended.
+        stopped_log: log of the first of them.
     """
 
     ends: list[End] = dataclasses.field(default_factory=list)
@@ -59,7 +58,7 @@ class Observed:
 
 
 def log_of(logs: Path, rank: int) -> Path:
-    """Where a rank's output goes."""
+    """The file with the output of a rank."""
     return logs / f"rank-{rank:05d}.log"
 
 
@@ -76,9 +75,9 @@ def run_ranks(
 ) -> list[int | None]:
     """Run ``[python, script, *args]`` as ``nproc`` ranks; returns their exit codes.
 
-    When a rank dies the others are ended too (after a grace time in which they may end by
-    themselves); those that had to be killed have the code ``None``. No process of the job is left
-    when this returns or raises, nor when this process is killed.
+    When a rank dies, the others have some seconds to end by themselves; then they are killed, and
+    their code is ``None``. No process of the job is left when this returns or raises, nor when this
+    process is killed.
 
     Args:
         nproc: number of ranks.
@@ -86,12 +85,12 @@ def run_ranks(
         logs: directory for one log per rank.
         fork: fork this process (``forkserver.preload`` first) instead of starting new ones.
         environment: added to each rank's environment.
-        progress: called now and then.
-        patience: bounds the waiting.
-        observed: filled with what was seen.
+        progress: called several times per second.
+        patience: limits the waiting.
+        observed: is filled in.
 
     Raises:
-        OutOfTimeError: when ``patience`` is at its end.
+        OutOfTimeError: when ``patience`` has run out.
         TTraceError: when a rank cannot be started.
     """
     logs.mkdir(parents=True, exist_ok=True)
@@ -125,7 +124,7 @@ def run_ranks(
 
 
 class _Job:
-    """The processes of one job. Either forks (process ids) or subprocesses, by process id too."""
+    """The processes of one job, forks or subprocesses, by process id."""
 
     def __init__(self, fork: bool, observed: Observed) -> None:
         self._requests = forkserver.Requests() if fork else None
@@ -136,7 +135,7 @@ class _Job:
         self._waited: dict[int, Waited] = {}
         self._watched: dict[int, int] = {}
         self._codes: dict[int, int | None] = {}
-        # One that is forgotten is reaped by the next that is started, and its exit code lost.
+        # Without this reference the next Popen would reap a process and lose its exit code.
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -146,7 +145,7 @@ class _Job:
     def start(
         self, rank: int, command: Sequence[str], environment: dict[str, str], log: Path
     ) -> None:
-        # No signal may find a process that is started and not yet written down.
+        # A signal must not arrive between the start of a process and its registration.
         with signals.deferred():
             pid = self._start(command, environment, log)
             self._ranks[pid] = rank
@@ -171,7 +170,7 @@ class _Job:
     def _watch_over(self, one: Waited) -> None:
         self._waited[one.pid] = one
         self._groups.append(one.pid)
-        # An old kernel: then we only look every now and then.
+        # An old kernel has no pidfd: processes are then only polled.
         with contextlib.suppress(OSError, AttributeError):
             self._watched[one.pid] = os.pidfd_open(one.pid)
 
@@ -186,7 +185,7 @@ class _Job:
             if deadline is None and any(code not in (0, 1) for code in self._codes.values()):
                 deadline = time.monotonic() + _GRACE_SECONDS
             if deadline is None and 0 < len(self._codes) < count:
-                # Somebody left early: with an orderly end all leave together.
+                # One rank ended early: in an orderly end all end together.
                 deadline = time.monotonic() + 6 * _GRACE_SECONDS
             if deadline is not None and time.monotonic() > deadline:
                 for rank in range(count):
@@ -203,7 +202,7 @@ class _Job:
         return [self._codes[rank] for rank in range(count)]
 
     def _pause(self) -> None:
-        """Until a process ends or asks, and not for long: who dies first is the cause."""
+        """Wait until a process ends or asks, but not long: the first to die is the cause."""
         waiter = select.poll()
         for descriptor in self._watched.values():
             waiter.register(descriptor, select.POLLIN)
@@ -250,7 +249,7 @@ class _Job:
                 )
 
     def end(self) -> None:
-        """End what is left: at once the processes that we started, then what these started."""
+        """Kill what is left: the processes that we started, then those that they started."""
         for pid in self._waited:
             _kill(pid)
         deadline = time.monotonic() + _REAPING_SECONDS
@@ -264,12 +263,12 @@ class _Job:
                     self._forget(pid, -signal.SIGKILL)
             if self._waited:
                 time.sleep(0.005)
-        # Workers of a data loader notice by themselves that their rank is gone.
+        # Workers of a data loader end by themselves when their rank is gone.
         deadline = time.monotonic() + _LEAVING_SECONDS
         while (left := [*filter(_has_members, self._groups)]) and time.monotonic() < deadline:
             time.sleep(0.02)
         for group in left:
-            # The group only: its leader is gone, and its number may be anybody's by now.
+            # Not the leader: it is gone, and its process id may be reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         for descriptor in self._watched.values():
@@ -291,8 +290,3 @@ def _has_members(group: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def python() -> str:
-    """The interpreter ranks run with: this one."""
-    return sys.executable

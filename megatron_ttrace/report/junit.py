@@ -18,16 +18,12 @@ def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = 
     Raises:
         TTraceError: when the directory cannot be written.
     """
-    text = render(summary, verdicts, run)
-    files.write_atomically(Path(path), lambda file: files.put(file, text))
+    files.write_atomically(path, [render(summary, verdicts, run)])
 
 
 def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     """The XML as text. A check that could not be made is an error, not a pass."""
-    rows = sorted(
-        table.layer_rows(verdicts),
-        key=lambda row: (table.depth_key(row.layer), row.direction.value),
-    )
+    rows = sorted(table.layer_rows(verdicts), key=lambda row: (row.depth, row.direction.value))
     blocked = summary.verdict is Result.COULD_NOT_CHECK
     suite = ET.Element(
         "testsuite",

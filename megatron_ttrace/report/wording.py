@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_ttrace.trace.findings import UNKNOWN
+from megatron_ttrace.trace.findings import UNKNOWN, Note, Remark, Sample
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
@@ -22,6 +22,7 @@ from megatron_ttrace.trace.records import (
     Result,
     Run,
     Summary,
+    TooFew,
     Verdict,
 )
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
@@ -111,9 +112,9 @@ def margin_text(margin: float | None) -> str:
     return "-" if margin is None else f"{factor(margin)}×"
 
 
-def exactness_text(exactness: Exactness) -> str:
-    """What became of the tensors that must be bitwise equal; empty where none must be."""
-    if not exactness.expected:
+def exactness_text(exactness: Exactness | None) -> str:
+    """Whether the tensors that must be bitwise equal are; empty if none must be."""
+    if exactness is None or not exactness.expected:
         return ""
     if not exactness.lost:
         return f"{exactness.expected:,} tensors must be bitwise equal in this layout: all are"
@@ -204,16 +205,6 @@ def verdict_sentence(verdict: Verdict) -> str:
     return f"{text} ({when_text(verdict.iteration, verdict.microbatch)}){note}"
 
 
-def headline(summary: Summary) -> str:
-    """The answer and, where there is one, the first culprit."""
-    text = f"{summary.verdict.value}: {RESULT_SENTENCES[summary.verdict]}"
-    if summary.culprits:
-        text += f". {culprit_sentence(summary.culprits[0])}"
-        more = len(summary.culprits) - 1
-        text += f"; {more} more culprit{'s' if more > 1 else ''}" if more else ""
-    return text
-
-
 _NOT_EXERCISED = {
     Unexercised.ONE_RANK: "parallelism (one rank is compared with one rank)",
     Unexercised.SCHEDULE: "the pipeline's schedule (one microbatch on {limit} stages)",
@@ -289,3 +280,68 @@ def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
         "look at": clean(culprit.where, NOTE_LIMIT),
     }
     return [(label, text) for label, text in found.items() if text]
+
+
+_NOTES = {
+    Remark.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
+    "allgather can); its layer is judged as a whole",
+    Remark.EXTRA: "the reference has no such tensor",
+    Remark.EMPTY: "empty: no element to compare",
+    Remark.MISSING: "no rank of the candidate has this tensor",
+    Remark.NONFINITE: "NaN or infinity",
+    Remark.UNCOVERED: "some elements are held by no rank",
+    Remark.UNEVEN: "held unevenly: {value:.0f} to {limit:.0f} replicas",
+    Remark.REPLICAS: "replicas differ on {ranks}",
+    Remark.REPLICAS_ROUNDED: "replicas differ in rounding on {ranks}",
+    Remark.UNDEFINED: "undefined: {value:.0f} elements are NaN in both runs",
+    Remark.BLIND: "blind: rounding alone moves it by {value:.0%} (bound {limit:.0%})",
+    Remark.ROUTED: "{value:.0f} of {limit:.0f} tokens are routed differently",
+    Remark.SHAPE: "{text}",
+    Remark.NOT_BITWISE: "not bitwise equal, though this layout does not reorder its arithmetic",
+    Remark.ONE_RUN: "initial values: only one of the runs has them",
+    Remark.OTHER_SHAPE: "initial values: the whole tensor is {text} in the reference",
+    Remark.REFERENCE_NONFINITE: "initial values: the reference's contain NaN or infinity",
+    Remark.OVERLAP: "initial values: the ranks' parts overlap or are incomplete",
+    Remark.INCOMPLETE: "initial values: the ranks' parts are incomplete",
+    Remark.FEW_VALUES: "initial values: fewer than {limit:.0f} random numbers",
+    Remark.ONE_VALUE: "initial values: one value has no distribution",
+    Remark.INITIAL_REPLICAS: "initial values differ between ranks that hold the same part",
+    Remark.SAME_START: "initial values on rank {ranks[0]} are bitwise equal to those of {text} on "
+    "rank {ranks[1]}",
+    Remark.DISTRIBUTION: "initial values differ in distribution: {samples}",
+    Remark.LOST: "initial values are lost: {samples}",
+    Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
+}
+
+
+def note_text(note: Note) -> str:
+    """What is said of a tensor beside its outcome."""
+    samples = "; in the reference ".join(map(_sample, note.samples))
+    ranks: Any = note.ranks if note.what is Remark.SAME_START else on_ranks(note.ranks)
+    return _NOTES[note.what].format(
+        value=note.value, limit=note.limit, ranks=ranks, text=note.text, samples=samples
+    )
+
+
+def _sample(one: Sample) -> str:
+    return f"mean {one.mean:.3g}, std {one.std:.3g}" if one.std else f"all {one.mean:.6g}"
+
+
+def same_start_text(number: int, first: Verdict) -> str:
+    """The notice about parameters of different layers whose initial values are equal."""
+    return f"{number} parameters begin with another layer's numbers: {first.name}: {first.note}"
+
+
+def too_few_text(found: TooFew) -> str:
+    """Why too few tensors were checked, and the flag that accepts it."""
+    most = ", ".join(
+        f"{reason.value if reason else 'no reason known'} ({count:,})"
+        for reason, count in found.reasons
+    )
+    percent = 100 * found.unchecked / found.judged
+    return (
+        f"could not check enough: {found.unchecked:,} of {found.judged:,} tensors "
+        f"({percent:.1f} %) are unchecked, more than {100 * found.allowed:.4g} %; "
+        f"most: {most}; "
+        f"--ttrace-allow-unchecked {math.ceil(percent) / 100:g} accepts it"
+    )

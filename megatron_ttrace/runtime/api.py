@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags, inputs, provenance
@@ -131,11 +130,10 @@ def check(
             nproc=nproc_per_node,
             environment={**recorded, **(environment or {})},
             fork=fork,
-            say=progress or _silent,
+            say=progress or (lambda line: None),
         )
     except NoAnswerError as error:
-        report = _undecided(error.directory, error.run)
-        if report is None:
+        if (report := _undecided(error.directory, error.run)) is None:
             raise
         return report
 
@@ -172,6 +170,7 @@ def compare(
     from rich.console import Console
 
     from megatron_ttrace.compare import tolerance
+    from megatron_ttrace.compare.configuration import RunConfig
     from megatron_ttrace.compare.offline import epsilon_of, measure_saved, meshes_of
     from megatron_ttrace.report import publish
     from megatron_ttrace.runtime.conclusion import conclude
@@ -200,12 +199,12 @@ def compare(
             measure_saved(trusted, tested),
             candidate=ours,
             mesh=meshes[0],
-            config=_config(tested.meta.get("config")),
+            config=RunConfig.from_json(tested.meta.get("config")),
             timings={"measure": time.monotonic() - began},
             allow_unchecked=allow_unchecked,
         )
     except (ArithmeticError, ValueError) as error:
-        # Numbers that are each in range, and not of one run.
+        # Each number is in range, but they do not belong to one run.
         raise TTraceError(
             f"{ours} and {theirs} contradict themselves or each other "
             f"({clean(error)}): run the traced job again"
@@ -251,25 +250,18 @@ def run_check(
     fork: bool,
     say: Callable[[str], None],
 ) -> Report:
-    """Run a check to its end; what :func:`check` and ``ttrace check`` share.
+    """Run a check to its end, for :func:`check` and ``ttrace check``.
 
-    Args:
-        script: what to run.
-        arguments: its arguments, with any of our flags among them.
-        before: values of our flags that ``arguments`` may override.
-        nproc: number of ranks.
-        environment: added to each rank's.
-        fork: whether ranks may be forked from this process.
-        say: told what happens, line by line.
+    ``before`` holds values of our flags, which flags among ``arguments`` override.
 
     Raises:
         TTraceError: when there is no answer, or it is "could not check".
     """
     if not 1 <= nproc <= flags.MOST_RANKS:
         raise TTraceError(f"--nproc-per-node {nproc}: give 1 to {flags.MOST_RANKS} ranks")
-    ours, theirs = split(arguments, before)
+    ours, theirs = flags.split(arguments, before)
     flags.settings_from_args(ours)
-    # Nothing is to be put in order yet, and imports swallow Ctrl-C.
+    # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():
         from megatron_ttrace.processes import job as jobs
         from megatron_ttrace.runtime import PRELOADED
@@ -301,26 +293,9 @@ def run_check(
     )
 
 
-def split(
-    arguments: Sequence[str], before: argparse.Namespace
-) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags and the script's arguments.
-
-    Args:
-        arguments: both, mixed.
-        before: values that our flags have already; those in ``arguments`` win.
-
-    Raises:
-        TTraceError: when one of our flags cannot have its value.
-    """
-    parser = flags.Parser(prog="ttrace check", add_help=False, allow_abbrev=False)
-    flags.add_arguments(parser)
-    return parser.parse_known_args(list(arguments), before)
-
-
 def _words(ours: argparse.Namespace) -> list[str]:
-    """Our flags as words again, without those that a check sets itself, and without defaults."""
-    defaults = vars(flags.add_arguments(argparse.ArgumentParser()).parse_args([]))
+    """Our flags as words again, without defaults and without those that a check sets itself."""
+    defaults = vars(flags.split([])[0])
     words = []
     for name, value in vars(ours).items():
         flag = "--" + name.replace("_", "-")
@@ -332,7 +307,7 @@ def _words(ours: argparse.Namespace) -> list[str]:
 
 
 def _undecided(directory: Path, run: str) -> Report | None:
-    """The report of a run that ended without a verdict, if it wrote one that says so."""
+    """The report of a run whose ranks failed, if it is complete and says "could not check"."""
     from megatron_ttrace.report import files
 
     try:
@@ -341,22 +316,3 @@ def _undecided(directory: Path, run: str) -> Report | None:
         return load_report(directory)
     except TTraceError:
         return None
-
-
-def _config(found: Any) -> dict[str, Any]:
-    """The candidate's configuration, as far as the comparison reads it.
-
-    Raises:
-        CodecError: when it is not one.
-    """
-    from megatron_ttrace.compare.exactness import Arithmetic
-    from megatron_ttrace.trace import codec
-
-    config = codec.decoder(dict[str, Any])(found)
-    if isinstance(config.get("arithmetic"), Mapping):
-        Arithmetic.from_json(config["arithmetic"])
-    return dict(config)
-
-
-def _silent(line: str) -> None:
-    del line

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which runs cannot be traced, and what the user is told of those that can."""
+"""Which runs cannot be traced, and notices about those that can."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.runtime import low_precision
-
-Refusal = Callable[[MegatronArguments, Settings], str]
-"""Why a run cannot be traced; empty when this is no reason."""
 
 
 def starts_from_checkpoint(args: MegatronArguments) -> bool:
@@ -28,47 +23,23 @@ def isolates(args: MegatronArguments, settings: Settings) -> bool:
     return settings.isolate or low_precision.is_isolated(args)
 
 
-def _refused(args: MegatronArguments, settings: Settings) -> str:
-    return next(iter(decisions.refusals(args)), "")
-
-
-def _rampup(args: MegatronArguments, settings: Settings) -> str:
+def require(args: MegatronArguments, settings: Settings) -> None:
+    """Raise ``TTraceError`` for a run that cannot be traced."""
+    for why in decisions.refusals(args):
+        raise TTraceError(why)
     if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
-        return "--rampup-batch-size: only --ttrace-iterations 1 can be traced"
-    return ""
-
-
-def _torch_fsdp2(args: MegatronArguments, settings: Settings) -> str:
+        raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
     if getattr(args, "use_torch_fsdp2", False):
-        return (
+        raise TTraceError(
             "--use-torch-fsdp2: its sharded weights are not captured; check the same job with "
             "--use-megatron-fsdp or --use-distributed-optimizer"
         )
-    return ""
-
-
-def _loaded_fsdp(args: MegatronArguments, settings: Settings) -> str:
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
-        return "--use-megatron-fsdp with --load: a loaded start is not handed over"
-    return ""
-
-
-REFUSALS: tuple[Refusal, ...] = (_refused, _rampup, _torch_fsdp2, _loaded_fsdp)
-
-
-def require(args: MegatronArguments, settings: Settings) -> None:
-    """Refuse a run that cannot be traced.
-
-    Raises:
-        TTraceError: with the first reason.
-    """
-    for refusal in REFUSALS:
-        if why := refusal(args, settings):
-            raise TTraceError(why)
+        raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
 
 
 def notices(args: MegatronArguments, settings: Settings) -> list[str]:
-    """What the report says about how this run is checked."""
+    """How this run is checked, for the report."""
     found = []
     if isolates(args, settings) and not settings.isolate:
         found.append(low_precision.NOTICE)

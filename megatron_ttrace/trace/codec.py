@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
 import stat
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 LINE_LIMIT = 16 << 20
 """Bytes of a line, the most that is read of one."""
@@ -74,6 +75,23 @@ Word = Annotated[int, Bounds(0, (1 << 64) - 1)]
 """64 bits, unsigned: a checksum."""
 Size = Annotated[float, Bounds(0.0, math.inf)]
 """An error, a tolerance, a duration; infinite where it has no bound."""
+LISTED = "listed"
+"""``Annotated[R, LISTED]``: a record R that is written as a list of its fields."""
+
+
+class Record:
+    """Base of the dataclasses that are written as JSON objects."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object, its fields in the contract's order."""
+        return encode(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return decode(cls, data)
 
 
 def parse(text: str | bytes) -> Any:
@@ -171,17 +189,25 @@ def decode[T](wanted: Callable[..., T], value: Any) -> T:
     return found
 
 
+def decode_list[T](wanted: Callable[..., T], values: Any) -> T:
+    """A record that was written as the list of its fields. Raises ``CodecError``."""
+    found: T = decoder(Annotated[wanted, LISTED])(values)
+    return found
+
+
 @functools.cache
 def decoder(wanted: Any) -> Decoder:
     """The function that validates and converts values of one type; made once."""
     origin, args = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
         bounds = next((one for one in args[1:] if isinstance(one, Bounds)), None)
+        if LISTED in args:
+            return _listed(args[0])
         return _number(args[0], bounds) if bounds else decoder(args[0])
     if origin in (typing.Union, types.UnionType):
         return _either(args)
     if origin is tuple:
-        return _list(decoder(args[0])) if args[1:] == (...,) else _fixed(tuple(map(decoder, args)))
+        return _list(decoder(args[0])) if args[1:] == (...,) else _fixed(args)
     if origin is dict:
         return _dict(decoder(args[1]))
     if wanted is int:
@@ -195,7 +221,7 @@ def decoder(wanted: Any) -> Decoder:
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         return _enum(wanted)
     if isinstance(wanted, type) and issubclass(wanted, tuple) and hasattr(wanted, "_fields"):
-        return _named(wanted)
+        return _listed(wanted)
     if dataclasses.is_dataclass(wanted):
         return _record(wanted)
     raise TypeError(f"{wanted}: no record can hold this")
@@ -217,8 +243,6 @@ def _record(wanted: Any) -> Decoder:
     agree = getattr(wanted, "contradiction", None)
 
     def decode_record(value: Any) -> Any:
-        if type(value) is wanted:
-            value = {field.name: getattr(value, field.name) for field, _ in fields}
         if not isinstance(value, dict):
             raise _wrong("an object", value)
         if not value.keys() >= required:
@@ -276,39 +300,36 @@ def _either(args: tuple[Any, ...]) -> Decoder:
 
 
 def _list(convert: Decoder) -> Decoder:
-    def decode_list(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, (list, tuple)):
-            raise _wrong("a list", value)
-        found: list[Any] = []
-        try:
-            for item in value:
-                found.append(convert(item))
-        except CodecError as error:
-            raise error.inside(f"[{len(found)}]") from None
-        return tuple(found)
-
-    return decode_list
+    return lambda value: _items(itertools.repeat(convert), value)
 
 
-def _named(wanted: Callable[..., Any]) -> Decoder:
-    """A ``NamedTuple``, written as a list in the order of its fields."""
-    decode_list = _fixed(tuple(map(decoder, typing.get_type_hints(wanted).values())))
-    return lambda value: wanted(*decode_list(value))
+def _fixed(hints: Iterable[Any]) -> Decoder:
+    converts = tuple(map(decoder, hints))
 
-
-def _fixed(converts: tuple[Decoder, ...]) -> Decoder:
     def decode_fixed(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or len(value) != len(converts):
             raise _wrong(f"a list of {len(converts)}", value)
-        found: list[Any] = []
-        try:
-            for convert, item in zip(converts, value, strict=True):
-                found.append(convert(item))
-        except CodecError as error:
-            raise error.inside(f"[{len(found)}]") from None
-        return tuple(found)
+        return _items(converts, value)
 
     return decode_fixed
+
+
+def _listed(wanted: Callable[..., Any]) -> Decoder:
+    """A record (or ``NamedTuple``) that is written as a list, in the order of its fields."""
+    decode_list = _fixed(typing.get_type_hints(wanted, include_extras=True).values())
+    return lambda value: wanted(*decode_list(value))
+
+
+def _items(converts: Iterable[Decoder], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong("a list", value)
+    found: list[Any] = []
+    try:
+        for item, convert in zip(value, converts, strict=False):
+            found.append(convert(item))
+    except CodecError as error:
+        raise error.inside(f"[{len(found)}]") from None
+    return tuple(found)
 
 
 def _dict(convert: Decoder) -> Decoder:
@@ -341,7 +362,7 @@ def _enum(wanted: type[Enum]) -> Decoder:
     members = {one.value: one for one in wanted}
 
     def decode_enum(value: Any) -> Enum:
-        if (type(value) is not str and type(value) is not wanted) or value not in members:
+        if type(value) is not str or value not in members:
             raise _wrong(f"one of {', '.join(map(str, members))}", value)
         return members[value]
 

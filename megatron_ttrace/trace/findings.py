@@ -66,6 +66,66 @@ class Cause(StrEnum):
     ATTENTION_BLOCK = "attention_block"
 
 
+class Remark(StrEnum):
+    """What is said of a tensor beside its outcome; report/wording.py has the sentences."""
+
+    DISPATCHED = "dispatched"
+    EXTRA = "extra"
+    EMPTY = "empty"
+    MISSING = "missing"
+    NONFINITE = "nonfinite"
+    UNCOVERED = "uncovered"
+    UNEVEN = "uneven"
+    REPLICAS = "replicas"
+    REPLICAS_ROUNDED = "replicas_rounded"
+    UNDEFINED = "undefined"
+    BLIND = "blind"
+    ROUTED = "routed"
+    SHAPE = "shape"
+    NOT_BITWISE = "not_bitwise"
+    ONE_RUN = "one_run"
+    OTHER_SHAPE = "other_shape"
+    REFERENCE_NONFINITE = "reference_nonfinite"
+    OVERLAP = "overlap"
+    INCOMPLETE = "incomplete"
+    FEW_VALUES = "few_values"
+    ONE_VALUE = "one_value"
+    INITIAL_REPLICAS = "initial_replicas"
+    SAME_START = "same_start"
+    DISTRIBUTION = "distribution"
+    LOST = "lost"
+    NOT_THE_REFERENCES = "not_the_references"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """Mean and standard deviation of some values; ``std`` is 0 for equal ones."""
+
+    mean: float
+    std: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """A remark with what belongs to it.
+
+    Attributes:
+        what: the remark.
+        value: what was counted or measured.
+        limit: what that is to be compared with.
+        ranks: the ranks concerned.
+        text: a name, or the message of an error.
+        samples: the candidate's and the reference's values.
+    """
+
+    what: Remark
+    value: float = 0.0
+    limit: float = 0.0
+    ranks: tuple[int, ...] = ()
+    text: str = ""
+    samples: tuple[Sample, ...] = ()
+
+
 FACTORS = (Cause.FACTOR, Cause.TOO_LARGE, Cause.TOO_SMALL)
 
 
@@ -193,11 +253,17 @@ class Addend(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OtherTime(Finding):
-    """The value of another iteration or, if ``iteration`` is ``None``, of another microbatch."""
+class OtherMicrobatch(Finding):
+    """The value of another microbatch."""
 
     microbatch: int
-    iteration: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherIteration(Finding):
+    """The value of another iteration."""
+
+    iteration: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Bounds, Count, Rank, Size
+from megatron_ttrace.trace.codec import Bounds, Count, Rank, Record, Size
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.unexercised import NotExercised
 
@@ -111,7 +111,21 @@ class Reason(StrEnum):
     INITIAL_VALUES = "initial values"
     """Unchecked: there is no distribution to compare."""
     TWIN = "twin"
-    """Initial values that are bit by bit those of another part or parameter."""
+    """Initial values that are bitwise equal to those of another part or parameter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TooFew:
+    """More tensors are unchecked than are allowed to be.
+
+    ``unchecked`` of the ``judged`` ones, where the share ``allowed`` may be; ``reasons`` are the
+    most frequent ones, each with its number of tensors.
+    """
+
+    unchecked: int
+    judged: int
+    allowed: float
+    reasons: tuple[tuple[Reason | None, int], ...]
 
 
 STEP_LEVEL = -1
@@ -147,7 +161,7 @@ class TraceKey:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Record):
     """One line of ``verdicts.jsonl``.
 
     ``rel_err`` is the relative error of the worst rank, ``rel_err_eps`` the same in machine
@@ -183,28 +197,14 @@ class Verdict:
         """Where in the step the tensor stands; a parameter is read before the step and after it."""
         return direction_of(self.kind, self.index)
 
-    @classmethod
-    def of(cls, key: TraceKey, **said: Any) -> Self:
-        """What is said of one tensor."""
-        return cls(key.iteration, key.microbatch, key.kind, key.name, key.index, **said)
-
     @property
     def is_luck(self) -> bool:
         """Whether the margin of a pass says how random numbers fell, not how near a fault is."""
         return self.kind is Kind.INITIAL and self.verdict is Outcome.PASS
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object in the contract's field order; infinities and NaN become strings."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError`` on a foreign line."""
-        return codec.decode(cls, data)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Culprit:
+class Culprit(Record):
     """A localised module: where the error is born, as opposed to where it is merely seen.
 
     ``reason`` is the chain of evidence in one sentence, ``explanation`` a hypothesis about the
@@ -252,15 +252,6 @@ class Culprit:
             default=None,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
-
 
 class Result(StrEnum):
     """The one answer of a check."""
@@ -276,7 +267,7 @@ class Result(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Exactness:
+class Exactness(Record):
     """Whether what this layout computes in the reference's order is bitwise the reference's.
 
     ``expected`` tensors must be equal to the last bit, ``lost`` are not; ``first`` of these is
@@ -295,15 +286,6 @@ class Exactness:
             return f"{self.lost} lost of {self.expected} expected"
         return ""
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Element:
@@ -316,7 +298,7 @@ class Element:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Residual:
+class Residual(Record):
     """What the error of a failed tensor looks like.
 
     Attributes:
@@ -338,15 +320,6 @@ class Residual:
     worst: tuple[Element, ...]
     boxes: tuple[tuple[Rank, str], ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
@@ -362,7 +335,7 @@ class Code:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(Record):
     """Enough to know which run this was and to repeat it.
 
     Attributes:
@@ -395,18 +368,9 @@ class Run:
         """Why this names no run; empty if it does."""
         return "" if _RUN_ID.fullmatch(self.id) else "id: expected 16 hexadecimal digits"
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Record):
     """The content of ``summary.json``.
 
     ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
@@ -448,12 +412,3 @@ class Summary:
                     f"{found[name]} verdicts are {name!r}, {self.counts.get(name, 0)} were counted"
                 )
         return ""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)

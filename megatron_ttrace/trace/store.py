@@ -42,14 +42,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, decode, encode, read_index
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, brief, encode, read_index
 from megatron_ttrace.trace.records import TraceKey
-from megatron_ttrace.trace.sealing import (
-    CHECKSUM,
-    checksums_of_files,
-    open_sealed,
-    seal_json,
-)
+from megatron_ttrace.trace.sealing import CHECKSUM, checksums_of_files, open_sealed, seal_json
 from megatron_ttrace.trace.shared import run_id
 
 __all__ = [
@@ -72,7 +69,11 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 _SEALED_SUFFIXES = (".safetensors", ".jsonl")
 _SEALED_NAMES = ("overrides.json",)
 
-_encode, _decode = encode, decode
+_ERRORS_OF_NOISE = (
+    *(SafetensorError, OSError, ValueError, TypeError, LookupError),
+    *(AttributeError, RuntimeError, OverflowError, MemoryError),
+)
+"""What safetensors may raise at a header of noise."""
 
 
 def atomic_write(path: Path, text: str) -> None:
@@ -113,7 +114,7 @@ class TraceWriter:
             self._awaits_gpu |= data.is_cuda
             self._chunk_bytes += self._chunk[name].nbytes
             entry = dataclasses.replace(entry, file=self._file_name(), tensor=name)
-        self._lines.append(_encode(entry))
+        self._lines.append(encode(entry))
         if self._chunk_bytes >= _CHUNK_BYTES:
             self._flush()
         return number
@@ -146,10 +147,8 @@ def seal(directory: Path, meta: dict[str, Any]) -> None:
         path.name: {"bytes": size, "xxh3_128": digest}
         for path, (size, digest) in zip(paths, checksums_of_files(paths), strict=True)
     }
-    atomic_write(
-        directory / META,
-        seal_json({"format": FORMAT, **meta, "run": run_id(), "files": files}),
-    )
+    document = {"format": FORMAT, **meta, "run": run_id(), "files": files}
+    atomic_write(directory / META, seal_json(document))
 
 
 def _trace_files(directory: Path) -> list[Path]:
@@ -169,30 +168,20 @@ def read_meta(directory: Path) -> dict[str, Any]:
     """
     path = directory / META
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_META + 1)
-        if len(data) > _MAX_META:
-            raise ValueError(f"longer than {_MAX_META} bytes")
+        data = codec.read(path, _MAX_META)
         _check_format(directory, data)
         meta = open_sealed(data)
         files = _listed(meta)
     except FileNotFoundError:
-        raise TTraceError(
-            f"{directory} does not contain a complete trace (no meta.json): "
-            "run the traced job again"
-        ) from None
+        raise _unusable(directory, "does not contain a complete trace (no meta.json)") from None
     except (OSError, ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise TTraceError(f"{path} cannot be read ({reason}): run the traced job again") from error
+        raise _unusable(path, f"cannot be read ({brief(error)})") from error
     for name, (size, _) in files.items():
         found = directory / name
         if not found.is_file():
-            raise TTraceError(f"{found} is missing: run the traced job again")
-        if found.stat().st_size != size:
-            raise TTraceError(
-                f"{found} is truncated ({found.stat().st_size} of {size} bytes): "
-                "run the traced job again"
-            )
+            raise _unusable(found, "is missing")
+        if (there := found.stat().st_size) != size:
+            raise _unusable(found, f"is truncated ({there} of {size} bytes)")
     for found in _trace_files(directory):
         if found.name not in files:
             raise TTraceError(
@@ -200,6 +189,10 @@ def read_meta(directory: Path) -> dict[str, Any]:
                 "or run the traced job again"
             )
     return meta
+
+
+def _unusable(path: Path, reason: str) -> TTraceError:
+    return TTraceError(f"{path} {reason}: run the traced job again")
 
 
 def _check_format(directory: Path, data: bytes) -> None:
@@ -210,29 +203,35 @@ def _check_format(directory: Path, data: bytes) -> None:
     written = document.get("format")
     if written != FORMAT:
         shown = written if type(written) is int else "unknown"
-        raise TTraceError(
-            f"{directory} was written in trace format {shown}, this version reads "
-            f"{FORMAT}: run the traced job again"
+        raise _unusable(
+            directory, f"was written in trace format {shown}, this version reads {FORMAT}"
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _File:
+    bytes: Count
+    xxh3_128: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Meta:
+    run: str
+    files: dict[str, _File]
+
+    def contradiction(self) -> str:
+        for name, file in self.files.items():
+            if name != Path(name).name or name.startswith(".") or "\0" in name:
+                return "a file name with a path in it"
+            if not _DIGEST.fullmatch(file.xxh3_128):
+                return "a file without its checksum"
+        return ""
+
+
 def _listed(meta: dict[str, Any]) -> dict[str, tuple[int, str]]:
-    """Size and checksum by file name. Raises ``ValueError`` unless all of it makes sense."""
-    files = meta.get("files")
-    if not isinstance(files, dict):
-        raise ValueError("no list of files")
-    if not isinstance(meta.get("run"), str):
-        raise ValueError("no id of a run")
-    listed = {}
-    for name, about in files.items():
-        if (name != Path(name).name or name.startswith(".")) or "\0" in name:
-            raise ValueError("a file name with a path in it")
-        size = about.get("bytes") if isinstance(about, dict) else None
-        digest = about.get("xxh3_128") if isinstance(about, dict) else None
-        if type(size) is not int or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise ValueError("a file without its size and checksum")
-        listed[name] = (size, digest)
-    return listed
+    """Size and checksum by file name. Raises ``CodecError`` unless all of it makes sense."""
+    files = codec.decode(_Meta, meta).files
+    return {name: (file.bytes, file.xxh3_128) for name, file in files.items()}
 
 
 def verify(directory: Path) -> dict[str, Any]:
@@ -251,18 +250,14 @@ def _verify(directory: Path, meta: dict[str, Any], names: Iterable[str]) -> None
     files = _listed(meta)
     for path in paths:
         if path.name not in files:
-            raise TTraceError(f"{path} is missing: run the traced job again")
+            raise _unusable(path, "is missing")
     try:
         found = checksums_of_files(paths)
     except OSError as error:
-        raise TTraceError(
-            f"{directory} cannot be read ({error.strerror or error}): run the traced job again"
-        ) from error
+        raise _unusable(directory, f"cannot be read ({error.strerror or error})") from error
     for path, one in zip(paths, found, strict=True):
         if one != files[path.name]:
-            raise TTraceError(
-                f"{path} is damaged (its checksum does not match): run the traced job again"
-            )
+            raise _unusable(path, "is damaged (its checksum does not match)")
 
 
 class TraceReader:
@@ -294,14 +289,12 @@ class TraceReader:
                     "or this node sees another directory; run the check again"
                 )
         files = self.meta["files"] if sealed else None
-        names = sorted(files) if files is not None else sorted(os.listdir(directory))
-        indices = [name for name in names if INDEX_FILE.fullmatch(name)]
+        names = sorted(os.listdir(directory) if files is None else files)
+        indices = {name: found for name in names if (found := INDEX_FILE.fullmatch(name))}
         if announced is not None:
             _verify(directory, self.meta, indices)
-        for name in indices:
-            match = INDEX_FILE.fullmatch(name)
-            assert match is not None
-            self.ranks[int(match[1])] = read_index(directory / name, files)
+        for name, found in indices.items():
+            self.ranks[int(found[1])] = read_index(directory / name, files)
         self._where = {
             entry.key: (rank, number)
             for rank, entries in self.ranks.items()
@@ -354,26 +347,16 @@ class TraceReader:
         if not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
         try:
-            handle = self._handles.get(entry.file)
-            if handle is None:
-                handle = safe_open(path, framework="pt")
-                self._handles[entry.file] = handle
-            tensor: torch.Tensor = handle.get_tensor(entry.tensor)
-        # What the library raises at a header of noise depends on the noise.
-        except (SafetensorError, OSError, ValueError, TypeError, LookupError) as error:
-            raise _damaged(path, error) from error
-        except (AttributeError, RuntimeError, OverflowError, MemoryError) as error:
-            raise _damaged(path, error) from error
+            if entry.file not in self._handles:
+                self._handles[entry.file] = safe_open(path, framework="pt")
+            tensor: torch.Tensor = self._handles[entry.file].get_tensor(entry.tensor)
+        except _ERRORS_OF_NOISE as error:
+            raise _unusable(path, f"is damaged ({brief(error)})") from error
         same = (
             math.prod(entry.shape) == tensor.numel()
             if entry.same_as >= 0
-            else (tuple(tensor.shape) == entry.shape)
+            else tuple(tensor.shape) == entry.shape
         )
         if not same or str(tensor.dtype) != f"torch.{entry.dtype}":
-            raise _damaged(path, "it holds another tensor than the index says")
+            raise _unusable(path, "is damaged (it holds another tensor than the index says)")
         return tensor
-
-
-def _damaged(path: Path, reason: object) -> TTraceError:
-    text = str(reason).splitlines()[0][:160] if str(reason) else type(reason).__name__
-    return TTraceError(f"{path} is damaged ({text}): run the traced job again")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ttrace import cpu
 from megatron_ttrace.cli import doctor
 from megatron_ttrace.errors import TTraceError
 from tests.integration.jobs import ttrace
@@ -16,6 +17,12 @@ SUBJECTS = {
     *("Python", "torch", "megatron-core", "GPU", "disk"),
     *("TransformerEngine", "Apex", "wandb", "TensorBoard", "checks"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _backend() -> None:
+    """The doctor imports Megatron; for the tests after it in this process, on the CPU backend."""
+    cpu.activate()
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -60,7 +67,7 @@ def test_a_machine_with_nothing_gets_an_answer(
     def broken(name: str) -> None:
         raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=broken))
     assert doctor.run(Namespace(json=True)) == 2
     told = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert set(told) == SUBJECTS
@@ -85,7 +92,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool, gloo: boo
             is_nccl_available=lambda: nccl,
         ),
     }
-    monkeypatch.setattr(doctor.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=modules.__getitem__))
 
 
 def test_what_will_run_where(monkeypatch: pytest.MonkeyPatch) -> None:

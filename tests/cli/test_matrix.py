@@ -5,6 +5,7 @@ import pytest
 
 from megatron_ttrace import __main__
 from megatron_ttrace.cli import matrix
+from megatron_ttrace.evaluation.matrix.suite import MatrixRow
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.report import files
 from megatron_ttrace.trace.records import Exactness, Result, Summary
@@ -64,5 +65,5 @@ def test_bad_seeds(seeds, capsys):
 
 def test_a_line_tells_of_lost_exactness():
     """Beside the worst margin."""
-    row = matrix.Row("pp2", Result.EQUIVALENT, 9, 0, 0.1, "w", 1.0, exact=5, inexact=2)
+    row = MatrixRow("pp2", Result.EQUIVALENT, 9, 0, 0.1, "w", 1.0, exact=5, inexact=2)
     assert "2 of 5 not bitwise" in matrix._line(row)

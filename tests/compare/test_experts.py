@@ -233,7 +233,7 @@ def test_another_choice(reference):
     sink.routed(1, ROUTER, scores(1), 1 - chosen(1)[:, None], None)  # recomputed: judged once
     found = by_place(judged(reference, {0: sink.measured}))
     assert found[0, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.PASS
-    assert found[0, Kind.ROUTING, ROUTER, CHOICE].note == "1 of 8 tokens routed otherwise"
+    assert found[0, Kind.ROUTING, ROUTER, CHOICE].note == "1 of 8 tokens are routed differently"
     assert found[0, Kind.ROUTING, ROUTER, SCORES].verdict is Outcome.DIVERGED
     assert found[1, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.DIVERGED
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.evaluation.matrix import configurations as matrix
-from megatron_ttrace.evaluation.matrix.documents import uneven_documents
+from megatron_ttrace.evaluation.suites import Data, data_arguments
 from tests.integration.jobs import TINY, environment, ttrace
 
 SCRIPT = Path(__file__).with_name("fixed.py")
@@ -39,8 +39,7 @@ def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
     job = [*TINY, *arguments.split()]
     if "--eod-mask-loss" in job:
         job.remove("--mock-data")
-        job += ["--data-path", str(uneven_documents(tmp_path / "documents", 64))]
-        job += ["--split", "100,0,0"]
+        job += data_arguments(Data.DOCUMENTS, tmp_path, 64)
     found = []
     for fixes in (before, f"{before} {fix}"):
         done = ttrace(

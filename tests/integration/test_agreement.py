@@ -74,7 +74,7 @@ def test_one_failed(sick: int, where: str) -> None:
         def parts() -> None:
             if ranks.rank == sick and where == "before":
                 boom()
-            ranks.together("one", boom if ranks.rank == sick and where == "within" else None)
+            ranks.together("one", boom if ranks.rank == sick and where == "within" else int)
             if ranks.rank == sick and where == "after":
                 boom()
             ranks.from_one(0, "two", lambda: 1)
@@ -83,7 +83,7 @@ def test_one_failed(sick: int, where: str) -> None:
 
         with pytest.raises(GivenUpError):
             ranks.together("all", parts)
-        ranks.together("more")
+        ranks.meet("more")
 
     began = time.monotonic()
     found = on_all(work)
@@ -103,7 +103,7 @@ def test_an_interrupted_rank() -> None:
 
     def work(ranks: Ranks) -> str:
         if ranks.rank != 1:
-            ranks.together("work")
+            ranks.meet("work")
         with pytest.raises(SystemExit):
             ranks.together("work", stop)
         return "left"
@@ -131,7 +131,7 @@ def test_a_lost_rank() -> None:
 
     def work(ranks: Ranks) -> None:
         if ranks.rank != 1:
-            ranks.together("work")
+            ranks.meet("work")
 
     found = on_all(work, timeout=0.3)
     assert found[1] is None
@@ -151,7 +151,7 @@ def test_nobody_trains_on() -> None:
     def work(ranks: Ranks) -> None:
         if ranks.rank == 2:
             raise ranks.end(ValueError("no memory"), "putting back")
-        ranks.together("next")
+        ranks.meet("next")
 
     found = on_all(work)
     assert all(isinstance(error, EndError) for error in found)
@@ -162,7 +162,7 @@ def test_a_lost_store() -> None:
     """The process that kept the store is gone: the job ends, in one line."""
     ranks = Ranks(30.0, store=Lost(), rank=1, size=SIZE)
     with pytest.raises(EndError, match="lost the connection"):
-        ranks.together("work")
+        ranks.meet("work")
     ranks.give_up(ValueError("x"), "work")
     ranks.farewell()
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.placement.placements import FlatShard
+from megatron_ttrace.placement.plan import Placements
 
 
 def meshes(**sizes: int) -> Iterator[Mesh]:
@@ -72,3 +74,13 @@ class Assembled:
             self.values[there] = part
             self.holders[there] += 1
         assert (used == 1).all()
+
+
+def local_shape(shape: tuple[int, ...], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
+    """The shape that a rank's tensor must have: each axis divides its dim evenly."""
+    left = list(shape)
+    for step in placement:
+        if isinstance(step.placement, FlatShard):
+            return (step.placement.end - step.placement.start,)
+        left[step.placement.dim] //= mesh.size(step.axis)
+    return tuple(left)

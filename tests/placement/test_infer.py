@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import mesh_of
-from megatron_ttrace.placement.plan import describe, local_shape, plan
-from tests.placement.by_hand import Assembled, chunk, gated_chunk, meshes, numbered, zigzag
+from megatron_ttrace.placement.plan import describe, plan
+from tests.placement.by_hand import (
+    Assembled,
+    chunk,
+    gated_chunk,
+    local_shape,
+    meshes,
+    numbered,
+    zigzag,
+)
 
 S, B, H = 16, 2, 12
 """Sequence, batch, hidden."""

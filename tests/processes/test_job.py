@@ -3,7 +3,6 @@
 
 import os
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +12,11 @@ import pytest
 from megatron_ttrace.__main__ import build_parser
 from megatron_ttrace.cli import check
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import flags
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.processes import ranks
 from megatron_ttrace.processes.job import Job
 from megatron_ttrace.report import files
-from megatron_ttrace.runtime import api
 from megatron_ttrace.trace.records import Result
 
 TRACEBACK = """\
@@ -233,11 +232,6 @@ def test_bad_input(tmp_path):
         jobs.run(blocked, fork=False)
 
 
-def test_ranks_run_with_this_interpreter():
-    """The one that has Megatron."""
-    assert ranks.python() == sys.executable
-
-
 def test_out_of_time(tmp_path):
     """A job that hangs is ended at its limit, and leaves no process behind."""
     script = tmp_path / "sleeps.py"
@@ -256,7 +250,7 @@ def test_the_isolating_command_is_one_that_check_reads():
     job = Job(Path("a.py"), ("--lr", "1e-3"), 2, Path("out"), ("--ttrace-bug=11",))
     program, *words = job.isolating()
     args = build_parser().parse_args(words)
-    ours, theirs = api.split(args.script[2:], check.before(args))
+    ours, theirs = flags.split(args.script[2:], check.before(args))
     assert program == "ttrace"
     assert (args.command, args.nproc_per_node, args.script[:2]) == ("check", 2, ["--", "a.py"])
     assert (ours.ttrace_isolate, ours.ttrace_bug, ours.ttrace_dir) == (True, "11", "out-isolated")

@@ -31,7 +31,7 @@ def types_of_findings() -> set[type]:
 def test_every_type_of_finding_has_a_renderer() -> None:
     """A new type needs a sentence."""
     assert len(types_of_findings()) > 15
-    assert set(explanations._RENDERERS) == types_of_findings()
+    assert {Finding, *explanations._RENDERERS} == types_of_findings()
 
 
 @pytest.mark.parametrize("enum", ["Order", "MaskOrder", "CastOperand", "Grounds"])
@@ -60,8 +60,7 @@ def test_what_is_around_a_culprit() -> None:
     before = make_verdict("a.a", Kind.INPUT, index=4)
     text = explanations.reason_text(Grounds.OUTPUT_WITHOUT_INPUTS, VERDICT, before)
     assert text == (
-        "it has no traced inputs, and its output fails; a.a input.4, computed just before it, "
-        "passes"
+        "it has no traced inputs, and its output fails; the tensor before it (a.a input.4) passes"
     )
     text = explanations.reason_text(Grounds.MAIN_GRAD, VERDICT, alike=[VERDICT, before, before])
     assert text.endswith("of a.b does not; 1 of 3 of its kind fail")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_ttrace.cli import report as cli
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.report import files, html, junit, publish, tensorboard
+from megatron_ttrace.report import files, html, junit, publish, table, tensorboard
 from megatron_ttrace.trace.records import Outcome, Result, Summary, Verdict
 from tests.report.synthetic_report import make_summary, make_verdict
 from tests.trace.test_sanitise import HOSTILE, check_with
@@ -99,7 +99,7 @@ def test_tensorboard_has_no_infinities() -> None:
     writer = Writer()
     verdicts = [make_verdict(verdict=Outcome.MISSING, rel_err=None, tolerance=None, iteration=7)]
     tensorboard.log(make_summary(verdicts), verdicts, writer)
-    assert writer.scalars[("ttrace/worst_margin", 7)] == tensorboard.UNMEASURED_MARGIN
+    assert writer.scalars[("ttrace/worst_margin", 7)] == table.UNMEASURED_MARGIN
 
 
 def test_tensorboard_tags_are_harmless() -> None:

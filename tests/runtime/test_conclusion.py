@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
@@ -18,6 +19,7 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.placement.boxes import product, whole
 from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.runtime.conclusion import _is_evidence, conclude, not_enough
 from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
@@ -82,7 +84,7 @@ class Job:
             {0: found},
             candidate=self.directory / "candidate",
             mesh=mesh_of(0, 2, tp=2),
-            config={},
+            config=RunConfig(),
             timings={},
             allow_unchecked=allowed,
         )
@@ -119,7 +121,7 @@ def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     """Everything is blind: allowing that is no check."""
     summary = Job(tmp_path, blind=3, seen=0).answer(1.0)
     assert summary.verdict is Result.COULD_NOT_CHECK
-    assert "every one of them is unchecked" in summary.notices[0]
+    assert "all of them are unchecked" in summary.notices[0]
 
 
 @given(
@@ -134,6 +136,6 @@ def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float
     told = not_enough(verdicts, allowed)
     assert bool(told) == (blind > allowed * (blind + seen))
     if told:
-        named = float(told.split("--ttrace-allow-unchecked ")[1].split()[0])
+        named = float(too_few_text(told).split("--ttrace-allow-unchecked ")[1].split()[0])
         assert named <= 1
         assert not not_enough(verdicts, named)

@@ -16,7 +16,7 @@ def test_an_unexpected_error_of_a_checked_run(
         raise KeyError("a\nb")
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("ttrace: could not begin: KeyError: ")
+    assert said.startswith("ttrace: could not start: KeyError: ")
     assert said.count("\n") == 1
 
 

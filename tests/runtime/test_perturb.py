@@ -7,15 +7,15 @@ import torch
 from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu.te import offering, quantize
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.runtime.perturb import jitter, perturbed, split_head
+from megatron_ttrace.runtime.perturb import perturb, perturbed, split_head
 from tests.capture.recorder import Model, batch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_jitter_moves_every_element_by_about_an_epsilon(dtype):
+def test_perturb_moves_every_element_by_about_an_epsilon(dtype):
     """Up or down at random, in the tensor's own dtype."""
     ones = torch.ones(1000, dtype=dtype)
-    moved = jitter(ones, torch.Generator().manual_seed(1))
+    moved = perturb(ones, torch.Generator().manual_seed(1))
     assert moved.dtype == dtype
     change = (moved.double() - 1) / epsilon(dtype)
     if dtype is torch.float64:

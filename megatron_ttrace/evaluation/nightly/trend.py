@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``trend.html``: the last two nights and a history; one file without network access.
+"""``trend.html``: the last two nights and a history, in one file that needs no network access.
 
-All text comes from outside (names of mutants, explanations, exceptions): it is made harmless by
-``clean`` and quoted by the template engine.
+Names of mutants, explanations and exceptions are foreign text: ``clean`` makes it harmless, and the
+template engine quotes it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import jinja2
 from markupsafe import Markup
 
 from megatron_ttrace.evaluation.nightly import changes
-from megatron_ttrace.evaluation.nightly.records import Case, Night, Part, State
+from megatron_ttrace.evaluation.nightly.records import Night, NightCase, NightPart, State
 from megatron_ttrace.report import files
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 TITLES = {
-    Part.BUGS: "Known bugs",
-    Part.MATRIX: "Healthy configurations",
-    Part.MUTANTS: "Mutants",
+    NightPart.BUGS: "Known bugs",
+    NightPart.MATRIX: "Healthy configurations",
+    NightPart.MUTANTS: "Mutants",
 }
 _CLASSES = {
     State.GOOD: "good",
@@ -48,7 +48,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Line:
+class TrendRow:
     """A case over the nights, the oldest first."""
 
     name: str
@@ -62,12 +62,12 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """A part; ``open`` lines are shown, ``quiet`` ones on demand."""
+    """A part; ``open`` rows are shown, ``quiet`` ones on demand."""
 
     title: str
     counts: str
-    open: tuple[Line, ...]
-    quiet: tuple[Line, ...]
+    open: tuple[TrendRow, ...]
+    quiet: tuple[TrendRow, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chart:
-    """A number over the nights; ``ticks`` are heights with their label, ``line`` is an SVG path."""
+    """A number over the nights; ``ticks`` are heights and labels, ``line`` is an SVG path."""
 
     title: str
     now: str
@@ -97,7 +97,7 @@ def write(path: Path, nights: Sequence[Night]) -> None:
         TTraceError: when the directory cannot be written.
     """
     text = render(nights)
-    files.write_atomically(path, lambda file: files.put(file, text))
+    files.write_atomically(path, [text])
 
 
 def render(nights: Sequence[Night]) -> str:
@@ -114,11 +114,11 @@ def render(nights: Sequence[Night]) -> str:
         yesterday=_date(yesterday) if yesterday else "no night before",
         minutes=f"{today.seconds / 60:.1f} min",
         said=[clean(line, NOTE_LIMIT) for line in changes.lines(today, good)],
-        # A bad night is held against the last good one, above: not twice against the same.
+        # ``said`` compares a bad night with the last good one, which may be yesterday.
         moved=_moved(yesterday, today)
         if yesterday and (today.is_good or yesterday != good)
         else [],
-        sections=[_section(part, nights) for part in Part if _has(part, nights)],
+        sections=[_section(part, nights) for part in NightPart if _has(part, nights)],
         charts=[chart for chart in _charts(nights) if chart.points],
         nights=[_summary(night) for night in reversed(nights)],
         versions=[(clean(name), clean(value)) for name, value in today.versions.items()],
@@ -142,7 +142,7 @@ def _asset(name: str, package: str = "megatron_ttrace.evaluation.nightly") -> st
     return (resources.files(package) / "templates" / name).read_text(encoding="utf-8")
 
 
-def _has(part: Part, nights: Sequence[Night]) -> bool:
+def _has(part: NightPart, nights: Sequence[Night]) -> bool:
     return any(case.part is part for night in nights for case in night.cases)
 
 
@@ -150,13 +150,15 @@ def _date(night: Night) -> str:
     return clean(night.began.replace("T", " ")[:16])
 
 
-def _section(part: Part, nights: Sequence[Night]) -> Section:
-    """A part's cases in tonight's order; those that only ran earlier come last."""
+def _section(part: NightPart, nights: Sequence[Night]) -> Section:
+    """The cases of a part in tonight's order, then those that ran only in earlier nights."""
     found = [{case.name: case for case in night.cases if case.part is part} for night in nights]
     names = list(dict.fromkeys(name for night in reversed(found) for name in night))
     lines = [_line(name, nights, [night.get(name) for night in found]) for name in names]
-    # Mutants are many, and one that is killed as yesterday says nothing.
-    loud = [x for x in lines if part is not Part.MUTANTS or x.changed or x.today.state != "good"]
+    # There are many mutants; one that is killed again is not news.
+    loud = [
+        x for x in lines if part is not NightPart.MUTANTS or x.changed or x.today.state != "good"
+    ]
     shown = sorted(loud, key=lambda line: line.today.state in ("good", "absent"))
     tonight = found[-1].values()
     counts = ", ".join(
@@ -168,16 +170,16 @@ def _section(part: Part, nights: Sequence[Night]) -> Section:
     return Section(TITLES[part], counts or "not run", tuple(shown), quiet)
 
 
-def _line(name: str, nights: Sequence[Night], cases: Sequence[Case | None]) -> Line:
+def _line(name: str, nights: Sequence[Night], cases: Sequence[NightCase | None]) -> TrendRow:
     strip = tuple(_cell(night, case) for night, case in zip(nights, cases, strict=True))
     today, yesterday = strip[-1], strip[-2] if len(strip) > 1 else _cell(None, None)
     last = next(case for case in reversed(cases) if case is not None)
     changed = len(strip) > 1 and today.state != yesterday.state
     note = clean(last.note, NOTE_LIMIT)
-    return Line(clean(name), strip, yesterday, today, clean(last.marks), note, changed)
+    return TrendRow(clean(name), strip, yesterday, today, clean(last.marks), note, changed)
 
 
-def _cell(night: Night | None, case: Case | None) -> Cell:
+def _cell(night: Night | None, case: NightCase | None) -> Cell:
     date = _date(night) if night else ""
     if case is None:
         return Cell("absent", "–", "", f"{date}: not run")
@@ -203,14 +205,14 @@ def _summary(night: Night) -> tuple[str, str, str, str, str]:
     state = "good" if night.is_good else "missed" if night.bad else "broken"
     counts = "; ".join(
         f"{TITLES[part].lower()} {night.count(part, State.GOOD)} of {total}"
-        for part in Part
+        for part in NightPart
         if (total := sum(case.part is part for case in night.cases))
     )
     return _date(night), state, changes.headline(night), counts, f"{night.seconds / 60:.1f}"
 
 
 def _charts(nights: Sequence[Night]) -> list[Chart]:
-    def margins(night: Night, part: Part) -> list[float]:
+    def margins(night: Night, part: NightPart) -> list[float]:
         found = [case.margin for case in night.cases if case.part is part]
         return [margin for margin in found if margin is not None and math.isfinite(margin)]
 
@@ -218,13 +220,13 @@ def _charts(nights: Sequence[Night]) -> list[Chart]:
         _chart(
             "Weakest margin of a known bug's culprit (log; below 1 it is missed)",
             nights,
-            lambda night: min(margins(night, Part.BUGS), default=None),
+            lambda night: min(margins(night, NightPart.BUGS), default=None),
             log=True,
         ),
         _chart(
             "Worst margin of a healthy configuration (above 1 is an alarm)",
             nights,
-            lambda night: max(margins(night, Part.MATRIX), default=None),
+            lambda night: max(margins(night, NightPart.MATRIX), default=None),
         ),
         _chart(
             "Mutation score", nights, lambda night: night.scores.get("mutation score"), percent=True

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A start that is not generated: with ``--load``, the candidate's loaded state is the common start.
 
-Checkpoints do not reshard to one device in every format, optimizer states least of all. So the
-candidate writes what it loaded, every rank its own boxes, and the reference puts the whole together
-from the boxes. Written are the optimizer's main parameters (the model's are their casts) and Adam's
-moments; a rank whose copy differs from the others' is found by comparing start parameters.
+Not every checkpoint format reshards to one device, optimizer states least of all. So every rank of
+the candidate writes its own boxes of what it loaded, and the reference assembles them. Written are
+the optimizer's main parameters (the model's are casts of them) and Adam's moments. A rank whose
+copy differs from the others' is found by comparing start parameters.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import shutil
 from pathlib import Path
 
 import torch
@@ -17,11 +19,14 @@ import torch
 from megatron_ttrace.capture.step import MOMENTS, TracedModel
 from megatron_ttrace.compare.measure import checksum, local_view, logical_view
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import fingerprint
+from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
 from megatron_ttrace.mcore.optimizer import Owned, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.plan import describe
+from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
 
 def write(model: TracedModel, directory: Path) -> str:
@@ -61,7 +66,7 @@ def _entry(kind: Kind, place: ParameterPlace, data: torch.Tensor, model: TracedM
 
 
 def steps_of(model: TracedModel) -> float | None:
-    """How many steps Adam has made by its own account; ``None`` without moments."""
+    """The number of steps that Adam has recorded; ``None`` without moments."""
     for part in owned_by(model.optimizer).values():
         step = part.state.get("step", part.group.get("step"))
         if step is not None and "exp_avg" in part.state:
@@ -134,3 +139,57 @@ def _put(
 ) -> None:
     for box in place.boxes(model.mesh):
         local_view(target, box).copy_(logical_view(whole, box))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started:
+    """A start that was handed over.
+
+    Attributes:
+        directory: of the state.
+        step: steps that Adam has made; ``None`` without moments.
+        iteration: of the training.
+        consumed_train_samples: of the data.
+        schedule: steps of the learning rate's schedule.
+        content: a digest of the state.
+    """
+
+    directory: str
+    step: float | None
+    iteration: int
+    consumed_train_samples: int
+    schedule: int
+    content: str
+
+    def resume(self, args: MegatronArguments, scheduler: Scheduler) -> None:
+        """Continue at its position in the data and in the schedule."""
+        args.iteration = self.iteration
+        args.consumed_train_samples = self.consumed_train_samples
+        scheduler.num_steps = self.schedule
+        scheduler.step(increment=0)
+
+
+def hand_over(
+    model: TracedModel,
+    directory: Path,
+    args: MegatronArguments,
+    scheduler: Scheduler,
+    ranks: Ranks,
+    device: torch.device,
+) -> Started:
+    """Write the state that was loaded; called on all ranks."""
+    told = "handing over the loaded state"
+    ranks.from_one(0, told, lambda: shutil.rmtree(directory, ignore_errors=True))
+    digests = ranks.exchange(told, lambda: write(model, directory), device)
+    started = Started(
+        directory=str(directory.resolve()),
+        step=steps_of(model),
+        iteration=args.iteration,
+        consumed_train_samples=args.consumed_train_samples,
+        schedule=scheduler.num_steps,
+        content=fingerprint.digest({"ranks": digests}),
+    )
+    ranks.from_one(
+        0, told, lambda: seal(directory, {"role": "start", **dataclasses.asdict(started)})
+    )
+    return started

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import catalogue, patching
-from megatron_ttrace.evaluation.bugs.catalogue import Bug, Layout
+from megatron_ttrace.evaluation.bugs.catalogue import Bug, BugLayout
 
 ROOT = Path(__file__).parents[3]
 BUGS = catalogue.load_catalogue()
@@ -53,7 +53,7 @@ def test_all_are_explained() -> None:
     ],
 )
 def test_short_layout(arguments: str, nproc: int, short: str) -> None:
-    assert Layout(nproc, tuple(arguments.split())).short == short
+    assert BugLayout(nproc, tuple(arguments.split())).short == short
 
 
 def test_finds() -> None:
@@ -87,9 +87,9 @@ def test_reads(tmp_path: Path) -> None:
     ("name", "text", "reason"),
     [
         ("bug.toml", GOOD, "NN-name.toml"),
-        ("01-a.toml", GOOD.replace('title = "t"', ""), "'title' is missing"),
+        ("01-a.toml", GOOD.replace('title = "t"', ""), "title: is missing"),
         ("01-a.toml", GOOD.replace("output", "outptu"), "outptu"),
-        ("01-a.toml", GOOD.replace("nproc = 2", "nprocs = 2"), "'nproc' is missing"),
+        ("01-a.toml", GOOD.replace("nproc = 2", "nprocs = 2"), "unknown key 'nprocs'"),
         ("01-a.toml", GOOD.replace("nproc = 2", "nproc = 2, extra = 1"), "extra"),
         ("01-a.toml", GOOD + "more = 1\n", "more"),
         ("01-a.toml", "no toml", "toml"),

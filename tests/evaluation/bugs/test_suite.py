@@ -105,7 +105,7 @@ def test_nothing_hangs_on_the_id(tmp_path: Path) -> None:
         catalogue, "bugs", "run", "--all", "--json", "--directory", str(tmp_path / "out")
     )
     assert code == 0, (output, errors)
-    first, second = (verdicts(tmp_path / "out" / f"{bug}-0-sick") for bug in ("33", "44"))
+    first, second = (verdicts(tmp_path / "out" / f"{bug}-0-faulty") for bug in ("33", "44"))
     assert first == second
     assert any('"diverged"' in line or '"replica_conflict"' in line for line in first)
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_ttrace.evaluation.bugs.patching import functions
 from megatron_ttrace.evaluation.mutants import survivors
 from megatron_ttrace.evaluation.mutants.operators import OPERATORS
-from megatron_ttrace.evaluation.mutants.scan import PACKAGES, modules, scan, scan_source
+from megatron_ttrace.evaluation.mutants.scan import PACKAGES, modules, sample, scan, scan_source
 from megatron_ttrace.evaluation.mutants.source import Source
 
 MODULE = "megatron.core.tensor_parallel.made_up"
@@ -120,3 +120,35 @@ def test_modules_are_the_ones_in_use():
     names = [name for name, _ in modules()]
     assert "megatron.core.optimizer" in names
     assert not [name for name in names if name.endswith("__init__")]
+
+
+def strata(mutants):
+    return Counter((mutant.package, mutant.operator) for mutant in mutants)
+
+
+def test_repeats(found):
+    assert sample(found, 60, 1) == sample(reversed(found), 60, 1)
+    assert sample(found, 60, 1) != sample(found, 60, 2)
+
+
+def test_some_of_everything(found):
+    """No stratum has two before each has one."""
+    everything = strata(found)
+    dealt = strata(sample(found, len(everything), 1))
+    assert set(dealt) == set(everything)
+    assert set(dealt.values()) == {1}
+
+
+def test_all(found):
+    assert sorted(mutant.id for mutant in sample(found, 10**6, 1)) == sorted(
+        mutant.id for mutant in found
+    )
+
+
+def test_newcomers_move_nobody(found):
+    """Within a stratum, the mutants that stay keep their order."""
+    chosen = [mutant for mutant in found if mutant.operator == "wrong-op"]
+    order = sample(chosen, len(chosen), 1)
+    fewer = sample(chosen[1:], len(chosen), 1)
+    one = [mutant for mutant in order if mutant.package == "distributed" and mutant != chosen[0]]
+    assert [mutant for mutant in fewer if mutant.package == "distributed"] == one

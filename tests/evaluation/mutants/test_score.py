@@ -3,7 +3,14 @@
 
 import pytest
 
-from megatron_ttrace.evaluation.mutants.records import Explanation, Fate, Mutant, Row, Span, Trial
+from megatron_ttrace.evaluation.mutants.records import (
+    Explanation,
+    Fate,
+    Mutant,
+    MutantRow,
+    MutantTrial,
+    Span,
+)
 from megatron_ttrace.evaluation.mutants.score import passes, score
 
 MUTANT = Mutant("m:f:o:0", "megatron.core.optimizer.x", "f", "o", Span(1, 0, 1, 1), "a", "b")
@@ -12,7 +19,7 @@ HARMLESS, DORMANT, HOLE = Explanation.EQUIVALENT, Explanation.DORMANT, Explanati
 
 
 def rows(*outcomes):
-    return [Row(MUTANT, (Trial("tp2", fate, 1.0),), why) for fate, why in outcomes]
+    return [MutantRow(MUTANT, (MutantTrial("tp2", fate, 1.0),), why) for fate, why in outcomes]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +51,7 @@ def test_a_proof_that_is_wrong():
 
 
 def test_last_trial_counts():
-    row = Row(MUTANT, (Trial("tp2", SURVIVED, 1.0), Trial("pp2", KILLED, 1.0)))
+    row = MutantRow(MUTANT, (MutantTrial("tp2", SURVIVED, 1.0), MutantTrial("pp2", KILLED, 1.0)))
     assert row.fate is KILLED
     assert score([row]).diverged == 1
     assert row.to_json()["fate"] == "diverged"

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation.nightly import run as runner
-from megatron_ttrace.evaluation.nightly.records import Part, State
+from megatron_ttrace.evaluation.nightly.records import NightPart, State
 from megatron_ttrace.evaluation.nightly.run import Options
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, mutants_report
 
@@ -50,9 +50,9 @@ def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, mutants=MUTANTS)
     night = runner.run(Options(), tmp_path, lambda line: None)
     assert [(case.part, case.state) for case in night.cases] == [
-        (Part.BUGS, State.GOOD),
-        (Part.MATRIX, State.GOOD),
-        (Part.MUTANTS, State.GOOD),
+        (NightPart.BUGS, State.GOOD),
+        (NightPart.MATRIX, State.GOOD),
+        (NightPart.MUTANTS, State.GOOD),
     ]
     assert night.exit_code == ExitCode.EQUIVALENT
     assert night.gaps == ()
@@ -64,7 +64,7 @@ def test_a_missed_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command says so with exit code 2, and its rows say why: no gap."""
     missed = bug_row(met=False, detected=False, problem="found equivalent")
     play(monkeypatch, bugs=rows_program([missed], code=2))
-    night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
+    night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
     assert [gap.by_choice for gap in night.gaps] == [True, True]
 
@@ -85,7 +85,7 @@ def test_a_part_that_fails(
     play(monkeypatch, bugs=program, matrix=MATRIX, mutants=MUTANTS)
     night = runner.run(Options(), tmp_path, lambda line: None)
     (gap,) = night.gaps
-    assert gap.part is Part.BUGS
+    assert gap.part is NightPart.BUGS
     assert reason in gap.reason
     assert len(night.cases) == 2
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
@@ -97,7 +97,7 @@ def test_what_a_crashed_part_had_finished_counts(
     lines = ['{"level": "INFO"}', json.dumps(matrix_row()), '{"name": "cut o']
     half = f"print({chr(10).join(lines)!r}); exit(3)"
     play(monkeypatch, matrix=half)
-    night = runner.run(Options(parts=(Part.MATRIX,)), tmp_path, lambda line: None)
+    night = runner.run(Options(parts=(NightPart.MATRIX,)), tmp_path, lambda line: None)
     assert [case.name for case in night.cases] == ["tp2/gpt/fp32"]
     assert any("exit code 3" in gap.reason for gap in night.gaps)
 
@@ -108,7 +108,7 @@ def test_a_case_that_could_not_run_is_no_gap(
     """It is told once, as the case it is."""
     broken = bug_row(met=False, detected=None, healthy=None, problem="rank 0 failed")
     play(monkeypatch, bugs=rows_program([broken], code=2))
-    night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
+    night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
     assert [case.state for case in night.cases] == [State.BROKEN]
     assert all(gap.by_choice for gap in night.gaps)
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
@@ -119,7 +119,7 @@ def test_results_of_last_night_do_not_count(
 ) -> None:
     (tmp_path / "bugs.jsonl").write_text(json.dumps(bug_row()))
     play(monkeypatch, bugs="exit(5)")
-    night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
+    night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
     assert night.cases == ()
 
 
@@ -137,8 +137,8 @@ def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     night = runner.run(Options(seconds=2.0), tmp_path, lambda line: None)
     assert time.monotonic() - began < 20
     reasons = {gap.part: gap.reason for gap in night.gaps}
-    assert "time limit of the night" in reasons[Part.BUGS]
-    assert reasons[Part.MATRIX] == reasons[Part.MUTANTS] == "no time was left for it"
+    assert "time limit of the night" in reasons[NightPart.BUGS]
+    assert reasons[NightPart.MATRIX] == reasons[NightPart.MUTANTS] == "no time was left for it"
     state = Path(f"/proc/{pid.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 

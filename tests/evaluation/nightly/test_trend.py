@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.evaluation.nightly import trend
-from megatron_ttrace.evaluation.nightly.records import Part, State
+from megatron_ttrace.evaluation.nightly.records import NightPart, State
 from tests.evaluation.nightly.synthetic import case, month, night
 from tests.report import chromium
 
@@ -96,7 +96,7 @@ def test_nothing_is_loaded_and_nothing_runs() -> None:
 def test_foreign_text_is_harmless() -> None:
     """Names, notes, versions and options are shown, not obeyed."""
     bad = night(
-        case(Part.MUTANTS, HOSTILE, State.MISSED, marks=HOSTILE, note=HOSTILE),
+        case(NightPart.MUTANTS, HOSTILE, State.MISSED, marks=HOSTILE, note=HOSTILE),
         versions={HOSTILE: HOSTILE},
         options={HOSTILE: HOSTILE},
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace rivals``: other tools' rules on the same tensors."""
+"""``ttrace baselines``: other tools' rules on the same tensors. Its former name is ``rivals``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_ttrace.mcore import flags, inputs
 
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.baselines.run import Collected
-    from megatron_ttrace.evaluation.baselines.tally import Line
+    from megatron_ttrace.evaluation.baselines.tally import RuleRow
 
 _EPILOG = """\
 example:
-  ttrace rivals 01 03 --bf16
-  ttrace rivals --all --healthy 'tp2*/fp32' 'pp2*/fp32'
-  ttrace rivals --planted ttrace-out/reference ttrace-out/candidate
+  ttrace baselines 01 03 --bf16
+  ttrace baselines --all --healthy 'tp2*/fp32' 'pp2*/fp32'
+  ttrace baselines --planted ttrace-out/reference ttrace-out/candidate
 
 The job of each known bug runs with and without the bug, and all tensors are saved. Then every rule
 judges the same merged tensors. A rule finds a bug if it flags a tensor that it does not flag
@@ -33,11 +33,12 @@ exit code: 0, or 2 if a case could not be run
 
 
 def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``rivals`` command."""
+    """Add the ``baselines`` command."""
     parser = command.add(
         subparsers,
-        "rivals",
+        "baselines",
         run,
+        aliases=("rivals",),
         summary="apply other tools' rules to the known bugs and to healthy runs",
         description="Count misses and false alarms of other tools' rules on the same tensors.",
         epilog=_EPILOG,
@@ -61,7 +62,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     help = "number of planted errors of each kind (default 500)"
     parser.add_argument("--trials", type=flags.integer(1), default=500, metavar="N", help=help)
     parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
-    command.add_directory(parser, "ttrace-out/rivals")
+    command.add_directory(parser, "ttrace-out/baselines")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.planted:
         return _plant(args)
     from megatron_ttrace.evaluation.baselines import run as running
-    from megatron_ttrace.evaluation.baselines.tally import lines
+    from megatron_ttrace.evaluation.baselines.tally import rule_rows
     from megatron_ttrace.evaluation.bugs import catalogue, suite
     from megatron_ttrace.evaluation.matrix.configurations import configurations, select
 
@@ -80,16 +81,15 @@ def run(args: argparse.Namespace) -> int:
     everything = [one for one in configurations() if not one.finding]
     healthy = select(everything, args.healthy) if args.healthy else []
     if not chosen and not healthy:
-        raise TTraceError("ttrace rivals: name known bugs, or give --all, or --healthy PATTERN")
+        raise TTraceError("ttrace baselines: name known bugs, or give --all, or --healthy PATTERN")
     say = command.progress()
-
     found = running.Collected()
     directory = args.directory / ("bf16" if args.bf16 else "fp32")
     if chosen:
         running.bugs(chosen, suite.Variant(bf16=args.bf16), directory, say, found)
     if healthy:
         running.matrix(healthy, directory / "matrix", say, found)
-    table = lines(found.cases, found.healthy)
+    table = rule_rows(found.cases, found.healthy)
     if args.json:
         print(json.dumps(_described(found, table), indent=1))
     else:
@@ -115,17 +115,17 @@ def _plant(args: argparse.Namespace) -> int:
     return ExitCode.EQUIVALENT
 
 
-def _described(found: Collected, table: list[Line]) -> dict[str, Any]:
+def _described(found: Collected, table: list[RuleRow]) -> dict[str, Any]:
     return {
         "cases": [case.name for case in found.cases],
         "healthy": list(found.healthy),
         "compared": found.compared,
-        "rules": [line.to_json() for line in table],
+        "rules": [dataclasses.asdict(row) for row in table],
         "problems": found.problems,
     }
 
 
-def _show(found: Collected, table: list[Line]) -> None:
+def _show(found: Collected, table: list[RuleRow]) -> None:
     print(
         f"{len(found.cases)} cases of known bugs; {len(found.healthy)} healthy runs, "
         f"{found.compared:,} tensors"
@@ -133,10 +133,10 @@ def _show(found: Collected, table: list[Line]) -> None:
     print()
     print("| rule | bugs missed | culprit not flagged | healthy runs with an alarm | tensors |")
     print("|---|---|---|---|---|")
-    for line in table:
+    for row in table:
         print(
-            f"| {line.rule} | {_some(line.missed)} | {_some(line.unlocated)} "
-            f"| {len(line.alarmed)} | {line.false_tensors:,} |"
+            f"| {row.rule} | {_some(row.missed)} | {_some(row.unlocated)} "
+            f"| {len(row.alarmed)} | {row.false_tensors:,} |"
         )
     for problem in found.problems:
         print(f"could not be run: {command.in_one_line(problem)}", file=sys.stderr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace rivals`` on one known bug."""
+"""``ttrace baselines`` on one known bug."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.integration.jobs import ttrace
 
 def test_one_bug(tmp_path: Path) -> None:
     """Bug 03 multiplies all gradients by the size of cp."""
-    done = ttrace("rivals", "03", "--json", cwd=tmp_path)
+    done = ttrace("baselines", "03", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["cases"] == ["03/fp32/0"]

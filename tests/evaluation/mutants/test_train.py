@@ -11,7 +11,7 @@ import pytest
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.mutants import coverage, train
 from megatron_ttrace.evaluation.mutants.scan import scan_source
-from megatron_ttrace.evaluation.mutants.swap import introduce
+from megatron_ttrace.evaluation.mutants.train import introduce
 
 TEXT = textwrap.dedent(
     """
@@ -50,7 +50,7 @@ def test_introduce(module):
 
 def test_another_source(module):
     """Found in one Megatron, put into another: refused."""
-    with pytest.raises(TTraceError, match="is not the one it was found in"):
+    with pytest.raises(TTraceError, match="is not the file in which it was found"):
         introduce(lost(TEXT.replace("total /", "sum(total) /")))
     assert module.mean(6, 2) == 3
 
