@@ -18,7 +18,7 @@ RESULTS=${RESULTS:-gpu-results}
 CONSTRAINTS=$ROOT/requirements/constraints.txt
 # The machine's PyTorch and what comes with it, and what only development needs.
 LEFT_OUT='^(torch|triton|nvidia-.*|cuda-.*|numpy|sympy|mpmath|networkx|mypy.*|ruff|librt|ast-serialize|pre-commit|cfgv|distlib|identify|nodeenv|virtualenv|python-discovery|pathspec|pytest.*|hypothesis|execnet)=='
-TE_VERSION=2.10.0
+TE_VERSION=${TE_VERSION:-2.10.0} # the version that the emulation reports
 PIECE=56m # a piece and the checkout stay below 64 MiB
 
 fail() {
@@ -46,7 +46,7 @@ make_wheels() {
 }
 
 make_te_wheels() {
-  local whole=$TE.whole wheel
+  local whole=$TE.whole wheel piece
   download "$whole" "transformer-engine-cu13==$TE_VERSION" "transformer-engine==$TE_VERSION"
   "$PYTHON" -m pip --disable-pip-version-check download -q --no-deps --no-build-isolation \
     --no-binary=:all: -d "$whole" "transformer-engine-torch==$TE_VERSION" ||
@@ -55,7 +55,12 @@ make_te_wheels() {
   for wheel in "$whole"/*; do
     split -b $PIECE -d "$wheel" "$TE/$(basename "$wheel").part"
   done
-  du -m "$TE"/* | sort -k2
+  # One folder per piece, so that they can be carried one by one.
+  for piece in "$TE"/*.part??; do
+    mkdir -p "$TE/${piece: -2}"
+    mv "$piece" "$TE/${piece: -2}/"
+  done
+  du -m "$TE"/*
 }
 
 # Pieces lie in $TE itself or in folders below it, as they were carried.
@@ -64,7 +69,7 @@ install_te() {
   mkdir -p "$whole"
   while IFS= read -r first; do
     name=$(basename "${first%.part00}")
-    find "$TE" -name "$name.part*" -print0 | sort -z | xargs -0 cat >"$whole/$name"
+    find "$TE" -name "$name.part??" -print0 | sort -z | xargs -0 cat >"$whole/$name"
   done < <(find "$TE" -name '*.part00' | sort)
   compgen -G "$whole/*.whl" >/dev/null || fail "$TE has no pieces of TransformerEngine's wheels"
   install "$1" "$whole"/*.whl

@@ -25,6 +25,7 @@ REFUSED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
     ({"use_torch_fsdp2": True}, {}, "--use-torch-fsdp2"),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
+    ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
 ]
 
 
@@ -42,6 +43,7 @@ ACCEPTED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
     ({"use_megatron_fsdp": True}, {}),
     ({"load": "there"}, {}),
+    ({"cuda_graph_impl": "none"}, {}),
 ]
 
 
