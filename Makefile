@@ -9,6 +9,10 @@ RELEASE_TESTS := tests/integration/test_releases.py tests/integration/test_demo.
   tests/integration/test_bitwise.py tests/cpu/test_training.py
 # More threads than cores slow down small jobs of several ranks, and change the order of sums.
 export OMP_NUM_THREADS = 1
+# Hundreds of processes import the same files: compile them once.
+unexport PYTHONDONTWRITEBYTECODE
+# What mypy knows of PyTorch stays true in another clone with the same environment.
+export MYPY_CACHE_DIR ?= $(VENV)/mypy_cache
 # Test processes at a time. Each imports Megatron once and forks what it runs (tests/warm.py).
 JOBS ?= 2
 export VENV

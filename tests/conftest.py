@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of all tests."""
 
+import gc
 import os
 from types import ModuleType
 
@@ -21,6 +22,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+# Nothing that is imported while tests are collected is garbage.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage; what is imported is not looked through for it."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries count at the end what was not freed."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

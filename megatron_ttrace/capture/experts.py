@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow tokens to their experts, and let every run route them as the reference did.
 
-*Dispatch*: the token dispatcher's own three steps (``dispatch_preprocess``, ``token_dispatch``,
+*Dispatch*: the token dispatcher's three steps (``dispatch_preprocess``, ``token_dispatch``,
 ``dispatch_postprocess`` in megatron/core/transformer/moe/token_dispatcher.py) are run once more on
-a shallow copy, with each token's microbatch and position in the place of its hidden state. What
-arrives beside the experts' input says which token each row is, whatever the order of arrival; a
-dispatcher that carries a token to the wrong place carries its name there as well.
+a shallow copy, with each token's microbatch and position in place of its hidden state. The result
+says which token each row of the experts' input is, whatever the order of arrival; a dispatcher that
+sends a token to the wrong place sends its number there as well.
 
 *Routing*: the choice of experts is discrete, and two scores within rounding may be ordered
-otherwise on another layout (or in bf16, where ties are frequent). What each router chose by itself
-is compared (:mod:`megatron_ttrace.compare.routing`), then the reference's choice takes its place,
-through the interface that Megatron has for replaying (``RouterReplay.get_replay_topk``).
+differently in another layout (or in bf16, where ties are frequent). The choice of each router is
+compared (:mod:`megatron_ttrace.compare.routing`), then replaced by the reference's through
+Megatron's interface for replaying (``RouterReplay.get_replay_topk``).
 """
 
 from __future__ import annotations
@@ -49,10 +49,20 @@ class ExpertSink(Protocol):
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """What a router chose ([tokens, k]); returns what it must choose instead, if anything.
 
-        Called again with the same where activations are recomputed.
+        ``by`` is what the choice maximises where that is not each token's ``scores``, but depends
+        on all tokens of this call. Called again with the same where activations are recomputed.
+        """
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What is left of a choice ([tokens, experts]) within the experts' capacity.
+
+        Returns what must be left instead, if anything.
         """
 
 
@@ -105,7 +115,7 @@ class DispatchTap:
             names = self._guard(self._names, hidden.shape[0], hidden.shape[1])
             if names is None:
                 names = torch.zeros(hidden.shape[0], hidden.shape[1], 2)
-            # On every rank, also on one whose tracing failed: the others' names come this way.
+            # A collective: also on a rank whose tracing failed, where the guard calls nothing.
             try:
                 carried, counts = self._carry(
                     to_device(names, hidden.device), routing, probs.detach()
@@ -126,7 +136,7 @@ class DispatchTap:
     def _carry(
         self, names: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """Send the names the way of the tokens: a collective."""
+        """Send the names the way that the tokens went."""
         shadow = copy.copy(self._dispatcher)
         shadow.shared_experts = None
         before, across, after = self._steps
@@ -136,12 +146,11 @@ class DispatchTap:
         return carried, counts
 
     def _follow(self, carried: torch.Tensor, counts: Any) -> None:
-        microbatch = self._microbatch()
         rows = carried.detach().round().to("cpu", torch.int64).numpy()
         counts = np.asarray(torch.as_tensor(counts).to("cpu", torch.int64))
         experts = np.arange(self._first_expert, self._first_expert + len(counts))
         index = TokenIndex(rows[:, 0] - 1, rows[:, 1].copy(), np.repeat(experts, counts))
-        self._sink.dispatched(microbatch, self._experts, index)
+        self._sink.dispatched(self._microbatch(), self._experts, index)
 
 
 def _reraise(error: Exception) -> None:
@@ -184,14 +193,8 @@ class RouterTap:
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
-        instead = self._guard(
-            self._sink.routed,
-            self._microbatch(),
-            self._name,
-            scores.detach(),
-            chosen.detach(),
-            groups,
-        )
+        said = self._name, scores.detach(), chosen.detach(), groups
+        instead = self._guard(self._sink.routed, self._microbatch(), *said)
         if instead is None:
             return values, chosen
         return scores.gather(1, instead), instead

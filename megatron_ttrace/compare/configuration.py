@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A candidate's configuration: the ``config`` of its ``meta.json`` and ``summary.json``."""
+"""A candidate's configuration, as its ``meta.json`` and ``summary.json`` hold it.
+
+In the files, the sizes of the mesh's axes stand beside these fields.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,21 @@ from megatron_ttrace.trace.codec import Count, Record
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Record):
-    """A candidate's configuration; what an older trace lacks has its default.
+    """What was checked, and how; what an older trace lacks has its default.
 
     Attributes:
         sequence_parallel: ``--sequence-parallel``.
         distributed_optimizer: ``--use-distributed-optimizer``.
-        dtype: of the parameters, ``bf16`` or as torch names it.
+        dtype: of the computation.
         layers: of the model, 0 if unknown.
-        hidden: size of the hidden states.
+        hidden: hidden size, 0 if unknown.
         seq_length: tokens of a sample, 0 if unknown.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
-        iterations: that were traced.
+        own_tokens: indices of the ``routing`` tensors of a router that depend on all tokens of a
+            rank, where a rank has a part of a microbatch.
+        iterations: those that were traced.
         isolate: whether every module was given the reference's tensors.
-        init: start values, ``--ttrace-init``.
+        init: where the start values came from (``--ttrace-init``).
         reference: directory of the reference.
         arithmetic: what decides in which order things are added up, ``None`` if unknown.
         requested: features that the arguments ask for.
@@ -39,7 +44,8 @@ class RunConfig(Record):
     hidden: Count = 0
     seq_length: Count = 0
     dispatcher: str = ""
-    iterations: tuple[int, ...] = ()
+    own_tokens: tuple[Count, ...] = ()
+    iterations: tuple[Count, ...] = ()
     isolate: bool = False
     init: str = ""
     reference: str = ""

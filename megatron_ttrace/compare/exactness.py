@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a layout does not reorder arithmetic, the run must be bitwise its reference.
+"""Where a layout does not reorder arithmetic, the run must be bitwise equal to its reference.
 
-A pipeline, replicas of data-parallel ranks and recomputation move work about; they add up nothing
-in another order. Equality to the last bit is then expected, and its loss is a finding far below any
-tolerance: a stale buffer, a cast, another kernel. It is not a divergence (the error may still be
-rounding), so it has a line of its own. The rule reads the configuration and nothing else;
+Pipelines, data-parallel replicas and recomputation move work to other ranks or times; they do not
+change the order of any sum. Such a run is expected to be bitwise equal. A difference is a finding
+far below any tolerance: a stale buffer, a cast, another kernel. It may still be rounding, so it is
+not a divergence and is reported on a line of its own. The rule depends on the configuration only;
 docs/tolerance.md has it as a table.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from enum import Enum
 
 from megatron_ttrace.mcore.roles import is_shared_embedding
 from megatron_ttrace.trace.codec import Record
@@ -34,19 +33,19 @@ _UPDATES = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic(Record):
-    """What of a configuration decides in which order things are added up.
+    """The part of a configuration that decides in which order sums are taken.
 
     Attributes:
-        splits_sums: axes larger than one that cut sums or matrix products: tp, cp, ep, etp.
+        splits_sums: axes larger than one that split sums or matrix products: tp, cp, ep, etp.
         pp: pipeline stages.
         dp: data-parallel ranks.
         shared_embedding: stages hold copies of one embedding and sum their gradients (tied
             embeddings, multi-token prediction).
         clips: gradients are scaled by a norm that is summed over all ranks.
         per_rank_state: something computed from a rank's own microbatches enters the next ones:
-            FP8's history of maxima, the loads of experts.
+            FP8's amax history, the loads of experts.
         gradient_factor: candidate/reference ratio of activation gradients.
-        deterministic: the same work gives the same bits: a CPU, or ``--deterministic-mode``.
+        deterministic: equal work gives equal bits: on a CPU, or with ``--deterministic-mode``.
         same_code: the reference runs the same implementation.
     """
 
@@ -62,83 +61,49 @@ class Arithmetic(Record):
 
     @property
     def is_single(self) -> bool:
-        """Whether one rank does it all."""
+        """Whether there is only one rank."""
         return self.pp == self.dp == 1 and not self.splits_sums
 
 
-class Reordered(Enum):
-    """Why a tensor need not be bitwise the reference's."""
-
-    KERNELS = "an accelerator's kernels may add in any order (--deterministic-mode)"
-    OTHER_CODE = "the reference runs other code (--ttrace-reference-args)"
-    SPLIT_SUMS = "an axis splits its sums"
-    RANK_STATE = "ranks keep state of their own microbatches"
-    STEP_BEFORE = "the step before was not bitwise equal"
-    GRADIENT_FACTOR = "gradients of another size are rounded differently"
-    REPLICAS = "dp adds up microbatches in another order"
-    NORM = "each rank sums its own parameters first"
-    SHARED_EMBEDDING = "the first and the last stage add up their copies' gradients"
-    CLIP = "clipped by a norm that is summed in another order"
-
-
-def reordered(key: TraceKey, job: Arithmetic, *, later: bool = False) -> Reordered | None:
-    """Why a tensor need not be bitwise the reference's; ``None`` when it must be.
+def must_be_equal(key: TraceKey, job: Arithmetic, *, later: bool = False) -> bool:
+    """Whether a tensor must be bitwise equal to the reference's.
 
     Args:
         key: of the tensor.
         job: the configuration.
-        later: whether the step started from updates that this run made itself.
+        later: whether this step started from this run's own updates.
     """
-    if not job.deterministic:
-        return Reordered.KERNELS
-    if not job.same_code:
-        return Reordered.OTHER_CODE
+    if not (job.deterministic and job.same_code):
+        return False
     if key.kind is Kind.TOKENS or (key.kind is Kind.PARAM and key.index == 0 and not later):
-        return None
+        return True
     if job.is_single:
-        return None
-    if job.splits_sums:
-        return Reordered.SPLIT_SUMS
-    if job.per_rank_state:
-        return Reordered.RANK_STATE
-    if later and (job.dp > 1 or job.clips or (job.shared_embedding and job.pp > 1)):
-        return Reordered.STEP_BEFORE
+        return True
+    if job.splits_sums or job.per_rank_state:
+        return False
+    # The first and the last stage add up the gradients of their copies.
+    adds_copies = job.pp > 1 and job.shared_embedding
+    if later and (job.dp > 1 or job.clips or adds_copies):
+        return False  # the step before need not be equal
     if key.microbatch != STEP_LEVEL and key.kind is not Kind.LOSS:
-        return _of_microbatch(key, job)
-    return _of_step(key, job)
-
-
-def _of_microbatch(key: TraceKey, job: Arithmetic) -> Reordered | None:
-    """Activations and their gradients: each microbatch is computed whole, by one rank a layer."""
-    if key.kind in _GRADIENTS and not _is_power_of_two(job.gradient_factor):
-        return Reordered.GRADIENT_FACTOR
-    return None
-
-
-def _of_step(key: TraceKey, job: Arithmetic) -> Reordered | None:
-    if job.dp > 1:
-        return Reordered.REPLICAS
-    if key.kind is Kind.GRAD_NORM:
-        return Reordered.NORM
-    if job.pp > 1 and job.shared_embedding and is_shared_embedding(key.name):
-        return Reordered.SHARED_EMBEDDING
-    if job.clips and (key.kind in _UPDATES or key.kind is Kind.PARAM):
-        return Reordered.CLIP
-    return None
-
-
-def _is_power_of_two(factor: float) -> bool:
-    return factor > 0 and math.frexp(factor)[0] == 0.5
+        # In each layer, one rank computes a microbatch as a whole. Powers of two scale exactly.
+        return key.kind not in _GRADIENTS or math.frexp(job.gradient_factor)[0] == 0.5
+    if job.dp > 1 or key.kind is Kind.GRAD_NORM:
+        return False  # replicas, or the ranks' own parameters, are added up first
+    if adds_copies and is_shared_embedding(key.name):
+        return False
+    # What is clipped was scaled by a norm that is summed in another order.
+    return not (job.clips and (key.kind in _UPDATES or key.kind is Kind.PARAM))
 
 
 def examine(
     verdicts: Sequence[Verdict], job: Arithmetic | None
 ) -> tuple[list[Verdict], Exactness | None]:
-    """Note every pass that should be bitwise and is not; sum up.
+    """Add a note to every pass that should be bitwise equal and is not; count them.
 
     Args:
         verdicts: in execution order.
-        job: the candidate's; without it (an older trace) nothing is expected.
+        job: the candidate's; without it (an older trace) nothing must be bitwise equal.
     """
     from megatron_ttrace.report import wording  # only the rank that judges needs it
 
@@ -151,7 +116,7 @@ def examine(
     for verdict in verdicts:
         measured = verdict.rel_err is not None and verdict.direction is not Direction.START
         later = verdict.iteration - 1 in traced
-        if measured and not reordered(verdict.key, job, later=later):
+        if measured and must_be_equal(verdict.key, job, later=later):
             expected += 1
             if verdict.rel_err != 0.0:
                 lost += 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of the experts' tensors belong, as one rank of the candidate learns it.
+"""Which rows of the reference the rows of a rank's expert tensors are.
 
-A dispatcher's call announces who the rows are that it hands to the experts
-(megatron_ttrace/capture/experts.py); from then on every tensor of those experts, forward and
-backward, is a set of pieces of the reference's tensors of several microbatches.
+Each dispatch announces which tokens it sends to the experts (megatron_ttrace/capture/experts.py).
+Every tensor of those experts, forward and backward, then consists of parts of the reference's
+tensors of several microbatches.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 FOLLOWED = ("alltoall", "allgather")
-"""Dispatchers (``--moe-token-dispatcher-type``) whose communication carries other data as well."""
+"""Dispatchers (``--moe-token-dispatcher-type``) that can also send other data than activations."""
 
 
 def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
-    """Whether ``key`` lies in experts that are spread by a dispatcher that cannot be followed."""
+    """Whether ``key`` lies in distributed experts whose dispatcher cannot be followed."""
     spread = mesh.size("ep") > 1 or mesh.size("etp") > 1
     return (
         spread
@@ -69,12 +69,12 @@ class Match:
 
 
 def rows_key(iteration: int, microbatch: int, experts: str) -> TraceKey:
-    """The key under which the reference keeps who its experts' rows are."""
+    """The key under which the reference stores which tokens its experts' rows are."""
     return TraceKey(iteration, microbatch, Kind.ROUTING, experts, 0)
 
 
 def encode_rows(index: TokenIndex) -> torch.Tensor:
-    """[rows, 2]: position and expert. Padding has neither."""
+    """[rows, 2]: position and expert of each row; padding is left out."""
     real = index.microbatch != NOBODY
     columns = [torch.from_numpy(index.position[real]), torch.from_numpy(index.expert[real])]
     return torch.stack(columns, dim=1)
@@ -99,7 +99,7 @@ class ExpertRows:
     def announce(self, microbatch: int, experts: str, index: TokenIndex) -> list[Measured]:
         """Record a dispatch; returns how its rows agree with the reference's routing.
 
-        A row that the reference does not have is an error of one; rows that nobody has are found
+        A row that the reference does not have is an error of one; rows that no rank has are found
         by coverage.
         """
         self._here[microbatch, experts] = index
@@ -166,8 +166,8 @@ class ExpertRows:
     ) -> tuple[DimMap, int]:
         """Match with the reference's rows, all or an expert's.
 
-        A microbatch goes through a layer's experts once, so the number of rows says which of the
-        forms of its index is asked for: padded, or not.
+        A microbatch goes through a layer's experts once, so the number of rows tells the padded
+        form of its index from the other.
         """
         memo = (key, expert, len(index.microbatch))
         if memo not in self._matched:
@@ -180,7 +180,9 @@ class ExpertRows:
     def _known(self, key: TraceKey) -> TokenIndex:
         if key not in self._there:
             if key not in self._reference:
-                raise NoPlacementError(f"the reference does not say who the rows of {key} are")
+                raise NoPlacementError(
+                    f"the reference does not have the tokens of the rows of {key}"
+                )
             stored = self._reference.tensor(self._reference.entry(key)).numpy()
             microbatch = np.full(len(stored), key.microbatch, dtype=np.int64)
             self._there[key] = TokenIndex(microbatch, stored[:, 0], stored[:, 1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what all ranks measured to one verdict per logical tensor."""
+"""One verdict per logical tensor, from what all ranks measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def judge(
         measured: what each rank found.
         tolerances: of the reference.
         eps: machine epsilon of the compute dtype, for printing errors in its multiples.
-        unjudged: why a tensor cannot be compared in this layout; ``None`` for all that can.
+        unjudged: why a tensor cannot be compared in this layout; ``None`` if it can.
     """
     by_key: dict[TraceKey, list[Holder]] = {}
     for rank, found in measured.items():
@@ -45,7 +45,7 @@ def judge(
     for key, shape in expected:
         holders = by_key.pop(key, [])
         if reason := unjudged(key):
-            note = Note(Remark.DISPATCHED)
+            note = Note(Remark(reason.value))
             verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
         else:
             verdicts.append(_judge(key, shape, holders, tolerances.of(key), eps, covered))

@@ -180,7 +180,7 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
     c_flat, r_flat = here.reshape(-1), there.reshape(-1)
     inverse = 1.0 / factor
     double = torch.float64 in (here.dtype, there.dtype)
-    diff = reference = candidate = dot = worst = 0.0
+    totals, worst = [0.0] * 4, 0.0
     nonfinite = undefined = 0
     for start in range(0, c_flat.numel(), _CHUNK):
         c_chunk = c_flat[start : start + _CHUNK]
@@ -192,25 +192,14 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
             nonfinite += bad
             undefined += nan
             sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float64)
-        diff += sums[0]
-        reference += sums[1]
-        candidate += sums[2]
-        dot += sums[3]
+        totals = [total + one for total, one in zip(totals, sums[:4], strict=True)]
         worst = max(worst, sums[4])
-    return Sums(
-        n=c_flat.numel(),
-        diff=diff,
-        reference=reference,
-        candidate=candidate,
-        dot=dot,
-        worst=worst,
-        nonfinite=nonfinite,
-        checksum=marks,
-        undefined=undefined,
-    )
+    diff, reference, candidate, dot = totals
+    n = c_flat.numel()
+    return Sums(n, diff, reference, candidate, dot, worst, nonfinite, marks, undefined)
 
 
-def _is_sound(sums: tuple[float, float, float, float, float]) -> bool:
+def _is_sound(sums: Sequence[float]) -> bool:
     """Whether float32 neither overflowed nor underflowed in these sums."""
     diff, reference, candidate, _, worst = sums
     return (
@@ -234,19 +223,18 @@ def _finite_only(c: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _chunk_sums(
     c_chunk: torch.Tensor, r_chunk: torch.Tensor, inverse: float, dtype: torch.dtype
-) -> tuple[float, float, float, float, float]:
+) -> list[float]:
+    """Sums of a chunk: of (c - r)^2, r^2, c^2 and c * r, and the largest |c - r|."""
     if not c_chunk.numel():
-        return (0.0, 0.0, 0.0, 0.0, 0.0)
-    c = c_chunk.to(dtype)
-    r = r_chunk.to(dtype)
+        return [0.0] * 5
+    c, r = c_chunk.to(dtype), r_chunk.to(dtype)
     if inverse != 1.0:
         c = c * inverse
     d = c - r
-    stacked = torch.stack(
+    found: list[float] = torch.stack(
         (torch.dot(d, d), torch.dot(r, r), torch.dot(c, c), torch.dot(c, r), d.abs().amax())
-    )
-    diff, reference, candidate, dot, worst = stacked.tolist()
-    return diff, reference, candidate, dot, worst
+    ).tolist()
+    return found
 
 
 def _measure_discrete(here: torch.Tensor, there: torch.Tensor, marks: int) -> Sums:

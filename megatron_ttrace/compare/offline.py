@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a saved candidate: what each rank did in the running job, one rank after the other.
+"""Measure a saved candidate as its ranks did in the running job, one rank after the other.
 
-Whatever an index says is checked before it is used. What contradicts itself or the stored data is
-an error and no finding: a damaged trace must be neither equivalent nor diverged.
+An index is checked before it is used. One that contradicts itself or the stored data is an error:
+a damaged trace must be neither equivalent nor diverged.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def epsilon_of(trace: TraceReader) -> float:
 
 
 def meshes_of(candidate: TraceReader) -> list[Mesh]:
-    """The places of all ranks of a saved candidate, each of which has an index.
+    """The meshes of all ranks of a saved candidate, each of which has an index.
 
     Raises:
         TTraceError: when they contradict each other, or a rank's index is missing.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -26,8 +27,8 @@ import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Bounds, Count
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Microbatch, TraceKey
+from megatron_ttrace.trace.codec import LISTED, Bounds, Count
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
@@ -48,11 +49,12 @@ _STUDENT = (
 )
 """Quantiles of Student's t, two-sided 99.9 %, by degrees of freedom; the last is the normal's."""
 
-_SUMMED_INTO: dict[tuple[Kind, str], tuple[Kind, ...]] = {
-    (Kind.MAIN_GRAD, ""): (Kind.GRAD_NORM,),
-    (Kind.OUTPUT, "model"): (Kind.LOSS,),
-}
-"""Which tensors' elements the scalars of a step are summed from."""
+_SUMMED_INTO = {(Kind.MAIN_GRAD, ""): Kind.GRAD_NORM, (Kind.OUTPUT, "model"): Kind.LOSS}
+"""Which tensors' elements the scalars of a step are sums of."""
+
+
+_Written = Annotated[float, Bounds(0.0, nan=True, text=True)]
+"""A number that is written as Python writes it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,9 +65,9 @@ class Moved:
     (``inf`` where the reference is zero and the replay is not).
     """
 
-    n: int
-    norm: float
-    moved: tuple[float, ...]
+    n: Count
+    norm: _Written
+    moved: tuple[_Written, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,25 +126,23 @@ class Tolerances:
         self._rounding = rounding
         self._moved = moved
         self._dtypes = dtypes
-        self._pooled: dict[tuple[int, Kind, str, int], float] = {}
-        self._samples: dict[tuple[int, Kind, str, int], int] = {}
-        self._terms: dict[tuple[int, Kind], int] = {}
+        self._pooled: dict[tuple[int, Kind, str, int], float] = defaultdict(float)
+        self._samples: Counter[tuple[int, Kind, str, int]] = Counter()
+        self._terms: Counter[tuple[int, Kind]] = Counter()
         self._iterations = {key.iteration for key in moved}
         for key, value in moved.items():
-            totals = _SUMMED_INTO.get((key.kind, key.name)) or _SUMMED_INTO.get((key.kind, ""), ())
-            for total in totals:
-                self._terms[key.iteration, total] = (
-                    self._terms.get((key.iteration, total), 0) + value.n
-                )
+            total = _SUMMED_INTO.get((key.kind, key.name)) or _SUMMED_INTO.get((key.kind, ""))
+            if total is not None:
+                self._terms[key.iteration, total] += value.n
             group = (key.iteration, key.kind, key.name, key.index)
-            # A replay that is no number any more is a tensor that cannot be judged.
+            # A replay that became NaN is a tensor that cannot be judged.
             moves = (math.inf if math.isnan(move) else move for move in value.moved)
-            self._pooled[group] = max(self._pooled.get(group, 0.0), *moves)
-            self._samples[group] = self._samples.get(group, 0) + value.n * len(value.moved)
+            self._pooled[group] = max(self._pooled[group], *moves)
+            self._samples[group] += value.n * len(value.moved)
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
-        if key.kind is Kind.ROUTING and key.index == CHOICE:
+        if key.kind is Kind.ROUTING and key.index in (CHOICE, KEPT):
             # What a choice costs is bounded by its scores' error (compare/routing.py).
             return self.of(dataclasses.replace(key, index=SCORES))
         moved = self._moved.get(key)
@@ -152,7 +152,7 @@ class Tolerances:
         if eps == 0.0 or (is_exact(key) and self._is_given(key)):
             return Tolerance(0.0, rms, 0.0)
         group = (key.iteration, key.kind, key.name, key.index)
-        estimated = self._pooled.get(group, 0.0) * few_samples(self._samples.get(group, 0))
+        estimated = self._pooled[group] * few_samples(self._samples[group])
         value = max(self._safety * estimated, SAFETY * self._floor(key, norm, eps))
         return Tolerance(value, rms, estimated, self._bound)
 
@@ -169,7 +169,7 @@ class Tolerances:
         bound for pairwise summation counts, eps/2 * log2(n) (Higham, Accuracy and Stability of
         Numerical Algorithms, section 4.2).
         """
-        terms = self._terms.get((key.iteration, key.kind), 0)
+        terms = self._terms[key.iteration, key.kind]
         if terms > 1:
             return eps / 2 * math.log2(terms)
         if key.kind is Kind.MAIN_GRAD:
@@ -198,28 +198,29 @@ def is_exact(key: TraceKey) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of ``tolerances.jsonl``; numbers are written as Python writes them."""
+    """One line of ``tolerances.jsonl``."""
 
-    key: tuple[Count, Microbatch, Kind, str, Count]
-    n: Count
-    norm: Annotated[float, Bounds(0.0, nan=True, text=True)]
-    moved: tuple[Annotated[float, Bounds(0.0, nan=True, text=True)], ...]
+    key: Annotated[TraceKey, LISTED]
+    what: Moved = dataclasses.field(metadata={"flat": True})
+
+    def contradiction(self) -> str:
+        if not self.what.moved:
+            return "moved: no replay"
+        return "norm: no element, but a norm" if self.what.norm and not self.what.n else ""
 
 
 def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
     """Write ``tolerances.jsonl`` of a reference."""
-    lines = [
-        json.dumps(
-            {
-                "key": [key.iteration, key.microbatch, key.kind.value, key.name, key.index],
-                "n": value.n,
-                "norm": repr(value.norm),
-                "moved": [repr(m) for m in value.moved],
-            }
-        )
+    lines = (
+        {
+            "key": dataclasses.astuple(key),
+            "n": value.n,
+            "norm": repr(value.norm),
+            "moved": [repr(m) for m in value.moved],
+        }
         for key, value in moved.items()
-    ]
-    atomic_write(directory / FILE, "".join(line + "\n" for line in lines))
+    )
+    atomic_write(directory / FILE, "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) -> Tolerances:
@@ -234,16 +235,11 @@ def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) 
     try:
         for value in codec.lines(path):
             line = codec.decode(_Line, value)
-            key = TraceKey(*line.key)
-            if key in moved:
+            if line.key in moved:
                 raise codec.CodecError("the same tensor a second time")
-            if key not in known:
+            if line.key not in known:
                 raise codec.CodecError("no such tensor in the trace")
-            if not line.moved:
-                raise codec.CodecError("moved: no replay")
-            if line.n == 0 and line.norm:
-                raise codec.CodecError("norm: no element, but a norm")
-            moved[key] = Moved(line.n, line.norm, line.moved)
+            moved[line.key] = line.what
     except FileNotFoundError:
         raise TTraceError(
             f"{path} is missing, {directory} is not a reference trace: give one made by --ttrace"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the reference's captured tensors: they are written."""
+"""What is done with the reference's captured tensors: they are written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
@@ -58,14 +58,14 @@ class WriteSink:
         return torch.arange(local[0] * local[1])
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
-        """Store who the experts' rows are."""
+        """Store which tokens the experts' rows are."""
         place = (microbatch, Kind.ROUTING, experts, 0)
         if place not in self._lines:
             self.tensor((place,), encode_rows(index))
             self._rows[microbatch, experts] = index
 
     def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
-        """An experts' tensor without the rows that only fill it up for a quantised product."""
+        """An experts' tensor without the rows that pad it for a quantised product."""
         microbatch, kind, name, _ = place
         if not data.ndim or kind is Kind.ROUTING:
             return data
@@ -86,6 +86,7 @@ class WriteSink:
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Store the scores and the choice; a recomputed forward pass repeats the choice."""
         place = (microbatch, Kind.ROUTING, router, CHOICE)
@@ -95,9 +96,15 @@ class WriteSink:
             self._routed[place] = chosen
         return self._routed[place]
 
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Store what is left of the choice."""
+        place = (microbatch, Kind.ROUTING, router, KEPT)
+        if place not in self._routed:
+            self.tensor((place,), kept)
+            self._routed[place] = kept
+        return self._routed[place]
+
     def _entry(self, place: Place, data: torch.Tensor) -> Entry:
-        return Entry(
-            key=TraceKey(self._iteration, *place),
-            shape=tuple(data.shape),
-            dtype=str(data.dtype).removeprefix("torch."),
-        )
+        return Entry.of(TraceKey(self._iteration, *place), data)

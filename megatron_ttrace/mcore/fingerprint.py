@@ -7,6 +7,7 @@ is not known to be harmless: an unnecessary reference costs seconds, a stale one
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -217,12 +218,18 @@ def _beside(script: Path) -> list[Path]:
     folder = script.resolve().parent
     # An environment is often in the script's folder; installed packages have versions.
     others = [Path(sys.prefix).resolve(), *(_folder_of(name) for name in scripts.MEGATRON)]
+    roots = [os.path.join(root, "") for root in map(str, others)]
+    inside = os.path.join(folder, "")
+    real = functools.cache(os.path.realpath)
     found = set()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
-        path = Path(file).resolve()
-        if path.is_relative_to(folder) and not any(path.is_relative_to(other) for other in others):
-            found.add(path)
+        # Thousands of modules lie in few folders: only a link needs a look of its own.
+        home, name = os.path.split(file)
+        path = os.path.join(real(home), name)
+        path = os.path.realpath(path) if os.path.islink(path) else path
+        if path.startswith(inside) and not path.startswith(tuple(roots)):
+            found.add(Path(path))
     return sorted(found - {script.resolve()})

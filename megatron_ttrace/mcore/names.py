@@ -82,12 +82,12 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
         for leaf, buffer in module.named_buffers(recurse=False):
             if buffer is not None:
                 buffers[_join(prefix, leaf)] = buffer
-    repeated = () if getattr(chunk, "pre_process", True) else filter(_in_embedding, modules)
+    repeated = (
+        ()
+        if getattr(chunk, "pre_process", True)
+        else (name for name in modules if f"{name}.".startswith("embedding."))
+    )
     return Names(modules, parameters, buffers, frozenset(spans), frozenset(repeated), tuple(unused))
-
-
-def _in_embedding(name: str) -> bool:
-    return f"{name}.".startswith("embedding.")
 
 
 def _head_is_unused(chunk: torch.nn.Module) -> bool:

@@ -131,7 +131,8 @@ class Snapshot:
         scalers = (getattr(leaf, "grad_scaler", None) for leaf in leaves_of(optimizer))
         self._scalers = [(one, _copies(vars(one))) for one in scalers if one is not None]
         self._rng = torch.get_rng_state()
-        self._cuda_rng = torch.cuda.get_rng_state() if torch.version.cuda and _has_gpu() else None
+        on_gpu = torch.version.cuda is not None and torch.cuda.device_count() > 0
+        self._cuda_rng = torch.cuda.get_rng_state() if on_gpu else None
 
     def restore(self) -> None:
         """Restore everything, in place where other objects hold references."""
@@ -171,10 +172,6 @@ def _copies(values: dict[str, Any]) -> dict[str, Any]:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if torch.is_tensor(value) else value
-
-
-def _has_gpu() -> bool:
-    return torch.cuda.device_count() > 0
 
 
 def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:

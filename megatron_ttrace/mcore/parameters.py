@@ -43,13 +43,20 @@ class ParameterPlace:
 
 
 def place_parameter(
-    name: str, parameter: torch.nn.Parameter, mesh: Mesh, *, gated: bool
+    name: str,
+    parameter: torch.nn.Parameter,
+    mesh: Mesh,
+    *,
+    gated: bool,
+    stacked: tuple[int, ...] = (),
 ) -> ParameterPlace:
     """Read a parameter's place from its attributes.
 
     ``tensor_model_parallel`` and ``partition_dim`` (``set_tensor_model_parallel_attributes`` in
     megatron/core/tensor_parallel/layers.py) say which dim is divided. ``allreduce=False`` marks
-    parameters of experts, which are divided over the expert-tensor axis.
+    parameters of experts, which are divided over the expert-tensor axis. ``gated`` says that
+    MLPs stack gate and up projection; ``stacked`` are the shares of unequal blocks that this
+    parameter stacks.
     """
     parameter = raw(parameter)
     of_expert = not getattr(parameter, "allreduce", True) or ".experts." in f".{name}"
@@ -60,8 +67,11 @@ def place_parameter(
     if size == 1 or dim is None:
         return ParameterPlace(name, tuple(shape), ())
     shape[dim] *= size
-    stacked = gated and dim == 0 and is_within_first_of_gated(name)
-    rule = BlockShard(dim) if stacked else Shard(dim)
+    rule: Shard | BlockShard = Shard(dim)
+    if gated and dim == 0 and is_within_first_of_gated(name):
+        rule = BlockShard(dim)
+    elif stacked and dim == 0:
+        rule = BlockShard(dim, stacked)
     return ParameterPlace(name, tuple(shape), (Step(axis, rule),))
 
 

@@ -23,6 +23,22 @@ FIRST_OF_GATED: tuple[str, ...] = ("linear_fc1",)
 """Linear layers whose output, and whose parameters in dim 0, stack gate and up projection in gated
 MLPs. Tensor parallelism divides each of the two halves."""
 
+STATE_SPACE = {
+    "A_log": ((0.5, 0.5), (1.9, 0.7)),
+    "dt_bias": ((-2.0, 0.5), (-4.6, 1.3)),
+    "D": ((0.5, 0.2), (1.0, 0.0)),
+}
+"""Parameters of Mamba layers and gated delta nets, by the last part of their name: mean and
+standard deviation of start values that reveal faults (a state is carried over some five tokens, and
+is as large as the direct share), and of Megatron's own (megatron/core/ssm/mamba_mixer.py)."""
+
+_PARTIAL = {
+    Kind.OUTPUT: ("", "linear_fc2", "quantization_unpadding"),
+    Kind.INPUT: ("quantization_unpadding",),
+    Kind.GRAD_INPUT: ("", "linear_fc1", "quantization_padding"),
+    Kind.GRAD_OUTPUT: ("quantization_padding",),
+}
+
 _SHARED = ("word_embeddings.weight", "output_layer.weight")
 _NUMBERED_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _ONE_BY_ONE = "local_experts."
@@ -69,13 +85,13 @@ def is_partial(kind: Kind, module: str) -> bool:
 
     The dispatcher reduce-scatters the output of the second linear layer, and the gradient of the
     input that was gathered for the first (``explicit_expert_comm`` in
-    megatron/core/tensor_parallel/layers.py).
+    megatron/core/tensor_parallel/layers.py). With FP8, padding is added before
+    the first and removed after the second (``quantization_padding`` in
+    megatron/core/transformer/moe/experts.py).
 
     Args:
         kind: of the tensor.
         module: its name within the experts, without an expert's number: ``""`` for the experts as
             a whole and for one expert, ``linear_fc1``, ``linear_fc2``, ...
     """
-    if kind is Kind.OUTPUT:
-        return module in ("", "linear_fc2")
-    return kind is Kind.GRAD_INPUT and module in ("", "linear_fc1")
+    return module in _PARTIAL.get(kind, ())

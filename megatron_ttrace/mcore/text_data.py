@@ -191,6 +191,18 @@ def standard_library_corpus(output_prefix: Path, max_bytes: int) -> Path:
     Returns:
         ``output_prefix``, for ``--data-path``.
     """
+    documents = _standard_library(max_bytes)
+    if not _holds(output_prefix, documents):
+        write_corpus(documents, output_prefix)
+    return output_prefix
+
+
+def standard_library_text(max_bytes: int) -> bytes:
+    """The same text, in one piece."""
+    return b"".join(_standard_library(max_bytes))
+
+
+def _standard_library(max_bytes: int) -> list[bytes]:
     library = Path(sysconfig.get_paths()["stdlib"])
     # Third-party packages are below the library's folder, and differ between machines.
     foreign = {"site-packages", "dist-packages"}
@@ -199,10 +211,7 @@ def standard_library_corpus(output_prefix: Path, max_bytes: int) -> Path:
         for path in find_files([library], "*.py")
         if foreign.isdisjoint(path.relative_to(library).parts)
     ]
-    documents = list(read_documents(files, max_bytes))
-    if not _holds(output_prefix, documents):
-        write_corpus(documents, output_prefix)
-    return output_prefix
+    return list(read_documents(files, max_bytes))
 
 
 def _holds(prefix: Path, documents: Sequence[bytes]) -> bool:

@@ -9,7 +9,7 @@ dp = world / (tp cp pp); expert-side ones use etp, ep, edp, pp with edp = world 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
@@ -39,17 +39,6 @@ class Mesh:
     coordinates: Axes
     vpp: int = 1
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """From ``dataclasses.asdict``, also after a round trip through JSON."""
-        return cls(
-            rank=data["rank"],
-            world_size=data["world_size"],
-            sizes=Axes(*data["sizes"]),
-            coordinates=Axes(*data["coordinates"]),
-            vpp=data["vpp"],
-        )
-
     def size(self, axis: str) -> int:
         """Number of ranks along ``axis``."""
         return int(getattr(self.sizes, axis))
@@ -63,16 +52,10 @@ class Mesh:
 
         Expert axes are left out where experts are laid out like everything else.
         """
-        hidden = (
-            ("etp", "edp") if self.size("ep") == 1 and self.size("etp") == self.size("tp") else ()
-        )
-        found = {
-            axis: size
-            for axis, size in zip(AXES, self.sizes, strict=True)
-            if size > 1 and axis not in hidden
-        }
-        if self.vpp > 1:
-            found["vpp"] = self.vpp
+        plain = self.size("ep") == 1 and self.size("etp") == self.size("tp")
+        sizes = {**self.sizes._asdict(), "vpp": self.vpp}
+        shown = (axis for axis in sizes if not (plain and axis in ("etp", "edp")))
+        found = {axis: sizes[axis] for axis in shown if sizes[axis] > 1}
         return {"world_size": self.world_size, **found}
 
 

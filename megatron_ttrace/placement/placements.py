@@ -48,23 +48,30 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockShard:
-    """``blocks`` equal blocks along ``dim``, each divided into equal contiguous parts.
+    """Blocks along ``dim``, each divided into equal contiguous parts.
+
+    ``blocks`` is the number of equal blocks, or the shares of unequal ones: of ``(2, 1)`` the first
+    is twice as long as the second.
 
     A gated MLP stacks gate and up projection in ``linear_fc1`` (megatron/core/transformer/mlp.py).
     Every rank chunks its *local* output into (gate, up), so rank r holds the r-th part of the gate
-    followed by the r-th part of the up projection, not the r-th part of the stack.
+    followed by the r-th part of the up projection, not the r-th part of the stack. Mamba's
+    ``in_proj`` stacks blocks of different sizes likewise (megatron/core/ssm/mamba_mixer.py).
     """
 
     dim: int
-    blocks: int = 2
+    blocks: int | tuple[int, ...] = 2
 
     def divide(self, dim_map: DimMap, rank: int, size: int) -> DimMap:
         """What ``rank`` of ``size`` keeps. Raises ``ValueError``."""
         total = length(dim_map)
-        if total % self.blocks:
-            raise ValueError(f"a dim of {total} does not divide into {self.blocks} equal blocks")
-        block = total // self.blocks
-        parts = [take(dim_map, index * block, (index + 1) * block) for index in range(self.blocks)]
+        shares = (1,) * self.blocks if isinstance(self.blocks, int) else self.blocks
+        if total % sum(shares):
+            equal = f"{self.blocks} equal blocks" if isinstance(self.blocks, int) else self.blocks
+            raise ValueError(f"a dim of {total} does not divide into {equal}")
+        share = total // sum(shares)
+        bounds = [share * bound for bound in itertools.accumulate(shares, initial=0)]
+        parts = [take(dim_map, start, end) for start, end in itertools.pairwise(bounds)]
         return join([Shard(self.dim).divide(part, rank, size) for part in parts])
 
     def __str__(self) -> str:

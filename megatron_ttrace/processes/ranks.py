@@ -14,20 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.processes import forkserver, signals
-from megatron_ttrace.processes.child import free_port
-from megatron_ttrace.processes.tether import tethered
+from megatron_ttrace.processes import child, forkserver, signals
 from megatron_ttrace.processes.waiting import Patience, Waited
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0
 _REAPING_SECONDS = 10.0
-_OF_OTHER_LAUNCHERS = (
-    *("TORCHELASTIC_", "TTRACE_FORKSERVER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"),
-    *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_"),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,21 +88,8 @@ def run_ranks(
     """
     logs.mkdir(parents=True, exist_ok=True)
     job = _Job(fork, observed or Observed())
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OF_OTHER_LAUNCHERS)
-    }
-    base = {
-        **inherited,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **(environment or {}),
-        **job.environment,
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    base = child.environment_of(nproc, {**threads, **(environment or {}), **job.environment})
     with signals.orderly():
         try:
             for rank in range(nproc):
@@ -154,16 +134,7 @@ class _Job:
     def _start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> int:
         if self._requests:
             return forkserver.fork(command, environment, log)
-        with log.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                tethered(command),
-                env=environment,
-                # A group in the background that reads from the terminal is stopped.
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+        process = child.start(command, environment, log, group=0)
         self._processes[process.pid] = process
         return process.pid
 

@@ -51,8 +51,8 @@ def publish(
         TTraceError: when ``verdicts.jsonl`` or ``summary.json`` cannot be written.
     """
     console = console or Console()
-    # A summary of an earlier check must not stand beside the verdicts of this one, not even when
-    # the job is killed between the two writes.
+    # A summary of an earlier check must never be beside the verdicts of this one, even if the job
+    # is killed between the two writes.
     files.remove(directory / files.SUMMARY)
     run = run_id or (summary.run.id if summary.run else shared.run_id())
     files.write_verdicts(directory / files.VERDICTS, verdicts, run)
@@ -98,7 +98,7 @@ def publish(
         except (Exception, SystemExit) as error:  # noqa: BLE001 - sinks fail open
             why = clean(repr(error), 300)
             lines.append(f"ttrace: WARNING: {sink} failed and was left out: {why}")
-    # The log itself may be gone (a closed pipe); there is nobody left to tell then.
+    # The log itself may be gone (a closed pipe); then there is nowhere left to report to.
     with contextlib.suppress(Exception, SystemExit):
         for line in filter(None, lines):
             terminal.say(console, line)

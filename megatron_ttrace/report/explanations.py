@@ -59,10 +59,12 @@ _OPERANDS = {
     "here",
 }
 _ORDERS = {
-    f.Order.REPEATED: "{moved} of {total} {dim} hold the values of other {dim}, some of them twice",
-    f.Order.HALVES: "the two halves of its {dim} are swapped",
-    f.Order.REVERSED: "its {dim} are in reverse order",
-    f.Order.BLOCKS: "{moved} of {total} {dim} are right but in another order, in {blocks} blocks",
+    f.RowOrder.REPEATED: "{moved} of {total} {dim} hold the values of other {dim}, some of them "
+    "twice",
+    f.RowOrder.HALVES: "the two halves of its {dim} are swapped",
+    f.RowOrder.REVERSED: "its {dim} are in reverse order",
+    f.RowOrder.BLOCKS: "{moved} of {total} {dim} are right but in another order, in {blocks} "
+    "blocks",
 }
 _MASKS = {
     f.MaskOrder.NONE: "no causal mask",
@@ -81,7 +83,7 @@ def reason_text(
 
     Args:
         grounds: why it is one.
-        verdict: of the tensor that stands for it.
+        verdict: of the tensor that represents it.
         before: of the tensor before it in execution order, if that passes.
         alike: of all tensors of the same kind, for one that belongs to the whole step.
     """
@@ -210,7 +212,7 @@ def _copies(finding: f.WrongCopies) -> Said:
     return f"{who} {verb}, the copies on {others} are right", ""
 
 
-def _shares(finding: f.Shares) -> Said:
+def _shares(finding: f.UnequalShares) -> Said:
     said = ["; ".join(map(_weights, weights)) for _, weights in finding.by_ranks]
     text = said[0]
     if len(said) > 1:
@@ -221,7 +223,7 @@ def _shares(finding: f.Shares) -> Said:
     return text, "each rank takes the mean over its own tokens" if finding.per_rank else ""
 
 
-def _weights(weights: f.Weights) -> str:
+def _weights(weights: f.ShareWeights) -> str:
     of = f"{weights.module}'s" if weights.module else "its"
     what = "dp" if weights.by_axis else "microbatch"
     if weights.missing:
@@ -237,7 +239,7 @@ def _addend(finding: f.Addend) -> Said:
     return f"{what} is {'missing' if finding.surplus == -1 else times}", ""
 
 
-def _offset(finding: f.Offset) -> Said:
+def _offset(finding: f.OffsetRows) -> Said:
     held, own = ("{}..{}".format(*span) for span in (finding.held, finding.own))
     if finding.shift is None:
         held = f"{held}, which belong to another rank,"
@@ -246,11 +248,11 @@ def _offset(finding: f.Offset) -> Said:
     return f"wrong offset: {moved} (shifted by {finding.shift})", ""
 
 
-def _reordered(finding: f.Reordered) -> Said:
+def _reordered(finding: f.ReorderedRows) -> Said:
     text = _ORDERS[finding.order].format(
         moved=finding.moved, total=finding.total, dim=finding.dim, blocks=finding.blocks
     )
-    halves = finding.order is f.Order.HALVES
+    halves = finding.order is f.RowOrder.HALVES
     return text, "gate and up projection are mistaken for each other" if halves else ""
 
 
@@ -303,14 +305,14 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     ),
     f.PartialSums: _partial,
     f.WrongCopies: _copies,
-    f.Shares: _shares,
+    f.UnequalShares: _shares,
     f.Addend: _addend,
     f.OtherMicrobatch: lambda it: (f"holds the value of microbatch {it.microbatch}", ""),
     f.OtherIteration: lambda it: (f"holds the value of iteration {it.iteration}", ""),
     f.OtherTensor: lambda it: (f"is the reference's {it.kind} of {it.name} instead of its own", ""),
     f.WrongOperand: lambda it: (f"computed with the input of {it.module}", _OVERWRITTEN),
-    f.Offset: _offset,
-    f.Reordered: _reordered,
+    f.OffsetRows: _offset,
+    f.ReorderedRows: _reordered,
     f.Transposed: lambda it: ("dims {} and {} are transposed".format(*it.dims), ""),
     f.WrongTokens: _tokens,
     f.WrongRows: _rows,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometry of the HTML report's figures: the template only draws what is computed here.
+"""Geometry of the figures of the HTML report; the template only draws what is computed here.
 
-The figures are made without a script, so they are there in print and in viewers that run none.
+The figures need no script, so they are complete in print and in viewers that run none.
 """
 
 from __future__ import annotations
@@ -254,8 +254,7 @@ def _curve(
             y = y_of(verdict.rel_err)
             error.append(f"{x},{y}")
             text = (
-                f"{clean(verdict.name)} {kind.value}: "
-                f"{error_text(verdict.rel_err, verdict.rel_err_eps)}, "
+                f"{clean(verdict.name)} {kind.value}: {error_text(verdict)}, "
                 f"tolerance {sci(verdict.tolerance)}"
             )
             dots.append((x, y, verdict.verdict.is_failure, row, text))
@@ -284,7 +283,7 @@ def _bands(
     free_from = 0.0
     for position, (layer, size) in enumerate(layers):
         left, right = x_of(start), x_of(start + size)
-        label = clean(layer.rsplit(".", 1)[-1], 12)
+        label = clean(layer.rsplit(".", 1)[-1], 16)
         half = 3.0 * len(label)
         centre = min((left + right) / 2, _CURVE_WIDTH - half)
         if centre - half < free_from:

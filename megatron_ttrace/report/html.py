@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.html``: one file that explains a check, with no network and no other file.
+"""``report.html``: a single file that needs no network and no other file.
 
 The page is a template, a style sheet and a script under ``templates/``. The verdicts are embedded
 as JSON and rendered lazily, so that ten thousand of them do not slow it down.
@@ -165,7 +165,6 @@ def payload(
             [row, column, group.total, group.failures, group.unchecked]
             for row, column, group in figure.cells
         ],
-        "layers": [label for _, label in figure.rows],
     }
     return data | {"strings": [clean(value, limit) for value, limit in strings]}
 
@@ -191,7 +190,7 @@ def _residuals(summary: Summary, verdicts: Sequence[Verdict]) -> dict[int, Any]:
 
 
 def _short(value: float | None) -> float | str | None:
-    """Four digits are plenty to read; JSON has no infinities."""
+    """Four digits are enough to read; JSON has no infinities."""
     if value is None:
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)
@@ -218,8 +217,8 @@ def _culprit(
         "direction": first.direction.value,
         "what": f"{first.kind.value}.{first.index} {wording.OUTCOME_WORDS[first.verdict]}",
         "ranks": wording.on_ranks(first.ranks),
-        "when": wording.when_text(first.iteration, first.microbatch),
-        "error": wording.error_text(first.rel_err, first.rel_err_eps),
+        "when": wording.when_text(first),
+        "error": wording.error_text(first),
         "tolerance": wording.sci(first.tolerance),
         "margin": wording.margin_text(first.margin),
         "story": [
@@ -239,7 +238,7 @@ def _layer(row: table.LayerRow) -> dict[str, Any]:
         "direction": row.direction.value,
         "tensor": clean(row.tensor),
         "verdict": worst.verdict.value,
-        "error": wording.error_text(worst.rel_err, worst.rel_err_eps),
+        "error": wording.error_text(worst),
         "tolerance": wording.sci(worst.tolerance),
         "margin": wording.margin_text(worst.margin),
         "colour": figures.colour_class(worst),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts rolled up to layers and cells. Pure arithmetic: every sink renders these, none counts.
+"""Verdicts aggregated by layer and by cell. All outputs render these; none counts by itself.
 
 A check yields tens of thousands of verdicts; a person wants one row per layer and direction, and a
-map of layers by tensors. Both keep the worst verdict of what they stand for, never an average.
+map of layers by tensors. Both show the worst verdict of each group, never an average.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _KINDS = {kind: position for position, kind in enumerate(Kind)}
 def split_name(name: str, stacks: Collection[str] = ()) -> tuple[str, str]:
     """The layer of a canonical name, and the tensor within it, the same for all experts.
 
-    A module that stands beside the layers of a stack counts as a layer, and so does every other
-    top-level module. These keep their own name in front of the tensor, so that the weights of two
-    of them are different columns of a map::
+    A module beside the layers of a stack counts as a layer, and so does every other top-level
+    module. These keep their own name in front of the tensor, so that the weights of two of them are
+    different columns of a map::
 
         decoder.layers.3.mlp.linear_fc1 -> decoder.layers.3, mlp.linear_fc1
         decoder.final_layernorm.weight -> decoder.final_layernorm, final_layernorm.weight
 
     Args:
         name: of a module or parameter.
-        stacks: what stands in front of ``layers`` (:func:`stacks_of`).
+        stacks: what precedes ``layers`` in names (:func:`stacks_of`).
     """
     if found := _LAYER.match(name):
         within = name[found.end() + 1 :].split(".")
@@ -81,7 +81,7 @@ def worst_of(verdicts: Iterable[Verdict], direction: Direction | None = None) ->
 
 @dataclasses.dataclass(slots=True)
 class Group:
-    """What is known about the verdicts that a row or a cell stands for.
+    """What is known about the verdicts in a row or a cell.
 
     Attributes:
         worst: the most severe verdict, the earliest of equals.
@@ -122,8 +122,8 @@ class LayerRow:
 class Column:
     """One column of the heat map: a tensor that every layer has.
 
-    A parameter's own initial values stand with those it has before the step, and its values after
-    the step with its change: what it starts from, and what the step makes of it.
+    A parameter's own initial values share a column with its values before the step, and its values
+    after the step with its change.
     """
 
     direction: Direction
@@ -168,7 +168,7 @@ def _places(verdicts: Sequence[Verdict]) -> list[Place]:
 
 
 def _depths(verdicts: Iterable[Verdict], places: Iterable[Place]) -> dict[str, int]:
-    """Where each layer stands in the depth of the model: by its first output, if it has one."""
+    """The position of each layer in the depth of the model: by its first output, if it has one."""
     seen: dict[str, int] = {}
     computed: dict[str, int] = {}
     for position, (verdict, (layer, _)) in enumerate(zip(verdicts, places, strict=True)):

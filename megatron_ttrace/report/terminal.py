@@ -124,7 +124,7 @@ class _Page:
 
 
 def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
-    """Where the error is born; if no culprit was found, the worst verdict."""
+    """Where the error starts; if no culprit was found, the worst verdict."""
     groups = table.by_cause(summary.culprits)
     for culprit, *alike in groups[:MAX_CULPRITS]:
         _culprit(page, culprit)
@@ -133,10 +133,10 @@ def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> Non
             more = f", and {len(alike) - MAX_ALIKE} more" if len(alike) > MAX_ALIKE else ""
             page.field("likewise", f"{len(alike)} with this cause: {', '.join(names)}{more}")
     others = [culprit for group in groups[MAX_CULPRITS:] for culprit in group]
-    texts = [wording.culprit_sentence(culprit) for culprit in others]
+    texts = [wording.sentence(culprit) for culprit in others]
     page.fields("also", texts, MAX_OTHERS, f"and {{}} more in {files.HTML}", "")
     if not summary.culprits and (worst := table.worst_of(verdicts)) is not None:
-        page.field("worst", wording.verdict_sentence(worst), "red")
+        page.field("worst", wording.sentence(worst), "red")
         page.field("", "no single module could be named as the origin")
     page.line()
 
@@ -144,12 +144,9 @@ def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> Non
 def _culprit(page: _Page, culprit: Culprit) -> None:
     page.line()
     page.field("culprit", clean(culprit.name), "bold red")
-    page.field(
-        "direction",
-        f"{culprit.direction.value} ({culprit.kind.value}.{culprit.index}, "
-        f"{wording.when_text(culprit.iteration, culprit.microbatch)}) "
-        f"on {wording.on_ranks(culprit.ranks)}",
-    )
+    what = f"{culprit.kind.value}.{culprit.index}, {wording.when_text(culprit)}"
+    where = wording.on_ranks(culprit.ranks)
+    page.field("direction", f"{culprit.direction.value} ({what}) on {where}")
     if culprit.rel_err is None:
         page.field("error", f"not measurable: it {wording.OUTCOME_WORDS[culprit.verdict]}")
     else:
@@ -157,8 +154,8 @@ def _culprit(page: _Page, culprit: Culprit) -> None:
         if culprit.tolerance is not None:
             tolerance = f"tolerance {wording.sci(culprit.tolerance)}, "
             tolerance += f"margin {wording.margin_text(culprit.margin)}"
-        error = wording.error_text(culprit.rel_err, culprit.rel_err_eps)
-        page.field("error", f"{error}, {tolerance} ({culprit.verdict.value})")
+        text = f"{wording.error_text(culprit)}, {tolerance} ({culprit.verdict.value})"
+        page.field("error", text)
     page.field("reason", clean(culprit.reason, NOTE_LIMIT) or "-")
     for label, text in wording.cause_pairs(culprit):
         page.field(label, text)
@@ -195,9 +192,8 @@ def _margins(page: _Page, verdicts: Sequence[Verdict]) -> None:
     page.field(
         "worst",
         f"margin {wording.margin_text(worst.margin)}: "
-        f"{clean(worst.name)} {worst.kind.value}.{worst.index}, error "
-        f"{wording.error_text(worst.rel_err, worst.rel_err_eps)}, tolerance "
-        f"{wording.sci(worst.tolerance)}, {wording.on_ranks(worst.ranks)}",
+        f"{wording.tensor_text(worst)}, error {wording.error_text(worst)}, "
+        f"tolerance {wording.sci(worst.tolerance)}, {wording.on_ranks(worst.ranks)}",
     )
     by_direction = {direction: table.worst_of(passes, direction) for direction in Direction}
     margins = [
@@ -224,7 +220,7 @@ def _layers(page: _Page, verdicts: Sequence[Verdict]) -> None:
         name.truncate(width, overflow="ellipsis", pad=True)  # wide characters take two cells
         error = worst.verdict.value
         if worst.rel_err is not None:
-            error = wording.error_text(worst.rel_err, worst.rel_err_eps)
+            error = wording.error_text(worst)
         failed = f"{row.group.failures}/{row.group.total}"
         page.line(
             (f"{name.plain} {row.direction.value:<9} {error:>16} ", ""),

@@ -45,7 +45,7 @@ PROBE_SECONDS = 5.0
 INIT_SECONDS = 30.0
 TOTAL_SECONDS = 120.0
 _FORMER_HOST = "api.wandb.ai"
-"""Keys that were stored for it still count for the public service under its newer name."""
+"""Keys stored for this host are valid for the public service under its newer name too."""
 
 _WARNING = "ttrace: WARNING: W&B logging failed, the report itself is complete"
 
@@ -118,7 +118,7 @@ def own_run(
     """Make a run, ``log`` into it, finish it; offline without a key or without an answer.
 
     Returns:
-        One line that says where it lies.
+        One line that says where it is.
     """
     mode, why = _mode(wandb)
     options = {
@@ -243,7 +243,7 @@ def _log(
 ) -> None:
     """Log everything; the step of a training run is left as it is (``commit=False``).
 
-    Media have names without a slash, so that their files lie flat under ``files/media/table``.
+    Media have names without a slash, so that their files are directly in ``files/media/table``.
     """
     rows = table.layer_rows(verdicts)
     data: dict[str, Any] = {
@@ -326,11 +326,11 @@ def alert_text(summary: Summary, verdicts: Sequence[Verdict]) -> tuple[str, str]
     if summary.culprits:
         first = summary.culprits[0]
         why = "; ".join(f"{label}: {text}" for label, text in wording.cause_pairs(first))
-        text = f"{wording.culprit_sentence(first)}. {why}"
+        text = f"{wording.sentence(first)}. {why}"
         more = len(summary.culprits) - 1
         text += f" ({more} more culprit{'s' if more > 1 else ''})" if more else ""
         return f"ttrace: {clean(first.name, 80)} diverges ({first.direction.value})", text
     worst = table.worst_of(verdicts)
-    sentence = wording.verdict_sentence(worst) if worst is not None else ""
+    sentence = wording.sentence(worst) if worst is not None else ""
     layout = wording.layout_text(summary.config)
     return "ttrace: the run diverges from its reference", f"{sentence} [{layout}]".strip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers, ranks and culprits in words, the same in every sink.
+"""Numbers, ranks and culprits as text, the same in every output.
 
 Errors are written as Megatron's users know them from published reports: ``2.05e-1 26.4ε``.
 """
@@ -25,7 +25,7 @@ from megatron_ttrace.trace.records import (
     TooFew,
     Verdict,
 )
-from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 
 COMMAND_LIMIT = 20_000
@@ -88,12 +88,15 @@ def sci(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def error_text(rel_err: float | None, rel_err_eps: float | None) -> str:
+def error_text(one: Culprit | Verdict) -> str:
     """``2.05e-1 26.4ε``: the relative error, and in epsilons of the compute dtype."""
-    if rel_err is None:
-        return "-"
-    known = rel_err_eps is not None and rel_err != 0
-    return f"{sci(rel_err)} {factor(rel_err_eps)}ε" if known else sci(rel_err)
+    known = one.rel_err_eps is not None and one.rel_err != 0
+    return f"{sci(one.rel_err)} {factor(one.rel_err_eps)}ε" if known else sci(one.rel_err)
+
+
+def tensor_text(one: Culprit | Verdict, limit: int = NAME_LIMIT) -> str:
+    """``decoder.layers.0.mlp output.0``."""
+    return f"{clean(one.name, limit)} {one.kind.value}.{one.index}"
 
 
 def factor(value: float | None) -> str:
@@ -152,10 +155,10 @@ def on_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(held) > 1 else ''} {ranks_text(held)}"
 
 
-def when_text(iteration: int, microbatch: int) -> str:
+def when_text(one: Culprit | Verdict) -> str:
     """``iteration 1, microbatch 0``; step-level tensors have no microbatch."""
-    step = f"iteration {iteration}"
-    return step if microbatch == STEP_LEVEL else f"{step}, microbatch {microbatch}"
+    step = f"iteration {one.iteration}"
+    return step if one.microbatch == STEP_LEVEL else f"{step}, microbatch {one.microbatch}"
 
 
 def number(value: Any) -> int | None:
@@ -177,32 +180,18 @@ def layout_text(config: Mapping[str, Any]) -> str:
     return f"{text}, {world} ranks" if world is not None and world > 1 else text
 
 
-def culprit_sentence(culprit: Culprit) -> str:
-    """The sentence that a person needs: what, in which direction, on which ranks, how bad."""
-    name = clean(culprit.name)
-    what = OUTCOME_WORDS[culprit.verdict]
+def sentence(one: Culprit | Verdict) -> str:
+    """A failure in one line: what, in which direction, on which ranks, how bad, and when."""
     text = (
-        f"{name} {culprit.kind.value}.{culprit.index} {what} in the {culprit.direction.value} "
-        f"direction on {on_ranks(culprit.ranks)}"
+        f"{tensor_text(one)} {OUTCOME_WORDS[one.verdict]} in the {one.direction.value} direction "
+        f"on {on_ranks(one.ranks)}"
     )
-    if culprit.rel_err is not None:
-        text += f": relative error {error_text(culprit.rel_err, culprit.rel_err_eps)}"
-        if culprit.margin is not None:
-            text += f", {margin_text(culprit.margin)} its tolerance {sci(culprit.tolerance)}"
-    return f"{text} ({when_text(culprit.iteration, culprit.microbatch)})"
-
-
-def verdict_sentence(verdict: Verdict) -> str:
-    """One verdict in one line, for failures that no culprit stands for."""
-    text = (
-        f"{clean(verdict.name)} {verdict.kind.value}.{verdict.index} "
-        f"{OUTCOME_WORDS[verdict.verdict]} on {on_ranks(verdict.ranks)}"
-    )
-    if verdict.rel_err is not None:
-        text += f": relative error {error_text(verdict.rel_err, verdict.rel_err_eps)}"
-        text += f", margin {margin_text(verdict.margin)}"
-    note = f". {clean(verdict.note, NOTE_LIMIT)}" if verdict.note else ""
-    return f"{text} ({when_text(verdict.iteration, verdict.microbatch)}){note}"
+    if one.rel_err is not None:
+        text += f": relative error {error_text(one)}"
+        if one.margin is not None:
+            text += f", {margin_text(one.margin)} its tolerance {sci(one.tolerance)}"
+    note = f". {clean(one.note, NOTE_LIMIT)}" if isinstance(one, Verdict) and one.note else ""
+    return f"{text} ({when_text(one)}){note}"
 
 
 _NOT_EXERCISED = {
@@ -263,6 +252,7 @@ _REASONS = {
     Reason.BLIND: "blind: rounding alone moves them too far for a bug to show",
     Reason.UNDEFINED: "undefined: NaN in both runs",
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
+    Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",
     Reason.INITIAL_VALUES: "initial values: no distribution to compare",
 }
 
@@ -285,6 +275,8 @@ def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
 _NOTES = {
     Remark.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
     "allgather can); its layer is judged as a whole",
+    Remark.OWN_TOKENS: "chosen by looking at all tokens of a rank, which has a part of them here: "
+    "depends on the layout by design; the rest is judged with the reference's choice",
     Remark.EXTRA: "the reference has no such tensor",
     Remark.EMPTY: "empty: no element to compare",
     Remark.MISSING: "no rank of the candidate has this tensor",
@@ -296,6 +288,7 @@ _NOTES = {
     Remark.UNDEFINED: "undefined: {value:.0f} elements are NaN in both runs",
     Remark.BLIND: "blind: rounding alone moves it by {value:.0%} (bound {limit:.0%})",
     Remark.ROUTED: "{value:.0f} of {limit:.0f} tokens are routed differently",
+    Remark.DROPPED: "{value:.0f} assignments are dropped differently",
     Remark.SHAPE: "{text}",
     Remark.NOT_BITWISE: "not bitwise equal, though this layout does not reorder its arithmetic",
     Remark.ONE_RUN: "initial values: only one of the runs has them",

@@ -12,7 +12,7 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.wire import decode
-from megatron_ttrace.mcore import provenance
+from megatron_ttrace.mcore import balancing, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
@@ -67,7 +67,8 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         hidden=args.hidden_size,
         seq_length=args.seq_length,
         dispatcher=dispatcher(args),
-        iterations=settings.iterations,
+        own_tokens=tuple(balancing.depends_on_layout(args)),
+        iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
         init=settings.init,
         reference=str(settings.directory / "reference"),

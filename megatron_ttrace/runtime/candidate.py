@@ -18,12 +18,17 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import quiet
+from megatron_ttrace.mcore import loss_scale, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import answer, launch, requirements
 from megatron_ttrace.runtime.agreement import Ranks
-from megatron_ttrace.runtime.comparison import Comparison, layout_of, microbatch_numbers
+from megatron_ttrace.runtime.comparison import (
+    Comparison,
+    gradient_factor,
+    layout_of,
+    microbatch_numbers,
+)
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
 from megatron_ttrace.trace import shared
@@ -97,10 +102,11 @@ class CandidateSession(Session):
                 self._warm_up(run, served)
             with self.rehearsal(restore=not self.settings.exit_after):
                 self.equal_start()
+                scale = self._scale_loss(block[0])
                 self.serve(served)
                 for position, iteration in enumerate(block):
                     batches = served.batches[position * count : (position + 1) * count]
-                    self._check(iteration, run, batches, count)
+                    self._check(iteration, run, batches, count, scale)
         finally:
             served.serve()
         self._timings["traced steps"] = time.monotonic() - began
@@ -123,11 +129,35 @@ class CandidateSession(Session):
             self.step(run)
             self.ranks.meet("warming up")
 
+    def _scale_loss(self, iteration: int) -> float:
+        """Use a loss scale with which the reference does not overflow; returns the ratio of both.
+
+        The notice is for a scale that was lowered: what the candidate's own would do is unchecked.
+        """
+        scales: dict[str, float] = self.comparison.reference.meta.get("loss_scales", {})
+        theirs = scales.get(str(iteration))
+        own = loss_scale.get(self.model.optimizer)
+        if theirs is None or own is None:
+            return 1.0
+        mine = loss_scale.of_candidate(theirs, gradient_factor(self.args, self.model.mesh))
+        loss_scale.put(self.model.optimizer, mine)
+        if theirs < own:
+            self._notice(
+                f"the loss scale {own:g} overflows on a single device as well: "
+                f"the traced step uses {theirs:g}"
+            )
+        return mine / theirs
+
     def _check(
-        self, iteration: int, run: Callable[[], Any], batches: list[Batch], count: int
+        self,
+        iteration: int,
+        run: Callable[[], Any],
+        batches: list[Batch],
+        count: int,
+        scale: float,
     ) -> None:
         comparison, mesh = self.comparison, self.model.mesh
-        layout = layout_of(self.model, self.args)
+        layout = layout_of(self.model, self.args, scale)
         numbers = microbatch_numbers(
             comparison.reference, iteration, batches, count, mesh, self.ranks, self.device
         )

@@ -20,6 +20,7 @@ from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import encode
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.partials import partials
+from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.trace.captured import Batch
@@ -96,8 +97,14 @@ class Comparison:
         return encode(self._measured)
 
 
-def layout_of(model: TracedModel, args: MegatronArguments) -> RankLayout:
-    """What the comparison must know of this rank's part of the model."""
+def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -> RankLayout:
+    """What the comparison must know of this rank's part of the model.
+
+    Args:
+        model: this rank's part.
+        args: Megatron's.
+        scale: the candidate's loss scale relative to the reference's.
+    """
     return RankLayout(
         model.mesh,
         args.seq_length,
@@ -111,6 +118,9 @@ def layout_of(model: TracedModel, args: MegatronArguments) -> RankLayout:
             # Modules that contain it have that attribute too, but do not transpose.
             and hasattr(module, "vocab_start_index")
         ),
+        stacked_outputs(model.names),
+        head_rows(model.names),
+        scale,
         dispatcher(args),
         partials(model.names),
     )

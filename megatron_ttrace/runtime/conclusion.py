@@ -82,7 +82,7 @@ def conclude(
             },
             tolerances,
             eps,
-            functools.partial(_unjudged, mesh, config.dispatcher),
+            functools.partial(_unjudged, mesh, config),
         ),
     ]
     verdicts, exact = exactness.examine(verdicts, config.arithmetic)
@@ -135,8 +135,10 @@ def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
     return TooFew(unchecked, judged, allowed, tuple(reasons.most_common(_REASONS)))
 
 
-def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> Reason | None:
-    return Reason.DISPATCHED if experts.is_beyond(key, mesh, dispatcher) else None
+def _unjudged(mesh: Mesh, job: RunConfig, key: TraceKey) -> Reason | None:
+    if key.kind is Kind.ROUTING and key.index in job.own_tokens:
+        return Reason.OWN_TOKENS
+    return Reason.DISPATCHED if experts.is_beyond(key, mesh, job.dispatcher) else None
 
 
 def _is_evidence(verdict: Verdict) -> bool:

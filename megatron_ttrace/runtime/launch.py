@@ -27,7 +27,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import overrides_of
 from megatron_ttrace.processes import forkserver
-from megatron_ttrace.processes.child import free_port, run_subprocess
+from megatron_ttrace.processes.child import environment_of, run_subprocess
 from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, tail
 from megatron_ttrace.runtime.start.handoff import Started
 from megatron_ttrace.trace import codec, shared
@@ -37,7 +37,6 @@ from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
 
 _POLL_SECONDS = 0.2
 _BUILDING, _OLD = ".building-", ".old-"
-_LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_")
 
 ORDER = "overrides.json"
 
@@ -267,11 +266,13 @@ def _make(
     log = settings.directory / "reference.log"
     print(f"ttrace: making the reference on one device (log: {log})", flush=True)
     began = time.monotonic()
-    # A fresh process, unless the launcher forks for us.
+    own = {"RANK": "0", "LOCAL_RANK": "0", shared.VARIABLE: shared.run_id()}
+    # A new process, unless the launcher forks for us.
     run = forkserver.request if forkserver.available() else run_subprocess
-    code = run(command, _environment(), log, settings.timeout)
-    if code != 0 and port_was_taken(log):
-        code = run(command, _environment(), log, settings.timeout)
+    for _ in range(2):
+        code = run(command, environment_of(1, own), log, settings.timeout)
+        if code == 0 or not port_was_taken(log):
+            break
     if code != 0:
         died = died_of(log) if code > 0 else ""
         if died:
@@ -291,23 +292,6 @@ def _program() -> list[str]:
     if spec is not None and spec.name not in (None, "__main__"):
         return [sys.executable, "-m", spec.name.removesuffix(".__main__")]
     return [sys.executable, sys.argv[0]]
-
-
-def _environment() -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_LAUNCHER_VARIABLES)
-    }
-    return kept | {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        shared.VARIABLE: shared.run_id(),
-    }
 
 
 def _link(directory: Path, home: Path) -> None:

@@ -20,6 +20,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore import loss_scale
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
@@ -44,6 +45,7 @@ class ReferenceSession(Session):
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
         self._order = Order.read(settings.overrides)
         self._directory = Path(self._order.directory)
+        self._loss_scales: dict[str, float] = {}
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
@@ -91,6 +93,7 @@ class ReferenceSession(Session):
                 "identity": self._order.identity,
                 "microbatches": count,
                 "fp8": low_precision.uses_fp8(self.args),
+                "loss_scales": self._loss_scales,
                 "by_module": low_precision.is_isolated(self.args),
                 "epsilon": tolerance.epsilon(
                     torch.bfloat16 if self.args.bf16 else self.args.params_dtype
@@ -114,6 +117,20 @@ class ReferenceSession(Session):
             self.serve(served)
             start = Snapshot(self.model.chunks, self.model.optimizer)
             schedule = copy.copy(vars(self._scheduler))
+
+            def again() -> None:
+                start.restore()
+                # Otherwise a replay's second step would have the learning rate of a later one.
+                vars(self._scheduler).update(schedule)
+                low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
+                self.serve(served)
+
+            scale = self._fitting_loss_scale(len(block), run, again)
+            if scale is not None:
+                self._loss_scales[str(block[0])] = scale
+                again()
+                loss_scale.put(self.model.optimizer, scale)
+                start = Snapshot(self.model.chunks, self.model.optimizer)
             for position, iteration in enumerate(block):
                 sink = WriteSink(writer, iteration)
                 batches = served.batches[position * count : (position + 1) * count]
@@ -125,11 +142,7 @@ class ReferenceSession(Session):
             reader = TraceReader(self._directory, sealed=False)
             layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
             for seed in range(1, self.settings.seeds + 1):
-                start.restore()
-                # Otherwise a replay's second step would have the learning rate of a later one.
-                vars(self._scheduler).update(schedule)
-                low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
-                self.serve(served)
+                again()
                 with perturbed(self.model.names, seed):
                     for iteration in block:
                         replay = self._replay(reader, iteration, layout, seed)
@@ -138,6 +151,33 @@ class ReferenceSession(Session):
                             moved.setdefault(one.key, (one, []))[1].append(_distance(one))
         if len(writer) == 0:
             raise TTraceError("the reference run traced nothing")
+
+    def _fitting_loss_scale(
+        self, steps: int, run: Callable[[], Any], again: Callable[[], None]
+    ) -> float | None:
+        """A loss scale with which no gradient overflows: this run's own, or a lower one.
+
+        Args:
+            steps: that are traced in a row.
+            run: Megatron's training step.
+            again: puts the start of these steps back.
+        """
+        optimizer = self.model.optimizer
+        own = scale = loss_scale.get(optimizer)
+        if own is None or scale is None:
+            return None
+        while self._overflows(scale, steps, run) and scale > 1.0:
+            scale = max(scale / loss_scale.STEP, 1.0)
+            again()
+        return scale if scale == own else scale / loss_scale.ROOM
+
+    def _overflows(self, scale: float, steps: int, run: Callable[[], Any]) -> bool:
+        loss_scale.put(self.model.optimizer, scale)
+        for _ in range(steps):
+            self.step(run)
+            if loss_scale.overflowed(self.model.optimizer):
+                return True
+        return False
 
     def _replay(
         self, reader: TraceReader, iteration: int, layout: RankLayout, seed: int

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import os
+
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import balancing
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.runtime import low_precision
+
+SHRUNK = "TTRACE_SHRUNK"
+"""Environment variable: what the job under check stands for, if that is a larger one."""
 
 
 def starts_from_checkpoint(args: MegatronArguments) -> bool:
@@ -41,6 +47,14 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
         raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
+    if balancing.depends_on_layout(args) and getattr(
+        args, "moe_pad_expert_input_to_capacity", False
+    ):
+        raise TTraceError(
+            "--moe-pad-expert-input-to-capacity with sequence or context parallelism: every rank "
+            "fills up each expert's input with its own tokens, a single device with others: check "
+            "the same job without it"
+        )
 
 
 def notices(args: MegatronArguments, settings: Settings) -> list[str]:
@@ -48,6 +62,14 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     found = []
     if isolates(args, settings) and not settings.isolate:
         found.append(low_precision.NOTICE)
+    if options := balancing.depends_on_layout(args):
+        found.append(
+            f"{' and '.join(options.values())}: looks at all tokens of a rank, which has a part of "
+            "a microbatch in this layout: another choice than a single device's by design; both "
+            "runs take the reference's"
+        )
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")
+    if told := os.environ.get(SHRUNK):
+        found.append(told)
     return found

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen dataclasses to JSON values and back, validated from their type hints.
 
-What is read may have been damaged, or written by somebody else, so nothing is converted: a number
-is no text and a boolean no number. The exceptions are what JSON cannot say: tuples are lists,
-enumerations their values, and floats that are not finite the strings ``"inf"``, ``"-inf"`` and
-``"nan"``. Fields that a record lacks are left out: a file may say more than one record (its run, a
-checksum), and a later version more than this one.
+A file may be damaged, or written by somebody else, so nothing is converted: a string is not a
+number, nor is a boolean. The exceptions are what JSON lacks: tuples are lists, enumerations are
+their values, and floats that are not finite are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
+Unknown fields are ignored: a file may hold more than one record (its run, a checksum), and a later
+version more than this one.
 
 pydantic would do most of this. It refuses lone surrogates, which the names of a foreign model's
-modules may hold, takes lists for tuples strictly only from text, and costs every command 90 ms.
+modules may contain, accepts lists for tuples in strict mode only from text, and costs every command
+90 ms.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
 import stat
 import types
@@ -25,7 +27,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, BinaryIO, Self
 
 LINE_LIMIT = 16 << 20
 """Bytes of a line, the most that is read of one."""
@@ -35,26 +37,27 @@ DEPTH_LIMIT = 32
 """Nesting of values whose type is not known (:data:`typing.Any`)."""
 _DIGITS = 20
 """Digits of the largest 64-bit integer."""
+_NOT_FINITE = ("inf", "-inf", "nan")
 _NUMBER = re.compile(r"-?(?:inf|nan|[0-9]{1,40}(?:\.[0-9]{1,40})?(?:e[+-]?[0-9]{1,4})?)")
 
 Decoder = Callable[[Any], Any]
 
 
 class CodecError(ValueError):
-    """A value that is not what its field wants; the message begins with the field's path."""
+    """A value that does not fit its field; the message begins with the field's path."""
 
     def __init__(self, reason: str, path: str = "") -> None:
         self.reason, self.path = reason, path
         super().__init__(f"{path.removeprefix('.')}: {reason}" if path else reason)
 
     def inside(self, step: str) -> CodecError:
-        """The same error, seen from the value that contains this one."""
+        """The same error, with the path from the value that contains this one."""
         return CodecError(self.reason, step + self.path)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a number may be; for ``Annotated``.
+    """The range of a number; for ``Annotated``.
 
     ``nan``: whether NaN is allowed; ``text``: whether any float may be written as a string.
     """
@@ -129,12 +132,10 @@ def read(path: Path, most: int = FILE_LIMIT) -> bytes:
         CodecError: when it is not a regular file (a pipe would be waited for), or larger than
             ``most`` bytes.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise CodecError("not a regular file")
-    if found.st_size > most:
-        raise CodecError(f"{found.st_size} bytes, more than the {most} that are read")
-    with path.open("rb") as file:
+    with _regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise CodecError(f"{size} bytes, more than the {most} that are read")
         return file.read(most + 1)
 
 
@@ -145,15 +146,19 @@ def lines(path: Path) -> Iterator[Any]:
         OSError: when the file cannot be read.
         CodecError: as :func:`read` and :func:`parse`.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CodecError("not a regular file")
-    with path.open("rb") as file:
+    with _regular(path) as file:
         while line := file.readline(LINE_LIMIT + 1):
             if len(line) > LINE_LIMIT:
                 raise CodecError(f"longer than {LINE_LIMIT} bytes")
             if not line.endswith(b"\n"):
                 raise CodecError("truncated (no end of line)")
             yield parse(line)
+
+
+def _regular(path: Path) -> BinaryIO:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CodecError("not a regular file")
+    return path.open("rb")
 
 
 def encode(value: Any) -> Any:
@@ -273,19 +278,15 @@ def _number(wanted: type, bounds: Bounds) -> Decoder:
         what += f" from {least} to {limit}" if limit else f" of at least {least:g}"
 
     def decode_number(value: Any) -> Any:
-        kind = type(value)
-        if is_float:
-            if kind is str and (value in ("inf", "-inf", "nan") or bounds.text):
-                value = float(value) if _NUMBER.fullmatch(value) else None
-            elif kind is int and -(1 << 64) < value < 1 << 64:
-                value = float(value)
-            elif kind is not float:
-                raise _wrong(what, value)
-            if value is not None and (least <= value <= most or (bounds.nan and value != value)):
-                return value
-            raise _wrong(what, value)
-        if kind is int and least <= value <= most:
-            return value
+        found: Any = value
+        if is_float and type(value) is int and -(1 << 64) < value < 1 << 64:
+            found = float(value)
+        elif is_float and type(value) is str and (value in _NOT_FINITE or bounds.text):
+            found = float(value) if _NUMBER.fullmatch(value) else None
+        is_nan = bounds.nan and found != found
+        is_wanted = type(found) is wanted
+        if is_wanted and (least <= found <= most or is_nan):
+            return found
         raise _wrong(what, value)
 
     return decode_number
@@ -348,11 +349,9 @@ def _dict(convert: Decoder) -> Decoder:
 
 
 def _exactly(wanted: type) -> Decoder:
-    what = "text" if wanted is str else "true or false"
-
     def decode_exactly(value: Any) -> Any:
         if type(value) is not wanted:
-            raise _wrong(what, value)
+            raise _wrong("text" if wanted is str else "true or false", value)
         return value
 
     return decode_exactly

@@ -70,6 +70,7 @@ class Remark(StrEnum):
     """What is said of a tensor beside its outcome; report/wording.py has the sentences."""
 
     DISPATCHED = "dispatched"
+    OWN_TOKENS = "own tokens"
     EXTRA = "extra"
     EMPTY = "empty"
     MISSING = "missing"
@@ -81,6 +82,7 @@ class Remark(StrEnum):
     UNDEFINED = "undefined"
     BLIND = "blind"
     ROUTED = "routed"
+    DROPPED = "dropped"
     SHAPE = "shape"
     NOT_BITWISE = "not_bitwise"
     ONE_RUN = "one_run"
@@ -224,7 +226,7 @@ class WrongCopies(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Weights:
+class ShareWeights:
     """How often the shares of a gradient that came through ``module`` count, where not once.
 
     ``by_axis``: the numbers are those of data-parallel ranks, else of microbatches.
@@ -237,10 +239,10 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shares(Finding):
+class UnequalShares(Finding):
     """Microbatches' shares of a gradient do not count once each: by group of ranks, by module."""
 
-    by_ranks: tuple[tuple[tuple[int, ...], tuple[Weights, ...]], ...]
+    by_ranks: tuple[tuple[tuple[int, ...], tuple[ShareWeights, ...]], ...]
     per_rank: bool = False
 
 
@@ -286,7 +288,7 @@ Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Offset(Finding):
+class OffsetRows(Finding):
     """``rank`` holds indices ``held`` of a dim where ``own`` belong; ``dim`` is what they are.
 
     ``shift`` is the distance if it is that of all ranks; without one the values are another rank's.
@@ -299,7 +301,7 @@ class Offset(Finding):
     shift: int | None = None
 
 
-class Order(StrEnum):
+class RowOrder(StrEnum):
     """In what order right rows stand."""
 
     REPEATED = "repeated"
@@ -309,10 +311,10 @@ class Order(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reordered(Finding):
+class ReorderedRows(Finding):
     """``moved`` of ``total`` rows are not in their place; they form ``blocks``."""
 
-    order: Order
+    order: RowOrder
     dim: str
     moved: int
     total: int

@@ -65,6 +65,11 @@ class Entry:
     sums: tuple[Any, ...] = ()
     partial_over: str = ""
 
+    @classmethod
+    def of(cls, key: TraceKey, data: torch.Tensor, **more: Any) -> Entry:
+        """The line of a tensor that is stored as it is."""
+        return cls(key, tuple(data.shape), str(data.dtype).removeprefix("torch."), **more)
+
     def contradiction(self) -> str:
         """Why no tensor is like this; empty if one can be."""
         if self.dtype not in _DTYPES:

@@ -57,27 +57,16 @@ class Direction(StrEnum):
 
 
 _DIRECTION = {
-    Kind.INITIAL: Direction.START,
-    Kind.TOKENS: Direction.START,
-    Kind.PARAM: Direction.START,
-    Kind.INPUT: Direction.FORWARD,
-    Kind.OUTPUT: Direction.FORWARD,
-    Kind.ROUTING: Direction.FORWARD,
-    Kind.LOSS: Direction.FORWARD,
-    Kind.GRAD_OUTPUT: Direction.BACKWARD,
-    Kind.GRAD_INPUT: Direction.BACKWARD,
-    Kind.MAIN_GRAD: Direction.GRADIENT,
-    Kind.GRAD_NORM: Direction.GRADIENT,
-    Kind.PARAM_DELTA: Direction.UPDATE,
-    Kind.EXP_AVG: Direction.UPDATE,
-    Kind.EXP_AVG_SQ: Direction.UPDATE,
-    Kind.BUFFER: Direction.UPDATE,
+    kind: direction
+    for direction, kinds in {
+        Direction.START: (Kind.INITIAL, Kind.TOKENS, Kind.PARAM),
+        Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.LOSS),
+        Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
+        Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.GRAD_NORM),
+        Direction.UPDATE: (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.BUFFER),
+    }.items()
+    for kind in kinds
 }
-
-
-def direction_of(kind: Kind, index: int) -> Direction:
-    """The direction of a tensor: its kind's, but for parameters after the step (index 1)."""
-    return Direction.UPDATE if kind is Kind.PARAM and index else kind.direction
 
 
 class Outcome(StrEnum):
@@ -108,6 +97,8 @@ class Reason(StrEnum):
     """Unchecked: it holds NaN in both runs."""
     DISPATCHED = "dispatched"
     """Unchecked: its rows went through a token dispatcher that cannot be followed."""
+    OWN_TOKENS = "own tokens"
+    """Unchecked: a choice that depends on all tokens that a rank has, here a part of them."""
     INITIAL_VALUES = "initial values"
     """Unchecked: there is no distribution to compare."""
     TWIN = "twin"
@@ -137,8 +128,9 @@ Microbatch = Annotated[int, Bounds(STEP_LEVEL, (1 << 63) - 1)]
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
-SCORES, CHOICE = 0, 1
-"""Indices of a router's ``routing`` tensors: scores that experts are chosen by, and the choice."""
+SCORES, CHOICE, KEPT = 0, 1, 2
+"""Indices of a router's ``routing`` tensors: scores that experts are chosen by, the choice, and
+what is left of it within the experts' capacity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -195,7 +187,8 @@ class Verdict(Record):
     @property
     def direction(self) -> Direction:
         """Where in the step the tensor stands; a parameter is read before the step and after it."""
-        return direction_of(self.kind, self.index)
+        after = self.kind is Kind.PARAM and self.index
+        return Direction.UPDATE if after else self.kind.direction
 
     @property
     def is_luck(self) -> bool:

@@ -21,7 +21,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
@@ -42,14 +42,14 @@ _TRACES = ("candidate", "start")
 _OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
 _OF_LOGS = re.compile(r"rank-\d+\.log|.*\.request\.json")
 
-_run: str | None = None
+_run = ""
 _held: dict[Path, list[Lock]] = {}
 """Locks of this process, by directory."""
 
 
 def _forget() -> None:
     global _run
-    _run = None
+    _run = ""
     _held.clear()
 
 
@@ -59,16 +59,9 @@ os.register_at_fork(after_in_child=_forget)
 
 def run_id() -> str:
     """The id of the run that this process belongs to, 16 hexadecimal digits."""
-    if _run is None:
-        named = _named()
-        _adopt(named or secrets.token_hex(8))
-    assert _run is not None
-    return _run
-
-
-def _adopt(run: str) -> None:
     global _run
-    _run = run
+    _run = _run or _named() or secrets.token_hex(8)
+    return _run
 
 
 def _named() -> str:
@@ -81,14 +74,20 @@ class Claim:
     """A directory that is held for one run; a context manager that gives it back.
 
     Attributes:
-        directory: the ``--ttrace-dir``.
         run: the id of the run.
+        lock: on the directory.
     """
 
-    def __init__(self, directory: Path, run: str, lock: Lock) -> None:
-        self.directory = directory
-        self.run = run
-        self._lock = lock
+    def __init__(self, directory: Path, run: str, clean: Callable[[Path], None]) -> None:
+        with _writing(directory):
+            self.run = run
+            self.lock = lock_of(directory)
+            try:
+                self.lock.sign()
+                clean(directory)
+            except BaseException:
+                self.lock.release()
+                raise
 
     def __enter__(self) -> Claim:
         return self
@@ -98,7 +97,7 @@ class Claim:
 
     def release(self) -> None:
         """Let the next run have the directory."""
-        self._lock.release()
+        self.lock.release()
 
 
 def claim(directory: Path) -> Claim:
@@ -107,18 +106,14 @@ def claim(directory: Path) -> Claim:
     Raises:
         TTraceError: when another run uses it, or it cannot be written.
     """
-    with _writing(directory):
-        lock = lock_of(directory)
-        try:
-            _await_ranks(directory)
-            lock.sign()
-            clean_up(directory)
-            run = secrets.token_hex(8)
-            _mark(directory, run)
-        except BaseException:
-            lock.release()
-            raise
-        return Claim(directory, run, lock)
+    run = secrets.token_hex(8)
+
+    def clean(directory: Path) -> None:
+        _await_ranks(directory)
+        _clean_up(directory)
+        _mark(directory, run)
+
+    return Claim(directory, run, clean)
 
 
 def require_free(directory: Path) -> None:
@@ -140,15 +135,7 @@ def claim_report(directory: Path, run: str) -> Claim:
     Raises:
         TTraceError: when a run uses the directory, or it cannot be written.
     """
-    with _writing(directory):
-        lock = lock_of(directory)
-        try:
-            lock.sign()
-            remove_reports(directory)
-        except BaseException:
-            lock.release()
-            raise
-        return Claim(directory, run, lock)
+    return Claim(directory, run, _remove_reports)
 
 
 def lock_of(directory: Path) -> Lock:
@@ -198,12 +185,12 @@ def _await_ranks(directory: Path) -> None:
     ranks.release()
 
 
-def clean_up(directory: Path) -> None:
+def _clean_up(directory: Path) -> None:
     """Remove the files that an earlier run left, and no others. Raises ``OSError``.
 
     The reference stays: it is used again where it fits.
     """
-    remove_reports(directory)
+    _remove_reports(directory)
     _unlink(directory / "reference.log")
     _unlink(directory / "reference.request.json")
     for name in _TRACES:
@@ -211,7 +198,7 @@ def clean_up(directory: Path) -> None:
     _remove_listed(directory / "logs", _OF_LOGS)
 
 
-def remove_reports(directory: Path) -> None:
+def _remove_reports(directory: Path) -> None:
     """Remove the report that an earlier run left, half-written ones too. Raises ``OSError``."""
     for name in _REPORTS:
         _unlink(directory / name)
@@ -258,7 +245,7 @@ def prepare(directory: Path) -> str:
                 f"it again (if no ttrace check started this run, unset {VARIABLE})"
             )
         run = own.run
-        _held[directory.resolve()] = [own._lock]
+        _held[directory.resolve()] = [own.lock]
     _join(directory, run)
     return run
 
@@ -303,7 +290,8 @@ def _marked(directory: Path) -> str:
 
 def _join(directory: Path, run: str) -> None:
     """Belong to a run: take its id and a share of the ranks' lock."""
-    _adopt(run)
+    global _run
+    _run = run
     held = _held.setdefault(directory.resolve(), [])
     if any(lock.path.name == RANKS for lock in held):
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says of this machine, and of one that lacks something."""
+"""``ttrace doctor`` on this machine, and on machines that lack something."""
 
 import json
 from argparse import Namespace
@@ -26,7 +26,7 @@ def _backend() -> None:
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    """Everything is looked at, on one screen, with no warning of anybody's around it."""
+    """All subjects on one screen, without warnings of other packages."""
     done = ttrace("doctor", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -62,7 +62,7 @@ def test_what_is_missing_is_told(
 def test_a_machine_with_nothing_gets_an_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No torch, or one whose libraries do not load: a finding each, and no traceback."""
+    """No torch, or one whose libraries do not load: one finding each, and no traceback."""
 
     def broken(name: str) -> None:
         raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
@@ -77,7 +77,7 @@ def test_a_machine_with_nothing_gets_an_answer(
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool, gloo: bool = True) -> None:
-    """A machine with so many GPUs, and these backends."""
+    """A machine with this many GPUs and these backends."""
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=141 << 30)
     modules = {
         "torch": SimpleNamespace(
@@ -96,7 +96,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool, gloo: boo
 
 
 def test_what_will_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs where there are some, the CPU elsewhere; ranks that cannot talk are told."""
+    """GPUs if there are any, otherwise the CPU; missing backends are reported."""
     pretend(monkeypatch, 0, nccl=False)
     assert "CPU over gloo" in doctor._checks([]).found
     pretend(monkeypatch, 8, nccl=True)

@@ -70,14 +70,9 @@ def evidence_of(
 
 def failed(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Verdict:
     """The verdict of a tensor that fails."""
-    numbers = (1.0, 1.0, 1e-4, 1e4)
     return Verdict(
-        *(key.iteration, key.microbatch, key.kind, key.name, key.index),
-        verdict=outcome,
-        **dict(zip(("rel_err", "rel_err_eps", "tolerance", "margin"), numbers, strict=True)),
-        ranks=(0,),
-        placement="Replicate",
-        shape=(16, 8),
+        *(key.iteration, key.microbatch, key.kind, key.name, key.index, outcome),
+        *(1.0, 1.0, 1e-4, 1e4, (0,), "Replicate", (16, 8)),
     )
 
 

@@ -47,6 +47,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     return inject(out, "--representative", timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", representative(SEED), ids=lambda fault: fault.id)
 def test_a_fault(fault: Fault, sample: dict[str, Row]) -> None:
     """The promise holds; what could not be injected here (no mounts) says nothing."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``launch/pretrain_gpt.py`` for the tests of ``make gpu``.
 
-Megatron's local layers need Apex's norms on a GPU, for sequence parallelism above all. Where Apex is
-missing, its plain PyTorch stand-in takes its place. In the environment:
+Megatron's local layers need Apex's norms on a GPU, for sequence parallelism above all. Where
+Apex is missing, its plain PyTorch stand-in takes its place. In the environment:
 
 - ``TTRACE_TEST_TRANSPORT=host``: all ranks share the first GPU, and their collectives go over gloo,
   staged through the host (tests/gpu/transport.py). Without a GPU, tensors of the CPU are staged.

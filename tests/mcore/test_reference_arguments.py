@@ -64,6 +64,16 @@ def test_the_layout_goes_the_model_stays(tmp_path):
     assert not hasattr(args, "use_torch_fsdp2")
 
 
+def test_pipeline_stages_leave_the_pattern_of_layers(tmp_path):
+    """A hybrid model's pattern says where stages end; what stands behind a slash is kept."""
+    args = candidate(hybrid_layer_pattern="M-|M*/MM")
+    apply(args, SETTINGS)
+    assert args.hybrid_layer_pattern == "M-M*/MM"
+    chosen = candidate(hybrid_layer_pattern="M-|M*")
+    apply(chosen, dataclasses.replace(SETTINGS, reference_args="--hybrid-layer-pattern M-|M*"))
+    assert chosen.hybrid_layer_pattern == "M-|M*"
+
+
 def test_reference_args_win():
     """A trusted smaller layout, given by the user."""
     args = candidate(tensor_model_parallel_size=2)

@@ -31,8 +31,13 @@ def chunk(whole: np.ndarray, dim: int, rank: int, size: int) -> np.ndarray:
     return np.split(whole, size, axis=dim)[rank]
 
 
-def gated_chunk(whole: np.ndarray, dim: int, rank: int, size: int, blocks: int = 2) -> np.ndarray:
+def gated_chunk(
+    whole: np.ndarray, dim: int, rank: int, size: int, blocks: int | tuple[int, ...] = 2
+) -> np.ndarray:
     """Every block split by itself, then stacked: what a rank's gated ``linear_fc1`` holds."""
+    if not isinstance(blocks, int):
+        share = whole.shape[dim] // sum(blocks)
+        blocks = [int(end) * share for end in np.cumsum(blocks)[:-1]]
     parts = [chunk(block, dim, rank, size) for block in np.split(whole, blocks, axis=dim)]
     return np.concatenate(parts, axis=dim)
 

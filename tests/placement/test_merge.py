@@ -73,6 +73,7 @@ CASES = [
     ("row parallel", (3, 8), (Step("tp", Shard(1)),), {"tp": 4}, 1),
     ("hidden of an activation", (4, 2, 6), (Step("tp", Shard(2)),), {"tp": 2, "cp": 1}, 1),
     ("gated", (16, 3), (Step("tp", BlockShard(0)),), {"tp": 4}, 1),
+    ("unequal blocks", (12, 3), (Step("tp", BlockShard(0, (2, 1))),), {"tp": 2}, 1),
     ("gated activation", (2, 1, 12), (Step("tp", BlockShard(2)),), {"tp": 3}, 1),
     ("three blocks", (12, 2), (Step("tp", BlockShard(0, 3)),), {"tp": 2}, 1),
     ("sequence parallel", (8, 2, 3), (Step("tp", Shard(0)),), {"tp": 4}, 1),

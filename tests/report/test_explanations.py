@@ -13,8 +13,8 @@ from megatron_ttrace.trace.findings import (
     FailingRanks,
     Finding,
     Grounds,
-    Shares,
-    Weights,
+    ShareWeights,
+    UnequalShares,
 )
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.report.synthetic_report import make_verdict
@@ -34,11 +34,11 @@ def test_every_type_of_finding_has_a_renderer() -> None:
     assert {Finding, *explanations._RENDERERS} == types_of_findings()
 
 
-@pytest.mark.parametrize("enum", ["Order", "MaskOrder", "CastOperand", "Grounds"])
+@pytest.mark.parametrize("enum", ["RowOrder", "MaskOrder", "CastOperand", "Grounds"])
 def test_every_member_has_words(enum: str) -> None:
     """No enumeration is rendered in part."""
     tables = {
-        "Order": explanations._ORDERS,
+        "RowOrder": explanations._ORDERS,
         "MaskOrder": explanations._MASKS,
         "CastOperand": explanations._OPERANDS,
         "Grounds": explanations._GROUNDS,
@@ -93,9 +93,9 @@ def test_initial_values_are_explained_by_their_note() -> None:
 
 def test_shares_of_several_modules_and_ranks() -> None:
     """Each group of ranks has its own part of the sentence."""
-    one = Weights("a", False, ((1, 0.0), (2, 0.0)), True)
-    two = Weights("b", True, ((0, 1.5),), False)
-    shares = Shares(Cause.WEIGHTS, ("dp",), by_ranks=(((0,), (one, two)), ((1, 2), (two,))))
+    one = ShareWeights("a", False, ((1, 0.0), (2, 0.0)), True)
+    two = ShareWeights("b", True, ((0, 1.5),), False)
+    shares = UnequalShares(Cause.WEIGHTS, ("dp",), by_ranks=(((0,), (one, two)), ((1, 2), (two,))))
     text = explanations.explanation_text(Explanation(shares), VERDICT)
     assert text == (
         "on rank 0 a's share of microbatch 1..2 is missing; b's shares count unequally (dp 0: "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one answer: it needs evidence."""
+"""The answer of a check needs evidence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_only_computed_tensors_that_pass_are_evidence(kind, outcome, index, expe
 
 @pytest.fixture
 def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for them imports Megatron, which takes many seconds."""
+    """Collecting the versions imports Megatron, which takes many seconds."""
     monkeypatch.setattr(versions, "installed", dict)
 
 
@@ -71,7 +71,7 @@ class Job:
         seal(directory / "reference", {"role": "reference", "epsilon": epsilon("float32")})
 
     def answer(self, allowed: float, *, error: float = 0.0) -> Summary:
-        """What is concluded; ``error`` is the relative error of the last tensor."""
+        """The conclusion; ``error`` is the relative error of the last tensor."""
         found = [
             Measured(key, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
             for key in self.keys
@@ -93,7 +93,7 @@ class Job:
 
 @pytest.mark.usefixtures("no_versions")
 def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
-    """Three of twelve are blind: how many, why, and what would accept it; a quarter does."""
+    """Three of twelve are blind: the notice says how many, why, and which share accepts it."""
     job = Job(tmp_path, blind=3, seen=9)
     summary = job.answer(0.10)
     assert summary.verdict is Result.COULD_NOT_CHECK
@@ -110,7 +110,7 @@ def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_versions")
 def test_a_divergence_stays_one(tmp_path: Path) -> None:
-    """However little was checked: what was found is wrong."""
+    """A divergence stays one, however little was checked."""
     summary = Job(tmp_path, blind=9, seen=3).answer(0.10, error=0.5)
     assert summary.verdict is Result.DIVERGED
     assert summary.notices == ()
@@ -118,7 +118,7 @@ def test_a_divergence_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_versions")
 def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
-    """Everything is blind: allowing that is no check."""
+    """If everything is blind, no allowed share makes it a pass."""
     summary = Job(tmp_path, blind=3, seen=0).answer(1.0)
     assert summary.verdict is Result.COULD_NOT_CHECK
     assert "all of them are unchecked" in summary.notices[0]
@@ -130,7 +130,7 @@ def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     allowed=st.floats(0, 1),
 )
 def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float) -> None:
-    """Who types what the notice says gets no such notice again."""
+    """With the share that the notice suggests there is no such notice."""
     verdicts = [verdict(Kind.OUTPUT, Outcome.UNCHECKED)] * blind
     verdicts += [verdict(Kind.OUTPUT, Outcome.PASS)] * seen
     told = not_enough(verdicts, allowed)

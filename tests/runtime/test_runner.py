@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one runner of small jobs, without running one."""
+"""The runner of small jobs, without running one."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from megatron_ttrace.runtime.runner import Case, Runner
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What is asked of the processes; none is started."""
+    """Calls to ``prepare``; no process is started."""
     calls = []
 
     def prepare(device, script, *, modules):

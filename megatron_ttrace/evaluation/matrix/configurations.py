@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.evaluation.suites import Data, data_arguments
+from megatron_ttrace.resources import launch_dir
 
 if TYPE_CHECKING:
     from megatron_ttrace.runtime.runner import Case
@@ -72,6 +73,30 @@ MODELS["dsa-te"] = (
     "--no-dsa-indexer-rotate-activation"
 )
 """Sparse attention, whose indexer selects all tokens here. Its rotation is a CUDA kernel."""
+
+MODELS["gdn-te"] = (
+    f"{MODELS['llama-te']} --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 2 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8"
+)
+"""Qwen3-Next-like: a gated delta net in the first layer, attention in the second."""
+
+_HYBRID = (
+    "--transformer-impl transformer_engine --normalization RMSNorm --swiglu "
+    "--group-query-attention --num-query-groups 4 --position-embedding-type none "
+    "--untie-embeddings-and-output-weights --disable-bias-linear "
+    "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec "
+    "--mamba-num-heads 8 --mamba-head-dim 16 --mamba-state-dim 8 --mamba-num-groups 2"
+)
+MODELS["hybrid"] = f"{_HYBRID} --hybrid-layer-pattern M-M*"
+MODELS["hybrid-moe"] = (
+    f"{_HYBRID} --hybrid-layer-pattern M*ME --num-experts 4 --moe-router-topk 2 "
+    "--moe-grouped-gemm --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 1e-2"
+)
+"""Mamba, attention and MLP or expert layers."""
+
+SCRIPTS = {"hybrid": "pretrain_hybrid.py", "hybrid-moe": "pretrain_hybrid.py"}
+"""Scripts of ``launch/`` that train a model; ``pretrain_gpt.py`` trains all others."""
 
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 WIDE = tuple(DTYPES)
@@ -305,6 +330,7 @@ class Configuration:
     arguments: tuple[str, ...]
     data: Data = Data.MOCK
     finding: str = ""
+    script: str = "pretrain_gpt.py"
 
     def case(self, directory: Path, name: str = "", more: tuple[str, ...] = ()) -> Case:
         """To be run below ``directory``, under another name and with more arguments if given."""
@@ -315,6 +341,7 @@ class Configuration:
             name=(name or self.name).replace("/", "-"),
             arguments=(*self.arguments, *data, *more),
             nproc=self.nproc,
+            script=launch_dir() / self.script,
         )
 
 
@@ -333,6 +360,7 @@ def configurations() -> list[Configuration]:
             arguments_of(model, f"{layout.arguments} {DTYPES[dtype]}"),
             layout.data,
             layout.finding,
+            SCRIPTS.get(model, "pretrain_gpt.py"),
         )
         for layout in LAYOUTS
         for model in layout.models

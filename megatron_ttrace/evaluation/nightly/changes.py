@@ -25,6 +25,11 @@ class Changes:
     versions: Mapping[str, tuple[str, str]]
     options: Mapping[str, tuple[str, str]]
 
+    @property
+    def moved(self) -> Mapping[str, tuple[str, str]]:
+        """Versions and options that changed."""
+        return {**self.versions, **self.options}
+
 
 def compare(then: Night, now: Night) -> Changes:
     """Compare a night with an earlier one."""
@@ -73,11 +78,11 @@ def lines(night: Night, good: Night | None) -> list[str]:
         return [*said, "there is no good night yet to compare with"]
     changes = compare(good, night)
     said.append(f"since the last good night, {good.began}:")
-    moved = {**changes.versions, **changes.options}
     said += [
-        f"  {name}: {then or 'none'} -> {now or 'none'}" for name, (then, now) in moved.items()
+        f"  {name}: {then or 'none'} -> {now or 'none'}"
+        for name, (then, now) in changes.moved.items()
     ]
-    if not moved:
+    if not changes.moved:
         said.append("  no version and no option changed")
     if new := sum(was is None for _, was in changes.worse):
         said.append(f"  {new} of the cases above did not run then")

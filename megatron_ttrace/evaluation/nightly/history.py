@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -91,16 +92,14 @@ class History:
                     int(night.exit_code),
                     json.dumps(dict(night.versions)),
                     json.dumps(dict(night.options)),
-                    json.dumps([[gap.part, gap.reason, gap.by_choice] for gap in night.gaps]),
+                    json.dumps([dataclasses.astuple(gap) for gap in night.gaps]),
                     json.dumps(dict(night.scores)),
                 ),
             ).lastrowid
+            # The columns are the fields of a case, in their order.
             self._db.executemany(
                 "INSERT INTO cases VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (number, at, c.part, c.name, c.state, c.margin, c.seconds, c.marks, c.note)
-                    for at, c in enumerate(night.cases)
-                ],
+                [(number, at, *dataclasses.astuple(case)) for at, case in enumerate(night.cases)],
             )
 
     def last(self, count: int) -> list[Night]:
@@ -123,11 +122,7 @@ class History:
             "SELECT began, seconds, versions, options, gaps, scores FROM nights WHERE id = ?",
             (number,),
         ).fetchone()
-        cases = self._db.execute(
-            "SELECT part, name, state, margin, seconds, marks, note FROM cases"
-            " WHERE night = ? ORDER BY number",
-            (number,),
-        )
+        cases = self._db.execute("SELECT * FROM cases WHERE night = ? ORDER BY number", (number,))
         return Night(
             began=began,
             seconds=seconds,
@@ -135,7 +130,7 @@ class History:
             options=json.loads(options),
             cases=tuple(
                 NightCase(NightPart(part), name, State(state), *rest)
-                for part, name, state, *rest in cases
+                for _, _, part, name, state, *rest in cases
             ),
             gaps=tuple(
                 Gap(NightPart(part), reason, chosen) for part, reason, chosen in json.loads(gaps)

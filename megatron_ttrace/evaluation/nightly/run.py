@@ -16,14 +16,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation.nightly import rows
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
-from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore import provenance, versions
+from megatron_ttrace.processes import logs
 from megatron_ttrace.processes.tether import tethered
 
 QUICK_BUGS = ("01", "11")
@@ -157,48 +157,32 @@ def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
 
 
 def _told(log: Path, code: int) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = logs.text_of(log).strip().splitlines()
     ours = [line.removeprefix("ttrace: ") for line in lines if line.startswith("ttrace: ")]
     last = ours[-1:] or lines[-_TAIL:]
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return f"{how}: {' / '.join(last)} (log: {log})"
+    return f"{logs.how_it_ended(code)}: {' / '.join(last)} (log: {log})"
 
 
 def _read(part: NightPart, output: Path) -> tuple[list[NightCase], dict[str, float]]:
     """The cases that a part finished, and its scores; incomplete and foreign lines are skipped."""
-    try:
-        text = output.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return [], {}
+    text = logs.text_of(output)
+    cases: list[NightCase] = []
+    broken = contextlib.suppress(ValueError, KeyError, TypeError)
     if part is NightPart.MUTANTS:
-        try:
+        with broken:
             return rows.mutants(json.loads(text))
-        except (ValueError, KeyError, TypeError):
-            return [], {}
     read = rows.known_bug if part is NightPart.BUGS else rows.configuration
-    return list(_cases(text, read)), {}
-
-
-def _cases(text: str, read: Callable[[Mapping[str, Any]], NightCase]) -> Iterator[NightCase]:
     for line in text.splitlines():
         if line.startswith("{"):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                yield read(json.loads(line))
+            with broken:
+                cases.append(read(json.loads(line)))
+    return cases, {}
 
 
 def _versions() -> dict[str, str]:
     """Everything that can change a number, including the checkout's commit."""
     found = versions.installed()
     found["machine"] = f"{platform.system()} {platform.release()} {platform.machine()}"
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        here = Path(__file__).resolve().parents[3]
-        commit = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-        if (here / ".git").exists():
-            found["megatron-ttrace commit"] = commit.stdout.strip()
+    if commit := provenance.ttrace().commit:
+        found["megatron-ttrace commit"] = commit[:12]
     return found

@@ -35,16 +35,16 @@ _NAMES = {
         apply_query_key_layer_scaling apply_residual_connection_post_layernorm apply_rope_fusion
         apply_wd_to_qk_layernorm attention_backend attention_dropout attention_output_gate
         attention_softmax_in_fp32 batch_invariant_mode bf16 bias_dropout_fusion bias_gelu_fusion
-        bias_swiglu_fusion calculate_per_token_loss clip_grad clone_scatter_output_in_embedding
-        cross_entropy_fusion_impl cross_entropy_loss_fusion data_parallel_random_init
-        decoupled_lr decoupled_min_lr deprecated_use_mcore_models deterministic_mode
-        disable_bf16_reduced_precision_matmul disable_jit_fuser dsa_indexer_k_norm_epsilon
-        dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_rope_interleaved
-        dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
-        dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend
-        embedding_init_method_std enable_experimental end_weight_decay exp_avg_dtype
-        exp_avg_sq_dtype experimental_attention_variant flash_attention_version fp16
-        fp16_lm_cross_entropy fp32_residual_connection fp4 fp4_param_gather
+        bias_swiglu_fusion calculate_per_token_loss check_for_nan_in_loss_and_grad clip_grad
+        clone_scatter_output_in_embedding cross_entropy_fusion_impl cross_entropy_loss_fusion
+        data_parallel_random_init decoupled_lr decoupled_min_lr deprecated_use_mcore_models
+        deterministic_mode disable_bf16_reduced_precision_matmul disable_jit_fuser
+        dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff
+        dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+        dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_indexer_use_sparse_loss
+        dsa_kernel_backend embedding_init_method_std enable_experimental end_weight_decay
+        exp_avg_dtype exp_avg_sq_dtype experimental_attention_variant flash_attention_version
+        fp16 fp16_lm_cross_entropy fp32_residual_connection fp4 fp4_param_gather
         fp4_quantizer_factory fp4_recipe fp8 fp8_amax_compute_algo fp8_amax_history_len
         fp8_interval fp8_margin fp8_output_proj fp8_param_gather fp8_quantizer_factory
         fp8_recipe fp8_wgrad freeze_all_layers fused_residual_rmsnorm glu_linear_offset
@@ -124,11 +124,11 @@ _NAMES = {
     """,
     Role.LAYOUT: """
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-        activation_offload_fraction align_grad_reduce align_param_gather cp_comm_type
-        cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group cuda_graph_impl
-        cuda_graph_modules cuda_graph_scope cuda_graph_scope_deprecated cuda_graph_warmup_steps
-        data_parallel_sharding_strategy ddp_average_in_collective ddp_bucket_size
-        ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw
+        activation_offload_fraction align_grad_reduce align_param_gather ckpt_format
+        cp_comm_type cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group
+        cuda_graph_impl cuda_graph_modules cuda_graph_scope cuda_graph_scope_deprecated
+        cuda_graph_warmup_steps data_parallel_sharding_strategy ddp_average_in_collective
+        ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw
         ddp_param_name_patterns_for_fp32_local_accumulation
         ddp_reduce_scatter_with_fp32_accumulation defer_embedding_wgrad_compute
         delay_offload_until_cuda_graph delay_wgrad_compute delta_offload_bytes_across_pp_ranks
@@ -188,7 +188,7 @@ _NAMES = {
         async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm async_save
         async_strategy auto_detect_ckpt_format ckpt_assume_constant_structure
         ckpt_convert_format ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format
-        ckpt_format ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo
+        ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo
         ckpt_fully_parallel_load_process_group ckpt_fully_parallel_save
         ckpt_fully_parallel_save_deprecated ckpt_fully_parallel_save_process_group
         ckpt_load_validate_sharding_integrity ckpt_step dist_ckpt_format_deprecated
@@ -206,8 +206,7 @@ _NAMES = {
     """,
     Role.OPERATION: """
         adlr_autoresume adlr_autoresume_interval app_tag_run_name app_tag_run_version
-        barrier_with_L1_time calc_ft_timeouts check_for_large_grads
-        check_for_nan_in_loss_and_grad check_for_spiky_loss
+        barrier_with_L1_time calc_ft_timeouts check_for_large_grads check_for_spiky_loss
         check_weight_hash_across_dp_replicas_interval config_logger_dir
         disable_straggler_on_startup distributed_timeout_minutes
         distributed_timeout_seconds_after_init dump_param_to_param_group_map

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -21,10 +22,11 @@ from megatron_ttrace.compare.measure import checksum, local_view, logical_view
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
-from megatron_ttrace.mcore.optimizer import Owned, owned_by
+from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.runtime.agreement import Ranks
+from megatron_ttrace.runtime.start.moments import set_step
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
@@ -48,21 +50,18 @@ def write(model: TracedModel, directory: Path) -> str:
             if part is not None and torch.is_tensor(part.state.get(name)):
                 tensors[kind] = part.state[name]
         for kind, data in tensors.items():
-            writer.add(_entry(kind, where, data, model), data)
+            entry = Entry(
+                key=TraceKey(0, STEP_LEVEL, kind, where.name),
+                shape=tuple(data.shape),
+                dtype=str(data.dtype).removeprefix("torch."),
+                logical_shape=where.logical_shape,
+                placement=describe(where.placement),
+                boxes=where.boxes(model.mesh),
+            )
+            writer.add(entry, data)
             marks.update(f"{place.name}/{kind}/{checksum(data)}".encode())
     writer.close()
     return marks.hexdigest()
-
-
-def _entry(kind: Kind, place: ParameterPlace, data: torch.Tensor, model: TracedModel) -> Entry:
-    return Entry(
-        key=TraceKey(0, STEP_LEVEL, kind, place.name),
-        shape=tuple(data.shape),
-        dtype=str(data.dtype).removeprefix("torch."),
-        logical_shape=place.logical_shape,
-        placement=describe(place.placement),
-        boxes=place.boxes(model.mesh),
-    )
 
 
 def steps_of(model: TracedModel) -> float | None:
@@ -81,46 +80,34 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
         TTraceError: when a parameter is not among what was written.
     """
     reader = TraceReader(directory)
-    pieces: dict[tuple[Kind, str], list[Entry]] = {}
+    pieces: defaultdict[tuple[Kind, str], list[Entry]] = defaultdict(list)
     for entries in reader.ranks.values():
         for entry in entries:
-            pieces.setdefault((entry.key.kind, entry.key.name), []).append(entry)
+            pieces[entry.key.kind, entry.key.name].append(entry)
+
+    def copy(kind: Kind, place: ParameterPlace, target: torch.Tensor) -> None:
+        whole = _assemble(reader, pieces[kind, place.name], place)
+        for box in place.boxes(model.mesh):
+            local_view(target, box).copy_(logical_view(whole, box))
+
     owned = owned_by(model.optimizer)
     with torch.no_grad():
         for parameter, place in model.places():
-            whole = _assemble(reader, pieces.get((Kind.PARAM, place.name), []), place)
-            _put(whole, place, parameter.data, model)
+            copy(Kind.PARAM, place, parameter.data)
         model.optimizer.reload_model_params()
         for parameter, place in model.places():
-            part = owned.get(parameter)
-            if part is None:
+            if (part := owned.get(parameter)) is None:
                 continue
             where = place.flat(*part.range) if part.range else place
-            whole = _assemble(reader, pieces.get((Kind.PARAM, place.name), []), place)
-            _put(whole, where, part.main, model)
-            _restore_moments(reader, pieces, part, where, model, step)
-
-
-def _restore_moments(
-    reader: TraceReader,
-    pieces: dict[tuple[Kind, str], list[Entry]],
-    part: Owned,
-    where: ParameterPlace,
-    model: TracedModel,
-    step: float | None,
-) -> None:
-    for name, kind in MOMENTS.items():
-        found = pieces.get((kind, where.name))
-        if not found:
-            continue
-        moment = torch.zeros_like(part.main, dtype=torch.float32)
-        _put(_assemble(reader, found, where), where, moment, model)
-        part.inner.state[part.main][name] = moment
-        if step is not None:
-            if type(part.inner).__name__ == "FusedAdam":
-                part.group["step"] = int(step)
-            else:
-                part.inner.state[part.main]["step"] = torch.tensor(step)
+            copy(Kind.PARAM, where, part.main)
+            for name, kind in MOMENTS.items():
+                if (kind, place.name) not in pieces:
+                    continue
+                moment = torch.zeros_like(part.main, dtype=torch.float32)
+                copy(kind, where, moment)
+                part.inner.state[part.main][name] = moment
+                if step is not None:
+                    set_step(part, part.main, step)
 
 
 def _assemble(reader: TraceReader, entries: list[Entry], place: ParameterPlace) -> torch.Tensor:
@@ -132,13 +119,6 @@ def _assemble(reader: TraceReader, entries: list[Entry], place: ParameterPlace) 
         for box in entry.boxes:
             logical_view(whole, box).copy_(local_view(data, box))
     return whole
-
-
-def _put(
-    whole: torch.Tensor, place: ParameterPlace, target: torch.Tensor, model: TracedModel
-) -> None:
-    for box in place.boxes(model.mesh):
-        local_view(target, box).copy_(logical_view(whole, box))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ import pytest
 
 from megatron_ttrace.evaluation.matrix.configurations import configurations, select
 from megatron_ttrace.evaluation.matrix.suite import MatrixRow, exit_code
-from megatron_ttrace.evaluation.suites import Data, data_arguments
-from megatron_ttrace.mcore import text_data
 from megatron_ttrace.trace.records import Result
 
 FINDINGS = Path(__file__).parents[3] / "docs" / "findings.md"
@@ -42,17 +40,6 @@ def test_uneven_documents_take_the_place_of_the_mock_data(tmp_path):
     assert "--mock-data" not in words
     assert set(mock.arguments) <= set(words)
     assert Path(words[words.index("--data-path") + 1]).with_suffix(".bin").exists()
-
-
-def test_documents_are_uneven(tmp_path):
-    """From a token to several sequences of the matrix; the end marks itself alone."""
-    prefix = Path(data_arguments(Data.DOCUMENTS, tmp_path, 128)[1])
-    tokens = text_data.numpy.fromfile(prefix.with_suffix(".bin"), dtype=text_data.numpy.uint16)
-    ends = text_data.numpy.flatnonzero(tokens == 127)
-    lengths = text_data.numpy.diff(ends)
-    assert lengths.min() <= 2
-    assert lengths.max() > 3 * 32
-    assert tokens.max() == 127
 
 
 @pytest.mark.parametrize(

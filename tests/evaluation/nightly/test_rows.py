@@ -5,9 +5,17 @@ import math
 
 import pytest
 
+from megatron_ttrace.evaluation.bugs import catalogue, suite
 from megatron_ttrace.evaluation.nightly import rows
 from megatron_ttrace.evaluation.nightly.records import State
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, mutants_report
+
+
+def test_rows_made_by_hand_are_like_those_of_the_suite() -> None:
+    """Else these tests would read what nothing writes."""
+    bug = catalogue.load_catalogue()[0]
+    written = suite.BugRow(bug, bug.layouts[0], 1.0).to_json()
+    assert written.keys() == bug_row().keys()
 
 
 @pytest.mark.parametrize(

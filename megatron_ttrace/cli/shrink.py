@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace shrink``: the smallest job that runs the same code as a large one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ttrace.cli import command, training
+from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.mcore import flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_ttrace.mcore.shrink.plan import Plan
+
+_EPILOG = """\
+examples:
+  ttrace shrink -- torchrun --nproc-per-node 8 --nnodes 128 pretrain_gpt.py \\
+      --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --num-layers 96 ...
+  ttrace shrink -- bash examples/gpt3/train_gpt3_175b_distributed.sh CKPT LOGS VOCAB MERGES DATA
+  ttrace shrink --recipe tests/functional_tests/test_cases/gpt/.../model_config.yaml
+
+Flags that decide which code runs are kept. Sizes shrink, axes above 1 become 2, and data becomes
+text of its own. If all axes do not fit --max-ranks, several jobs cover all pairs of axes.
+'ttrace check --shrink' runs the jobs.
+
+exit code: 0 shrunk, 2 the command cannot be shrunk
+"""
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``shrink`` command."""
+    parser = command.add(
+        subparsers,
+        "shrink",
+        run,
+        summary="print the smallest job that runs the same code as a large one",
+        description="Print the smallest job that runs the same code as a large one, what differs "
+        "between them, and what could not be kept.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--data",
+        type=flags.path,
+        default=Path("ttrace-data") / training.DATA,
+        metavar="PREFIX",
+        help="data set of the small job; written if absent (default ttrace-data/shrunk-text)",
+    )
+    training.add_arguments(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan."""
+    from megatron_ttrace.mcore.shrink import documents, plan
+
+    found = plan.shrink(training.command_of(args), args.max_ranks)
+    jobs = [training.checking(found.command, job, args.data) for job in found.jobs]
+    documents.write(args.data)
+    if args.json:
+        rows = [[row.flag, row.was, row.now, row.why] for row in found.rows]
+        print(
+            json.dumps(
+                {
+                    "jobs": [
+                        {"ranks": job.axes.ranks, "command": words}
+                        for job, words in zip(found.jobs, jobs, strict=True)
+                    ],
+                    "changes": rows,
+                    "kept": list(found.kept),
+                    "lost": list(found.lost),
+                }
+            )
+        )
+        return ExitCode.EQUIVALENT
+    from rich.console import Console
+
+    show(found, Console())
+    for job, words in zip(found.jobs, jobs, strict=True):
+        spread = ", ".join(f"{name} {getattr(job.axes, name)}" for name in job.axes.spread())
+        print(f"\n# {job.axes.ranks} ranks{f': {spread}' if spread else ''}")
+        print(_wrapped(words))
+    return ExitCode.EQUIVALENT
+
+
+def show(found: Plan, console: Console) -> None:
+    """Print what becomes of a job: a table that fits 80 columns."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("flag", "was", "is", "why", box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in found.rows:
+        now = "(gone)" if row.now is None else row.now
+        table.add_row(*map(Text, (row.flag, row.was or "-", now or "(on)", row.why)))
+    console.print(table)
+    console.print(f"kept as they are: {len(found.kept)} flags", markup=False, highlight=False)
+    for lost in found.lost:
+        console.print(f"not kept: {lost}", markup=False, highlight=False, style="yellow")
+
+
+def _wrapped(words: list[str]) -> str:
+    """A command for a shell, in lines of at most 80 columns where its words allow that."""
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if lines[-1] and len(lines[-1]) + len(word) > 76:
+            lines.append("  ")
+        lines[-1] += word if not lines[-1].strip() else f" {word}"
+    return " \\\n".join(lines)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``check`` and ``shrink`` share: the training command that they are given."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import flags
+from megatron_ttrace.mcore.command_line import EXAMPLE, Command, ShellScript, parse
+
+if TYPE_CHECKING:
+    from megatron_ttrace.mcore.shrink.plan import Job
+
+DATA = "shrunk-text"
+"""Name of the data set of small jobs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what names the training command, last."""
+    from megatron_ttrace.mcore.shrink.plan import DEFAULT_RANKS
+
+    parser.add_argument(
+        "--recipe",
+        type=flags.path,
+        metavar="FILE",
+        help="a model_config.yaml of Megatron-LM's functional tests, instead of a command",
+    )
+    parser.add_argument(
+        "--max-ranks",
+        type=flags.integer(1, flags.MOST_RANKS),
+        default=DEFAULT_RANKS,
+        metavar="N",
+        help=f"most ranks of a shrunk job (default {DEFAULT_RANKS})",
+    )
+    parser.add_argument(
+        "command_words",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="training command: torchrun ..., python ..., srun ..., a script and its arguments, "
+        "or a shell script",
+    )
+
+
+def command_of(args: argparse.Namespace) -> Command:
+    """The training command of a command line.
+
+    Raises:
+        TTraceError: when there is none, or more than one.
+    """
+    words = args.command_words
+    words = words[1:] if words[:1] == ["--"] else words
+    if args.recipe is not None:
+        if words:
+            raise TTraceError("--recipe FILE and a command: give one of them")
+        from megatron_ttrace.mcore import recipe_file
+
+        return recipe_file.read(args.recipe)
+    if not words:
+        raise TTraceError(f"no script given: ttrace {args.command} -- {EXAMPLE}")
+    found = _as_script(words) or parse(words)
+    if isinstance(found, ShellScript):
+        from megatron_ttrace.processes import shell_script
+
+        found = shell_script.resolve(found)
+    try:
+        flags.path(found.script)
+    except argparse.ArgumentTypeError as error:
+        raise TTraceError(f"the script {error}") from error
+    return found
+
+
+def _as_script(words: list[str]) -> Command | None:
+    """A script by whatever name, if there is such a file in this place."""
+    try:
+        known = Path(words[0]).suffix != ".sh" and flags.path(words[0]).is_file()
+    except (argparse.ArgumentTypeError, OSError) as error:
+        raise TTraceError(f"the script {error}") from error
+    return Command(words[0], tuple(words[1:])) if known else None
+
+
+def data_arguments(script: str, prefix: Path) -> list[str]:
+    """The arguments of a small job's data.
+
+    Args:
+        script: a training script, whose Megatron counts tokens of its tokenizer.
+        prefix: of the data set.
+    """
+    from megatron_ttrace.mcore import text_data
+
+    words = text_data.training_flags(prefix, _release(script)).split()
+    return [*words, "--split", "99,1,0"]
+
+
+def _release(script: str) -> str:
+    """The version of the Megatron that the script would import. Nothing is imported."""
+    from megatron_ttrace.mcore import script as scripts
+
+    found = scripts.origins(scripts.search_path(script)).get("megatron.core")
+    if found is None:
+        raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.0'")
+    text = Path(found).with_name("package_info.py").read_text(encoding="utf-8")
+    parts = [re.search(rf"^{name} *= *([0-9]+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR")]
+    return ".".join(part[1] for part in parts if part)
+
+
+def checking(command: Command, job: Job, prefix: Path) -> list[str]:
+    """The command that checks a small job."""
+    assignments = [f"{name}={value}" for name, value in command.environment.items()]
+    return [
+        *(["env", *assignments] if assignments else []),
+        *("ttrace", "check", "--nproc-per-node", str(job.axes.ranks), "--"),
+        *(command.script, *job.arguments, *data_arguments(command.script, prefix)),
+    ]

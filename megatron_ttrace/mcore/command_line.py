@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training script, its arguments and the number of ranks in a command as users have it.
+
+``torchrun``, ``python -m torch.distributed.run``, ``srun`` and the like, environment assignments
+and wrappers before them, or a whole paste with line continuations. Nothing is run and no file is
+read: a shell script is recognised, and someone else must run it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from megatron_ttrace.errors import TTraceError
+
+EXAMPLE = "torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2 ..."
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_PYTHON = re.compile(r"python[0-9.]*")
+_TORCHRUN = ("torchrun", "ft_launcher")
+_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_SHELLS = ("bash", "sh", "zsh")
+_PREFIXES = ("env", "exec", "export", "nohup", "time", "command")
+_TORCHRUN_SWITCHES = frozenset(
+    {"standalone", "no-python", "run-path", "use-env", "virtual-local-rank", "module", "m"}
+)
+"""Options of torchrun without a value (torch/distributed/run.py)."""
+_PYTHON_VALUES = ("-X", "-W")
+_TASKS = {"-n": "tasks", "--ntasks": "tasks", "-N": "nodes", "--nodes": "nodes", "-np": "tasks"}
+_TASKS |= {"--ntasks-per-node": "per node"}
+_REDIRECTION = re.compile(r"(?<=\s)[0-9&]?>>?\s*(?:&[0-9]|[^\s;&|]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A training command.
+
+    Attributes:
+        script: the training script, as it is written.
+        arguments: of the script.
+        environment: what is assigned before it.
+        ranks: how many ranks it starts in all, or ``None`` if that is not said.
+        nodes: on how many machines.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ranks: int | None = None
+    nodes: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ShellScript:
+    """A shell script that starts the training somewhere.
+
+    Attributes:
+        words: the script and its arguments.
+        environment: what is assigned before it.
+    """
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Context:
+    """What the words before the script have said."""
+
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    tasks: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def parse(
+    words: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Command | ShellScript:
+    """Find the training script in a command.
+
+    Args:
+        words: the command as a shell splits it, or one word with the whole text.
+        environment: values of variables that a text mentions.
+
+    Raises:
+        TTraceError: when there is no training script in it.
+    """
+    context = _Context()
+    found = (
+        _text(words[0], context, environment or {})
+        if len(words) == 1 and re.search(r"\s", words[0].strip())
+        else _words(list(words), context)
+    )
+    if found is None:
+        raise TTraceError(
+            f"no training script in this command: give one, e.g. ttrace check -- {EXAMPLE}"
+        )
+    return found
+
+
+def _text(
+    text: str, context: _Context, environment: Mapping[str, str]
+) -> Command | ShellScript | None:
+    """A paste: the first of its statements that has a training script."""
+    text = _REDIRECTION.sub(" ", re.sub(r"\\\r?\n", " ", text))
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
+    lexer.whitespace = " \t\r"
+    lexer.whitespace_split = True
+    try:
+        tokens = list(lexer)
+    except ValueError as error:
+        raise TTraceError(f"the command cannot be split into words: {error}") from error
+    statement: list[str] = []
+    for token in [*tokens, ";"]:
+        if token.strip(";&|\n"):
+            known = {**environment, **context.environment}
+            statement.append(_expand(token, known))
+            continue
+        found = _words(statement, context)
+        if found is not None:
+            return found
+        statement = []
+    return None
+
+
+def _expand(word: str, known: Mapping[str, str]) -> str:
+    """``$NAME`` and ``${NAME}``, where the name is known."""
+    return re.sub(
+        r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))",
+        lambda match: known.get(match[1] or match[2], match[0]),
+        word,
+    )
+
+
+def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
+    """A single command; what it assigns is remembered."""
+    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+        context.environment[match[1]] = match[2]
+        words = words[1:]
+    if not words:
+        return None
+    name, rest = os.path.basename(words[0]), words[1:]
+    if name in _PREFIXES:
+        return _words(rest, context)
+    if name in _TORCHRUN:
+        return _torchrun(rest, context)
+    if _PYTHON.fullmatch(name):
+        return _python(rest, context)
+    if name in _SHELLS:
+        return _shell(rest, context)
+    if name.endswith(".sh"):
+        return ShellScript(tuple(words), dict(context.environment))
+    if name.endswith(".py"):
+        return _command(words, context, None)
+    return _launched(rest, context)
+
+
+def _launched(words: list[str], context: _Context) -> Command | ShellScript | None:
+    """The command behind a launcher or wrapper whose own options are not known: srun, nsys, ..."""
+    for at, word in enumerate(words):
+        name = os.path.basename(word)
+        if (
+            name in (*_TORCHRUN, *_SHELLS)
+            or _PYTHON.fullmatch(name)
+            or name.endswith((".py", ".sh"))
+        ):
+            _read_tasks(words[:at], context)
+            return _words(words[at:], context)
+    return None
+
+
+def _read_tasks(options: list[str], context: _Context) -> None:
+    for at, word in enumerate(options):
+        name, equals, value = word.partition("=")
+        if not equals and not word.startswith("--") and word[:2] in _TASKS and word[2:].isdigit():
+            name, value = word[:2], word[2:]  # -N2
+        elif not equals:
+            value = options[at + 1] if at + 1 < len(options) else ""
+        if name in _TASKS and value.isdigit():
+            context.tasks[_TASKS[name]] = int(value)
+
+
+def _torchrun(words: list[str], context: _Context) -> Command | None:
+    options: dict[str, str] = {}
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        name, equals, value = words[at].lstrip("-").replace("_", "-").partition("=")
+        if not equals and name not in _TORCHRUN_SWITCHES:
+            at += 1
+            value = words[at] if at < len(words) else ""
+        options[name] = value
+        at += 1
+    if {"m", "module"} & set(options):
+        raise TTraceError(f"{' '.join(words[at : at + 1])} is run as a module: give its file")
+    per_node = _number(options.get("nproc-per-node", "1"))
+    nodes = _number(options.get("nnodes", "1").split(":")[-1]) or 1
+    nodes = max(nodes, context.tasks.get("nodes", 1))
+    if at >= len(words):
+        return None
+    return _command(words[at:], context, per_node and per_node * nodes, nodes)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() and int(text) else None
+
+
+def _python(words: list[str], context: _Context) -> Command | None:
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "-m":
+            if at + 1 < len(words) and words[at + 1] in _TORCHRUN_MODULES:
+                return _torchrun(words[at + 2 :], context)
+            raise TTraceError(f"{' '.join(words[at : at + 2])} is no training script: give a file")
+        if words[at].startswith("-c"):
+            return None
+        at += 2 if words[at] in _PYTHON_VALUES else 1
+    return _command(words[at:], context, None) if at < len(words) else None
+
+
+def _shell(words: list[str], context: _Context) -> Command | ShellScript | None:
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        at += 1
+        if not words[at - 1].startswith("--") and "c" in words[at - 1]:
+            inner = words[at] if at < len(words) else ""
+            return _text(inner, context, {})
+    return ShellScript(tuple(words[at:]), dict(context.environment)) if at < len(words) else None
+
+
+def _command(
+    words: list[str], context: _Context, ranks: int | None, nodes: int | None = None
+) -> Command:
+    """The script at last. Without torchrun, a Slurm launcher starts the ranks."""
+    if nodes is None:
+        nodes = context.tasks.get("nodes", 1)
+        per_node = context.tasks.get("per node")
+        ranks = context.tasks.get("tasks") or (per_node and per_node * nodes)
+    return Command(words[0], tuple(words[1:]), dict(context.environment), ranks, nodes)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of a small job: text that every machine has, in documents of very uneven length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ttrace.mcore import text_data
+from megatron_ttrace.mcore.versions import quiet_imports
+
+_BYTES = 300_000
+_SHORTEST, _LONGEST = 1, 400
+"""Bytes of a document: a sample has none to many borders between documents."""
+
+
+def write(prefix: Path) -> Path:
+    """Write the data set, once.
+
+    Args:
+        prefix: of the ``.bin`` and ``.idx`` files.
+
+    Raises:
+        TTraceError: when it cannot be written.
+    """
+    if not prefix.with_name(f"{prefix.name}.idx").exists():
+        with quiet_imports():
+            text_data.write_corpus(_cut(text_data.standard_library_text(_BYTES)), prefix)
+    return prefix
+
+
+def _cut(text: bytes) -> Iterator[bytes]:
+    """Pieces of random lengths, evenly spread on a logarithmic scale."""
+    random = np.random.default_rng(1)
+    at = 0
+    while at < len(text):
+        length = int(np.exp(random.uniform(np.log(_SHORTEST), np.log(_LONGEST))))
+        yield text[at : at + length]
+        at += length

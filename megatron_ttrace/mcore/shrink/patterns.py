@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patterns over layers and stages, made shorter with everything in them that differs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+_MOST = 10_000
+"""Layers of a pattern that is read."""
+_TOKEN = re.compile(r"\[[0-9,]+\]|[0-9]+|[()+*]")
+_REPEATED = re.compile(r"\(([^()]+)\)\*([0-9]+)|(.)\*([0-9]+)")
+
+
+def layers(text: str) -> list[int] | None:
+    """``([0]*3+[1]*11)`` as a list of one number per layer; ``None`` for anything else.
+
+    Megatron evaluates these texts as Python (``moe_freq_type`` in megatron/training/arguments.py).
+    """
+    text = text.replace(" ", "")
+    tokens = _TOKEN.findall(text)
+    if "".join(tokens) != text or "[" not in text:
+        return None
+    try:
+        found, rest = _sum(tokens)
+    except (IndexError, ValueError):
+        return None
+    return found if found and not rest else None
+
+
+def _sum(tokens: list[str]) -> tuple[list[int], list[str]]:
+    """Lists that are joined and repeated, and the tokens behind them."""
+    found, tokens = _product(tokens)
+    while tokens and tokens[0] == "+":
+        more, tokens = _product(tokens[1:])
+        found = found + more
+    return found, tokens
+
+
+def _product(tokens: list[str]) -> tuple[list[int], list[str]]:
+    if tokens[0] == "(":
+        found, tokens = _sum(tokens[1:])
+        if tokens[0] != ")":
+            raise ValueError(tokens[0])
+        tokens = tokens[1:]
+    else:
+        found = [int(number) for number in tokens[0].strip("[]").split(",")]
+        tokens = tokens[1:]
+    while tokens and tokens[0] == "*":
+        found, tokens = found * min(int(tokens[1]), _MOST), tokens[2:]
+    if len(found) > _MOST:
+        raise ValueError(len(found))
+    return found, tokens
+
+
+def write_layers(pattern: Sequence[int]) -> str:
+    """The inverse of :func:`layers`."""
+    runs = [f"[{value}]*{len(list(run))}" for value, run in itertools.groupby(pattern)]
+    return f"({'+'.join(runs)})"
+
+
+def kinds(pattern: Sequence[int]) -> int:
+    """How many different layers there are, counted as a shorter pattern must have them."""
+    return min(len(list(itertools.groupby(pattern))), 4)
+
+
+def compress(pattern: Sequence[int], length: int) -> list[int]:
+    """The same sequence of runs in ``length`` layers, each run as long as its share, at least one.
+
+    Runs that do not fit any more are left out from the end.
+    """
+    runs = [(value, len(list(run))) for value, run in itertools.groupby(pattern)][:length]
+    lengths = [1] * len(runs)
+    for _ in range(length - len(runs)):
+        # The run that is furthest from its share grows.
+        total = sum(size for _, size in runs)
+        lacking = [
+            size * length / total - got for (_, size), got in zip(runs, lengths, strict=True)
+        ]
+        lengths[lacking.index(max(lacking))] += 1
+    return [value for (value, _), got in zip(runs, lengths, strict=True) for value in [value] * got]
+
+
+def stages(layout: str) -> list[str]:
+    """``Et*2|(tt|)*2tL`` as one text per stage: ``Ett``, ``tt``, ``tt``, ``tL``.
+
+    As ``PipelineParallelLayerLayout.parse_str_to_list`` reads it.
+    """
+    text = layout.replace(",", "").replace(" ", "")
+    while match := _REPEATED.search(text):
+        repeated = (match[1] or match[3]) * int(match[2] or match[4])
+        text = text[: match.start()] + repeated + text[match.end() :]
+    return text.split("|")
+
+
+def shrink_stages(found: Sequence[str], count: int) -> list[str]:
+    """``count`` of the stages: the first, the last, and different ones between them.
+
+    Stages with more layers than others keep having more: the numbers of decoder layers become
+    1, 2, ... in their order.
+    """
+    if count == 1:
+        chosen = ["".join(found)]
+    else:
+        middle = sorted(set(found[1:-1]), key=list(found[1:-1]).index) or [found[0].lstrip("E")]
+        chosen = [found[0], *itertools.islice(itertools.cycle(middle), count - 2), found[-1]]
+    numbers = sorted({stage.count("t") for stage in chosen if "t" in stage})
+    return [
+        re.sub("t+", "t" * (numbers.index(stage.count("t")) + 1), stage) if "t" in stage else stage
+        for stage in chosen
+    ]
+
+
+def shrink_hybrid(pattern: str, count: int) -> str:
+    """A hybrid model's layers (``M-M*|M-E``) in ``count`` pipeline segments.
+
+    Of each segment the first of every kind of layer stays, in their order. A pattern without
+    segments is repeated, so that stages are alike. What follows ``/`` (multi-token prediction) is
+    treated alike.
+    """
+    main, *extra = pattern.split("/")
+    segments = main.split("|")
+    if len(segments) > 1:
+        chosen = shrink_stages(segments, count) if count > 1 else ["".join(segments)]
+        short = "|".join("".join(dict.fromkeys(segment)) for segment in chosen)
+    else:
+        short = "".join(dict.fromkeys(main)) * count
+    return "/".join([short, *("".join(dict.fromkeys(one)) for one in extra)])
