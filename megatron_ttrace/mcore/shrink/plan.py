@@ -157,7 +157,10 @@ def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[s
         option = flag.option or ""
         change = changes.pop(option, None)
         found = decision(option)
-        if change is not None:
+        if change is not None and change.values == flag.values:
+            kept.append(str(flag))
+            words += flag.words()
+        elif change is not None:
             rows.append(_row(flag.name, flag, change))
             if change.lost:
                 lost.append(f"{flag.name}: {change.why}")
@@ -177,7 +180,6 @@ def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[s
         if change.values is not None:
             rows.append(_row(name, None, change))
             words += [name, *change.values]
-    rows = [row for row in rows if row.now is None or row.was != row.now]
     return Job(small, tuple(words)), rows, kept, lost
 
 
