@@ -145,8 +145,9 @@ def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[s
     changes: dict[str, Change] = {}
     for rule in RULES:
         for one in rule(case):
+            earlier = changes.get(one.option)
             # What goes with its axis stays away.
-            if changes.get(one.option, one).values is not None:
+            if earlier is None or earlier.values is not None:
                 changes[one.option] = one
     words: list[str] = []
     rows: list[Row] = []

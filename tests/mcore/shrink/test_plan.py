@@ -19,8 +19,8 @@ LARGE = """
 --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 8192
 --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 1536 --bf16 --swiglu
 --use-distributed-optimizer --train-iters 100000 --lr 1e-4 --lr-warmup-iters 10 --save out
---load out --data-path 1 blend --tokenizer-type GPT2BPETokenizer --log-interval 1 --no-rope-fusion
---own-flag-of-a-script 7
+--load out --data-path 1 blend --vocab-size 50257 --fim-data --tokenizer-type GPT2BPETokenizer
+--log-interval 1 --no-rope-fusion --own-flag-of-a-script 7
 """
 
 
@@ -37,7 +37,16 @@ def test_what_is_kept_and_what_goes():
         assert given.has(option)
     assert given.flag("apply_rope_fusion") == Flag("--no-rope-fusion")
     assert ("--own-flag-of-a-script", "7") in [(one.name, *one.values) for one in given.flags]
-    for option in ("save", "load", "data_path", "log_interval", "lr_warmup_iters"):
+    gone = (
+        "save",
+        "load",
+        "data_path",
+        "log_interval",
+        "lr_warmup_iters",
+        "vocab_size",
+        "fim_data",
+    )
+    for option in gone:
         assert not given.has(option)
     assert job.axes.ranks == 8
     assert given.text("tensor_model_parallel_size") == "2"
@@ -53,6 +62,8 @@ def test_the_account_is_complete():
     for flag in Given.parse(LARGE.split()).flags:
         if str(flag) in found.kept:
             assert now.flag(flag.option) == flag
+        elif flag.option in ("vocab_size", "fim_data"):
+            assert rows[flag.name].now is None
         elif now.has(flag.option):
             row = rows[flag.name]
             assert row.was == " ".join(flag.values)
@@ -71,6 +82,8 @@ def test_several_jobs():
     assert len(found.jobs) > 1
     assert "all axes in one job (tp, cp, pp, dp)" in found.lost[-1]
     assert all(job.axes.ranks <= 8 for job in found.jobs)
+    for job in found.jobs:
+        assert Given.parse(job.arguments).has("sequence_parallel") == (job.axes.tp > 1)
 
 
 @pytest.mark.parametrize(
