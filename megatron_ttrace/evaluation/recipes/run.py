@@ -151,12 +151,12 @@ class Checker:
         """Check a job."""
         import shlex
 
-        from megatron_ttrace.cli.training import data_arguments
+        from megatron_ttrace.mcore.shrink import documents
         from megatron_ttrace.runtime.runner import Case
 
         case = Case(
             name=job.key,
-            arguments=(*job.arguments, *data_arguments(job.script, self.prefix)),
+            arguments=(*job.arguments, *documents.arguments(job.script, self.prefix)),
             nproc=job.ranks,
             script=Path(job.script),
             environment=dict(job.environment),
