@@ -79,6 +79,7 @@ class _ChunkState:
         self.seen = WeakTensorKeyDictionary()
         self.seen_again = WeakTensorKeyDictionary()
         self.emitted: set[Place] = set()
+        self.followed: set[Place] = set()
 
     @property
     def current(self) -> int:
@@ -246,9 +247,14 @@ class ModuleTap:
             # after the hooks inside the block have seen it.
             known = _Seen(tensor._version, [place], tensor.grad_fn)
             seen[tensor] = known
-            if tensor.requires_grad:
+            # What enters a recomputed block has consumers outside of it, too: its gradient is that
+            # of the tensor of the first pass, not of the copy that the block is recomputed from.
+            again = recomputing and place in state.followed
+            if tensor.requires_grad and not again:
                 hook = functools.partial(self._guard, self._gradient, state, known)
                 self._handles.append(on_gradient(tensor, hook))
+        if tensor.requires_grad and not recomputing:
+            state.followed.add(place)
         values = self._sink.replace(place, tensor)
         if values is None:
             return None

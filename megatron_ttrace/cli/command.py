@@ -85,7 +85,7 @@ def progress() -> Say:
 
 
 def silent(line: str) -> None:
-    """In place of :func:`progress` where none is wanted."""
+    """In place of :func:`progress`, to print nothing."""
     del line
 
 

@@ -34,9 +34,9 @@ is_program = False
 """Whether this file is the program of this process."""
 
 
-def command(script: str | Path, arguments: Sequence[str] = ()) -> list[str]:
-    """The command line of a fresh process that runs ``script``."""
-    return [sys.executable, __file__, str(script), *arguments]
+def command(script: str | Path) -> list[str]:
+    """The command of a new process that runs ``script``; its arguments are to be appended."""
+    return [sys.executable, __file__, str(script)]
 
 
 def search_path(script: str | Path) -> list[str]:

@@ -106,7 +106,7 @@ def prepare(
     Args:
         device: ``--ttrace-device``.
         script: imports this Megatron; by default our own ``pretrain_gpt.py``.
-        modules: what every rank imports besides (``runtime.PRELOADED``).
+        modules: further modules that every rank imports (``runtime.PRELOADED``).
     """
     # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():

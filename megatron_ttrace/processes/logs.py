@@ -91,7 +91,7 @@ def _raised(lines: list[str]) -> str:
 
 
 def _looks_raised(lines: list[str]) -> str:
-    """The last line that names an exception, where the traceback is cut off."""
+    """The last line that names an exception, for a traceback that is cut off."""
     for line in reversed(lines):
         said = _RANK.sub("", line)
         if _ERROR.match(said):

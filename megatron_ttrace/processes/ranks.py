@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
@@ -37,7 +37,7 @@ class End:
 
 @dataclasses.dataclass(slots=True)
 class Observed:
-    """What was seen of a job's processes.
+    """What was observed of a job's processes.
 
     Attributes:
         ends: of the ranks, in the order in which they ended, without those that we ended.
@@ -182,15 +182,7 @@ class _Job:
         waiter.poll(_POLL_SECONDS * 1000)
 
     def _reap(self) -> None:
-        for pid in list(self._waited):
-            try:
-                found, status = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                found, status = pid, 1 << 8
-            if not found:
-                continue
-            code = os.waitstatus_to_exitcode(status)
-            self._forget(pid, code)
+        for pid, code in self._ended():
             if pid == self._reference:
                 self._reference = None
                 if self._requests:
@@ -200,13 +192,23 @@ class _Job:
                 self._codes[rank] = code
                 self._observed.ends.append(End(rank, code, time.time_ns()))
 
-    def _forget(self, pid: int, code: int) -> None:
-        del self._waited[pid]
-        descriptor = self._watched.pop(pid, None)
-        if descriptor is not None:
-            os.close(descriptor)
-        if pid in self._processes:
-            self._processes[pid].returncode = code
+    def _ended(self) -> Iterator[tuple[int, int]]:
+        """Process ids and exit codes of processes that have ended since the last call."""
+        for pid in list(self._waited):
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                found, status = pid, 1 << 8
+            if not found:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            del self._waited[pid]
+            descriptor = self._watched.pop(pid, None)
+            if descriptor is not None:
+                os.close(descriptor)
+            if pid in self._processes:
+                self._processes[pid].returncode = code
+            yield pid, code
 
     def _serve(self) -> None:
         if self._requests is None or self._reference is not None:
@@ -225,14 +227,7 @@ class _Job:
             _kill(pid)
         deadline = time.monotonic() + _REAPING_SECONDS
         while self._waited and time.monotonic() < deadline:
-            for pid in list(self._waited):
-                try:
-                    found, _ = os.waitpid(pid, os.WNOHANG)
-                except ChildProcessError:
-                    found = pid
-                if found:
-                    self._forget(pid, -signal.SIGKILL)
-            if self._waited:
+            if not list(self._ended()):
                 time.sleep(0.005)
         # Workers of a data loader end by themselves when their rank is gone.
         deadline = time.monotonic() + _LEAVING_SECONDS
@@ -249,10 +244,9 @@ class _Job:
 
 
 def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(group, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(group, signal.SIGKILL)
 
 
 def _has_members(group: int) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Ctrl-C, SIGTERM and SIGHUP do to a command: one line, no process left, exit code 128 + n.
 
-Where nothing needs to be cleaned up the process ends at once. Python's own ``KeyboardInterrupt`` is
+If nothing needs to be cleaned up, the process ends at once. Python's own ``KeyboardInterrupt`` is
 not enough there: imports of torch and Megatron catch it, turn it into another error, or print it
 from a callback and continue. Inside :func:`orderly` an exception is raised, so that ``finally``
 works. The kernel ends ranks with their parent in both cases (``tether``).

@@ -101,7 +101,7 @@ class Patience:
         return pids, tuple(_size(log) for log in (*(one.log for one in waited), *self._logs))
 
     def _tell_stopped(self, waited: Sequence[Waited]) -> None:
-        """Say that a process is stopped, when two looks in a row found it so."""
+        """Report a stopped process when two checks in a row found it stopped."""
         stopped = {one.pid: one for one in waited if one.is_stopped}
         for pid, one in stopped.items():
             if pid in self._stopped and pid not in self._told:

@@ -297,9 +297,9 @@ def _bands(
 
 MAX_RANKS = 256
 _STATES = {
-    "culprit": "the culprit is seen here",
-    "failing": "named by failures",
-    "fine": "no failure names it",
+    "culprit": "a culprit fails here",
+    "failing": "other failures",
+    "fine": "no failure",
 }
 
 
@@ -355,9 +355,9 @@ def rank_map(
         for d in range(dp)
         for c in range(cp)
     ]
-    note = "tp runs to the right within a stage"
+    note = "tp from left to right within a stage"
     if vpp > 1:
-        note += f"; every stage holds {vpp} model chunks (vpp)"
+        note += f"; each stage holds {vpp} model chunks (vpp)"
     if ep > 1:
         note += f"; experts are spread over groups of {ep} ranks (ep)"
     return RankMap([f"stage {p}" for p in range(pp)] if pp > 1 else ["all layers"], rows, note)

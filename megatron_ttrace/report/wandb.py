@@ -18,6 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -149,23 +150,19 @@ def within(seconds: float, work: Callable[[], str]) -> str:
     Raises:
         TimeoutError: when it did not end; else what ``work`` raised.
     """
-    answer: list[str] = []
-    failure: list[Exception] = []
+    answer: Future[str] = Future()
 
     def target() -> None:
         try:
-            answer.append(work())
+            answer.set_result(work())
         except Exception as error:  # noqa: BLE001 - raised again by the caller
-            failure.append(error)
+            answer.set_exception(error)
 
-    worker = threading.Thread(target=target, name="ttrace-wandb", daemon=True)
-    worker.start()
-    worker.join(seconds)
-    if failure:
-        raise failure[0]
-    if not answer:
+    # A thread of an executor would be waited for when the process ends.
+    threading.Thread(target=target, name="ttrace-wandb", daemon=True).start()
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"no end after {seconds:.0f} s; try WANDB_MODE=offline")
-    return answer[0]
+    return answer.result()
 
 
 def _settings(wandb: Any) -> Any:

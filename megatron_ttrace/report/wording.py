@@ -46,7 +46,7 @@ OUTCOME_WORDS = {
 RESULT_SENTENCES = {
     Result.EQUIVALENT: "numerically equivalent to the reference",
     Result.DIVERGED: "not equivalent to the reference",
-    Result.COULD_NOT_CHECK: "no answer: the check could not be made",
+    Result.COULD_NOT_CHECK: "no answer: the check could not be completed",
 }
 
 
@@ -176,7 +176,8 @@ def layout_text(config: Mapping[str, Any]) -> str:
     sizes = {axis: number(config.get(axis)) for axis in AXES}
     split = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1]
     world = number(config.get("world_size"))
-    text = " × ".join(split) if split else ("1 device" if world in (None, 1) else "no split axis")
+    one = "1 device" if world in (None, 1) else "no parallel axis"
+    text = " × ".join(split) or one
     return f"{text}, {world} ranks" if world is not None and world > 1 else text
 
 
@@ -249,7 +250,7 @@ def notices(summary: Summary) -> list[str]:
 
 
 _REASONS = {
-    Reason.BLIND: "blind: rounding alone moves them too far for a bug to show",
+    Reason.BLIND: "blind: rounding alone changes them too much for a bug to show",
     Reason.UNDEFINED: "undefined: NaN in both runs",
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
     Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",

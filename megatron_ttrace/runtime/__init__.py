@@ -8,4 +8,4 @@ PRELOADED = (
     "megatron_ttrace.runtime.loop",
     "megatron_ttrace.runtime.reference_run",
 )
-"""What every rank of a check imports: for a parent that imports it once and forks."""
+"""Modules that every rank of a check imports, for a parent that imports them once and forks."""

@@ -28,7 +28,7 @@ from megatron_ttrace.errors import ExitCode, TTraceError, one_line
 from megatron_ttrace.runtime import channel
 from megatron_ttrace.trace import codec
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
 _WATCH_SECONDS = 1.0
 _BEAT_SECONDS = 5.0
 _SAY_AFTER_SECONDS = 10.0
@@ -122,7 +122,7 @@ class Ranks:
 
         Raises:
             GivenUpError: on every rank, when it failed on any.
-            EndError: when there is nobody left to agree with.
+            EndError: when the other ranks cannot be reached.
         """
         if self._given_up is not None:
             raise self._given_up
@@ -187,7 +187,7 @@ class Ranks:
             raise self.end(error, what) from error
 
     def give_up(self, error: BaseException, what: str) -> GivenUpError | EndError:
-        """Announce that this rank failed; returns what is to be raised."""
+        """Announce that this rank failed; returns the error to raise."""
         if isinstance(error, GivenUpError | EndError):
             return error
         if self._given_up is None:
@@ -197,7 +197,7 @@ class Ranks:
         return self._given_up
 
     def end(self, error: BaseException, what: str) -> EndError:
-        """Announce that the job must end; returns what is to be raised."""
+        """Announce that the job must end; returns the error to raise."""
         if isinstance(error, EndError):
             return error
         cause = self._announce("fatal", self._cause(error, what))

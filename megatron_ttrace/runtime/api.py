@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package offers to Python programs; ``ttrace check`` and ``ttrace compare`` call it too.
+"""The Python API, which ``ttrace check`` and ``ttrace compare`` call too.
 
 Importing this module imports neither torch nor Megatron.
 """
@@ -7,10 +7,11 @@ Importing this module imports neither torch nor Megatron.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
@@ -83,16 +84,16 @@ def check(
     """Run a Megatron training script on this machine and check it, as ``ttrace check`` does.
 
     The script runs exactly as ``python SCRIPT`` would in this directory and environment, once per
-    rank, up to the last traced iteration. Where no reference is given, one is made first.
+    rank, up to the last traced iteration. If no reference is given, one is made first.
 
     A check that finished without being able to decide (too many tensors unchecked, tracing failed)
     returns a report whose verdict is ``Result.COULD_NOT_CHECK``; the reason is among
-    ``report.summary.notices``. Everything else that the command ends with exit code 2 raises.
+    ``report.summary.notices``. All other cases in which the command returns exit code 2 raise.
 
     Args:
         script: a Megatron training script, for instance ``pretrain_gpt.py`` of a checkout. It need
             not call :func:`enable`.
-        arguments: the script's arguments. Any ``--ttrace-*`` flag may stand among them and takes
+        arguments: the script's arguments. Any ``--ttrace-*`` flag may be among them and takes
             precedence over the parameters below.
         nproc_per_node: number of ranks, all on this machine.
         directory: where traces and reports are written (``--ttrace-dir``). What an earlier check
@@ -130,7 +131,7 @@ def check(
             nproc=nproc_per_node,
             environment={**recorded, **(environment or {})},
             fork=fork,
-            say=progress or (lambda line: None),
+            say=progress,
         )
     except NoAnswerError as error:
         if (report := _undecided(error.directory, error.run)) is None:
@@ -162,8 +163,8 @@ def compare(
         The report; its verdict is ``Result.COULD_NOT_CHECK`` if too many tensors are unchecked.
 
     Raises:
-        TTraceError: when a trace is missing, damaged, or not of the role that is asked for, or when
-            the report cannot be written.
+        TTraceError: when a trace is missing, damaged or of the other role, or when the report
+            cannot be written.
     """
     import io
 
@@ -175,7 +176,6 @@ def compare(
     from megatron_ttrace.report import publish
     from megatron_ttrace.runtime.conclusion import conclude
     from megatron_ttrace.trace import shared
-    from megatron_ttrace.trace.sanitise import clean
     from megatron_ttrace.trace.store import TraceReader
 
     if not 0 <= allow_unchecked <= 1:
@@ -192,7 +192,7 @@ def compare(
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
     epsilon_of(trusted)
     meshes = meshes_of(tested)
-    try:
+    with consistent(theirs, ours):
         summary, verdicts = conclude(
             trusted,
             tolerance.of_reference(trusted),
@@ -203,12 +203,6 @@ def compare(
             timings={"measure": time.monotonic() - began},
             allow_unchecked=allow_unchecked,
         )
-    except (ArithmeticError, ValueError) as error:
-        # Each number is in range, but they do not belong to one run.
-        raise TTraceError(
-            f"{ours} and {theirs} contradict themselves or each other "
-            f"({clean(error)}): run the traced job again"
-        ) from error
     folder = Path(output) if output is not None else ours.parent
     run = tested.meta["run"]
     with shared.claim_report(folder, run):
@@ -221,6 +215,24 @@ def compare(
             run_id=run,
         )
     return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
+
+
+@contextlib.contextmanager
+def consistent(reference: Path, candidate: Path) -> Iterator[None]:
+    """Report numbers of saved traces that are each in range but do not belong to one run.
+
+    Raises:
+        TTraceError: when a calculation with them fails.
+    """
+    from megatron_ttrace.trace.sanitise import clean
+
+    try:
+        yield
+    except (ArithmeticError, ValueError) as error:
+        raise TTraceError(
+            f"{candidate} and {reference} contradict themselves or each other "
+            f"({clean(error)}): run the traced job again"
+        ) from error
 
 
 def load_report(directory: PathLike) -> Report:
@@ -248,7 +260,7 @@ def run_check(
     nproc: int,
     environment: Mapping[str, str],
     fork: bool,
-    say: Callable[[str], None],
+    say: Callable[[str], None] | None,
 ) -> Report:
     """Run a check to its end, for :func:`check` and ``ttrace check``.
 
@@ -279,7 +291,7 @@ def run_check(
         flags=tuple(_words(ours)),
         environment=dict(environment),
     )
-    summary = jobs.run(job, fork=fork, say=say)
+    summary = jobs.run(job, fork=fork, say=say or (lambda line: None))
     from megatron_ttrace.report import files
 
     written, verdicts = files.load_report(job.directory)

@@ -121,7 +121,7 @@ class CandidateSession(Session):
         In its first step Megatron learns the order in which gradients become ready, and reduces
         them all at the end (``is_first_batch`` in
         megatron/core/distributed/param_and_grad_buffer.py). All later steps reduce them with
-        overlap, and that is what can go wrong.
+        overlap, which is what can go wrong.
         """
         with self.rehearsal(restore=True):
             self.serve(served)

@@ -98,12 +98,9 @@ class Comparison:
 
 
 def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -> RankLayout:
-    """What the comparison must know of this rank's part of the model.
+    """This rank's part of the model, as far as the comparison needs it.
 
-    Args:
-        model: this rank's part.
-        args: Megatron's.
-        scale: the candidate's loss scale relative to the reference's.
+    ``scale`` is the candidate's loss scale relative to the reference's.
     """
     return RankLayout(
         model.mesh,

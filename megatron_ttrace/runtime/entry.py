@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``enable()``: flags into Megatron's parser, the CPU backend where needed, hooks on ``--ttrace``.
+"""``enable()``: adds our flags to Megatron's parser, and the CPU backend if there is no GPU.
 
 All entry scripts call Megatron's ``parse_args`` (megatron/training/arguments.py) before anything is
 built, in all supported releases. Its callers differ (0.17: ``initialize_megatron``; 0.18 and later:

@@ -24,7 +24,7 @@ def put_in(name: str) -> None:
     """Put the named fault into this process.
 
     Raises:
-        TTraceError: when nothing was offered, or what was offered does not know the name.
+        TTraceError: when no function was offered, or it does not know the name.
     """
     if not _offered:
         raise TTraceError(f"--ttrace-bug {name}: call megatron_ttrace.enable() in the script first")

@@ -43,12 +43,12 @@ ORDER = "overrides.json"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a reference run is told, in its :data:`ORDER` file.
+    """The instructions for a reference run, in its :data:`ORDER` file.
 
     Attributes:
         overrides: Megatron's arguments that it takes over (``mcore/reference_arguments.py``).
         fingerprint: digest of ``identity``.
-        identity: what the reference is of.
+        identity: of the job that the reference is made for.
         directory: where the trace is written.
         started: the candidate's start if it was loaded from a checkpoint.
     """
@@ -216,7 +216,7 @@ def _sweep(parent: Path, own: str) -> None:
 def _move(aside: Path, home: Path, name: str) -> str:
     """Verify a finished reference and move it to ``home``; returns its checksum.
 
-    What was there is moved away, never changed.
+    An older directory there is moved away, never changed.
     """
     checksum, flaw = _look(aside, name)
     if not checksum:

@@ -40,8 +40,25 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--use-torch-fsdp2: its sharded weights are not captured; check the same job with "
             "--use-megatron-fsdp or --use-distributed-optimizer"
         )
+    if settings.role == "candidate" and getattr(args, "cuda_graph_impl", "none") != "none":
+        raise TTraceError(
+            "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
+            "--cuda-graph-impl none"
+        )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
         raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        raise TTraceError(
+            "--overlap-moe-expert-parallel-comm: runs the layers of two microbatches in turns, "
+            "outside of the model's forward pass, where they cannot be told apart: check the same "
+            "job without it"
+        )
+    if getattr(args, "fim_data", False) and getattr(args, "data_parallel_size", 1) > 1:
+        raise TTraceError(
+            "--fim-data with data parallelism: each rank rearranges samples at random in the order "
+            "in which it reads them, so another layout trains on others: check the same job "
+            "without it"
+        )
     if balancing.depends_on_layout(args) and getattr(
         args, "moe_pad_expert_input_to_capacity", False
     ):

@@ -99,7 +99,7 @@ class Runner:
         """
         job = self.job(case)
         # The report names the command that repeats this check, not the one that runs many: a check
-        # must not see what is evaluated (a known bug, a mutant).
+        # must not see which known bug or mutant is evaluated.
         command = {provenance.COMMAND: provenance.command_line(job.checking())}
         job = dataclasses.replace(job, environment={**job.environment, **command})
         return Checked(job, jobs.run(job, fork=self.forks, say=say))

@@ -223,7 +223,7 @@ class Session(abc.ABC):
         )
         snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
         scheduler = copy.copy(vars(self._scheduler))
-        # Restoring may communicate: either all ranks get there or none.
+        # Restoring may communicate: either all ranks do it or none.
         self.ranks.meet("saving the training state")
         if snapshot is not None:
             kept.callback(snapshot.restore)

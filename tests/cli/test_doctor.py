@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ttrace import cpu
 from megatron_ttrace.cli import doctor
 from megatron_ttrace.errors import TTraceError
 from tests.integration.jobs import ttrace
@@ -17,12 +16,6 @@ SUBJECTS = {
     *("Python", "torch", "megatron-core", "GPU", "disk"),
     *("TransformerEngine", "Apex", "wandb", "TensorBoard", "checks"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _backend() -> None:
-    """The doctor imports Megatron; for the tests after it in this process, on the CPU backend."""
-    cpu.activate()
 
 
 def test_this_machine(tmp_path: Path) -> None:

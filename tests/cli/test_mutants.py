@@ -21,6 +21,7 @@ def ttrace(*words, timeout=280):
 
 
 def test_list():
+    """As JSON and as text."""
     code, output, _ = ttrace("list", "--only", DOUBLED, "--json")
     assert code == 0
     (mutant,) = json.loads(output)
@@ -40,6 +41,7 @@ def test_list():
     ],
 )
 def test_wrong_use(words, message):
+    """A clear message, exit code 2, no traceback."""
     code, _, errors = ttrace(*words)
     assert code == 2
     assert message in errors

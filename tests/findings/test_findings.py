@@ -22,6 +22,8 @@ MLA = (
 )
 SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type allgather"
 
+DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
+
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
@@ -32,6 +34,8 @@ SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type al
         ("", "predicted-tokens", f"{CP} --mtp-num-layers 1"),
         ("train-only-sinks", "sinks", SINKS),
         ("", "indexer", SPARSE),
+        ("", "delta-net-start", f"{DELTA} --sequence-parallel"),
+        ("delta-net-start", "delta-net-norm", DELTA),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):

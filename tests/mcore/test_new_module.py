@@ -247,7 +247,7 @@ def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told of the new module: three rows of tables, all in mcore/."""
+    """What is declared of the new module: three rows of tables, all in mcore/."""
     monkeypatch.setattr(roles, "FIRST_OF_GATED", (*roles.FIRST_OF_GATED, "gate_up"))
     monkeypatch.setitem(parameters.UNMARKED, "channel_scales", 0)
     place = places.Place("core/made/up.py:FusedGatedLinear", name=r"\.gate_up$")
@@ -292,7 +292,7 @@ def test_a_fault_in_it_is_localised(tmp_path: Path) -> None:
 
 
 def test_without_the_rows_it_is_not_supported(tmp_path: Path) -> None:
-    """Nothing else in the package knows how it is divided: a right run is no pass then."""
+    """Nothing else in the package knows how it is divided: then a correct run does not pass."""
     summary, _ = check(tmp_path)
     assert summary.verdict is Result.DIVERGED
     assert {culprit.name.partition(".gate_up")[0] for culprit in summary.culprits} == {

@@ -137,7 +137,7 @@ def test_windows_line_ends(checkout: Path) -> None:
 
 
 def test_symbolic_link_stays(checkout: Path, tmp_path: Path) -> None:
-    """A script that is a link is changed where it lies."""
+    """Of a script that is a link, the target is changed."""
     script, elsewhere = checkout / "pretrain_gpt.py", tmp_path / "real.py"
     script.rename(elsewhere)
     script.symlink_to(elsewhere)
@@ -175,7 +175,7 @@ def test_enabled_by_hand(checkout: Path) -> None:
 
 
 def test_patched_lines_edited(checkout: Path) -> None:
-    """Lines of ours that were edited are not taken for ours; the first of them is named."""
+    """Patched lines that were edited are not recognised; the first of them is named."""
     run(checkout)
     script = checkout / "pretrain_gpt.py"
     script.write_text(script.read_text().replace("megatron_ttrace.enable()", "pass"))
@@ -212,7 +212,7 @@ def test_later_patch_release(tmp_path: Path) -> None:
 
 
 def test_no_version(checkout: Path) -> None:
-    """A package_info.py without numbers is no reason for a traceback."""
+    """A package_info.py without numbers gives one line, not a traceback."""
     (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\n")
     refuses(checkout, "package_info.py: no version found")
 

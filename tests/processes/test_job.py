@@ -250,8 +250,9 @@ def test_the_isolating_command_is_one_that_check_reads():
     job = Job(Path("a.py"), ("--lr", "1e-3"), 2, Path("out"), ("--ttrace-bug=11",))
     program, *words = job.isolating()
     args = build_parser().parse_args(words)
-    ours, theirs = flags.split(args.script[2:], check.before(args))
+    ours, theirs = flags.split(args.command_words[2:], check.before(args))
     assert program == "ttrace"
-    assert (args.command, args.nproc_per_node, args.script[:2]) == ("check", 2, ["--", "a.py"])
+    assert (args.command, args.nproc_per_node) == ("check", 2)
+    assert args.command_words[:2] == ["--", "a.py"]
     assert (ours.ttrace_isolate, ours.ttrace_bug, ours.ttrace_dir) == (True, "11", "out-isolated")
     assert theirs == ["--lr", "1e-3"]

@@ -27,9 +27,9 @@ class PlantedColumn:
     found: dict[str, float]
 
 
-def columns(field: Field, trials: int, seed: int = 1) -> list[PlantedColumn]:
+def columns(field: Field, trials: int) -> list[PlantedColumn]:
     """Plant ``trials`` errors of each sort. All rules but ours judge the merged tensor."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     facts = RunFacts(field.layers, field.epsilon)
     sorts = [(f"{size:g}", "noise", size) for size in SIZES]
     sorts += [(f"box: {shape}", shape, math.nan) for shape in WHOLE_SIZE]

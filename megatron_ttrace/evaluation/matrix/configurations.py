@@ -100,12 +100,14 @@ SCRIPTS = {"hybrid": "pretrain_hybrid.py", "hybrid-moe": "pretrain_hybrid.py"}
 
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 WIDE = tuple(DTYPES)
-DTYPES |= {
+FP16 = {"fp16": "--fp16"}
+"""With a loss scale."""
+DTYPES |= FP16 | {
     "fp8-delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
     "fp8-tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
 }
-FP8 = tuple(name for name in DTYPES if name not in WIDE)
+FP8 = tuple(name for name in DTYPES if name.startswith("fp8"))
 """With TransformerEngine's layers only."""
 
 FLAGS = {
@@ -139,6 +141,12 @@ FLAGS = {
     "reset": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
     "decoupled": "--decoupled-lr 5e-4 --weight-decay 0.1",
     "cpu-init": "--use-cpu-initialization",
+    "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
+    "quantile": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
+    "capacity": "--moe-expert-capacity-factor 1.0",
+    "padded": "--moe-pad-expert-input-to-capacity",
+    "only": "--recompute-granularity selective --recompute-modules",
+    "cp4": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
 }
 """Short words for the arguments of layouts."""
 
@@ -318,6 +326,49 @@ LAYOUTS = (
     Layout("tp2-sp-pp2-zero", 4, "tp2 sp pp2 zero", ("gpt-te",), FP8),
     Layout("ep2", 2, "ep2", ("moe-te",), FP8),
     Layout("tp2-sp-ep2", 2, "tp2 sp ep2 etp1 alltoall", ("moe-te",), FP8),
+    Layout("tp2-sp-etp2", 2, "tp2 sp", ("moe-te",), FP8),
+    Layout("dp2-zero-fp8-weights", 2, "zero --fp8-param-gather", ("gpt-te",), FP8[:1]),
+    Layout("tp2", 2, "tp2", ("gpt-te",), ("fp16",)),
+    Layout("dp4-zero-overlap", 4, "zero overlap", ("llama-te",), ("fp16",)),
+    Layout("pp2-constant-scale", 2, "pp2 --loss-scale 1024", ("gpt",), ("fp16",)),
+    Layout("tp2-sp", 2, "tp2 sp", ("moe-te",), ("fp16",)),
+    Layout("sinkhorn-tp2-sp", 2, "tp2 sp sinkhorn", ("moe-te",)),
+    Layout("sinkhorn-cp2", 2, "cp2 sinkhorn --moe-router-topk 1", ("moe-te",)),
+    Layout("sinkhorn-pp2-ep2", 4, "pp2 ep2 alltoall sinkhorn", ("moe-te",)),
+    Layout("capacity-tp2-sp", 2, "tp2 sp capacity", ("moe-te",)),
+    Layout("capacity-ep2", 2, "ep2 alltoall capacity", ("moe-te",)),
+    Layout("capacity-padded-ep2", 2, "ep2 alltoall capacity padded", ("moe-te",)),
+    Layout("quantile-tp2-sp", 2, "tp2 sp quantile", ("moe-te",), FP32),
+    Layout("fused-router-tp2-sp", 2, "tp2 sp --moe-router-fusion", GROUPED),
+    Layout("tp2", 2, "tp2", ("hybrid",)),
+    Layout("tp2-sp", 2, "tp2 sp", ("hybrid",)),
+    Layout("cp2", 2, "cp2", ("hybrid",)),
+    Layout("pp2-piped", 2, "pp2 --hybrid-layer-pattern M-|M*", ("hybrid",)),
+    Layout("pp2-vpp2-piped", 2, "pp2 --hybrid-layer-pattern M|-|M|*", ("hybrid",)),
+    Layout("tp2-sp-cp2-zero", 4, "tp2 sp cp2 zero", ("hybrid",)),
+    Layout("ep2", 2, "ep2", ("hybrid-moe",)),
+    Layout("tp2-sp-ep2", 2, "tp2 sp ep2 etp1 alltoall", ("hybrid-moe",)),
+    Layout("pp2", 2, "pp2", ("gdn-te",)),
+    Layout("cp2", 2, "cp2", ("gdn-te",)),
+    Layout("tp2-sp", 2, "tp2 sp", ("gdn-te",), finding="start with the same convolution"),
+    Layout("tp2", 2, "tp2", ("gdn-te",), finding="gradients of a norm are never summed"),
+    Layout("recompute-mlp-tp2", 2, "tp2 only mlp", ("llama-te",), FP32),
+    Layout(
+        "dp2-fsdp-zero3-recompute",
+        2,
+        "fsdp optim_grads_params only layernorm mlp core_attn",
+        ("llama-te",),
+        FP32,
+    ),
+    Layout(
+        "dp2-fsdp-zero3-meta",
+        2,
+        "fsdp optim_grads_params --init-model-with-meta-device",
+        ("llama-te",),
+        FP32,
+    ),
+    Layout("defer-pp2", 2, "pp2 --defer-embedding-wgrad-compute", ("gpt-te",)),
+    Layout("cp4-hierarchical", 4, "cp4 --cp-comm-type a2a+p2p", ("llama-te",)),
 )
 
 

@@ -34,7 +34,7 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 def write(model: TracedModel, directory: Path) -> str:
     """Write this rank's part of the state; returns a digest of it.
 
-    Where all data-parallel ranks hold the same, the first one writes.
+    If all data-parallel ranks hold the same state, the first one writes it.
     """
     writer = TraceWriter(directory, model.mesh.rank)
     marks = hashlib.sha256()

@@ -59,7 +59,7 @@ def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: in
 
 
 def set_step(part: Owned, key: torch.Tensor, step: float) -> None:
-    """Set the number of steps that Adam has made; ``key`` is what it knows the parameter by.
+    """Set the number of steps that Adam has made; ``key`` is the parameter in its state.
 
     torch's Adam keeps it for each parameter, the fused ones of Apex and TransformerEngine in the
     parameter group.

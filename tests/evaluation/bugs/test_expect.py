@@ -46,6 +46,7 @@ def summary(*culprits: Culprit, verdict: Result = Result.DIVERGED) -> Summary:
 
 
 def test_found() -> None:
+    """Detected, localised and explained, with the smallest margin."""
     other = dataclasses.replace(CULPRIT, name="decoder.layers.1.mlp", margin=5.0)
     found = assess(summary(CULPRIT, other), EXPECTED)
     assert found.met
@@ -64,6 +65,7 @@ def test_found() -> None:
     ],
 )
 def test_another_place_is_not_localised(changes: dict[str, object], problem: str) -> None:
+    """Module, kind, direction and verdict must all be as expected."""
     found = assess(summary(dataclasses.replace(CULPRIT, **changes)), EXPECTED)
     assert (found.detected, found.localised, found.met) == (True, False, False)
     assert problem in found.problem
@@ -89,6 +91,7 @@ def test_all_but_the_last_layer(layers: int, localised: bool) -> None:
 
 
 def test_nothing_found() -> None:
+    """An equivalent run is a missed bug."""
     found = assess(summary(verdict=Result.EQUIVALENT), EXPECTED)
     assert (found.detected, found.localised, found.met) == (False, False, False)
     assert found.problem == "found equivalent"

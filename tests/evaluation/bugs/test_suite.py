@@ -50,6 +50,7 @@ def one_layout(folder: Path, name: str, *, harmless: bool = False) -> None:
 
 
 def test_list() -> None:
+    """As JSON and as a table."""
     code, output, _ = ttrace(NO_CATALOGUE, "bugs", "list", "--json")
     assert code == 0
     assert [bug["id"] for bug in rows(output)][:2] == ["01", "02"]
@@ -67,6 +68,7 @@ def test_list() -> None:
     ],
 )
 def test_wrong_use(words: list[str], message: str) -> None:
+    """One line, exit code 2."""
     code, _, errors = ttrace(NO_CATALOGUE, "bugs", "run", *words)
     assert code == 2
     assert message in errors

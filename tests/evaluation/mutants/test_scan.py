@@ -45,6 +45,7 @@ def test_every_package_and_operator(found):
 
 
 def test_ids_are_unique(found):
+    """No two mutants have the same id."""
     assert len({mutant.id for mutant in found}) == len(found)
 
 
@@ -87,6 +88,7 @@ def test_ids_last():
 
 
 def test_twins_have_their_own_ids():
+    """The same statement twice in one function."""
     twice = TEXT.replace(
         "        inner()", "        inner()\n        torch.distributed.all_reduce(x)"
     )
@@ -127,6 +129,7 @@ def strata(mutants):
 
 
 def test_repeats(found):
+    """The same seed gives the same sample, in any order of the input."""
     assert sample(found, 60, 1) == sample(reversed(found), 60, 1)
     assert sample(found, 60, 1) != sample(found, 60, 2)
 
@@ -140,6 +143,7 @@ def test_some_of_everything(found):
 
 
 def test_all(found):
+    """A sample that is large enough has all mutants."""
     assert sorted(mutant.id for mutant in sample(found, 10**6, 1)) == sorted(
         mutant.id for mutant in found
     )

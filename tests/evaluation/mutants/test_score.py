@@ -36,11 +36,13 @@ def rows(*outcomes):
     ],
 )
 def test_score(outcomes, of_all, of_silent):
+    """Killed of all that count, and of those that are silent."""
     total = score(rows(*outcomes))
     assert (total.score, total.silent_score) == (of_all, of_silent)
 
 
 def test_bar():
+    """95 % are enough."""
     assert passes(rows(*[(KILLED, None)] * 19, (SURVIVED, None)))
     assert not passes(rows(*[(KILLED, None)] * 18, (SURVIVED, None)))
 
@@ -51,6 +53,7 @@ def test_a_proof_that_is_wrong():
 
 
 def test_last_trial_counts():
+    """Trials end with the first that kills."""
     row = MutantRow(MUTANT, (MutantTrial("tp2", SURVIVED, 1.0), MutantTrial("pp2", KILLED, 1.0)))
     assert row.fate is KILLED
     assert score([row]).diverged == 1
@@ -58,4 +61,5 @@ def test_last_trial_counts():
 
 
 def test_package():
+    """The part after ``megatron.core``."""
     assert MUTANT.package == "optimizer"

@@ -56,6 +56,7 @@ def test_another_source(module):
 
 
 def test_as_text():
+    """A mutant survives the way through the environment."""
     assert train.decode(train.encode(lost())) == lost()
     assert dataclasses.asdict(lost())["fragment"] == "total / world_size"
 

@@ -23,7 +23,7 @@ SWITCHED_OFF = Gap(NightPart.MUTANTS, "switched off", by_choice=True)
     ],
 )
 def test_exit_code(tonight: Night, code: int) -> None:
-    """A false alarm outweighs the rest; what was left out on purpose is no gap."""
+    """A false alarm outweighs the rest; a part that was switched off is not a gap."""
     assert tonight.exit_code == code
     assert tonight.is_good == (code == 0)
 

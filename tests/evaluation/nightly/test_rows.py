@@ -31,6 +31,7 @@ def test_rows_made_by_hand_are_like_those_of_the_suite() -> None:
     ],
 )
 def test_bug(changes: dict, state: State) -> None:
+    """State, margin, marks and note of a known bug."""
     found = rows.known_bug(bug_row(**changes))
     assert found.state is state
     assert found.name == "01 tp-embedding-mask [TP 2]"
@@ -54,6 +55,7 @@ def test_margins() -> None:
     ],
 )
 def test_configuration(verdict: str, state: State) -> None:
+    """State, margin, marks and note of a healthy job."""
     found = rows.configuration(matrix_row(verdict=verdict))
     assert found.state is state
     assert (found.margin is None) == (state is State.BROKEN)
@@ -88,6 +90,7 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
     ],
 )
 def test_mutant(changes: dict, state: State, note: str) -> None:
+    """State, marks and note of a mutant."""
     (found,), scores = rows.mutants(mutants_report(mutant_row(**changes)))
     assert found.state is state
     assert note in found.note

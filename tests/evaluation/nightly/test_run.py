@@ -47,6 +47,7 @@ MUTANTS = f"open(results[0], 'w').write({json.dumps(mutants_report(mutant_row())
 
 
 def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts, their cases and scores."""
     play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, mutants=MUTANTS)
     night = runner.run(Options(), tmp_path, lambda line: None)
     assert [(case.part, case.state) for case in night.cases] == [
@@ -94,6 +95,7 @@ def test_a_part_that_fails(
 def test_what_a_crashed_part_had_finished_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its finished cases are kept, and the gap says why it stopped."""
     lines = ['{"level": "INFO"}', json.dumps(matrix_row()), '{"name": "cut o']
     half = f"print({chr(10).join(lines)!r}); exit(3)"
     play(monkeypatch, matrix=half)
@@ -105,7 +107,7 @@ def test_what_a_crashed_part_had_finished_counts(
 def test_a_case_that_could_not_run_is_no_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told once, as the case it is."""
+    """It is reported once, as a case."""
     broken = bug_row(met=False, detected=None, healthy=None, problem="rank 0 failed")
     play(monkeypatch, bugs=rows_program([broken], code=2))
     night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
@@ -117,6 +119,7 @@ def test_a_case_that_could_not_run_is_no_gap(
 def test_results_of_last_night_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Old files of results are removed first."""
     (tmp_path / "bugs.jsonl").write_text(json.dumps(bug_row()))
     play(monkeypatch, bugs="exit(5)")
     night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
@@ -167,6 +170,7 @@ def ttrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
+    """One line, exit code 2."""
     (tmp_path / "file").write_text("")
     words = [word.replace("FILE", str(tmp_path / "file")) for word in words]
     done = ttrace(*words, "--directory", str(tmp_path / "out"))

@@ -55,6 +55,7 @@ def test_yesterday_beside_today() -> None:
 
 
 def test_what_is_wrong_comes_first() -> None:
+    """Before the history."""
     text = trend.render(month())
     assert "1 missed" in text
     assert "torch: 2.15.0 -&gt; 2.16.0" in text
@@ -81,12 +82,14 @@ def test_one_night() -> None:
 
 
 def test_a_case_that_did_not_run_tonight() -> None:
+    """A dash in the place of its result."""
     reader = Reader(trend.render([night(case(name="old")), night(case(name="new"))]))
     assert row(reader, "old")[4] == "–"
     assert row(reader, "new")[2] == "–"
 
 
 def test_nothing_is_loaded_and_nothing_runs() -> None:
+    """No scripts, links or images."""
     reader = Reader(trend.render(month()))
     assert not reader.loads
     assert not reader.tags & {"script", "link", "img", "iframe", "object"}
