@@ -34,8 +34,8 @@ def filters_of_the_next_rank():
     MambaContextParallel._slice_conv_param = broken
 
 
-def decay_of_the_first_heads():
-    """The second tensor-parallel rank's heads decay as the first one's last head does."""
+def decay_of_another_head():
+    """A rank's last head decays as its first one does."""
     from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 
     take = MambaContextParallel.get_A_log

@@ -60,8 +60,10 @@ STEP = [
         (ZERO, ["--bf16"]),
         pytest.param(STEP, ["--bf16"], marks=pytest.mark.nightly),
         (FSDP, ["--bf16"]),
+        pytest.param(ZERO, ["--fp16"], marks=pytest.mark.nightly),
+        pytest.param(ZERO, ["--fp16", "--initial-loss-scale", "1024"], marks=pytest.mark.nightly),
     ],
-    ids=["fp32", "bf16", "step-bf16", "fsdp-bf16"],
+    ids=["fp32", "bf16", "step-bf16", "fsdp-bf16", "fp16-skipped", "fp16"],
 )
 def test_a_traced_run_trains_the_same(
     tmp_path: Path, sharding: list[str], dtype: list[str]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.evaluation.matrix.configurations import arguments_of, configurations
+from megatron_ttrace.evaluation.matrix.configurations import configurations
 from megatron_ttrace.report.files import load_report
 from tests.integration.jobs import ttrace
 
@@ -15,10 +15,10 @@ JOBS = {one.name: one for one in configurations()}
 
 def check(fault, job, directory):
     """Exit code and culprits of a job of the matrix with a fault in it."""
-    one = JOBS[job]
+    one = JOBS[job].case(directory)
     done = ttrace(
         *("check", "--quiet", "--ttrace-no-wandb", "--ttrace-dir", directory / "out"),
-        *("--nproc-per-node", one.nproc, "--", SCRIPT, *arguments_of(one, directory)),
+        *("--nproc-per-node", one.nproc, "--", SCRIPT, *one.arguments),
         cwd=directory,
         BROKEN=fault,
     )
@@ -29,7 +29,7 @@ def check(fault, job, directory):
 
 def test_a_state_space_layer(tmp_path):
     """The layer with the fault comes first."""
-    culprits = check("decay_of_the_first_heads", "tp2/hybrid/fp32", tmp_path)
+    culprits = check("decay_of_another_head", "tp2/hybrid/fp32", tmp_path)
     assert culprits[0].startswith("decoder.layers.0.mixer")
 
 
@@ -38,7 +38,7 @@ def test_a_state_space_layer(tmp_path):
     ("fault", "job", "place"),
     [
         ("filters_of_the_next_rank", "cp2/hybrid/fp32", "decoder.layers.0.mixer"),
-        ("decay_of_the_first_heads", "tp2-sp/hybrid/bf16", "decoder.layers.0.mixer"),
+        ("decay_of_another_head", "tp2-sp/hybrid/bf16", "decoder.layers.0.mixer"),
         ("squashed_twice", "sinkhorn-tp2-sp/moe-te/fp32", "decoder.layers.0.mlp.router"),
         ("squashed_twice", "sinkhorn-cp2/moe-te/bf16", "decoder.layers.0.mlp.router"),
         ("a_token_too_few", "capacity-ep2/moe-te/fp32", "decoder.layers.0.mlp.router"),

@@ -100,9 +100,8 @@ SCRIPTS = {"hybrid": "pretrain_hybrid.py", "hybrid-moe": "pretrain_hybrid.py"}
 
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 WIDE = tuple(DTYPES)
-FP16 = {"fp16": "--fp16"}
-"""With a loss scale."""
-DTYPES |= FP16 | {
+DTYPES |= {
+    "fp16": "--fp16",
     "fp8-delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
     "fp8-tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
@@ -145,8 +144,8 @@ FLAGS = {
     "quantile": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
     "capacity": "--moe-expert-capacity-factor 1.0",
     "padded": "--moe-pad-expert-input-to-capacity",
-    "only": "--recompute-granularity selective --recompute-modules",
-    "cp4": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+    "hierarchical": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
+    "--cp-comm-type a2a+p2p",
 }
 """Short words for the arguments of layouts."""
 
@@ -181,6 +180,7 @@ DSA = ("dsa-te",)
 MOE = ("moe", "moe-te", "moe-deep")
 GROUPED = ("moe-te", "moe-deep")
 FP32 = ("fp32",)
+FP16 = ("fp16",)
 DOCS = Data.DOCUMENTS
 
 LAYOUTS = (
@@ -328,10 +328,10 @@ LAYOUTS = (
     Layout("tp2-sp-ep2", 2, "tp2 sp ep2 etp1 alltoall", ("moe-te",), FP8),
     Layout("tp2-sp-etp2", 2, "tp2 sp", ("moe-te",), FP8),
     Layout("dp2-zero-fp8-weights", 2, "zero --fp8-param-gather", ("gpt-te",), FP8[:1]),
-    Layout("tp2", 2, "tp2", ("gpt-te",), ("fp16",)),
-    Layout("dp4-zero-overlap", 4, "zero overlap", ("llama-te",), ("fp16",)),
-    Layout("pp2-constant-scale", 2, "pp2 --loss-scale 1024", ("gpt",), ("fp16",)),
-    Layout("tp2-sp", 2, "tp2 sp", ("moe-te",), ("fp16",)),
+    Layout("tp2", 2, "tp2", ("gpt-te",), FP16),
+    Layout("dp4-zero-overlap", 4, "zero overlap", ("llama-te",), FP16),
+    Layout("pp2-constant-scale", 2, "pp2 --loss-scale 1024", ("gpt",), FP16),
+    Layout("tp2-sp", 2, "tp2 sp", ("moe-te",), FP16),
     Layout("sinkhorn-tp2-sp", 2, "tp2 sp sinkhorn", ("moe-te",)),
     Layout("sinkhorn-cp2", 2, "cp2 sinkhorn --moe-router-topk 1", ("moe-te",)),
     Layout("sinkhorn-pp2-ep2", 4, "pp2 ep2 alltoall sinkhorn", ("moe-te",)),
@@ -352,11 +352,17 @@ LAYOUTS = (
     Layout("cp2", 2, "cp2", ("gdn-te",)),
     Layout("tp2-sp", 2, "tp2 sp", ("gdn-te",), finding="start with the same convolution"),
     Layout("tp2", 2, "tp2", ("gdn-te",), finding="gradients of a norm are never summed"),
-    Layout("recompute-mlp-tp2", 2, "tp2 only mlp", ("llama-te",), FP32),
+    Layout(
+        "recompute-mlp-tp2",
+        2,
+        "tp2 recompute selective --recompute-modules mlp",
+        ("llama-te",),
+        FP32,
+    ),
     Layout(
         "dp2-fsdp-zero3-recompute",
         2,
-        "fsdp optim_grads_params only layernorm mlp core_attn",
+        "fsdp optim_grads_params recompute selective --recompute-modules layernorm mlp core_attn",
         ("llama-te",),
         FP32,
     ),
@@ -368,7 +374,7 @@ LAYOUTS = (
         FP32,
     ),
     Layout("defer-pp2", 2, "pp2 --defer-embedding-wgrad-compute", ("gpt-te",)),
-    Layout("cp4-hierarchical", 4, "cp4 --cp-comm-type a2a+p2p", ("llama-te",)),
+    Layout("cp4-hierarchical", 4, "hierarchical", ("llama-te",)),
 )
 
 
