@@ -14,7 +14,8 @@ from tests.gpu import run
 from tests.gpu.tests_of_make import TESTS, Context, DryError
 from tests.integration.jobs import ROOT
 
-TRAINING = [test for test in TESTS if test.name not in ("doctor", "kernel", "kernel-speed")]
+HERE = ("doctor", "kernel", "kernel-speed", "side-streams")
+TRAINING = [test for test in TESTS if test.name not in HERE]
 
 
 @pytest.mark.parametrize("test", TRAINING, ids=lambda test: test.name)

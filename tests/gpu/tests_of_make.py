@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import figures
+from tests.gpu import figures, streams
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "gpu" / "pretrain.py"
@@ -77,7 +77,7 @@ class Context:
     te: bool = False
     commands: list[list[str]] = dataclasses.field(default_factory=list)
     figures: dict[str, Any] = dataclasses.field(default_factory=dict)
-    quick: bool = False
+    quick: bool = True
 
     @property
     def layers(self) -> list[str]:
@@ -138,12 +138,11 @@ class Test:
     limit: int
     run: Callable[[Context], dict[str, Any] | None]
     stages: tuple[bool, ...] = (False,)
-    quick: bool = False
 
 
 def doctor(on: Context) -> None:
     """What is installed."""
-    on.quick = on.trains = True
+    on.trains = True
     done = on.call(sys.executable, "-m", "megatron_ttrace", "doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     on.figures["findings"] = json.loads(done.stdout)
@@ -153,7 +152,6 @@ def one_rank(*words: str, eager: bool = True) -> Callable[[Context], None]:
     """One rank over NCCL; bitwise equal where the reference promises it."""
 
     def run(on: Context) -> None:
-        on.quick = words == tuple(EXACT)
         on.equivalent("one-rank", 1, *words, TORCHDYNAMO_DISABLE=str(int(eager)))
 
     return run
@@ -163,7 +161,6 @@ def layout(name: str) -> Callable[[Context], None]:
     """Several ranks of one GPU."""
 
     def run(on: Context) -> None:
-        on.quick = name == "tp2"
         if name == "cp2" and not on.te:
             raise UnavailableError("Megatron's local layers have no context parallelism")
         nproc, words = LAYOUTS[name]
@@ -176,7 +173,6 @@ def bug(id: str) -> Callable[[Context], None]:
     """A known bug is found at the module where it is found on a CPU."""
 
     def run(on: Context) -> None:
-        on.quick = id == "01"
         nproc, words = BUGS[id]
         [path] = (ROOT / "patches" / "bugs").glob(f"{id}-*.toml")
         expected = tomllib.loads(path.read_text())["expected"]
@@ -193,7 +189,6 @@ def bug(id: str) -> Callable[[Context], None]:
 
 def bitwise(on: Context) -> None:
     """Training has the same bits with and without ``--ttrace``."""
-    on.quick = True
     found = {}
     for name, flags in {"plain": [], "traced": ["--ttrace", "--ttrace-no-wandb"]}.items():
         done = on.call(
@@ -214,7 +209,6 @@ def bitwise(on: Context) -> None:
 
 def cpu_against_gpu(on: Context) -> None:
     """Each device's reference against the other's candidate, in fp32."""
-    on.quick = True
     saved = ("--ttrace-save-candidate",)
     for device in ("cpu", "auto"):
         try:
@@ -250,6 +244,7 @@ def blocking(on: Context) -> None:
 
 def sanitizer(on: Context) -> None:
     """No kernel reads memory that was not written."""
+    on.quick = False
     tool = shutil.which("compute-sanitizer")
     for check in ("memcheck", "initcheck", "racecheck"):
         done = on.call(
@@ -275,10 +270,16 @@ def kernel_speed(on: Context) -> dict[str, Any]:
     return figures.kernel_speed("cpu" if on.dry else "cuda")
 
 
+def side_streams(on: Context) -> dict[str, Any]:
+    """Modules on streams of their own are captured after they wrote."""
+    return streams.side_streams("cpu" if on.dry else "cuda")
+
+
 def step_speed(size: str) -> Callable[[Context], dict[str, Any]]:
     """Traced steps against plain ones, in bf16."""
 
     def run(on: Context) -> dict[str, Any]:
+        on.quick = False
         told = {}
         for name, flags in {"plain": [], "traced": ["--ttrace", "--ttrace-no-wandb"]}.items():
             done = on.call(
@@ -301,7 +302,6 @@ def step_speed(size: str) -> Callable[[Context], dict[str, Any]]:
 
 def emulation(on: Context) -> dict[str, Any]:
     """Each emulated module against TransformerEngine's: error in machine epsilons."""
-    on.quick = True
     for device in ("cpu", "cpu" if on.dry else "cuda"):
         name = "emulated" if not (on.folder / "emulated").exists() else "real"
         done = on.call(*(sys.executable, "-m", "tests.gpu.te_modules", device, on.folder / name))
@@ -339,6 +339,7 @@ TESTS = [
         cpu_against_gpu,
     ),
     Test("kernel-speed", "g", "fused kernel, GB/s", 90, kernel_speed),
+    Test("side-streams", "e", "modules on streams of their own", 90, side_streams),
     Test("blocking", "e", "CUDA_LAUNCH_BLOCKING beside the asynchronous run", 300, blocking),
     Test("sanitizer", "e", "compute-sanitizer on the kernel", 240, sanitizer),
     Test("speed-0.3B", "f", "traced step against plain, 0.3 B parameters", 300, step_speed("0.3B")),
