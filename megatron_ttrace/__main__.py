@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     "megatron_ttrace.cli.check",
     "megatron_ttrace.cli.shrink",
+    "megatron_ttrace.cli.recipes",
     "megatron_ttrace.cli.compare",
     "megatron_ttrace.cli.plant",
     "megatron_ttrace.cli.report",

@@ -3,6 +3,7 @@
 
 import gc
 import os
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -37,6 +38,18 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Libraries count at the end what was not freed."""
     gc.unfreeze()
+
+
+@pytest.fixture
+def work(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for a command that runs many checks; references are shared by all tests."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
+    shared.mkdir(exist_ok=True)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "references").symlink_to(shared)
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow tokens to their experts, and let every run route them as the reference did.
+"""Follow tokens to their experts, and route them in every run as in the reference.
 
 *Dispatch*: the token dispatcher's three steps (``dispatch_preprocess``, ``token_dispatch``,
 ``dispatch_postprocess`` in megatron/core/transformer/moe/token_dispatcher.py) are run once more on
@@ -40,7 +40,7 @@ class ExpertSink(Protocol):
         """Position of each token of this rank's [sequence, micro batch] in its microbatch."""
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
-        """The experts of a layer are about to see these rows."""
+        """The experts of a layer are about to receive these rows."""
 
     def routed(
         self,
@@ -83,7 +83,7 @@ class DispatchTap:
             layer: Megatron's ``MoELayer``.
             experts: canonical name of its experts.
             microbatch: asked when tokens are dispatched.
-            sink: is told who the rows are.
+            sink: receives which tokens the rows are.
             guard: calls a function, so that its errors do not reach training.
         """
         self._dispatcher = layer.token_dispatcher
@@ -129,7 +129,7 @@ class DispatchTap:
     def _names(self, sequence: int, samples: int) -> torch.Tensor:
         position = self._sink.positions((sequence, samples))
         microbatch = torch.full_like(position, self._microbatch() + 1)
-        # Float32 is carried by every dispatcher and exact for these numbers; 0 is left to padding.
+        # Every dispatcher can send float32, which is exact for these numbers; 0 means padding.
         return torch.stack((microbatch, position), dim=-1).float().view(sequence, samples, 2)
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ def _reraise(error: Exception) -> None:
 
 
 class RouterTap:
-    """In the place of a router's ``router_replay``, whose interface it has."""
+    """Replaces a router's ``router_replay``, whose interface it has."""
 
     def __init__(
         self,

@@ -47,10 +47,10 @@ class Sink(ExpertSink, Protocol):
         """One tensor, under all the names it is known by now (at least one)."""
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
-        """``place`` is the very tensor that was handed over before as ``first``."""
+        """``place`` is the same tensor that was handed over before as ``first``."""
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """New values to put in the place of ``data``, which was handed over; ``None`` for none."""
+        """Values to replace ``data`` with, after it was handed over; ``None`` to keep it."""
 
 
 @dataclasses.dataclass
@@ -103,7 +103,7 @@ class ModuleTap:
             chunks: canonical names of this rank's model chunks.
             sink: receives the tensors.
             microbatches: global number of this rank's j-th microbatch.
-            on_error: told about an error of ours, after which the tap stays silent.
+            on_error: receives an error of ours, after which the tap captures nothing.
         """
         self._chunks = chunks
         self._sink = sink
@@ -211,7 +211,7 @@ class ModuleTap:
         return self._see_all(state, Kind.OUTPUT, name, values[-1])
 
     def _see_all(self, state: _ChunkState, kind: Kind, name: str, value: Any) -> Any:
-        """Hand over the tensors in ``value``; returns what must take its place, if anything."""
+        """Hand over the tensors in ``value``; returns its replacement, if any."""
         replaced: dict[int, torch.Tensor] = {}
         for index, tensor in tensors_in(value):
             if kind is Kind.INPUT and name != ROOT and not tensor.is_floating_point():
@@ -224,7 +224,7 @@ class ModuleTap:
     def _see(
         self, state: _ChunkState, kind: Kind, name: str, index: int, tensor: torch.Tensor
     ) -> torch.Tensor | None:
-        """Hand over a tensor; returns what must take its place, if anything."""
+        """Hand over a tensor; returns its replacement, if any."""
         recomputing = is_recomputing()
         place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen

@@ -68,7 +68,7 @@ class TracedModel:
         return [stacked_parameters(names) for names in self.names]
 
     def held(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, torch.Tensor]]:
-        """Each parameter, the place of what this rank computes with, and that."""
+        """Each parameter, with the place and the data of what this rank computes with."""
         parts = parts_of(self.chunks)
         return [
             (parameter, place.flat(*part.weights_range), part.weights)
@@ -96,7 +96,7 @@ class StepTap:
             model: this rank's part of the model.
             sink: receives the tensors.
             microbatches: the reference's number of each of this rank's microbatches.
-            on_error: told about an error of ours; the training step goes on.
+            on_error: receives an error of ours; the training step continues.
             settle: finishes an update that Megatron leaves for the next forward pass (overlapped
                 parameter gather), so that updated parameters can be read. May be a collective.
             ready: called when everything is in place, before the step; what it raises is raised.
@@ -123,7 +123,7 @@ class StepTap:
             before = self._attempt(self._gradients)
             with clipped_by(self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))):
                 result = original(*args, **kwargs)
-            # On every rank, also on one whose tracing failed: the others wait for it there.
+            # Also on a rank whose tracing failed: the others wait for it in this collective.
             self._settle()
             self._attempt(self._update, before or {}, result)
             return result
@@ -199,10 +199,10 @@ class StepTap:
             self._scalar(_GRAD_NORM[1], _GRAD_NORM[2], norm)
 
     def _stepped(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, Owned | None]]:
-        """Trainable parameters with what the optimizer made of them.
+        """Trainable parameters with what the optimizer holds of them.
 
-        A parameter that the distributed optimizer gave to other ranks entirely is left to them. One
-        that no optimizer knows at all is kept, whole: that it never moves is the finding.
+        A parameter that the distributed optimizer gave entirely to other ranks is left to them. One
+        that no optimizer has is kept as a whole, so that it is found never to change.
         """
         owned = owned_by(self._model.optimizer)
         elsewhere = _sharded_parameters(self._model.optimizer)
@@ -226,7 +226,7 @@ class StepTap:
     def _scalar(self, kind: Kind, name: str, value: Any) -> None:
         data = torch.as_tensor(value).detach().reshape(())
         if not torch.is_tensor(value):
-            # A Python number was a float32 on its way here; float64 would promise too much.
+            # A Python number was a float32 before; as float64 it would look more exact.
             data = data.float()
         self._sink.placed((STEP_LEVEL, kind, name, 0), data, (), ())
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,36 +81,13 @@ def _as_script(words: list[str]) -> Command | None:
     return Command(words[0], tuple(words[1:])) if known else None
 
 
-def data_arguments(script: str, prefix: Path) -> list[str]:
-    """The arguments of a small job's data.
-
-    Args:
-        script: a training script, whose Megatron counts tokens of its tokenizer.
-        prefix: of the data set.
-    """
-    from megatron_ttrace.mcore import text_data
-
-    words = text_data.training_flags(prefix, _release(script)).split()
-    return [*words, "--split", "99,1,0"]
-
-
-def _release(script: str) -> str:
-    """The version of the Megatron that the script would import. Nothing is imported."""
-    from megatron_ttrace.mcore import script as scripts
-
-    found = scripts.origins(scripts.search_path(script)).get("megatron.core")
-    if found is None:
-        raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.0'")
-    text = Path(found).with_name("package_info.py").read_text(encoding="utf-8")
-    parts = [re.search(rf"^{name} *= *([0-9]+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR")]
-    return ".".join(part[1] for part in parts if part)
-
-
 def checking(command: Command, job: Job, prefix: Path) -> list[str]:
     """The command that checks a small job."""
+    from megatron_ttrace.mcore.shrink import documents
+
     assignments = [f"{name}={value}" for name, value in command.environment.items()]
     return [
         *(["env", *assignments] if assignments else []),
         *("ttrace", "check", "--nproc-per-node", str(job.axes.ranks), "--"),
-        *(command.script, *job.arguments, *data_arguments(command.script, prefix)),
+        *(command.script, *job.arguments, *documents.arguments(command.script, prefix)),
     ]

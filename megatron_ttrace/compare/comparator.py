@@ -48,6 +48,8 @@ def read_back(found: Sequence[Measured]) -> list[Measured]:
     waiting = [one.unread for one in found if one.unread is not None]
     if not waiting:
         return list(found)
+    if waiting[0].is_cuda:
+        torch.cuda.synchronize()  # backward hooks run on the streams of what they hook
     numbers = iter(torch.cat(waiting).cpu().tolist())
     settled = []
     for one in found:

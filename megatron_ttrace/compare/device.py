@@ -143,9 +143,17 @@ def _next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def _constant(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device for good; waits once, because hooks on other streams use it, too."""
+    there = to_device(data, device)
+    if there.is_cuda:
+        torch.cuda.synchronize(device)
+    return there
+
+
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    return to_device(checksum_weights(torch.device("cpu")), device)
+    return _constant(checksum_weights(torch.device("cpu")), device)
 
 
 @functools.cache
@@ -155,7 +163,7 @@ def _powers(count: int, device: torch.device) -> torch.Tensor:
     for _ in range(count):
         powers.append(power - ((power >> 63) << 64))
         power = power * BASE & MASK
-    return to_device(torch.tensor(powers), device)
+    return _constant(torch.tensor(powers), device)
 
 
 @functools.cache

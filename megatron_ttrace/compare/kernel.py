@@ -32,7 +32,8 @@ DTYPES = frozenset(_TYPES)
 """The dtypes that the kernels read."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Not compiled anew for sizes that are one, or multiples of 16.
+@triton.jit(do_not_specialize=["n", "whole", "factor"])  # type: ignore[untyped-decorator]
 def _partial_sums(  # type: ignore[no-untyped-def]
     candidate,
     reference,
@@ -121,7 +122,7 @@ def _partial_sums(  # type: ignore[no-untyped-def]
     tl.store(integers + 4, tl.sum(tail))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["programs", "parts", "per_part"])  # type: ignore[untyped-decorator]
 def _total(  # type: ignore[no-untyped-def]
     floats, integers, powers, total, programs, parts, per_part, block: tl.constexpr
 ):

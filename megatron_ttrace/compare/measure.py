@@ -146,7 +146,7 @@ def checksum(data: torch.Tensor) -> int:
         flat = flat.clone()
     whole = flat.numel() // 8 * 8
     words = flat[:whole].view(torch.int64)
-    total = int.from_bytes(bytes(flat[whole:].tolist()), "little")
+    total = int.from_bytes(bytes(flat[whole:].cpu().tolist()), "little")
     for start in range(0, words.numel(), WORDS):
         part = words[start : start + WORDS]
         weights = checksum_weights(part.device)[:, : part.numel()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank found out about a tensor: the record that it hands to the one that judges."""
+"""What a rank found out about a tensor: the record that it sends to the rank that judges."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Measured:
 
     @classmethod
     def misfit(cls, key: TraceKey, shape: tuple[int, ...], why: str) -> Measured:
-        """A tensor that is no part of the reference's, which has this shape."""
+        """A tensor that does not fit the reference's, which has this shape."""
         return cls(key, "", (), shape, None, Problem.SHAPE, Note(Remark.SHAPE, text=why))
 
     @property

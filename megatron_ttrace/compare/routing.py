@@ -8,7 +8,7 @@ its k best: sets C and R. The *regret* of the reference's choice under the candi
 
 R is best under r, so the regret is at most the sum of ``|c - r|`` over the experts in which the
 choices differ, at most 2k of them: ``regret <= sqrt(2k) * ||c - r||``. So where scores agree within
-their tolerance, ``regret / sqrt(2k)`` lies within it, too: no other bound is needed. A larger
+their tolerance, ``regret / sqrt(2k)`` lies within it too: no other bound is needed. A larger
 regret is a choice that rounding cannot explain.
 
 With groups of experts (``--moe-router-num-groups``; ``group_limited_topk`` in

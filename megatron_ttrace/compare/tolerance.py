@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From "how far did perturbed replays move this tensor" to "how far may rounding move it".
+"""How far rounding may move a tensor, estimated from how far perturbed replays moved it.
 
 The reference is replayed with every parameter, the embedding's output and the loss perturbed by
 about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section 4;
@@ -33,13 +33,13 @@ from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
 SAFETY_MODULE = 2.5
-"""Times the estimate, where replays give every module exact inputs: then nothing spreads, and what
-they do to a module (another scale for each FP8 number) is the most that a layout does to it."""
+"""The factor where replays give every module exact inputs. Then no error spreads, and a replay
+changes a module (another scale for each FP8 number) as much as a layout can."""
 BLIND = 0.10
-"""A tolerance above this shows no bug of interest: the tensor is ``unchecked: blind``."""
+"""Above this a tolerance would hide bugs of interest: the tensor is ``unchecked: blind``."""
 BLIND_FP8 = 0.50
-"""The same where products are taken in FP8, whose steps are an eighth (E4M3) or a quarter (E5M2) of
-a value: smaller errors do not show, but a lost, a doubled or a misplaced part does."""
+"""The same for products in FP8, whose steps are an eighth (E4M3) or a quarter (E5M2) of a value:
+smaller errors cannot be seen; a lost, doubled or misplaced part can."""
 
 FILE = "tolerances.jsonl"
 
@@ -113,9 +113,9 @@ class Tolerances:
             dtypes: of the stored tensors.
             safety: times the estimate.
             bound: above which a tolerance is blind.
-            rounding: epsilon in which gradients were rounded before they were accumulated in a
+            rounding: epsilon with which gradients were rounded before they were accumulated in a
                 wider dtype, where replays do not show it: they give every module exact inputs, but
-                no other division of the tokens that a gradient is summed over.
+                never divide the tokens that a gradient is summed over differently.
         """
         self._safety = safety
         self._bound = bound
@@ -153,7 +153,7 @@ class Tolerances:
         return Tolerance(value, rms, self._bound)
 
     def _is_given(self, key: TraceKey) -> bool:
-        """Whether nothing was computed yet: start parameters of a later step are an update's."""
+        """Whether nothing was computed yet: later steps start from updated parameters."""
         return key.kind is not Kind.PARAM or key.iteration - 1 not in self._iterations
 
     def _floor(self, key: TraceKey, norm: float, eps: float) -> float:

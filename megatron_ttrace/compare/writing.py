@@ -54,7 +54,7 @@ class WriteSink:
         self.tensor((place,), data.detach().reshape(tuple(logical_shape)))
 
     def positions(self, local: tuple[int, int]) -> torch.Tensor:
-        """The reference holds every microbatch whole."""
+        """The reference has whole microbatches."""
         return torch.arange(local[0] * local[1])
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:

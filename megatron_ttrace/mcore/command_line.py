@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 
 from megatron_ttrace.errors import TTraceError
@@ -31,7 +30,6 @@ _TORCHRUN_SWITCHES = frozenset(
 _PYTHON_VALUES = ("-X", "-W")
 _TASKS = {"-n": "tasks", "--ntasks": "tasks", "-N": "nodes", "--nodes": "nodes", "-np": "tasks"}
 _TASKS |= {"--ntasks-per-node": "per node"}
-_REDIRECTION = re.compile(r"(?<=\s)[0-9&]?>>?\s*(?:&[0-9]|[^\s;&|]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,25 +101,68 @@ def _text(
     text: str, context: _Context, environment: Mapping[str, str]
 ) -> Command | ShellScript | None:
     """A paste: the first of its statements that has a training script."""
-    text = _REDIRECTION.sub(" ", re.sub(r"\\\r?\n", " ", text))
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
-    lexer.whitespace = " \t\r"
-    lexer.whitespace_split = True
-    try:
-        tokens = list(lexer)
-    except ValueError as error:
-        raise TTraceError(f"the command cannot be split into words: {error}") from error
     statement: list[str] = []
-    for token in [*tokens, ";"]:
-        if token.strip(";&|\n"):
+    for token in [*_tokens(text), None]:
+        if token is not None:
             known = {**environment, **context.environment}
-            statement.append(_expand(token, known))
+            statement.append(
+                "".join(_expand(part, known) if live else part for part, live in token)
+            )
             continue
         found = _words(statement, context)
         if found is not None:
             return found
         statement = []
     return None
+
+
+_TOKEN = re.compile(
+    r"""(?P<skip> [ \t\r]+ | \\\r?\n )
+    | (?P<comment> (?<![^\s;&|]) \#[^\n]* )
+    | (?P<redirection> (?:(?<!\S)[0-9])? (?:&>>?|>>?&?|<) [ \t]* (?:[^\s;&|<>]+)? )
+    | (?P<end> [;&|\n] )
+    | '(?P<single> [^']* )'
+    | "(?P<double> (?:[^"\\]|\\.)* )"
+    | \\(?P<escaped> . )
+    | (?P<plain> [^\s;&|<>'"\\]+ )""",
+    re.VERBOSE | re.DOTALL,
+)
+"""One piece of a shell's text. A word is pieces without a gap."""
+
+type _Word = list[tuple[str, bool]]
+"""Pieces of a word, and whether variables within are replaced."""
+
+
+def _tokens(text: str) -> list[_Word | None]:
+    """The words of a text; ``None`` where a statement ends. Redirections and comments go.
+
+    Raises:
+        TTraceError: when a quote is not closed.
+    """
+    found: list[_Word | None] = []
+    word: _Word | None = None
+    at = 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            near = text[at : at + 30].splitlines()[0]
+            raise TTraceError(
+                f"the command cannot be split into words at {near!a}: close the quote"
+            )
+        at = match.end()
+        kind = match.lastgroup or ""
+        if kind in ("skip", "comment", "redirection", "end"):
+            if word is not None:
+                found.append(word)
+            word = None
+            if kind == "end":
+                found.append(None)
+            continue
+        piece = match[kind]
+        if kind == "double":
+            piece = re.sub(r'\\\n|\\(["\\$`])', lambda one: one[1] or "", piece)
+        word = [*(word or []), (piece, kind in ("double", "plain"))]
+    return found if word is None else [*found, word]
 
 
 def _expand(word: str, known: Mapping[str, str]) -> str:

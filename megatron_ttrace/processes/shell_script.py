@@ -19,7 +19,7 @@ from megatron_ttrace.mcore import command_line
 from megatron_ttrace.mcore.command_line import Command, ShellScript
 
 _STAND_INS = ("torchrun", "ft_launcher", "python", "python3", "srun", "mpirun", "nsys", "uv")
-_SECONDS = 60
+_SECONDS = 20
 _RECORDER = """\
 #!{python}
 import json, os, sys
@@ -31,8 +31,12 @@ _VARIABLES = ("CUDA", "NCCL", "NVTE", "TORCH", "PYTORCH", "CUBLAS")
 """Prefixes of what a script sets for the training, apart from what it sets for itself."""
 
 
-def resolve(script: ShellScript) -> Command:
+def resolve(script: ShellScript, directory: Path | None = None) -> Command:
     """Run the script without its launchers.
+
+    Args:
+        script: what to run.
+        directory: where; by default here.
 
     Raises:
         TTraceError: when it does not exist, fails, or starts no training script.
@@ -48,6 +52,7 @@ def resolve(script: ShellScript) -> Command:
         try:
             done = subprocess.run(
                 ["bash", *script.words],
+                cwd=directory,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -40,6 +40,11 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--use-torch-fsdp2: its sharded weights are not captured; check the same job with "
             "--use-megatron-fsdp or --use-distributed-optimizer"
         )
+    if settings.role == "candidate" and getattr(args, "cuda_graph_impl", "none") != "none":
+        raise TTraceError(
+            "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
+            "--cuda-graph-impl none"
+        )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
         raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
     if getattr(args, "overlap_moe_expert_parallel_comm", False):

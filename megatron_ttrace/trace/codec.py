@@ -104,7 +104,7 @@ def parse(text: str | bytes) -> Any:
     64 bits do not hold.
 
     Raises:
-        CodecError: when the text is no such JSON.
+        CodecError: when the text is not such JSON.
     """
     if len(text) > FILE_LIMIT:
         raise CodecError(f"{len(text)} bytes are too many")
@@ -184,8 +184,8 @@ def decode[T](wanted: Callable[..., T], value: Any) -> T:
     """The inverse of :func:`encode`.
 
     Fields with a default may be absent. The fields of a record in a field with the metadata
-    ``flat`` stand beside the others. A record with a method ``contradiction`` is asked whether its
-    fields agree with each other; an empty answer says so.
+    ``flat`` are beside the others. If a record has a method ``contradiction``, that returns why its
+    fields contradict each other; an empty answer accepts them.
 
     Raises:
         CodecError: with the path of the offending field.

@@ -5,6 +5,7 @@ A whole traced step of a small model, the writing of its reference, and a pertur
 errors show that the stand-in sees a tensor on the wrong device, and a hook that waits.
 """
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from megatron_ttrace.capture.step import StepTap, TracedModel
 from megatron_ttrace.compare import device, sinks, sketch
 from megatron_ttrace.compare.planning import RankLayout
+from megatron_ttrace.compare.routing import choice
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
@@ -20,6 +22,7 @@ from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime.perturb import perturbed
+from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests import stand_in
 from tests.capture.recorder import Model, batch
@@ -39,7 +42,7 @@ class Optimizer:
         return True, torch.stack([p.grad.norm() for p in self._parameters]).norm(), None
 
 
-def run(sink, where, wrong=0.0, perturb=None):
+def run(sink, where, wrong=0.0, perturb=None, guard=stand_in.no_waiting):
     """One traced step of the small model, in which nothing may wait; errors of tracing surface."""
     model = Model().to(where)
     model.layers[1].second.weight.data[0, 0] += wrong
@@ -58,7 +61,7 @@ def run(sink, where, wrong=0.0, perturb=None):
         return {"lm loss": loss.detach()}, norm
 
     tap = StepTap(traced, sink, (0,), fail, lambda: None)
-    with stand_in.no_waiting():
+    with guard():
         if perturb is None:
             tap.run(step)
         else:
@@ -133,6 +136,35 @@ def test_no_more_is_staged_than_allowed(reference, there, tmp_path, monkeypatch)
     monkeypatch.setattr(sinks, "_STAGED_BYTES", 100)
     with pytest.raises(stand_in.WaitedError):
         run(sink_of(reference, TraceWriter(tmp_path, 0)), there)
+
+
+def test_isolation(reference, there):
+    """The reference's inputs are put in place on the device: the error does not travel on.
+
+    Whether a tensor is replaced is decided by its values, for which the host waits.
+    """
+    layout = RankLayout(SINGLE, 5, False, 1.0)
+    wrong = {}
+    for where in (CPU, there):
+        sink = CompareSink(reference, 1, layout, isolate=True)
+        run(sink, where, 0.5, guard=contextlib.nullcontext)
+        wrong[where] = {
+            one.key for one in sink.measured if one.sums.diff > 1e-9 * one.sums.reference
+        }
+    assert wrong[there] == wrong[CPU]
+    names = {key.name for key in wrong[there] if key.kind is Kind.OUTPUT}
+    assert names == {"layers.1.second"}
+
+
+def test_a_choice_of_experts(there):
+    """A router's scores and choice on the device, against the reference's on the host."""
+    scores = torch.rand(6, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = scores.topk(2).indices, scores.roll(1, 0).topk(2).indices
+    expected = choice(scores, ours, theirs)
+    sums, others = choice(scores.to(there), ours.to(there), theirs)
+    assert others == expected[1] > 0
+    assert sums.diff == pytest.approx(expected[0].diff)
+    assert sums.checksum == expected[0].checksum
 
 
 def test_a_perturbed_replay(reference, there):

@@ -23,10 +23,11 @@ def bits_of(mode: str, *words: object, cwd: Path, cold: bool = False) -> list[st
     return sorted(set(found))
 
 
-def test_without_the_flag_nothing_is_hooked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_without_the_flag_nothing_is_hooked(tmp_path: Path, cold: bool) -> None:
     """A run without --ttrace is bitwise a run without this package's integration."""
     bare = bits_of("bare", *ZERO, cwd=tmp_path, cold=True)
-    absent = bits_of("enabled", *ZERO, cwd=tmp_path, cold=True)
+    absent = bits_of("enabled", *ZERO, cwd=tmp_path, cold=cold)
     assert bare == absent
 
 

@@ -4,13 +4,12 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.integration.jobs import ROOT, SCRIPT, TINY, environment
 
 OURS = "megatron_ttrace"
@@ -170,14 +169,9 @@ def train(folder: Path, wanted: list[tuple[tuple[str, ...], str]]) -> list[Done]
     folder.mkdir(exist_ok=True)
     order = folder / "jobs.json"
     order.write_text(json.dumps(jobs))
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "faults_driver.py"), str(order)],
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    driver = [HERE / "faults_driver.py", order]
+    ran = warm.run(driver, env=environment(), cwd=ROOT, timeout=200 * len(jobs))
+    assert ran.returncode == 0, ran.stderr
     return [Done(**json.loads(line)) for line in ran.stdout.splitlines()]
 
 

@@ -28,6 +28,7 @@ REFUSED = [
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
     ({"overlap_moe_expert_parallel_comm": True}, {}, "--overlap-moe-expert-parallel-comm"),
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
+    ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
     (
         {
             "num_experts": 4,
@@ -57,6 +58,7 @@ ACCEPTED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
     ({"use_megatron_fsdp": True}, {}),
     ({"load": "there"}, {}),
+    ({"cuda_graph_impl": "none"}, {}),
 ]
 
 

@@ -64,7 +64,8 @@ def of_large(given: Given, ranks: int | None) -> Axes:
 
     Args:
         given: its arguments.
-        ranks: how many it starts; ``None`` stands for enough for every axis, and data parallelism.
+        ranks: how many it starts; ``None`` stands for enough for every axis, and data parallelism,
+            too few for as many as the axes need.
 
     Raises:
         TTraceError: when the ranks cannot be divided into the axes.
@@ -78,6 +79,9 @@ def of_large(given: Given, ranks: int | None) -> Axes:
     if ranks is None:
         whole = math.lcm(tp * cp * 2, ep * etp)
         ranks = whole * pp
+    if ranks < tp * cp * pp:
+        # Scripts say one machine where users are to say how many they have.
+        ranks = math.lcm(ranks, tp * cp * pp)
     if ranks % (tp * cp * pp):
         raise TTraceError(
             f"{ranks} ranks cannot be divided into tensor {tp} x context {cp} x pipeline {pp}"

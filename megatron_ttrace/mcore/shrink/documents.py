@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore import text_data
 from megatron_ttrace.mcore.versions import quiet_imports
 
@@ -39,3 +42,24 @@ def _cut(text: bytes) -> Iterator[bytes]:
         length = int(np.exp(random.uniform(np.log(_SHORTEST), np.log(_LONGEST))))
         yield text[at : at + length]
         at += length
+
+
+def arguments(script: str, prefix: Path) -> list[str]:
+    """The arguments of a small job's data.
+
+    Args:
+        script: a training script, whose Megatron counts tokens of its tokenizer.
+        prefix: of the data set.
+    """
+    words = text_data.training_flags(prefix, _release(script)).split()
+    return [*words, "--split", "99,1,0"]
+
+
+def _release(script: str) -> str:
+    """The version of the Megatron that the script would import. Nothing is imported."""
+    found = scripts.origins(scripts.search_path(script)).get("megatron.core")
+    if found is None:
+        raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.0'")
+    text = Path(found).with_name("package_info.py").read_text(encoding="utf-8")
+    parts = [re.search(rf"^{name} *= *([0-9]+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR")]
+    return ".".join(part[1] for part in parts if part)

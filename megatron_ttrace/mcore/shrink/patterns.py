@@ -48,9 +48,9 @@ def _product(tokens: list[str]) -> tuple[list[int], list[str]]:
         found = [int(number) for number in tokens[0].strip("[]").split(",")]
         tokens = tokens[1:]
     while tokens and tokens[0] == "*":
-        found, tokens = found * min(int(tokens[1]), _MOST), tokens[2:]
-    if len(found) > _MOST:
-        raise ValueError(len(found))
+        if len(found) * int(tokens[1]) > _MOST:
+            raise ValueError(tokens[1])
+        found, tokens = found * int(tokens[1]), tokens[2:]
     return found, tokens
 
 
@@ -89,7 +89,7 @@ def stages(layout: str) -> list[str]:
     """
     text = layout.replace(",", "").replace(" ", "")
     while match := _REPEATED.search(text):
-        repeated = (match[1] or match[3]) * int(match[2] or match[4])
+        repeated = (match[1] or match[3]) * min(_MOST, int(match[2] or match[4]))
         text = text[: match.start()] + repeated + text[match.end() :]
     return text.split("|")
 

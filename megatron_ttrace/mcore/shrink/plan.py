@@ -145,8 +145,9 @@ def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[s
     changes: dict[str, Change] = {}
     for rule in RULES:
         for one in rule(case):
+            earlier = changes.get(one.option)
             # What goes with its axis stays away.
-            if changes.get(one.option, one).values is not None:
+            if earlier is None or earlier.values is not None:
                 changes[one.option] = one
     words: list[str] = []
     rows: list[Row] = []
@@ -157,7 +158,10 @@ def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[s
         option = flag.option or ""
         change = changes.pop(option, None)
         found = decision(option)
-        if change is not None:
+        if change is not None and change.values == flag.values:
+            kept.append(str(flag))
+            words += flag.words()
+        elif change is not None:
             rows.append(_row(flag.name, flag, change))
             if change.lost:
                 lost.append(f"{flag.name}: {change.why}")
@@ -177,7 +181,6 @@ def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[s
         if change.values is not None:
             rows.append(_row(name, None, change))
             words += [name, *change.values]
-    rows = [row for row in rows if row.now is None or row.was != row.now]
     return Job(small, tuple(words)), rows, kept, lost
 
 

@@ -487,7 +487,10 @@ def buckets(case: Case) -> Iterator[Change]:
 
 
 def vocabulary(case: Case) -> Iterator[Change]:
-    """Padding to a multiple: the data's 257 tokens need some."""
+    """That of the data: 257 tokens, which need some padding."""
+    for option in ("vocab_size", "padded_vocab_size", "vocab_extra_ids"):
+        if case.given.has(option):
+            yield Change(option, None, "that of the data instead")
     if case.given.integer("make_vocab_size_divisible_by") > 128:
         yield Change("make_vocab_size_divisible_by", ("128",), "a padded vocabulary")
 

@@ -180,19 +180,24 @@ def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
-    """One bug and one healthy job, for real; kept, drawn, logged offline, and shown again."""
+@pytest.mark.parametrize(
+    "parts", [["matrix"], pytest.param(["bugs", "matrix"], marks=pytest.mark.nightly)]
+)
+def test_the_command(tmp_path: Path, parts: list[str]) -> None:
+    """Parts for real: kept, drawn, logged offline, and shown again."""
     out = tmp_path / "out"
     words = ["--quick", "--bug", "11", "--directory", str(out)]
+    words += [] if "bugs" in parts else ["--no-bugs"]
     done = ttrace(*words, WANDB_MODE="offline", HOME=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all good: 2 cases" in done.stdout
+    assert f"all good: {len(parts)} case" in done.stdout
     assert "offline run" in done.stdout
-    assert "11 sp-layernorm" in (out / "trend.html").read_text()
+    assert ("11 sp-layernorm" in (out / "trend.html").read_text()) == ("bugs" in parts)
     with sqlite3.connect(out / "history.sqlite") as db:
         kept = db.execute("SELECT part, state, margin FROM cases ORDER BY number").fetchall()
-    assert [row[:2] for row in kept] == [("bugs", "good"), ("matrix", "good")]
-    assert kept[0][2] > 5 > 1 > kept[1][2]
+    assert [row[:2] for row in kept] == [(part, "good") for part in parts]
+    assert kept[-1][2] < 1
+    assert len(kept) == 1 or kept[0][2] > 5
     (out / "trend.html").unlink()
     again = ttrace("--show", "--directory", str(out))
     assert again.returncode == 0

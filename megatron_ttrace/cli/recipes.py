@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace recipes``: check all training configurations of a Megatron-LM checkout, shrunk."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ttrace.cli import command
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore import flags
+from megatron_ttrace.mcore.shrink.plan import DEFAULT_RANKS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_ttrace.evaluation.recipes.run import JobRow, RecipeRow
+
+_EPILOG = """\
+examples:
+  ttrace recipes Megatron-LM --dry-run
+  ttrace recipes Megatron-LM --only 'moe/*' --limit 20
+
+The functional tests' model_config.yaml and the example scripts that train GPT are shrunk; equal
+jobs are checked once. Finished jobs are kept under --directory: the same command goes on with the
+others. The table is also written there, as recipes.json.
+
+exit code: 0 all that ran are equivalent, refused by Megatron, or show a known fault; 1 a job
+diverged and no finding explains it; 2 a job could not be checked
+"""
+_NOT_RUN = "not run yet"
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``recipes`` command."""
+    parser = command.add(
+        subparsers,
+        "recipes",
+        run,
+        summary="check all training configurations of a Megatron-LM checkout, shrunk",
+        description="Shrink all training configurations of a Megatron-LM checkout, check them, and "
+        "print which are covered.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("checkout", type=flags.path, metavar="CHECKOUT")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="configurations to run, e.g. 'moe/*'; may be repeated",
+    )
+    parser.add_argument(
+        "--limit", type=flags.integer(1), metavar="N", help="check at most N jobs now"
+    )
+    parser.add_argument(
+        "--max-ranks",
+        type=flags.integer(1, flags.MOST_RANKS),
+        default=DEFAULT_RANKS,
+        metavar="N",
+        help=f"most ranks of a job (default {DEFAULT_RANKS})",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=flags.number,
+        default=600.0,
+        metavar="SECONDS",
+        help="end a job after this time (default 600)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="shrink only, run nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_directory(parser, "ttrace-out-recipes")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the configurations and print the table."""
+    from megatron_ttrace.evaluation.recipes import collect
+    from megatron_ttrace.evaluation.recipes.run import (
+        RESULTS,
+        Checker,
+        coverage,
+        jobs_of,
+        read_results,
+    )
+    from megatron_ttrace.evaluation.recipes.run import run as run_jobs
+
+    if not args.checkout.is_dir():
+        raise TTraceError(f"{args.checkout}: no such directory; give a checkout of Megatron-LM")
+    say = command.silent if args.json else command.progress()
+    found = collect.collect(args.checkout.absolute(), args.only, args.max_ranks)
+    if not found:
+        raise TTraceError(f"no configuration matches {' '.join(args.only)}: see --dry-run")
+    jobs = jobs_of(found)
+    directory = args.directory.absolute()
+    finished = read_results(directory / RESULTS)
+    left = [job for key, job in jobs.items() if key not in finished]
+    say(f"{len(found)} configurations, {len(jobs)} different jobs, {len(left)} to run")
+    if left and not args.dry_run:
+        checker = Checker(directory, Path(left[0].script), args.seconds)
+        last = min(len(left), args.limit or len(left))
+        for number, row in enumerate(run_jobs(left, checker, directory, args.limit), 1):
+            finished[row.key] = row
+            say(f"[{number}/{last}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:120]}")
+    rows = coverage(found, finished)
+    table = {
+        "checkout": str(args.checkout),
+        "jobs": {key: finished[key].to_json() for key in jobs if key in finished},
+        "recipes": [dataclasses.asdict(row) for row in rows],
+    }
+    if not args.dry_run:
+        (directory / "recipes.json").write_text(json.dumps(table, indent=1), encoding="utf-8")
+    if args.json:
+        print(json.dumps(table))
+    else:
+        _show(rows, [finished[key] for key in jobs if key in finished])
+    return _exit_code(rows)
+
+
+def _exit_code(rows: Sequence[RecipeRow]) -> ExitCode:
+    from megatron_ttrace.evaluation.recipes.run import Answer
+
+    if any(row.answer is Answer.DIVERGED and not row.finding for row in rows):
+        return ExitCode.DIVERGED
+    failed = any(row.answer is Answer.COULD_NOT_CHECK for row in rows)
+    return ExitCode.COULD_NOT_CHECK if failed else ExitCode.EQUIVALENT
+
+
+def _show(rows: Sequence[RecipeRow], jobs: Sequence[JobRow]) -> None:
+    """The table: counts first, then everything that is not equivalent, with its reason."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from megatron_ttrace.evaluation.recipes.run import Answer
+
+    console = Console()
+    counts = Counter(_label(row) for row in rows)
+    training = [row for row in rows if row.answer not in (None, Answer.REFUSED)]
+    good = sum(row.answer is Answer.EQUIVALENT for row in training)
+    table = Table("configurations", "result", box=None, pad_edge=False)
+    for label, count in counts.most_common():
+        table.add_row(str(count), label)
+    console.print(table)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.answer not in (None, Answer.EQUIVALENT):
+            reasons.setdefault((_label(row), command.in_one_line(row.why)), []).append(row.name)
+    if reasons:
+        table = Table("n", "result", "why", "for instance", box=None, pad_edge=False)
+        for (label, why), names in sorted(reasons.items(), key=lambda item: -len(item[1])):
+            table.add_row(*map(Text, (str(len(names)), label, why, names[0])))
+        console.print(table)
+    if training:
+        console.print(
+            f"{good} of {len(training)} that Megatron accepts are equivalent "
+            f"({good / len(training):.1%})",
+            highlight=False,
+        )
+    if jobs:
+        worst = max(jobs, key=lambda job: job.unchecked / max(1, job.tensors))
+        console.print(
+            f"{len(jobs)} jobs, {sum(job.tensors for job in jobs)} tensors, most unchecked "
+            f"{worst.unchecked / max(1, worst.tensors):.1%} ({worst.key}), "
+            f"{sum(job.seconds for job in jobs):.0f} s",
+            highlight=False,
+        )
+
+
+def _label(row: RecipeRow) -> str:
+    from megatron_ttrace.evaluation.recipes.run import Answer
+
+    if row.answer is None:
+        return _NOT_RUN if row.jobs else "not for training"
+    if row.answer is Answer.DIVERGED:
+        return f"diverged (finding: {row.finding})" if row.finding else "diverged (new)"
+    return row.answer.value

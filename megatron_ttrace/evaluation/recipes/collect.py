@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training configurations of a checkout, and the different small jobs that they become."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import fnmatch
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import recipe_file
+from megatron_ttrace.mcore.command_line import Command, ShellScript
+from megatron_ttrace.mcore.shrink import plan
+from megatron_ttrace.processes import shell_script
+
+_TESTS = "tests/functional_tests/test_cases"
+_SCRIPT = "pretrain_gpt.py"
+_VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVTE", "PYTORCH", "TORCH")
+"""Prefixes of variables that the training sees; a test's own (``N_REPEATS``) make no other job."""
+
+
+class Kind(enum.Enum):
+    """What a configuration is for."""
+
+    TRAINING = "training"
+    OTHER = "no training"
+    NOT_SHRUNK = "cannot be shrunk"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SmallJob:
+    """A small job.
+
+    Attributes:
+        script: the training script.
+        arguments: without those of the data.
+        ranks: how many.
+        environment: variables of the configuration that the training sees.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    ranks: int
+    environment: tuple[tuple[str, str], ...]
+
+    @property
+    def key(self) -> str:
+        """The same for jobs that are the same, wherever the checkout is."""
+        told = [Path(self.script).name, list(self.arguments), self.ranks, list(self.environment)]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """A configuration.
+
+    Attributes:
+        name: its folder or script, below the checkout.
+        kind: what it is for.
+        jobs: what it becomes, if it is for training.
+        why: if it becomes nothing, the reason.
+        lost: what the small jobs do not do.
+    """
+
+    name: str
+    kind: Kind
+    jobs: tuple[SmallJob, ...] = ()
+    why: str = ""
+    lost: tuple[str, ...] = ()
+
+
+def collect(checkout: Path, patterns: Sequence[str] = (), most: int = 8) -> list[Recipe]:
+    """Find and shrink the configurations of a checkout.
+
+    Args:
+        checkout: of Megatron-LM.
+        patterns: of names; all if there are none.
+        most: ranks that a small job may have.
+
+    Raises:
+        TTraceError: when there are none.
+    """
+    files = sorted((checkout / _TESTS).rglob("model_config.yaml"))
+    scripts = [
+        path
+        for path in sorted((checkout / "examples").rglob("*.sh"))
+        if _SCRIPT in path.read_text(encoding="utf-8", errors="replace")
+    ]
+    if not files and not scripts:
+        raise TTraceError(
+            f"{checkout} has neither {_TESTS} nor examples: give a checkout of Megatron-LM"
+        )
+    found = []
+    for path in (*files, *scripts):
+        place = path.parent if path.suffix == ".yaml" else path
+        name = str(place.relative_to(checkout)).removeprefix(f"{_TESTS}/")
+        if not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            found.append(_recipe(name, path, checkout, most))
+    return found
+
+
+def _recipe(name: str, path: Path, checkout: Path, most: int) -> Recipe:
+    try:
+        command = recipe_file.read(path) if path.suffix == ".yaml" else _example(path, checkout)
+    except recipe_file.NoTrainingError as error:
+        return Recipe(name, Kind.OTHER, why=_without(path, error))
+    except TTraceError as error:
+        return Recipe(name, Kind.NOT_SHRUNK, why=_without(path, error))
+    try:
+        found = plan.shrink(command, most)
+    except TTraceError as error:
+        return Recipe(name, Kind.NOT_SHRUNK, why=_without(path, error))
+    environment = tuple(
+        sorted(item for item in command.environment.items() if item[0].startswith(_VARIABLES))
+    )
+    jobs = tuple(
+        SmallJob(command.script, job.arguments, job.axes.ranks, environment) for job in found.jobs
+    )
+    return Recipe(name, Kind.TRAINING, jobs, lost=found.lost)
+
+
+def _without(path: Path, error: TTraceError) -> str:
+    return " ".join(str(error).replace(str(path), "it").split())
+
+
+def _example(path: Path, checkout: Path) -> Command:
+    """The command of an example's shell script, run as from the root of the checkout.
+
+    It may make folders where it runs: a folder of links stands for the checkout.
+    """
+    with tempfile.TemporaryDirectory(prefix="ttrace-") as folder:
+        for entry in checkout.resolve().iterdir():
+            Path(folder, entry.name).symlink_to(entry)
+        paths = [str(Path(folder, "unused", str(number))) for number in range(6)]
+        found = shell_script.resolve(ShellScript((str(path.resolve()), *paths)), Path(folder))
+    if not Path(found.script).is_absolute():
+        found = dataclasses.replace(found, script=str(checkout / found.script))
+    if not Path(found.script).is_file() and (checkout / Path(found.script).name).is_file():
+        # Some scripts want the checkout's place written into them.
+        found = dataclasses.replace(found, script=str(checkout / Path(found.script).name))
+    if not Path(found.script).is_file():
+        raise TTraceError(f"it trains {found.script}, which the checkout lacks")
+    return found

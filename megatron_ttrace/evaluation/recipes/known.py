@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which configurations use what docs/findings.md proves to be faulty in Megatron.
+
+A configuration is named by what it combines, never by its name. This only labels a divergence in a
+table; it changes no verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from megatron_ttrace.mcore.shrink.given import Given
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault of Megatron's.
+
+    Attributes:
+        heading: the beginning of its heading in docs/findings.md, without the number.
+        has: whether a job has what it takes.
+    """
+
+    heading: str
+    has: Callable[[Given], bool]
+
+
+def _above_one(given: Given, axis: str) -> bool:
+    return given.integer(f"{axis}_parallel_size", 1) > 1
+
+
+FINDINGS = (
+    Finding(
+        "MLA without sequence parallelism",
+        lambda given: (
+            given.has("multi_latent_attention")
+            and _above_one(given, "tensor_model")
+            and not given.has("sequence_parallel")
+        ),
+    ),
+    Finding(
+        "Loss masks and CP",
+        lambda given: (
+            given.has("eod_mask_loss")
+            and _above_one(given, "context")
+            and not given.has("calculate_per_token_loss")
+        ),
+    ),
+    Finding(
+        "MTP and CP",
+        lambda given: given.integer("mtp_num_layers") > 0 and _above_one(given, "context"),
+    ),
+    Finding(
+        "Attention sinks and TP",
+        lambda given: (
+            given.text("softmax_type") == "learnable" and _above_one(given, "tensor_model")
+        ),
+    ),
+    Finding(
+        "Sparse attention's indexer under context parallelism",
+        lambda given: (
+            given.text("experimental_attention_variant") == "dsa" and _above_one(given, "context")
+        ),
+    ),
+    Finding(
+        "`--use-cpu-initialization` with expert parallelism",
+        lambda given: given.has("use_cpu_initialization") and _above_one(given, "expert_model"),
+    ),
+)
+
+
+def finding_of(arguments: Sequence[str]) -> str:
+    """The heading of the finding that a diverging job may show; empty if it is a new one."""
+    given = Given.parse(arguments)
+    return next((finding.heading for finding in FINDINGS if finding.has(given)), "")

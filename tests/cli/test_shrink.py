@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace shrink`` prints what becomes of a command; bad commands are one line."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.__main__ import main
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
+LARGE = (
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --context-parallel-size 4 "
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 8192 "
+    "--max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 1536 --bf16 "
+    "--transformer-impl transformer_engine --load checkpoints --train-iters 10 --lr 1e-4"
+)
+COMMAND = ["torchrun", "--nproc-per-node", "8", "--nnodes", "128", str(SCRIPT), *LARGE.split()]
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path, monkeypatch):
+    """A data set that is there already, so that Megatron is not imported to write it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "text.idx").touch()
+    (tmp_path / "text.bin").touch()
+    return tmp_path / "text"
+
+
+def test_the_table(data, capsys):
+    """Flag, was, is, why within 80 columns; what is lost; commands that a shell takes."""
+    assert main(["shrink", "--data", str(data), "--", *COMMAND]) == 0
+    out = capsys.readouterr().out
+    table, *commands = out.split("\n\n")
+    assert re.search(r"^ranks +1024 +8 ", table, re.MULTILINE)
+    assert re.search(r"^--hidden-size +12288 +64 ", table, re.MULTILINE)
+    assert "not kept: --load" in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
+        assert words[:3] == ["ttrace", "check", "--nproc-per-node"]
+        assert words[5] == str(SCRIPT)
+        assert words[words.index("--data-path") + 1] == str(data)
+
+
+def test_json(data, capsys):
+    """The same for machines."""
+    assert main(["shrink", "--json", "--max-ranks", "16", "--data", str(data), "--", *COMMAND]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [job["ranks"] for job in found["jobs"]] == [16]
+    assert ["--hidden-size", "12288", "64", "rows of a few blocks"] in found["changes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no script given: ttrace shrink -- torchrun"),
+        (["--", "ls"], "no training script in this command"),
+        (["--recipe", "x.yaml", "--", "x.py"], "give one of them"),
+        (["--recipe", "x.yaml"], "x.yaml cannot be read"),
+        (["--max-ranks", "2", "--", *COMMAND], "does not fit 2 ranks"),
+        (["--", "bash", "absent.sh"], "absent.sh: no such script"),
+    ],
+)
+@pytest.mark.parametrize("command", ["shrink", "check"])
+def test_bad_input(capsys, command, words, said):
+    """One line that says what to do."""
+    more = ["--shrink", "--quiet"] if command == "check" else []
+    assert main([command, *more, *words]) == 2
+    error = capsys.readouterr().err
+    assert said.replace("shrink", command) in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_command_for_several_machines_is_not_started_here(capsys):
+    """Nor silently made smaller."""
+    assert main(["check", "--quiet", "--", *COMMAND]) == 2
+    assert "for 128 machines: add --shrink" in capsys.readouterr().err

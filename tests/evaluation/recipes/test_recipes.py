@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in tree's configurations are found, shrunk, run once, and told in a table."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.__main__ import main
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.evaluation.recipes import collect, known
+from megatron_ttrace.evaluation.recipes import run as running
+from megatron_ttrace.evaluation.recipes.collect import Kind
+from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = {
+    "--num-layers": 12,
+    "--hidden-size": 512,
+    "--num-attention-heads": 8,
+    "--seq-length": 1024,
+    "--max-position-embeddings": 1024,
+    "--micro-batch-size": 4,
+    "--global-batch-size": 32,
+    "--train-iters": 50,
+    "--lr": 0.00015,
+    "--transformer-impl": "local",
+    "--data-path": "${DATA_PATH}/text",
+    "--save": "${CHECKPOINT_SAVE_PATH}",
+    "--use-distributed-optimizer": True,
+}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Four training configurations that make three jobs, and two others."""
+    root = tmp_path / "Megatron-LM"
+    (root / "megatron").mkdir(parents=True)
+    (root / "pretrain_gpt.py").symlink_to(ROOT / "launch" / "pretrain_gpt.py")
+    cases = root / "tests" / "functional_tests" / "test_cases"
+    for name, mode, more in (
+        ("gpt/tp4", "", {"--tensor-model-parallel-size": 4}),
+        ("gpt/tp2", "", {"--tensor-model-parallel-size": 2, "--log-interval": 1}),
+        ("gpt/pp4", "", {"--pipeline-model-parallel-size": 4}),
+        ("gpt/inference", "MODE: inference", {}),
+        ("t5/tp1", "", {}),
+    ):
+        folder = cases / name
+        folder.mkdir(parents=True)
+        text = "ENV_VARS:\n  NCCL_ALGO: Ring\n  N_REPEATS: 5\nMODEL_ARGS:\n"
+        for flag, value in {**MODEL, **more}.items():
+            text += f"  {flag}: {str(value).lower() if value is True else value}\n"
+        (folder / "model_config.yaml").write_text(f"{text}{mode}\n")
+    example = root / "examples" / "gpt3"
+    example.mkdir(parents=True)
+    (example / "train.sh").write_text(
+        "mkdir -p made\n"
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-model-parallel-size 16 "
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
+        "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 1536 "
+        "--train-iters 500000 --lr 1e-4 --load $1\n"
+    )
+    return root
+
+
+def test_configurations_are_found_and_equal_jobs_are_one(checkout):
+    """By what they run, not by their sizes or names."""
+    found = {one.name: one for one in collect.collect(checkout)}
+    assert {name: one.kind for name, one in found.items()} == {
+        "gpt/inference": Kind.OTHER,
+        "gpt/pp4": Kind.TRAINING,
+        "gpt/tp2": Kind.TRAINING,
+        "gpt/tp4": Kind.TRAINING,
+        "t5/tp1": Kind.NOT_SHRUNK,
+        "examples/gpt3/train.sh": Kind.TRAINING,
+    }
+    assert found["gpt/tp2"].jobs == found["gpt/tp4"].jobs
+    assert len(running.jobs_of(found.values())) == 3
+    (job,) = found["gpt/tp2"].jobs
+    assert job.environment == (("NCCL_ALGO", "Ring"),)
+    assert not (checkout / "made").exists()
+    assert "--load" in found["examples/gpt3/train.sh"].lost[0]
+
+
+def test_patterns(checkout, tmp_path):
+    """Choose by name."""
+    assert [one.name for one in collect.collect(checkout, ["gpt/tp*"])] == ["gpt/tp2", "gpt/tp4"]
+    with pytest.raises(TTraceError, match="give a checkout of Megatron-LM"):
+        collect.collect(tmp_path / "megatron_ttrace")
+
+
+def test_resuming(checkout, tmp_path):
+    """What is finished is not run again, and half a line is none."""
+    recipes = collect.collect(checkout)
+    jobs = running.jobs_of(recipes).values()
+    ran = []
+
+    def check(job):
+        ran.append(job.key)
+        answer = Answer.DIVERGED if "pipeline" in " ".join(job.arguments) else Answer.EQUIVALENT
+        return JobRow(key=job.key, answer=answer, ranks=job.ranks, tensors=10, why="because")
+
+    assert len(list(running.run(jobs, check, tmp_path, 1))) == 1
+    file = tmp_path / running.RESULTS
+    with file.open("a") as out:
+        out.write('{"key": "cut of')
+    first = ran.copy()
+    file.write_text(file.read_text() + "\n")
+    assert len(list(running.run(jobs, check, tmp_path))) == 2
+    assert len(set(ran)) == 3
+    assert ran[0] == first[0]
+    rows = running.coverage(recipes, running.read_results(file))
+    answers = {row.name: row.answer for row in rows}
+    assert answers["gpt/tp2"] is answers["gpt/tp4"] is Answer.EQUIVALENT
+    assert answers["gpt/pp4"] is Answer.DIVERGED
+    assert answers["gpt/inference"] is None
+    assert answers["t5/tp1"] is Answer.COULD_NOT_CHECK
+
+
+def test_refusals_are_megatrons_own(tmp_path):
+    """Told by where it was raised, never by what it says."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    frames = (
+        'Traceback (most recent call last):\n  File "{file}", line 3, in {name}\nValueError: x\n'
+    )
+    for file, name, by_megatron in (
+        ("/site/megatron/training/arguments.py", "validate_args", True),
+        ("/site/megatron/core/transformer/transformer_config.py", "__post_init__", True),
+        ("/site/megatron/core/tensor_parallel/layers.py", "forward", False),
+        ("/site/megatron_ttrace/runtime/entry.py", "__post_init__", False),
+    ):
+        (logs / "rank0.log").write_text(frames.format(file=file, name=name))
+        assert running.refused(tmp_path) is by_megatron
+
+
+def test_known_findings_are_those_of_the_page():
+    """Headings are spelled as they stand there, and name what is combined."""
+    text = (ROOT / "docs" / "findings.md").read_text()
+    for finding in known.FINDINGS:
+        assert re.search(rf"^## [0-9]+\. {re.escape(finding.heading)}", text, re.MULTILINE)
+    words = "--multi-latent-attention --tensor-model-parallel-size 2"
+    assert known.finding_of(words.split()) == "MLA without sequence parallelism"
+    assert known.finding_of([*words.split(), "--sequence-parallel"]) == ""
+
+
+def test_the_table_without_running(checkout, tmp_path, capsys):
+    """Counts and reasons; the exit code says that one cannot be checked."""
+    words = ["recipes", str(checkout), "--dry-run", "--directory", str(tmp_path / "out")]
+    assert main(words) == 2
+    out = capsys.readouterr().out
+    assert re.search(r"4 +not run yet", out)
+    assert "has no" in out
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--json", "--only", "gpt/*"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert {row["name"] for row in table["recipes"]} == {
+        "gpt/inference",
+        "gpt/pp4",
+        "gpt/tp2",
+        "gpt/tp4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["absent"], "absent: no such directory"),
+        (["CHECKOUT", "--only", "nothing*"], r"no configuration matches nothing\*"),
+    ],
+)
+def test_bad_input(checkout, capsys, words, said):
+    """One line."""
+    words = [str(checkout) if word == "CHECKOUT" else word for word in words]
+    assert main(["recipes", *words]) == 2
+    assert re.search(said, capsys.readouterr().err)

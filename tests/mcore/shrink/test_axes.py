@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Axes of the large job become 2, and pairs of them are covered by jobs that fit."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.shrink import axes
+from megatron_ttrace.mcore.shrink.given import Given
+
+POWERS = st.sampled_from([1, 2, 4, 8])
+
+
+def flags(tp=1, cp=1, pp=1, **more):
+    """Arguments of a layout."""
+    sizes = {"tensor-model": tp, "context": cp, "pipeline-model": pp}
+    words = [
+        word for axis, size in sizes.items() for word in (f"--{axis}-parallel-size", str(size))
+    ]
+    for name, value in more.items():
+        words += [f"--{name.replace('_', '-')}", *str(value).split()]
+    return Given.parse(words)
+
+
+def test_all_axes_of_a_large_job():
+    """Data parallelism is what remains."""
+    found = axes.of_large(
+        flags(8, 4, 8, num_layers=64, num_experts=64, expert_model_parallel_size=16), 8 * 4 * 8 * 16
+    )
+    assert (found.tp, found.cp, found.pp, found.ep, found.etp, found.dp) == (8, 4, 8, 16, 8, 16)
+    assert found.edp == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "chunks"),
+    [
+        ({"num_virtual_stages_per_pipeline_rank": 4}, 4),
+        ({"num_layers_per_virtual_pipeline_stage": 2, "num_layers": 32}, 4),
+        ({"pipeline_model_parallel_layout": "Et|(t|)*6L"}, 2),
+        ({"hybrid_layer_pattern": "M|*|M|*/M"}, 1),
+        ({}, 1),
+    ],
+)
+def test_chunks(more, chunks):
+    """Of a virtual pipeline, in whatever way they are given."""
+    assert axes.of_large(flags(pp=4, **more), 4).chunks == chunks
+
+
+def test_ranks_that_are_too_few_are_taken_for_a_placeholder():
+    """A script for one machine, to be changed by its user."""
+    assert axes.of_large(flags(8, 1, 16), 8).dp == 1
+    with pytest.raises(TTraceError, match="12 ranks cannot be divided into tensor 8"):
+        axes.of_large(flags(8), 12)
+
+
+@given(POWERS, POWERS, POWERS, POWERS)
+def test_axes_become_two(tp, cp, pp, dp):
+    """And those of 1 stay."""
+    given = flags(tp, cp, pp)
+    large = axes.of_large(given, tp * cp * pp * dp)
+    small = axes.of_small(given, large)
+    assert small.spread() == large.spread()
+    assert small.ranks == 2 ** len(large.spread())
+
+
+@given(POWERS, POWERS, POWERS, POWERS, POWERS, st.sampled_from([4, 8, 16]))
+def test_pairs_are_covered(tp, cp, pp, dp, ep, most):
+    """Every two axes of the large job are together in one small job that fits."""
+    given = flags(tp, cp, pp, num_experts=8, expert_model_parallel_size=ep)
+    large = axes.of_large(given, tp * cp * pp * dp * ep)
+    small = axes.jobs(given, large, most)
+    assert all(one.ranks <= most and one.edp for one in small)
+    for pair in itertools.combinations(large.spread(), 2):
+        assert any(set(pair) <= set(one.spread()) for one in small), pair
+
+
+def test_what_does_not_fit():
+    """Is named, with the number that it takes."""
+    given = flags(2, 1, 2)
+    with pytest.raises(
+        TTraceError, match=r"--tensor-model-parallel-size with --pipeline.*fit 2"
+    ) as one:
+        axes.jobs(given, axes.of_large(given, 4), 2)
+    assert "--max-ranks 4" in str(one.value)
+    assert [one.ranks for one in axes.jobs(flags(8), axes.of_large(flags(8), 8), 2)] == [2]
+
+
+def test_two_would_not_run_the_same_code():
+    """Levels of context parallelism, interleaving without overlap, optimizer instances."""
+    levels = flags(cp=8, hierarchical_context_parallel_sizes="2 4")
+    assert axes.of_small(levels, axes.of_large(levels, 8)).cp == 4
+    words = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+    overlapped = Given.parse(words.split())
+    not_overlapped = Given.parse([*words.split(), "--no-overlap-p2p-communication"])
+    assert axes.of_small(overlapped, axes.of_large(overlapped, 4)).pp == 2
+    assert axes.of_small(not_overlapped, axes.of_large(not_overlapped, 4)).pp == 3
+    instances = flags(num_distributed_optimizer_instances=4)
+    assert axes.of_small(instances, axes.of_large(instances, 16)).dp == 4
+
+
+def test_copies_of_experts_stay():
+    """Reducing the gradients of experts needs more than one copy of them."""
+    given = flags(num_experts=8, expert_model_parallel_size=4)
+    assert axes.of_small(given, axes.of_large(given, 4)).edp == 1
+    assert axes.of_small(given, axes.of_large(given, 8)).edp == 2

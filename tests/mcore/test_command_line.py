@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script, its arguments and the ranks in commands as users have them."""
+
+import contextlib
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.command_line import Command, ShellScript, parse
+
+WORDS = st.lists(
+    st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1)
+    .map(str.strip)
+    .filter(bool),
+    max_size=6,
+)
+LAUNCHERS = {
+    "torchrun --nproc-per-node 8 --nnodes=2 --master_addr localhost": (16, 2),
+    "torchrun --nproc_per_node=4 --standalone": (4, 1),
+    "torchrun --standalone --nproc-per-node auto": (None, 1),
+    "torchrun --nnodes 1:4 --nproc-per-node 8 --tee 3 --redirects 3": (32, 4),
+    "python -m torch.distributed.run --nproc-per-node 2": (2, 1),
+    "python3.12 -u -X dev -m torch.distributed.launch --nproc_per_node 2": (2, 1),
+    "/opt/venv/bin/python": (None, 1),
+    "python -u -W ignore": (None, 1),
+    "ft_launcher --nproc_per_node 8 --max-restarts=3": (8, 1),
+    "uv run --no-sync python -m torch.distributed.run --nproc_per_node 8": (8, 1),
+    "srun -N 4 --ntasks-per-node=8 --container-image=x.sqsh python": (32, 4),
+    "srun -N2 -n 16 --mpi pmix python -u": (16, 2),
+    "srun --nodes=4 torchrun --nproc-per-node 8 --nnodes 4": (32, 4),
+    "nsys profile -o out --force-overwrite true torchrun --nproc-per-node 2": (2, 1),
+    "numactl --cpunodebind=0 python": (None, 1),
+    "nohup env": (None, 1),
+    "": (None, 1),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@given(arguments=WORDS)
+def test_every_launcher(launcher, arguments):
+    """Arguments come through unchanged, whatever they look like."""
+    ranks, nodes = LAUNCHERS[launcher]
+    words = ["CUDA_DEVICE_MAX_CONNECTIONS=1", "A=b=c", *launcher.split(), "dir/pretrain_gpt.py"]
+    assert parse([*words, *arguments]) == Command(
+        "dir/pretrain_gpt.py",
+        tuple(arguments),
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "A": "b=c"},
+        ranks,
+        nodes,
+    )
+
+
+@given(arguments=WORDS)
+def test_a_whole_paste(arguments):
+    """One word with line continuations, redirections and a pipe, as a shell would read it."""
+    lines = " \\\n    ".join(
+        ["torchrun --nproc-per-node 2 pretrain_gpt.py", *map(shlex.quote, arguments)]
+    )
+    text = f"# train\nexport A=1\nexport B=2; cd /x && {lines} 2>&1 | tee log.txt\n"
+    found = parse([text])
+    assert found == Command("pretrain_gpt.py", tuple(arguments), {"A": "1", "B": "2"}, 2, 1)
+
+
+def test_what_a_paste_assigns_is_used():
+    """Other variables stay as they are."""
+    found = parse(["P=/data\npython x.py --a $P/b --c ${P}x --d $Q ${H}"], {"H": "home"})
+    assert found.arguments == ("--a", "/data/b", "--c", "/datax", "--d", "$Q", "home")
+
+
+def test_a_shell_within():
+    """Slurm scripts give the command as one word."""
+    found = parse(["srun", "-l", "bash", "-xc", "cd /m; git status; python /m/x.py --a '[0]*3'"])
+    assert found == Command("/m/x.py", ("--a", "[0]*3"))
+
+
+@pytest.mark.parametrize("words", [["bash", "-x", "t.sh", "a"], ["./t.sh", "a"]])
+def test_a_shell_script(words):
+    """Is recognised; what it starts only a shell knows."""
+    found = parse(["A=1", *words])
+    assert isinstance(found, ShellScript)
+    assert found.words[0].endswith("t.sh")
+    assert found.words[1:] == ("a",)
+    assert found.environment == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ls", "-l"], "no training script.*e.g. ttrace check -- torchrun"),
+        (["torchrun", "--nproc-per-node", "2"], "no training script"),
+        (["A=1"], "no training script"),
+        (["python", "-c", "print()"], "no training script"),
+        (["python", "-m", "package"], "package is no training script"),
+        (["torchrun", "-m", "package", "x"], "run as a module"),
+        (["python 'x.py"], "cannot be split"),
+        ([""], "no training script"),
+    ],
+)
+def test_no_script(words, said):
+    """One line that says what to give."""
+    with pytest.raises(TTraceError, match=said) as raised:
+        parse(words)
+    assert "\n" not in str(raised.value)
+
+
+@given(st.lists(st.text(), max_size=5))
+def test_any_words(words):
+    """A command or one line, for whatever is given."""
+    with contextlib.suppress(TTraceError):
+        assert isinstance(parse(words), Command | ShellScript)
