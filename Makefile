@@ -9,12 +9,16 @@ RELEASE_TESTS := tests/integration/test_releases.py tests/integration/test_demo.
   tests/integration/test_bitwise.py tests/cpu/test_training.py
 # More threads than cores slow down small jobs of several ranks, and change the order of sums.
 export OMP_NUM_THREADS = 1
+# Hundreds of processes import the same files: compile them once.
+unexport PYTHONDONTWRITEBYTECODE
+# What mypy knows of PyTorch stays true in another clone with the same environment.
+export MYPY_CACHE_DIR ?= $(VENV)/mypy_cache
 # Test processes at a time. Each imports Megatron once and forks what it runs (tests/warm.py).
 JOBS ?= 2
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit test-versions lint format nightly clean
+.PHONY: help venv demo test unit test-versions lint format nightly gpu gpu-wheels clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -50,6 +54,14 @@ format: venv ## fix style with ruff
 
 nightly: venv ## all tests, including the long ones
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600
+
+# GPU_PYTHON must have PyTorch. DRY_RUN=1 needs no GPU. ONLY chooses tests, by name or letter.
+GPU_PYTHON ?= python3
+gpu: ## run the tests of the GPU path from WHEELS, without a network; see docs/gpu.md
+	PYTHON=$(GPU_PYTHON) launch/gpu.sh run $(if $(DRY_RUN),--dry) $(if $(TE_STAGE),--te) $(if $(ONLY),--only $(ONLY))
+
+gpu-wheels: ## download what `make gpu` installs into WHEELS
+	PYTHON=$(GPU_PYTHON) launch/gpu.sh wheels
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) .*.lock build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -23,7 +23,12 @@ import torch
 from megatron.core import mpu
 from megatron.core import utils as core_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
@@ -216,13 +221,31 @@ def builds_dataset(packed: bool, vp_stage: int | None = None) -> bool:
     return has_mtp(core_transformer_config_from_args(get_args()), vp_stage)
 
 
+class FewDocuments(MockGPTLowLevelDataset):  # type: ignore[misc]
+    """Megatron's mock documents, 1,000 instead of 100,000.
+
+    Megatron shuffles all their sequences, which takes longer than a small job's training.
+    """
+
+    size = 1000
+
+
+class MockDataset(MockGPTDataset):  # type: ignore[misc]
+    """Megatron's mock data set, of few documents."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
+        """Return the documents."""
+        return FewDocuments(config.tokenizer)
+
+
 def provide_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     """Build the training, validation and test sets for ``samples`` samples each."""
     args = get_args()
     if args.fim_data:
         with exits_on_user_error():
             raise TTraceError("--fim-data: use Megatron-LM's own pretrain_gpt.py")
-    kind: Any = MockGPTDataset if args.mock_data else GPTDataset
+    kind: Any = MockDataset if args.mock_data else GPTDataset
     if args.sft:
         from megatron.training.datasets.sft_dataset import SFTDataset
 
@@ -388,8 +411,15 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return sorted(ranks)
 
 
-def main() -> None:
-    """Start Megatron's training loop in the way of the installed release."""
+def main(
+    provide_model: Callable[..., Any] = provide_model, configure: str = "gpt_config_from_args"
+) -> None:
+    """Start Megatron's training loop in the way of the installed release.
+
+    Args:
+        provide_model: builds one pipeline stage, for releases before 0.19.
+        configure: name of Megatron's function that describes the model, for 0.19.
+    """
     # 0.19 divides by the evaluation interval even when nothing is to be evaluated.
     defaults = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
     common = {"get_embedding_ranks": embedding_ranks}
@@ -408,7 +438,7 @@ def main() -> None:
 
     args = training_arguments.parse_and_validate_args(args_defaults=defaults)
     if hasattr(argument_utils, "gpt_config_from_args"):  # 0.19
-        model_config = argument_utils.gpt_config_from_args(args)
+        model_config = getattr(argument_utils, configure)(args)
         container = argument_utils.pretrain_cfg_container_from_args(args, model_config)
         pretrain(container, provide_datasets, model_type, forward_step, **common)
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TTrace for Megatron-LM: is this parallel run numerically the single-device run?
+"""TTrace for Megatron-LM: is this parallel run numerically equivalent to a single-device run?
 
 A Megatron training script calls :func:`enable` before it imports Megatron; everything else is
 flags (``--ttrace``, see ``megatron_ttrace/mcore/flags.py``). A Python program that checks such a
@@ -47,20 +47,20 @@ _HOMES = {
         "Verdict",
     ),
 }
-"""Where each public name is defined. It is imported when it is first used."""
+"""Public names by the module that defines them; imported when first used."""
 
 
 def enable() -> None:
-    """Teach this training script the ``--ttrace`` flags, and Megatron to run without a GPU.
+    """Add the ``--ttrace`` flags to this training script, and let Megatron run without a GPU.
 
-    Call it before anything of Megatron is imported. Without ``--ttrace`` nothing of the training
-    loop is touched; without an accelerator the CPU backend switches itself on.
+    Call it before Megatron is imported. Without ``--ttrace`` the training loop is not changed;
+    without an accelerator the CPU backend is activated.
     """
     _entry().enable()
 
 
 def __getattr__(name: str) -> Any:
-    """A public name from its home."""
+    """A public name, imported on demand."""
     import importlib
 
     for home, names in _HOMES.items():
@@ -71,11 +71,10 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """``compare`` is a function of this package, and the name of a room in it.
+    """``compare`` is both a function of this package and a subpackage.
 
-    Importing a module binds its name in the package that holds it. What is public keeps its name:
-    ``megatron_ttrace.compare`` is the function. The room is imported as every other one, with
-    ``from megatron_ttrace.compare import ...``.
+    Importing a submodule binds its name in the package. ``megatron_ttrace.compare`` stays the
+    function; the subpackage is imported with ``from megatron_ttrace.compare import ...``.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -92,7 +91,7 @@ def __dir__() -> list[str]:
 
 
 def _entry() -> ModuleType:
-    """The room that runs checks: the one place from which it is reached from above it."""
+    """``runtime.entry``, with the known bugs offered to it; the only import of ``runtime`` here."""
     from megatron_ttrace.runtime import entry, injection
 
     injection.offer(_known_bug)
@@ -100,7 +99,7 @@ def _entry() -> ModuleType:
 
 
 def _known_bug(name: str) -> None:
-    """What ``--ttrace-bug`` does: this package's known bugs, put in where a run lets them."""
+    """Implements ``--ttrace-bug``."""
     from megatron_ttrace.evaluation.bugs import patching
 
     patching.introduce(name)

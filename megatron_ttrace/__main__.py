@@ -24,7 +24,7 @@ COMMANDS = (
     "megatron_ttrace.cli.report",
     "megatron_ttrace.cli.matrix",
     "megatron_ttrace.cli.bugs",
-    "megatron_ttrace.cli.rivals",
+    "megatron_ttrace.cli.baselines",
     "megatron_ttrace.cli.mutants",
     "megatron_ttrace.cli.growth",
     "megatron_ttrace.cli.nightly",
@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int) -> None:
-    """End this process, without the seconds in which an interpreter takes torch down.
+    """End this process without the seconds that an interpreter needs to unload torch.
 
-    A signal that comes meanwhile would find no handler of ours.
+    A signal that arrives in that time would not be handled.
     """
     import atexit
     import threading
@@ -94,7 +94,7 @@ def _leave(code: int) -> None:
 
 
 def _guarded(argv: Sequence[str] | None) -> int:
-    """Any end but that of a command's own answer is one line, and never exit code 1."""
+    """Run a command; every other end than its own answer is one line, and never exit code 1."""
     from megatron_ttrace.errors import ExitCode, TTraceError
 
     parsing = True
@@ -113,7 +113,7 @@ def _guarded(argv: Sequence[str] | None) -> int:
             return 128 + 2
     except (Exception, SystemExit) as error:
         if parsing and isinstance(error, SystemExit):
-            raise  # argparse has said what is wrong, or helped
+            raise  # argparse has printed an error, or the help
         if not signals.received():
             said = f"{type(error).__name__}: {error}".removesuffix(": ")
             _tell(f"internal error: {said} (set TTRACE_DEBUG=1 for the traceback)")
@@ -121,21 +121,21 @@ def _guarded(argv: Sequence[str] | None) -> int:
     else:
         if not signals.received():
             return code
-    # Whatever came out of it: what ended the command is the signal.
+    # Whatever the signal led to: the signal ended the command.
     stopped_by = signals.Stopped(signals.received())
     _tell(str(stopped_by))
     return stopped_by.exit_code
 
 
 def _tell(text: str) -> None:
-    """An error on standard error; with its traceback only where that is asked for."""
+    """Print an error to standard error; with its traceback only if requested."""
     import traceback
 
     from megatron_ttrace.errors import DEBUG
 
     if os.environ.get(DEBUG):
         traceback.print_exc()
-    # A log's last lines belong to some errors. Their text is foreign.
+    # Some errors quote the last lines of a log, which is foreign text.
     lines = "\n".join(map(_clean, text.splitlines()))
     print(f"ttrace: {lines}", file=sys.stderr, flush=True)
 
@@ -143,7 +143,7 @@ def _tell(text: str) -> None:
 def _clean(line: str) -> str:
     try:
         from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
-    except Exception:  # noqa: BLE001 - what is told may be that this cannot be imported
+    except Exception:  # noqa: BLE001 - the error may be that this cannot be imported
         return ascii(line)[1:-1]
     return clean(line, NOTE_LIMIT)
 

@@ -19,7 +19,7 @@ DEBUG = "TTRACE_DEBUG"
 
 
 class TTraceError(Exception):
-    """something that the user can fix: bad input, a wrong environment, a crashed reference.
+    """An error that the user can fix: bad input, a wrong environment, a crashed reference.
 
     The message is one line that says what is wrong and what to do. Commands print it without a
     traceback and exit with :attr:`ExitCode.COULD_NOT_CHECK`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the files are that lie beside the package in a checkout and inside it in a wheel."""
+"""Files that are beside the package in a checkout and inside it in a wheel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def launch_dir() -> Path:
 
 def _find(name: str) -> Path:
     # setup.py copies the folder to megatron_ttrace/_NAME when it builds a wheel. A checkout and an
-    # editable install read the original, so that there are never two copies to edit.
+    # editable install read the original.
     in_wheel = _PACKAGE / f"_{name}"
     in_checkout = _PACKAGE.parent / name
     for folder in (in_wheel, in_checkout):

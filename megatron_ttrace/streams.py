@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard streams of a command that never decide its exit code.
+"""Standard streams that never change the exit code of a command.
 
 ``ttrace check ... | head -1`` closes its standard output early, ``>&-`` before the start, and a
-full disk refuses it. None of that is an answer about the job. Imported before anything else: only
-the standard library.
+full disk refuses it. None of that is an answer about the job. This is imported first, so it uses
+only the standard library.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Buffer
 from typing import TextIO
 
 _QUIET = frozenset({errno.EPIPE, errno.EIO, errno.EBADF})
-"""Nobody reads any more: a closed pipe, a terminal that is gone."""
+"""There is no reader: a closed pipe, a terminal that is gone."""
 
 
 def steady() -> None:
     """Let this process's standard streams survive whatever happens to the files behind them.
 
-    A stream that was closed before the start is opened to ``/dev/null``: else the next file that is
-    opened gets its number, and everything that writes to "standard output" writes into that file.
+    A stream that was closed before the start is opened to ``/dev/null``. Otherwise the next file
+    that is opened gets its number, and "standard output" is written into that file.
     """
     for number in (0, 1, 2):
         try:
@@ -45,18 +45,18 @@ def tell(line: str) -> None:
 
 
 class SteadyFile(io.FileIO):
-    """A file that takes everything: what cannot be written is lost, the first time with a word."""
+    """A file that accepts everything: what cannot be written is lost, with one warning."""
 
     _lost = False
 
     def write(self, data: Buffer, /) -> int:
-        """Write, or pretend to."""
+        """Write; never raises ``OSError``."""
         size = memoryview(data).nbytes
         if self._lost:
             return size
         try:
             while (written := super().write(data)) is None:
-                # The other end does not block; we do.
+                # The file is non-blocking: wait.
                 select.select([], [self.fileno()], [])
         except OSError as error:
             self._lost = True
@@ -67,7 +67,7 @@ class SteadyFile(io.FileIO):
 
 
 def _text(number: int, old: TextIO | None, errors: str) -> TextIO:
-    """A text stream as the interpreter makes it, over a steady file."""
+    """A text stream over a steady file, with the interpreter's settings."""
     if old is not None and errors == "strict":
         # A log in ASCII must not raise either.
         errors = "backslashreplace" if old.errors == "strict" else old.errors or errors

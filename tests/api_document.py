@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import megatron_ttrace
+from megatron_ttrace.trace.codec import Record
 from tests.integration.jobs import ROOT
 
 PATH = ROOT / "docs" / "api.md"
@@ -76,7 +77,8 @@ def _members(value: Any) -> Iterator[str]:
     yield "Fields, then properties and methods:\n"
     for field in dataclasses.fields(value):
         yield f"- `{field.name}: {field.type}`"
-    for name, member in vars(value).items():
+    members = {**vars(value), **(vars(Record) if issubclass(value, Record) else {})}
+    for name, member in members.items():
         if name.startswith("_") or not (isinstance(member, property) or inspect.isfunction(member)):
             continue
         what = " ".join((inspect.getdoc(member) or "").partition("\n\n")[0].split())

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of all tests."""
 
+import gc
 import os
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -21,6 +23,33 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+# Nothing that is imported while tests are collected is garbage.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage; what is imported is not looked through for it."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries count at the end what was not freed."""
+    gc.unfreeze()
+
+
+@pytest.fixture
+def work(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for a command that runs many checks; references are shared by all tests."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
+    shared.mkdir(exist_ok=True)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "references").symlink_to(shared)
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

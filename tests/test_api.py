@@ -21,7 +21,7 @@ from tests.report.synthetic_report import embedding_bug, make_verdict
 
 
 def test_every_name_is_there() -> None:
-    """Each public name is found where it says, and none other is."""
+    """Each public name is importable, and no other is."""
     for name in megatron_ttrace.__all__:
         assert getattr(megatron_ttrace, name) is not None
         assert name in dir(megatron_ttrace)
@@ -44,7 +44,7 @@ def test_using_it_is_light() -> None:
 
 
 def test_compare_is_the_function() -> None:
-    """Also once the room of that name was imported, which stays importable."""
+    """``compare`` stays the function after the subpackage of that name was imported."""
     import megatron_ttrace.compare
     from megatron_ttrace.compare import wire
 
@@ -62,7 +62,7 @@ def test_everything_is_typed() -> None:
 
 
 def test_a_report() -> None:
-    """Its shortcuts say what its records say."""
+    """Its properties agree with its records."""
     failed = make_verdict(verdict=Outcome.DIVERGED, rel_err=0.5)
     summary, _ = embedding_bug()
     report = Report(summary=summary, verdicts=(make_verdict(), failed), directory=Path("out"))
@@ -74,7 +74,7 @@ def test_a_report() -> None:
 
 
 def test_load_report(tmp_path: Path) -> None:
-    """What was written is read; damage is refused."""
+    """A written report is read back; a damaged one is refused."""
     summary, verdicts = embedding_bug()
     files.write_verdicts(tmp_path / files.VERDICTS, verdicts)
     files.write_summary(tmp_path / files.SUMMARY, summary)
@@ -95,7 +95,7 @@ def check(folder: Path, code: str, *arguments: str, **others: typing.Any) -> Rep
 
 
 def test_check_returns_what_was_written(tmp_path: Path) -> None:
-    """A divergence is a report and no exception; environment, progress and command arrive."""
+    """A divergence is a report, not an exception; environment, progress, command are passed on."""
     said: list[str] = []
     code = (
         "import json\nfrom megatron_ttrace.mcore import provenance\n"
@@ -134,7 +134,7 @@ def test_an_undecided_check_is_a_report(tmp_path: Path) -> None:
     ],
 )
 def test_a_check_without_a_report_raises(tmp_path: Path, code: str) -> None:
-    """Nothing was written, or nothing that can be believed."""
+    """No report was written, or one that is not valid."""
     with pytest.raises(TTraceError):
         check(tmp_path, code)
 
@@ -158,7 +158,7 @@ def test_bad_input_to_check(tmp_path: Path, arguments, others, says: str) -> Non
 
 
 def test_other_bad_input(tmp_path: Path) -> None:
-    """A script or a trace that is not there, a share that is none."""
+    """A missing script or trace, an impossible share."""
     with pytest.raises(TTraceError, match="no such script"):
         megatron_ttrace.check(tmp_path / "absent.py", directory=tmp_path / "out")
     with pytest.raises(TTraceError, match="absent"):
@@ -168,12 +168,12 @@ def test_other_bad_input(tmp_path: Path) -> None:
 
 
 def test_the_document_is_complete() -> None:
-    """Every public name stands in it, once."""
+    """Every public name is in it, once."""
     assert {*api_document.ORDER, "__version__"} == set(megatron_ttrace.__all__)
 
 
 def test_the_document_says_what_the_docstrings_say() -> None:
-    """``python -m tests.api_document`` writes it anew."""
+    """``python -m tests.api_document`` regenerates it."""
     text = api_document.PATH.read_text(encoding="utf-8")
     assert text.partition(api_document.BEGIN)[1:] == (
         api_document.BEGIN,
@@ -183,7 +183,7 @@ def test_the_document_says_what_the_docstrings_say() -> None:
 
 @pytest.mark.slow
 def test_the_example_of_the_document(tmp_path: Path) -> None:
-    """Its blocks, one after the other, as a program of a reader."""
+    """Its blocks run one after the other, as one program."""
     blocks = re.findall(r"```python\n(.*?)```", api_document.PATH.read_text(), re.DOTALL)
     by_hand = [block for block in blocks if not block.startswith("def ")]
     assert len(by_hand) == 3

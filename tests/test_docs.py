@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents are complete, and lead somewhere."""
+"""The documents are complete, and their links work."""
 
 import argparse
 import re
@@ -26,14 +26,14 @@ def test_links(path: str) -> None:
 
 
 def test_every_document_is_in_the_index() -> None:
-    """What is not listed is not found."""
+    """Every document is listed in the index."""
     index = (ROOT / "docs" / "README.md").read_text()
     own = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert not [name for name in sorted(own) if f"({name})" not in index]
 
 
 def test_every_flag_is_documented() -> None:
-    """All but the internal ones, with what they take."""
+    """All flags but the internal ones, with their values."""
     text = (ROOT / "docs" / "flags-and-files.md").read_text()
     parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
     public = [
@@ -47,7 +47,7 @@ def test_every_flag_is_documented() -> None:
 
 
 def test_every_command_is_documented() -> None:
-    """The README's table has them all."""
+    """The README's table lists all commands."""
     text = (ROOT / "README.md").read_text()
     (commands,) = (
         action.choices
@@ -69,7 +69,7 @@ def test_nothing_of_the_tutorial_is_left_out() -> None:
 
 @pytest.mark.timeout(900)
 def test_the_tutorial(tmp_path: Path) -> None:
-    """Its commands, one after the other, as a reader types them; its output is theirs."""
+    """Its commands run one after the other and print the output shown."""
     text = (ROOT / "docs" / "tutorial.md").read_text()
     printed = "\n".join(documents.check(block, tmp_path) for block in TUTORIAL)
     said = " ".join(printed.split())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the house, read from the imports; each with a sample that breaks it.
+"""The rules for imports between rooms; each with a sample that breaks it.
 
 The rooms and what belongs in them: docs/architecture.md.
 """
@@ -47,7 +47,7 @@ Modules = Mapping[str, str]
 
 @functools.cache
 def parse(source: str) -> ast.Module:
-    """Each source once."""
+    """Parse each source once."""
     return ast.parse(source)
 
 
@@ -63,7 +63,7 @@ def modules() -> dict[str, str]:
 
 @functools.cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    """Everything in a source."""
+    """All nodes of a source."""
     return tuple(ast.walk(parse(source)))
 
 
@@ -73,7 +73,7 @@ def room_of(module: str) -> str:
 
 
 def imports_of(source: str, known: Modules) -> Iterator[str]:
-    """Our modules that a source imports anywhere in it, in functions too."""
+    """Our modules that a source imports, in functions too."""
     for node in nodes(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -97,7 +97,7 @@ def unknown_rooms(known: Modules) -> list[str]:
 
 
 def upwards(known: Modules) -> list[str]:
-    """The order of the list is the only direction; ``enable`` alone, in the package, starts all."""
+    """Rooms import only from rooms above them; ``enable`` in the package is the only exception."""
     return [
         f"{name} -> {target}"
         for name, target in sorted(arrows(known))
@@ -106,7 +106,7 @@ def upwards(known: Modules) -> list[str]:
 
 
 def evaluation_is_a_leaf(known: Modules) -> list[str]:
-    """What checks cannot know how it is tested: only commands reach there, and ``enable``."""
+    """Only commands and ``enable`` import ``evaluation``."""
     return [
         f"{name} -> {target}"
         for name, target in sorted(arrows(known))
@@ -115,7 +115,7 @@ def evaluation_is_a_leaf(known: Modules) -> list[str]:
 
 
 def report_renders(known: Modules) -> list[str]:
-    """A renderer needs records, and nothing else of us."""
+    """Renderers import records only."""
     return [
         f"{name} -> {target}"
         for name, target in sorted(arrows(known))
@@ -124,7 +124,7 @@ def report_renders(known: Modules) -> list[str]:
 
 
 def circles(known: Modules) -> list[str]:
-    """No module reaches itself by its imports."""
+    """There are no import cycles."""
     found: list[str] = []
     targets: dict[str, set[str]] = {name: set() for name in known}
     for name, target in arrows(known):
@@ -149,7 +149,7 @@ def circles(known: Modules) -> list[str]:
 
 
 def commands_in_one_room(known: Modules) -> list[str]:
-    """A command is a module with ``add_parser``."""
+    """Modules with ``add_parser`` are in ``cli/``."""
     return [
         name
         for name, text in known.items()
@@ -165,7 +165,7 @@ FOREIGN = {"megatron", "transformer_engine", "transformer_engine_torch", "apex"}
 
 
 def neutral_imports(known: Modules) -> list[str]:
-    """A neutral room imports nothing of Megatron's, nor what it runs on."""
+    """A neutral room imports neither Megatron nor TransformerEngine or Apex."""
     found = []
     for name, text in known.items():
         if room_of(name) not in NEUTRAL:
@@ -189,7 +189,7 @@ MODULE_NAMES = re.compile(
 
 
 def megatron_classes() -> frozenset[str]:
-    """Names of the classes of the installed Megatron that cannot be anything else."""
+    """Names of Megatron's classes that are unambiguous."""
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -204,7 +204,7 @@ def megatron_classes() -> frozenset[str]:
 
 
 def strings(source: str) -> Iterator[str]:
-    """The string constants of a source, but for docstrings."""
+    """The string constants of a source, without docstrings."""
     prose = {
         id(node.value)
         for node in nodes(source)
@@ -216,7 +216,7 @@ def strings(source: str) -> Iterator[str]:
 
 
 def neutral_names(known: Modules, classes: frozenset[str]) -> dict[str, set[str]]:
-    """Megatron's names in strings of neutral rooms: what a decision could hang on."""
+    """Megatron's names in strings of neutral rooms."""
     found: dict[str, set[str]] = {}
     for name, text in known.items():
         if room_of(name) not in NEUTRAL:
@@ -235,7 +235,7 @@ INSIDE = {"__version__", "_entry"}
 
 
 def front_door_is_for_users(known: Modules) -> list[str]:
-    """No room asks for what the package offers to users: the rooms' order would mean nothing."""
+    """No room imports the public names from the package: that would bypass the order of rooms."""
     found = []
     for name, text in known.items():
         asked: set[str] = set()
@@ -321,7 +321,7 @@ def front_door(source: str) -> tuple[dict[str, set[str]], dict[str, set[str]], s
 
 
 def test_the_front_door() -> None:
-    """The package reaches down to what it offers, when that is asked for; nothing else does.
+    """The package imports its public names on demand, and nothing else.
 
     ``enable()`` starts a run, with a bug put in where one is asked for; the other public names are
     imported from their homes when they are first used, and from nowhere else.
@@ -338,7 +338,7 @@ def test_the_front_door() -> None:
 
 
 def test_the_front_door_finds() -> None:
-    """An import at once, and one in a function, are seen."""
+    """Imports at module level and in functions are found."""
     source = "from megatron_ttrace.runtime import api\ndef f():\n    import megatron_ttrace.cli.b\n"
     by_function, _, at_once = front_door(source)
     assert at_once == {"runtime.api"}
@@ -349,14 +349,14 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def absent_files(text: str) -> list[str]:
-    """Files that a text names in code, and that are neither in the package nor beside it."""
+    """Files that a text names but that do not exist."""
     named = re.findall(r"`((?:\w+/)*[\w.]+\.(?:py|j2|js|css))`", text)
     assert named
     return [one for one in named if not any((at / one).is_file() for at in (ROOT, ROOT / PACKAGE))]
 
 
 def test_the_architecture_names_files_that_exist() -> None:
-    """Each step of the three ways has its file."""
+    """Each step of the three paths names an existing file."""
     assert not absent_files(ARCHITECTURE)
     for way in ("A tensor, from", "A verdict, to", "An argument, from"):
         [section] = re.findall(rf"^## {way}.*?(?=^## )", ARCHITECTURE, re.MULTILINE | re.DOTALL)
@@ -366,7 +366,7 @@ def test_the_architecture_names_files_that_exist() -> None:
 
 
 def test_the_architecture_lists_the_rooms() -> None:
-    """In the order of the rule."""
+    """Rooms are listed in the order of the rule."""
     rows = re.findall(r"^\| ((?:`[\w./]+`(?:, )?)+) \|", ARCHITECTURE, re.MULTILINE)
     listed = [
         name.rstrip("/").removesuffix(".py") for row in rows for name in row[1:-1].split("`, `")
@@ -376,7 +376,7 @@ def test_the_architecture_lists_the_rooms() -> None:
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CHANGELOG.md"])
 def test_files_and_links_of_the_guides(name: str) -> None:
-    """What they name and link to is there."""
+    """The files that they name and link to exist."""
     text = (ROOT / name).read_text(encoding="utf-8")
     named = re.findall(r"`((?:[\w-]+/)+[\w.-]*)`", text)
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
@@ -391,9 +391,8 @@ def test_absent_files_finds() -> None:
 
 
 def test_neutral_names() -> None:
-    """No neutral room knows what Megatron calls things, but for what is listed to be moved."""
-    found = neutral_names(modules(), megatron_classes())
-    assert found == {name: names for name, names in STILL_KNOWN.items() if names}
+    """No neutral room has names of Megatron's."""
+    assert not neutral_names(modules(), megatron_classes())
 
 
 @pytest.mark.parametrize(
@@ -409,11 +408,3 @@ def test_neutral_names() -> None:
 def test_neutral_names_finds(sample: str) -> None:
     """The rule can fail."""
     assert neutral_names({"compare.a": sample}, megatron_classes())
-
-
-STILL_KNOWN: dict[str, set[str]] = {
-    # The order of a picture's rows and their labels.
-    "report.figures": {"final_layernorm"},
-    "report.table": {"decoder", "output_layer"},
-}
-"""Neutral modules that hold names of Megatron's still. This list gets shorter, never longer."""

@@ -59,7 +59,7 @@ TEST_MODULES = {"hypothesis", "pytest", "tests"}
 
 
 def tracked() -> list[str]:
-    """Committed and staged files; what merely lies about is nobody's business."""
+    """Committed and staged files."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -67,33 +67,33 @@ def tracked() -> list[str]:
 
 
 def content_of(path: str) -> str | None:
-    """The text, or None of a picture."""
+    """The text, or None for a binary file."""
     data = (ROOT / path).read_bytes()
     return None if b"\0" in data[:8000] else data.decode()
 
 
 def top_level(path: str, text: str) -> Iterator[str]:
-    """Only the agreed folders and the usual files."""
+    """Only known folders and files at the top level."""
     if path.split("/")[0] not in TOP_LEVEL:
         yield "does not belong at the top of the tree"
 
 
 def no_machine_paths(path: str, text: str) -> Iterator[str]:
-    """Nothing that holds on one machine only."""
+    """No paths of one machine."""
     for number, line in enumerate(text.splitlines(), start=1):
         if MACHINE_PATHS.search(line):
             yield f"line {number}: a path of one machine"
 
 
 def no_registries(path: str, text: str) -> Iterator[str]:
-    """Where packages come from is the machine's configuration, not ours."""
+    """No package index: that is the machine's configuration."""
     for number, line in enumerate(text.splitlines(), start=1):
         if REGISTRIES.search(line):
             yield f"line {number}: names a package registry"
 
 
 def licence_header(path: str, text: str) -> Iterator[str]:
-    """The licence, where readers of a single file look for it."""
+    """Every source file begins with the licence."""
     if path.endswith((".py", ".sh")) and text:
         lines = [line for line in text.splitlines() if not line.startswith("#!")]
         if lines[:1] != ["# SPDX-License-Identifier: Apache-2.0"]:
@@ -101,7 +101,7 @@ def licence_header(path: str, text: str) -> Iterator[str]:
 
 
 def length(path: str, text: str) -> Iterator[str]:
-    """A module that can be read in one sitting, or a reason."""
+    """No long modules, unless a reason is stated."""
     lines = len(text.splitlines())
     reason = f"# over {MAX_LINES} lines because:"
     if path.endswith(".py") and lines > MAX_LINES and reason not in text:
@@ -109,7 +109,7 @@ def length(path: str, text: str) -> Iterator[str]:
 
 
 def white_space(path: str, text: str) -> Iterator[str]:
-    """No noise in later diffs."""
+    """No trailing white space, and a newline at the end."""
     if path.endswith((".patch", ".svg")) or path == "LICENSE":
         return
     if text and (not text.endswith("\n") or text.endswith("\n\n")):
@@ -122,7 +122,7 @@ def white_space(path: str, text: str) -> Iterator[str]:
 
 
 def size(path: str, text: str) -> Iterator[str]:
-    """A clone stays quick."""
+    """No large files."""
     if len(text) > MAX_BYTES:
         yield f"over {MAX_BYTES} bytes"
 
@@ -137,7 +137,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def no_pickle(path: str, text: str) -> Iterator[str]:
-    """What is read from disk must not be able to run code."""
+    """No module that runs code when it reads data."""
     if not path.startswith(OUR_CODE) or not path.endswith(".py"):
         return
     tree = ast.parse(text)
@@ -213,18 +213,18 @@ def test_rule_finds(rule: Rule, path: str, text: str) -> None:
 
 @pytest.mark.parametrize(("rule", "path", "text"), FINE)
 def test_rule_allows(rule: Rule, path: str, text: str) -> None:
-    """The rule does not forbid its neighbourhood."""
+    """The rule allows similar files."""
     assert not list(rule(path, text))
 
 
 def test_pictures_are_small() -> None:
-    """Files that are no text keep the size limit too."""
+    """Binary files keep the size limit too."""
     large = [path for path in tracked() if (ROOT / path).stat().st_size > MAX_BYTES]
     assert not large
 
 
 def test_executable() -> None:
-    """What is run by its name can be, in a clone as well."""
+    """Scripts are executable, in a clone too."""
     staged = subprocess.run(
         ["git", "ls-files", "--stage"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -239,7 +239,7 @@ def project() -> dict[str, object]:
 
 
 def requirements() -> list[Requirement]:
-    """What a user gets, and what the tests need besides."""
+    """Requirements of users, and those of the tests in addition."""
     found = project()
     texts = [*found["dependencies"], *found["optional-dependencies"]["test"]]  # type: ignore[misc,index]
     return [Requirement(text) for text in texts]
@@ -251,7 +251,7 @@ def pins() -> dict[str, str]:
 
 
 def test_everything_needed_is_pinned() -> None:
-    """Each requirement has an exact version, which satisfies it."""
+    """Each requirement is pinned to a version that satisfies it."""
     for requirement in requirements():
         pinned = pins().get(canonicalize_name(requirement.name))
         assert pinned is not None, f"{requirement.name} has no pin"
@@ -268,7 +268,7 @@ def test_no_foreign_apex() -> None:
 
 
 def test_supported_releases_are_those_of_the_requirement() -> None:
-    """The code, the requirement and the patches speak of the same releases of Megatron."""
+    """The code, the requirement and the patches name the same releases of Megatron."""
     from megatron_ttrace.mcore.versions import SUPPORTED
 
     megatron = next(found for found in requirements() if found.name == "megatron-core")
@@ -287,7 +287,7 @@ def test_licence_is_whole() -> None:
 
 
 def test_ci_is_make_test() -> None:
-    """CI runs what everybody runs."""
+    """CI runs ``make test``."""
     assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("exec make test")
 
 
@@ -305,7 +305,7 @@ def test_make_needs_no_network_for_help() -> None:
     "module", ["megatron_ttrace", "megatron_ttrace.cli.data", "megatron_ttrace.cli.patch"]
 )
 def test_light_imports(module: str) -> None:
-    """Importing the package costs nothing, and leaves Megatron for enable() to prepare."""
+    """Importing the package imports neither torch nor Megatron."""
     program = f"import sys, {module}; print({{'torch', 'megatron', 'wandb'}} & sys.modules.keys())"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to standard output and error decides no exit code; errors of ours are one line."""
+"""The state of standard output and error never changes an exit code; our errors are one line."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ PRINTS = "print('x' * 99 + '\\n' * 9999); print('told', file=sys.stderr)"
 
 
 def shell(line: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """As a user types it, under ``pipefail``."""
+    """Run a shell command under ``pipefail``."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],
@@ -41,7 +41,7 @@ def shell(line: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]
 
 
 def talks(tmp_path: Path, body: str) -> str:
-    """The command line of a command that does this."""
+    """The command line of a command that runs this code."""
     (tmp_path / "talks.py").write_text(TALKS.replace("{body}", body))
     return f"{sys.executable} talks.py"
 
@@ -62,14 +62,14 @@ def talks(tmp_path: Path, body: str) -> str:
     ],
 )
 def test_the_answer_stands(tmp_path: Path, redirection: str, errors: str) -> None:
-    """Whoever reads it."""
+    """The exit code is the answer, whether or not the output is read."""
     done = shell(f"{talks(tmp_path, PRINTS)} {redirection}", tmp_path)
     assert done.returncode == 1
     assert sorted(done.stderr.splitlines()) == sorted(errors.splitlines())
 
 
 def test_a_closed_stream_is_not_taken_by_a_file(tmp_path: Path) -> None:
-    """What a command opens must not become its standard output."""
+    """A file that a command opens must not become its standard output."""
     body = "f = open('victim', 'w'); import os; os.write(1, b'stray'); f.close()"
     assert shell(f"{talks(tmp_path, body)} >&-", tmp_path).returncode == 1
     assert (tmp_path / "victim").read_text() == ""
@@ -77,13 +77,13 @@ def test_a_closed_stream_is_not_taken_by_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["--help", "check --help", "--version", "bugs list --json"])
 def test_help_into_a_pipe(tmp_path: Path, words: str) -> None:
-    """Nobody reads it to its end."""
+    """The reader closes the pipe early."""
     done = shell(f"{TTRACE} {words} | true", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_terminal_without_unicode(tmp_path: Path) -> None:
-    """A character that it lacks is shown in another way."""
+    """A character that the encoding lacks is escaped."""
     body = "print('2 ε')"
     done = shell(talks(tmp_path, body), tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout) == (1, "2 \\u03b5\n")
@@ -111,7 +111,7 @@ def test_an_internal_error(tmp_path: Path, body: str, said: str) -> None:
 
 
 def test_a_damaged_installation(tmp_path: Path) -> None:
-    """Commands that cannot be imported are no answer either."""
+    """A command that cannot be imported ends with exit code 2."""
     (tmp_path / "rich.py").write_text("raise ImportError('no rich')")
     line = f'{sys.executable} -c \'import sys; sys.path.insert(0, ".")\n'
     line += "from megatron_ttrace.__main__ import main\nsys.exit(main())' report x"

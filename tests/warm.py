@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -135,6 +136,7 @@ def _become(order: dict, streams: Sequence[int], base: list[str]) -> None:
     """Turn this fork into the program of an order; never returns."""
     code = 1
     try:
+        gc.freeze()
         os.setpgid(0, 0)
         # Temporary directories that modules made on import (wandb's) belong to the server: a
         # program that ends must not remove them.

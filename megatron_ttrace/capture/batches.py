@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The microbatches of a step, fetched before it starts.
 
-A traced step must know which microbatch of the reference each of its own is *before* the first
-forward pass. So the traced iteration's batches are fetched up front and served again to Megatron:
-the data loader sees the same calls in the same order, only earlier.
+A traced step must match its microbatches to the reference's *before* the first forward pass. So
+the traced iteration's batches are fetched first and then served to Megatron: the data loader sees
+the same calls in the same order, only earlier.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_ttrace.trace.captured import Batch
 class Served:
     """Puts fetched microbatches in front of Megatron's data iterator(s) for one iteration.
 
-    Megatron hands ``train_step`` nothing (a rank without data), an iterator, or one per
-    virtual-pipeline chunk, each wrapped in its ``RerunDataIterator``; its ``iterable`` is what is
-    exchanged, so that Megatron's own replay machinery stays as it is.
+    Megatron passes ``train_step`` nothing (a rank without data), an iterator, or one per
+    virtual-pipeline chunk, each wrapped in a ``RerunDataIterator``. Only its ``iterable`` is
+    replaced, so that Megatron's own replays still work.
     """
 
     def __init__(self, data_iterator: Any, count: int) -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow tokens to their experts, and let every run route them as the reference did.
+"""Follow tokens to their experts, and route them in every run as in the reference.
 
-*Dispatch*: the token dispatcher's own three steps (``dispatch_preprocess``, ``token_dispatch``,
+*Dispatch*: the token dispatcher's three steps (``dispatch_preprocess``, ``token_dispatch``,
 ``dispatch_postprocess`` in megatron/core/transformer/moe/token_dispatcher.py) are run once more on
-a shallow copy, with each token's microbatch and position in the place of its hidden state. What
-arrives beside the experts' input says which token each row is, whatever the order of arrival; a
-dispatcher that carries a token to the wrong place carries its name there as well.
+a shallow copy, with each token's microbatch and position in place of its hidden state. The result
+says which token each row of the experts' input is, whatever the order of arrival; a dispatcher that
+sends a token to the wrong place sends its number there as well.
 
 *Routing*: the choice of experts is discrete, and two scores within rounding may be ordered
-otherwise on another layout (or in bf16, where ties are frequent). What each router chose by itself
-is compared (:mod:`megatron_ttrace.compare.routing`), then the reference's choice takes its place,
-through the interface that Megatron has for replaying (``RouterReplay.get_replay_topk``).
+differently in another layout (or in bf16, where ties are frequent). The choice of each router is
+compared (:mod:`megatron_ttrace.compare.routing`), then replaced by the reference's through
+Megatron's interface for replaying (``RouterReplay.get_replay_topk``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.token_index import TokenIndex
 
@@ -39,7 +40,7 @@ class ExpertSink(Protocol):
         """Position of each token of this rank's [sequence, micro batch] in its microbatch."""
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
-        """The experts of a layer are about to see these rows."""
+        """The experts of a layer are about to receive these rows."""
 
     def routed(
         self,
@@ -48,10 +49,20 @@ class ExpertSink(Protocol):
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """What a router chose ([tokens, k]); returns what it must choose instead, if anything.
 
-        Called again with the same where activations are recomputed.
+        ``by`` is what the choice maximises where that is not each token's ``scores``, but depends
+        on all tokens of this call. Called again with the same where activations are recomputed.
+        """
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What is left of a choice ([tokens, experts]) within the experts' capacity.
+
+        Returns what must be left instead, if anything.
         """
 
 
@@ -72,7 +83,7 @@ class DispatchTap:
             layer: Megatron's ``MoELayer``.
             experts: canonical name of its experts.
             microbatch: asked when tokens are dispatched.
-            sink: is told who the rows are.
+            sink: receives which tokens the rows are.
             guard: calls a function, so that its errors do not reach training.
         """
         self._dispatcher = layer.token_dispatcher
@@ -104,9 +115,11 @@ class DispatchTap:
             names = self._guard(self._names, hidden.shape[0], hidden.shape[1])
             if names is None:
                 names = torch.zeros(hidden.shape[0], hidden.shape[1], 2)
-            # On every rank, also on one whose tracing failed: the others' names come this way.
+            # A collective: also on a rank whose tracing failed, where the guard calls nothing.
             try:
-                carried, counts = self._carry(names.to(hidden.device), routing, probs.detach())
+                carried, counts = self._carry(
+                    to_device(names, hidden.device), routing, probs.detach()
+                )
             except Exception as error:  # noqa: BLE001 - tracing never harms training
                 self._guard(_reraise, error)
                 return result
@@ -116,14 +129,14 @@ class DispatchTap:
     def _names(self, sequence: int, samples: int) -> torch.Tensor:
         position = self._sink.positions((sequence, samples))
         microbatch = torch.full_like(position, self._microbatch() + 1)
-        # Float32 is carried by every dispatcher and exact for these numbers; 0 is left to padding.
+        # Every dispatcher can send float32, which is exact for these numbers; 0 means padding.
         return torch.stack((microbatch, position), dim=-1).float().view(sequence, samples, 2)
 
     @torch.no_grad()
     def _carry(
         self, names: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """Send the names the way of the tokens: a collective."""
+        """Send the names the way that the tokens went."""
         shadow = copy.copy(self._dispatcher)
         shadow.shared_experts = None
         before, across, after = self._steps
@@ -133,12 +146,11 @@ class DispatchTap:
         return carried, counts
 
     def _follow(self, carried: torch.Tensor, counts: Any) -> None:
-        microbatch = self._microbatch()
         rows = carried.detach().round().to("cpu", torch.int64).numpy()
         counts = np.asarray(torch.as_tensor(counts).to("cpu", torch.int64))
         experts = np.arange(self._first_expert, self._first_expert + len(counts))
         index = TokenIndex(rows[:, 0] - 1, rows[:, 1].copy(), np.repeat(experts, counts))
-        self._sink.dispatched(microbatch, self._experts, index)
+        self._sink.dispatched(self._microbatch(), self._experts, index)
 
 
 def _reraise(error: Exception) -> None:
@@ -146,7 +158,7 @@ def _reraise(error: Exception) -> None:
 
 
 class RouterTap:
-    """In the place of a router's ``router_replay``, whose interface it has."""
+    """Replaces a router's ``router_replay``, whose interface it has."""
 
     def __init__(
         self,
@@ -181,14 +193,8 @@ class RouterTap:
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
-        instead = self._guard(
-            self._sink.routed,
-            self._microbatch(),
-            self._name,
-            scores.detach(),
-            chosen.detach(),
-            groups,
-        )
+        said = self._name, scores.detach(), chosen.detach(), groups
+        instead = self._guard(self._sink.routed, self._microbatch(), *said)
         if instead is None:
             return values, chosen
         return scores.gather(1, instead), instead

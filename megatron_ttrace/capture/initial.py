@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's own initial values, before a traced step writes its start over them."""
+"""Megatron's own initial values, before a traced step overwrites them."""
 
 from __future__ import annotations
 

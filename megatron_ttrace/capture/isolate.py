@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Isolation: a tensor's values are exchanged for the reference's, its place in the graph is kept.
+"""Isolation: a tensor gets the reference's values and keeps its place in the autograd graph.
 
-Every captured tensor is first compared as the candidate computed it and then goes on with the
-reference's values: forward as it enters or leaves a module, backward as its gradient is complete.
-So each tensor is computed from exact ones, an error does not spread, and a second fault is not
-hidden behind the first.
+Every captured tensor is first compared as the candidate computed it, then replaced by the
+reference's values: in the forward pass when it enters or leaves a module, in the backward pass when
+its gradient is complete. So each tensor is computed from exact ones, an error does not spread, and
+a second fault is not hidden behind the first.
 
-``x + (reference - x).detach()`` would not be exact, and writing into ``x`` would reach whoever
+``x + (reference - x).detach()`` would not be exact, and writing into ``x`` would change whatever
 shares its memory (a cached rotary table, a communication buffer). So a new tensor takes its place,
-and an autograd function hands the gradient on to the old one.
+and an autograd function passes the gradient to the old one.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def substitute(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def clipped_by(norm: torch.Tensor | None) -> Iterator[None]:
-    """Within this context gradients are clipped by ``norm``, whatever their norm was found to be.
+    """Within this context gradients are clipped by ``norm``, not by the norm that they have.
 
-    Each update is scaled by the norm of *all* gradients: one that is missing would reach them all.
-    The norm that Megatron reports stays the one it computed. A model whose parameters are clipped
-    in groups of their own keeps its norms, for the reference's is that of everything.
+    Each update is scaled by the norm of *all* gradients, so one wrong gradient would affect all.
+    The norm that Megatron reports does not change. Parameters that are clipped in groups keep their
+    groups' norms, because the reference's is that of all parameters.
     """
     if norm is None:
         yield

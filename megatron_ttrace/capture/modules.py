@@ -1,36 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on every module: inputs, outputs, and their gradients.
 
-Gradients are taken with hooks on the *graph*, not with ``register_full_backward_hook``: that one
-passes a module's outputs through a view, and Megatron's cross entropy then modifies a view in
-place and autograd raises. Such a hook adds no node, so the run stays bitwise the
-same. ``grad_input`` is therefore the gradient of the tensor that enters a module, summed over all
-its consumers (a residual branch included), ``grad_output`` that of the tensor that leaves it.
+Gradients are taken with hooks on the *graph*. ``register_full_backward_hook`` passes a module's
+outputs through a view, which Megatron's cross entropy then modifies in place, and autograd raises.
+A hook on the graph adds no node, so the run stays bitwise the same. ``grad_input`` is therefore the
+gradient of the tensor that enters a module, summed over all its consumers (a residual branch
+included), and ``grad_output`` that of the tensor that leaves it.
 
 A tensor that is seen again under another name (one module's output is the next one's input) is
-handed on once; version counters tell whether it was modified in place in between.
+handed over once; version counters tell whether it was modified in place in between.
 
-Of the integer and boolean inputs only the model's own are taken: the attention mask of an inner
-module is optional in some layouts, and what is computed with it is judged.
+Integer and boolean inputs are taken of the model only: the attention mask of an inner module is
+optional in some layouts, and what is computed with it is judged.
 
 Under activation recomputation a module runs twice: in the forward pass (without a graph), and again
-inside the backward pass, where the graph comes from. Values are taken from the first, gradients
-from whichever carries them.
+within the backward pass, which builds the graph. Values are taken from the first run, gradients
+from the run that has them.
 
-A sink that isolates has another tensor put in a captured one's place once it was handed over
-(megatron_ttrace/capture/isolate.py); a recomputed one's as well.
+A sink that isolates replaces each captured tensor after it was handed over
+(megatron_ttrace/capture/isolate.py), recomputed ones too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.mcore.names import ROOT, Names
@@ -45,10 +47,10 @@ class Sink(ExpertSink, Protocol):
         """One tensor, under all the names it is known by now (at least one)."""
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
-        """``place`` is the very tensor that was handed over before as ``first``."""
+        """``place`` is the same tensor that was handed over before as ``first``."""
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """New values to put in the place of ``data``, which was handed over; ``None`` for none."""
+        """Values to replace ``data`` with, after it was handed over; ``None`` to keep it."""
 
 
 @dataclasses.dataclass
@@ -77,6 +79,7 @@ class _ChunkState:
         self.seen = WeakTensorKeyDictionary()
         self.seen_again = WeakTensorKeyDictionary()
         self.emitted: set[Place] = set()
+        self.followed: set[Place] = set()
 
     @property
     def current(self) -> int:
@@ -100,7 +103,7 @@ class ModuleTap:
             chunks: canonical names of this rank's model chunks.
             sink: receives the tensors.
             microbatches: global number of this rank's j-th microbatch.
-            on_error: told about an error of ours, after which the tap stays silent.
+            on_error: receives an error of ours, after which the tap captures nothing.
         """
         self._chunks = chunks
         self._sink = sink
@@ -140,48 +143,35 @@ class ModuleTap:
             raise stuck[0][1]
 
     def _attach(self, state: _ChunkState, name: str, module: torch.nn.Module, names: Names) -> None:
-        is_root = name == ROOT
-        spans = name in names.spans
+        def hook(register: Callable[..., Any], function: Callable[..., Any], *args: Any) -> None:
+            guarded = functools.partial(self._guard, function, state, *args)
+            self._handles.append(register(guarded, with_kwargs=True))
+
+        is_root, spans = name == ROOT, name in names.spans
         if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
             return
         self._follow_tokens(state, name, module)
         if is_root:
-            self._handles.append(
-                module.register_forward_pre_hook(
-                    functools.partial(self._guard, self._root_begins, state), with_kwargs=True
-                )
-            )
-            self._handles.append(
-                module.register_forward_hook(
-                    functools.partial(self._guard, self._root_ends, state), with_kwargs=True
-                )
-            )
+            hook(module.register_forward_pre_hook, self._root_begins)
+            hook(module.register_forward_hook, self._root_ends)
         if is_root or not spans:
-            self._handles.append(
-                module.register_forward_pre_hook(
-                    functools.partial(self._guard, self._begins, state, name), with_kwargs=True
-                )
-            )
+            hook(module.register_forward_pre_hook, self._begins, name)
         ends_in_loss = is_root and getattr(module, "post_process", True)
         if ends_in_loss or not (spans or is_root):
-            self._handles.append(
-                module.register_forward_hook(
-                    functools.partial(self._guard, self._ends, state, name), with_kwargs=True
-                )
-            )
+            hook(module.register_forward_hook, self._ends, name)
 
     def _follow_tokens(self, state: _ChunkState, name: str, module: torch.nn.Module) -> None:
-        """Watch a mixture-of-experts layer's dispatcher, and a router's choice."""
+        """Follow the tokens through a mixture-of-experts layer's dispatcher and router."""
 
         def microbatch() -> int:
             return self._microbatches[state.current]
 
+        common = microbatch, self._sink, self._guard
         if type(getattr(module, "token_dispatcher", None)).__name__ in CAN_FOLLOW:
-            experts = f"{name}.experts"
-            tap = DispatchTap(module, experts, microbatch, self._sink, self._guard)
-            self._handles.append(tap)
+            self._handles.append(DispatchTap(module, f"{name}.experts", *common))
         if hasattr(module, "router_replay"):
-            self._handles.append(RouterTap(module, name, microbatch, self._sink, self._guard))
+            for tap_of in (RouterTap, BalancingTap):
+                self._handles.append(tap_of(module, name, *common))
 
     def _guard(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Fail open: an error in a hook is reported once and never reaches the training run."""
@@ -194,9 +184,7 @@ class ModuleTap:
             self._on_error(error)
             return None
 
-    def _root_begins(
-        self, state: _ChunkState, module: torch.nn.Module, args: Any, kwargs: Any
-    ) -> None:
+    def _root_begins(self, state: _ChunkState, *_: Any) -> None:
         state.forward += 1
         state.seen = WeakTensorKeyDictionary()
 
@@ -215,45 +203,28 @@ class ModuleTap:
                 self._handles.append(on_gradient(tensor, backward_begins))
 
     def _begins(
-        self,
-        state: _ChunkState,
-        name: str,
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        replaced: dict[int, torch.Tensor] = {}
-        for index, tensor in tensors_in((args, kwargs)):
-            if name != ROOT and not tensor.is_floating_point():
-                continue
-            instead = self._see(state, Kind.INPUT, name, index, tensor)
-            if instead is not None:
-                replaced[index] = instead
-        if not replaced:
-            return None
-        args, kwargs = with_tensors((args, kwargs), replaced)
-        return args, kwargs
-
-    def _ends(
-        self,
-        state: _ChunkState,
-        name: str,
-        module: torch.nn.Module,
-        args: Any,
-        kwargs: Any,
-        output: Any,
+        self, state: _ChunkState, name: str, module: torch.nn.Module, args: Any, kwargs: Any
     ) -> Any:
+        return self._see_all(state, Kind.INPUT, name, (args, kwargs))
+
+    def _ends(self, state: _ChunkState, name: str, module: Any, *values: Any) -> Any:
+        return self._see_all(state, Kind.OUTPUT, name, values[-1])
+
+    def _see_all(self, state: _ChunkState, kind: Kind, name: str, value: Any) -> Any:
+        """Hand over the tensors in ``value``; returns its replacement, if any."""
         replaced: dict[int, torch.Tensor] = {}
-        for index, tensor in tensors_in(output):
-            instead = self._see(state, Kind.OUTPUT, name, index, tensor)
+        for index, tensor in tensors_in(value):
+            if kind is Kind.INPUT and name != ROOT and not tensor.is_floating_point():
+                continue
+            instead = self._see(state, kind, name, index, tensor)
             if instead is not None:
                 replaced[index] = instead
-        return with_tensors(output, replaced) if replaced else None
+        return with_tensors(value, replaced) if replaced else None
 
     def _see(
         self, state: _ChunkState, kind: Kind, name: str, index: int, tensor: torch.Tensor
     ) -> torch.Tensor | None:
-        """Hand over a tensor; returns what must take its place, if anything."""
+        """Hand over a tensor; returns its replacement, if any."""
         recomputing = is_recomputing()
         place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
@@ -276,9 +247,14 @@ class ModuleTap:
             # after the hooks inside the block have seen it.
             known = _Seen(tensor._version, [place], tensor.grad_fn)
             seen[tensor] = known
-            if tensor.requires_grad:
+            # What enters a recomputed block has consumers outside of it, too: its gradient is that
+            # of the tensor of the first pass, not of the copy that the block is recomputed from.
+            again = recomputing and place in state.followed
+            if tensor.requires_grad and not again:
                 hook = functools.partial(self._guard, self._gradient, state, known)
                 self._handles.append(on_gradient(tensor, hook))
+        if tensor.requires_grad and not recomputing:
+            state.followed.add(place)
         values = self._sink.replace(place, tensor)
         if values is None:
             return None
@@ -316,9 +292,7 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tenso
         return tensor.register_hook(hook)
     output = tensor.output_nr
 
-    def before_node(
-        gradients: tuple[torch.Tensor | None, ...],
-    ) -> tuple[torch.Tensor | None, ...] | None:
+    def before_node(gradients: tuple[torch.Tensor | None, ...]) -> Any:
         gradient = gradients[output]
         instead = None if gradient is None else hook(gradient)
         if instead is None:
@@ -330,10 +304,8 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tenso
 
 def _numbered(state: _ChunkState, place: Place) -> Place:
     microbatch, kind, name, index = place
-    call = 1
-    while (microbatch, kind, f"{name}#{call}", index) in state.emitted:
-        call += 1
-    return microbatch, kind, f"{name}#{call}", index
+    places = ((microbatch, kind, f"{name}#{call}", index) for call in itertools.count(1))
+    return next(place for place in places if place not in state.emitted)
 
 
 def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:

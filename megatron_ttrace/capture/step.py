@@ -8,6 +8,7 @@ intercepted because gradients must be read after they were reduced and before th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,9 +20,10 @@ from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
+from megatron_ttrace.mcore.stacked import stacked_parameters
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
-from megatron_ttrace.placement.zigzag import ZigZag
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind
 
@@ -51,13 +53,22 @@ class TracedModel:
     def places(self) -> list[tuple[torch.nn.Parameter, ParameterPlace]]:
         """Each parameter of this rank with its place in the whole model."""
         return [
-            (parameter, place_parameter(name, parameter, self.mesh, gated=self.gated))
-            for names in self.names
+            (
+                parameter,
+                place_parameter(
+                    name, parameter, self.mesh, gated=self.gated, stacked=stacked.get(name, ())
+                ),
+            )
+            for names, stacked in zip(self.names, self._stacked, strict=True)
             for name, parameter in names.parameters.items()
         ]
 
+    @functools.cached_property
+    def _stacked(self) -> list[dict[str, tuple[int, ...]]]:
+        return [stacked_parameters(names) for names in self.names]
+
     def held(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, torch.Tensor]]:
-        """Each parameter, the place of what this rank computes with, and that."""
+        """Each parameter, with the place and the data of what this rank computes with."""
         parts = parts_of(self.chunks)
         return [
             (parameter, place.flat(*part.weights_range), part.weights)
@@ -85,7 +96,7 @@ class StepTap:
             model: this rank's part of the model.
             sink: receives the tensors.
             microbatches: the reference's number of each of this rank's microbatches.
-            on_error: told about an error of ours; the training step goes on.
+            on_error: receives an error of ours; the training step continues.
             settle: finishes an update that Megatron leaves for the next forward pass (overlapped
                 parameter gather), so that updated parameters can be read. May be a collective.
             ready: called when everything is in place, before the step; what it raises is raised.
@@ -112,7 +123,7 @@ class StepTap:
             before = self._attempt(self._gradients)
             with clipped_by(self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))):
                 result = original(*args, **kwargs)
-            # On every rank, also on one whose tracing failed: the others wait for it there.
+            # Also on a rank whose tracing failed: the others wait for it in this collective.
             self._settle()
             self._attempt(self._update, before or {}, result)
             return result
@@ -145,26 +156,29 @@ class StepTap:
             self._error(error)
             return None
 
+    def _placed(
+        self, kind: Kind, place: ParameterPlace, data: torch.Tensor, index: int = 0
+    ) -> None:
+        where = STEP_LEVEL, kind, place.name, index
+        self._sink.placed(where, data, place.logical_shape, place.placement)
+
     def _parameters(self, index: int) -> None:
         for _, place, data in self._model.held():
-            self._sink.placed(
-                (STEP_LEVEL, Kind.PARAM, place.name, index),
-                data,
-                place.logical_shape,
-                place.placement,
-            )
+            self._placed(Kind.PARAM, place, data, index)
 
     def _gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Capture the reduced gradients; returns copies of what the step is about to change."""
         before = {}
         for parameter, place, owned in self._stepped():
-            gradient = getattr(parameter, "main_grad", None)
-            if gradient is None:
-                gradient = getattr(parameter, "decoupled_grad", None)
-            if gradient is None:
-                gradient = parameter.grad
-            if gradient is not None:
-                self._place(Kind.MAIN_GRAD, place, owned, gradient)
+            names = "main_grad", "decoupled_grad", "grad"
+            found = (getattr(parameter, name, None) for name in names)
+            gradient = next((one for one in found if one is not None), None)
+            if gradient is not None and owned is not None and owned.range is not None:
+                start, end = owned.range
+                part = gradient.reshape(-1)[start:end] if owned.sharded is None else local(gradient)
+                self._placed(Kind.MAIN_GRAD, place.flat(start, end), part)
+            elif gradient is not None:
+                self._placed(Kind.MAIN_GRAD, place, gradient)
             before[parameter] = (owned.main if owned else parameter.data).detach().clone()
         return before
 
@@ -175,30 +189,20 @@ class StepTap:
             main = owned.main if owned else parameter.data
             delta = main.detach().float() - before[parameter].float()
             where = place.flat(*owned.range) if owned and owned.range else place
-            self._sink.placed(
-                (STEP_LEVEL, Kind.PARAM_DELTA, place.name, 0),
-                delta,
-                where.logical_shape,
-                where.placement,
-            )
+            self._placed(Kind.PARAM_DELTA, where, delta)
             for name, kind in MOMENTS.items():
                 moment = owned.state.get(name) if owned else None
                 if torch.is_tensor(moment):
-                    self._sink.placed(
-                        (STEP_LEVEL, kind, place.name, 0),
-                        moment,
-                        where.logical_shape,
-                        where.placement,
-                    )
+                    self._placed(kind, where, moment)
         norm = result[1] if isinstance(result, tuple) and len(result) > 1 else None
         if norm is not None:
             self._scalar(_GRAD_NORM[1], _GRAD_NORM[2], norm)
 
     def _stepped(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, Owned | None]]:
-        """Trainable parameters with what the optimizer made of them.
+        """Trainable parameters with what the optimizer holds of them.
 
-        A parameter that the distributed optimizer gave to other ranks entirely is left to them. One
-        that no optimizer knows at all is kept, whole: that it never moves is the finding.
+        A parameter that the distributed optimizer gave entirely to other ranks is left to them. One
+        that no optimizer has is kept as a whole, so that it is found never to change.
         """
         owned = owned_by(self._model.optimizer)
         elsewhere = _sharded_parameters(self._model.optimizer)
@@ -207,17 +211,6 @@ class StepTap:
             for parameter, place in self._model.places()
             if parameter.requires_grad and (parameter in owned or parameter not in elsewhere)
         ]
-
-    def _place(
-        self, kind: Kind, place: ParameterPlace, owned: Owned | None, data: torch.Tensor
-    ) -> None:
-        if owned is not None and owned.range is not None:
-            start, end = owned.range
-            data = data.reshape(-1)[start:end] if owned.sharded is None else local(data)
-            place = place.flat(start, end)
-        self._sink.placed(
-            (STEP_LEVEL, kind, place.name, 0), data, place.logical_shape, place.placement
-        )
 
     def _losses(self, result: Any) -> None:
         losses = result[0] if isinstance(result, tuple) and result else {}
@@ -233,7 +226,7 @@ class StepTap:
     def _scalar(self, kind: Kind, name: str, value: Any) -> None:
         data = torch.as_tensor(value).detach().reshape(())
         if not torch.is_tensor(value):
-            # A Python number was a float32 on its way here; float64 would promise too much.
+            # A Python number was a float32 before; as float64 it would look more exact.
             data = data.float()
         self._sink.placed((STEP_LEVEL, kind, name, 0), data, (), ())
 

@@ -19,7 +19,7 @@ from megatron_ttrace.evaluation.bugs.catalogue import Bug
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_ttrace.evaluation.bugs.suite import Row, Totals
+    from megatron_ttrace.evaluation.bugs.suite import BugRow, Totals
 
 _EPILOG = """\
 examples:
@@ -150,7 +150,7 @@ def _run(args: argparse.Namespace) -> int:
     return suite.exit_code(rows)
 
 
-def _show(rows: Sequence[Row], seconds: float) -> None:
+def _show(rows: Sequence[BugRow], seconds: float) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -161,7 +161,7 @@ def _show(rows: Sequence[Row], seconds: float) -> None:
     table.add_column("margin", justify="right")
     table.add_column("seconds", justify="right")
     for row in rows:
-        found = row.findings
+        found = row.assessment
         table.add_row(
             f"{row.bug.id} {row.bug.name}",
             str(row.layout.nproc),
@@ -188,7 +188,7 @@ def _total(totals: Totals) -> str:
     """The totals in one sentence."""
     said = (
         f"of {totals.bugs} bugs {totals.detected} detected, {totals.localised} localised, "
-        f"{totals.explained} explained; {totals.twins} of {totals.cases} healthy runs pass"
+        f"{totals.explained} explained; {totals.healthy} of {totals.cases} healthy runs pass"
     )
     if totals.weakest is not None:
         said += f"; weakest margin of a culprit {totals.weakest[0]:.3g} ({totals.weakest[1]})"

@@ -49,7 +49,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-fork",
         action="store_true",
-        help="start every rank as a fresh process instead of forking it",
+        help="start every rank as a new process instead of forking it",
     )
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     flags.add_arguments(parser)
@@ -152,7 +152,7 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
     from megatron_ttrace.runtime import PRELOADED
     from megatron_ttrace.runtime.requirements import SHRUNK
 
-    ours, theirs = api.split(command_.arguments, before(args))
+    ours, theirs = flags.split(command_.arguments, before(args))
     large = dataclasses.replace(command_, arguments=tuple(theirs))
     found = plan.shrink(large, args.max_ranks)
     if not (args.quiet or args.json):
@@ -176,7 +176,7 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
 
 
 def before(args: argparse.Namespace) -> argparse.Namespace:
-    """Our flags that stand before the script; those among its arguments win."""
+    """Our flags before the script; those among its arguments override them."""
     return argparse.Namespace(
         **{name: value for name, value in vars(args).items() if name.startswith("ttrace")}
     )

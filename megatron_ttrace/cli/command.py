@@ -20,6 +20,7 @@ def add(
     name: str,
     run: Callable[[argparse.Namespace], int],
     *,
+    aliases: tuple[str, ...] = (),
     summary: str,
     description: str,
     epilog: str,
@@ -30,12 +31,14 @@ def add(
         subparsers: of ``ttrace`` or of the command.
         name: of the command or action.
         run: runs it and returns the exit code.
+        aliases: further names of it.
         summary: its line in the list of commands.
         description: the first paragraph of its ``--help``.
         epilog: the end of its ``--help``: an example, and the exit codes.
     """
     parser = subparsers.add_parser(
         name,
+        aliases=aliases,
         help=summary,
         description=description,
         epilog=epilog,
@@ -82,7 +85,7 @@ def progress() -> Say:
 
 
 def silent(line: str) -> None:
-    """In place of :func:`progress` where none is wanted."""
+    """In place of :func:`progress`, to print nothing."""
     del line
 
 

@@ -30,7 +30,7 @@ _GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One row: what was looked at, whether it is sufficient (``state``), and what to do."""
+    """One row: a subject, whether it is sufficient (``state``), what was found, what to do."""
 
     subject: str
     state: str
@@ -53,7 +53,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at everything; a look that fails is a finding too."""
+    """Inspect everything and show the findings."""
     with versions.quiet_imports():
         needed = [_attempt(subject, look, "missing") for subject, look in _NEEDED.items()]
         others = [_attempt(subject, look, "optional") for subject, look in _OPTIONAL.items()]
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _attempt(subject: str, look: Callable[[], Finding], state: str) -> Finding:
-    """What a look finds, or that it failed: a broken installation raises anything."""
+    """A finding, also if looking failed: a broken installation can raise any exception."""
     try:
         return look()
     except Exception as error:  # noqa: BLE001

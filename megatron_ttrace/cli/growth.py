@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(panels)
     if args.svg:
-        from megatron_ttrace.evaluation.growth_plot import svg
+        from megatron_ttrace.evaluation.growth import svg
 
         dtype = "bf16" if args.bf16 else "fp32"
         args.svg.write_text(svg(panels, f"tolerance over depth, {dtype}", (K, C)), "utf-8")

@@ -6,21 +6,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import time
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.evaluation.matrix.configurations import (
-    Configuration,
-    arguments_of,
-    configurations,
-    select,
-)
-from megatron_ttrace.trace.records import Outcome, Result, Verdict
+from megatron_ttrace.evaluation.matrix.configurations import configurations, select
+from megatron_ttrace.trace.records import Result
 
 if TYPE_CHECKING:
-    from megatron_ttrace.runtime.runner import Runner
+    from megatron_ttrace.evaluation.matrix.suite import MatrixRow
 
 _EPILOG = """\
 example:
@@ -33,26 +27,6 @@ Configurations that show a fault of Megatron listed in docs/findings.md must div
 exit code: 0 all as expected, 1 a healthy one diverged, 2 no healthy one diverged, but one could not
 be checked or a listed fault was not found
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The result of one configuration.
-
-    ``exact`` of its tensors must be bitwise equal; ``inexact`` of these are not.
-    """
-
-    name: str
-    verdict: Result
-    tensors: int
-    unchecked: int
-    worst_margin: float
-    worst: str
-    seconds: float
-    why: str = ""
-    exact: int = 0
-    inexact: int = 0
-    finding: str = ""
 
 
 def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
@@ -98,13 +72,15 @@ def run(args: argparse.Namespace) -> int:
     chosen = select(everything, args.patterns)
     if not chosen:
         raise TTraceError(f"no configuration matches {' '.join(args.patterns)}: see --list")
+    from megatron_ttrace.evaluation.matrix import suite
     from megatron_ttrace.runtime.runner import NO_WANDB, Runner
 
     runner = Runner(args.directory, flags=(NO_WANDB, *args.ttrace_flags.split()))
     rows = []
     jobs_to_run = [(one, seed) for seed in args.seeds for one in chosen]
     for number, (one, seed) in enumerate(jobs_to_run, 1):
-        row = _check(one, seed, args, runner)
+        name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
+        row = suite.check(one, name, seed, runner)
         rows.append(row)
         if args.json:
             print(json.dumps(dataclasses.asdict(row)), flush=True)
@@ -112,58 +88,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"[{number}/{len(jobs_to_run)}] {_line(row)}", flush=True)
     if not args.json:
         _total(rows)
-    return _exit_code(rows)
+    return suite.exit_code(rows)
 
 
-def _exit_code(rows: list[Row]) -> ExitCode:
-    """1 if a healthy configuration diverged; else 2 if a result is not the expected one."""
-    if any(row.verdict is Result.DIVERGED and not row.finding for row in rows):
-        return ExitCode.DIVERGED
-    expected = {True: Result.DIVERGED, False: Result.EQUIVALENT}
-    kept = all(row.verdict is expected[bool(row.finding)] for row in rows)
-    return ExitCode.EQUIVALENT if kept else ExitCode.COULD_NOT_CHECK
-
-
-def _check(one: Configuration, seed: int, args: argparse.Namespace, runner: Runner) -> Row:
-    from megatron_ttrace.runtime.runner import Case
-
-    name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
-    case = Case(
-        name=name.replace("/", "-"),
-        arguments=(*arguments_of(one, args.directory), "--seed", str(seed)),
-        nproc=one.nproc,
-    )
-    began = time.monotonic()
-    try:
-        found = runner.run(case)
-        summary, verdicts = found.summary, found.verdicts()
-    except TTraceError as error:
-        seconds = time.monotonic() - began
-        why = command.in_one_line(error)
-        return Row(name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, why)
-    worst = max(verdicts, key=_margin)
-    return Row(
-        name=name,
-        verdict=summary.verdict,
-        tensors=len(verdicts),
-        unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
-        worst_margin=_margin(worst),
-        worst=f"{worst.name} {worst.kind}.{worst.index}",
-        seconds=time.monotonic() - began,
-        why="; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:3]),
-        finding=one.finding,
-        exact=summary.exactness.expected if summary.exactness else 0,
-        inexact=summary.exactness.lost if summary.exactness else 0,
-    )
-
-
-def _margin(verdict: Verdict) -> float:
-    """0 for a tensor whose margin says nothing: a blind one, or one of random numbers."""
-    silent = verdict.verdict is Outcome.UNCHECKED or verdict.is_luck
-    return 0.0 if silent else verdict.margin or 0.0
-
-
-def _line(row: Row) -> str:
+def _line(row: MatrixRow) -> str:
     told = f"worst {row.worst_margin:.3g}x {row.worst}" if row.tensors else row.why
     if row.inexact:
         told += f", {row.inexact} of {row.exact} not bitwise"
@@ -178,13 +106,13 @@ def _line(row: Row) -> str:
     )
 
 
-def _total(rows: list[Row]) -> None:
-    good = sum(row.verdict is Result.EQUIVALENT for row in rows if not row.finding)
+def _total(rows: list[MatrixRow]) -> None:
+    healthy = [row for row in rows if not row.finding]
+    good = sum(row.verdict is Result.EQUIVALENT for row in healthy)
+    found = len(rows) - len(healthy)
     tensors = sum(row.tensors for row in rows)
     unchecked = sum(row.unchecked for row in rows)
-    healthy = [row for row in rows if not row.finding]
     worst = max(healthy or rows, key=lambda row: row.worst_margin)
-    found = len(rows) - len(healthy)
     print(
         f"{good} of {len(healthy)} equivalent"
         + (f", and {found} known faults of Megatron" if found else "")

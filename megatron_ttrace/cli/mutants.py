@@ -17,7 +17,7 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
-    from megatron_ttrace.evaluation.mutants.records import Mutant, Row
+    from megatron_ttrace.evaluation.mutants.records import Mutant, MutantRow
 
 _EPILOG = """\
 examples:
@@ -132,10 +132,11 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from megatron_ttrace.evaluation import suites
     from megatron_ttrace.evaluation.mutants import score
     from megatron_ttrace.evaluation.mutants.campaign import Campaign
     from megatron_ttrace.evaluation.mutants.layouts import named_layouts
-    from megatron_ttrace.evaluation.mutants.sample import sample
+    from megatron_ttrace.evaluation.mutants.scan import sample
     from megatron_ttrace.mcore.versions import megatron_core_version
 
     if args.count < 1:
@@ -144,16 +145,15 @@ def _run(args: argparse.Namespace) -> int:
     named = named_layouts(args.layout)
     began = time.monotonic()
     say = command.progress()
-    campaign = Campaign(args.directory, say)
-    reach = campaign.reach(named)
-    layouts = {mutant.id: campaign.layouts_of(mutant, reach) for mutant in mutants}
+    campaign = Campaign(args.directory, named, say)
+    layouts = {mutant.id: campaign.layouts_of(mutant) for mutant in mutants}
     reached = [mutant for mutant in mutants if layouts[mutant.id]]
     chosen = reached if args.all else sample(reached, args.count, args.seed)
     if not chosen:
         raise TTraceError("no layout runs the line of any of these mutants")
     say(f"{scanned} found, {len(reached)} of {len(mutants)} are reached, {len(chosen)} to run")
-    rows: list[Row] = []
-    for row in campaign.run([(mutant, layouts[mutant.id]) for mutant in chosen], reach):
+    rows: list[MutantRow] = []
+    for row in campaign.run([(mutant, layouts[mutant.id]) for mutant in chosen]):
         rows.append(row)
         last = row.trials[-1]
         say(f"{len(rows)}/{len(chosen)} {row.fate} {last.layout} {row.mutant.id} {last.told[:120]}")
@@ -175,9 +175,8 @@ def _run(args: argparse.Namespace) -> int:
         _write(args.json, report)
     if args.json != _STANDARD_OUTPUT:
         _show(rows, report)
-    if campaign.alarmed or any(row.disproved for row in rows):
-        return ExitCode.DIVERGED
-    return ExitCode.EQUIVALENT if report["passed"] else ExitCode.COULD_NOT_CHECK
+    alarm = campaign.alarmed or any(row.disproved for row in rows)
+    return suites.exit_code(alarm=alarm, met=bool(report["passed"]))
 
 
 def _write(file: Path, content: Any) -> None:
@@ -188,7 +187,7 @@ def _write(file: Path, content: Any) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def _show(rows: Sequence[Row], report: dict[str, Any]) -> None:
+def _show(rows: Sequence[MutantRow], report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -207,7 +206,7 @@ def _show(rows: Sequence[Row], report: dict[str, Any]) -> None:
     console.print(table)
     for row in rows:
         if row.disproved:
-            console.print(f"[red]said to be harmless, and found:[/red] {escape(row.mutant.id)}")
+            console.print(f"[red]listed as harmless, but found:[/red] {escape(row.mutant.id)}")
         elif row.column == "survived":
             why = row.why or "NOT EXPLAINED"
             console.print(f"survived: {escape(f'{row.mutant.id}  {_change(row.mutant)}: {why}')}")

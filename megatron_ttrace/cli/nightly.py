@@ -120,12 +120,10 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         reason = error.strerror
         raise TTraceError(f"--directory {args.directory} is not writable ({reason})") from error
-    say = command.progress()
-
     # Opened before the long work: a history that cannot be written should not cost a night.
     with History(history_path) as history:
         good = history.last_good()
-        night = runner.run(options, args.directory, say)
+        night = runner.run(options, args.directory, command.progress())
         history.add(night)
         trend.write(page, history.last(args.nights))
     said = changes.lines(night, good)
@@ -139,13 +137,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    from megatron_ttrace.evaluation.nightly.records import Part
+    from megatron_ttrace.evaluation.nightly.records import NightPart
     from megatron_ttrace.evaluation.nightly.run import QUICK_BUGS, QUICK_MATRIX, Options
 
     without = {
-        Part.BUGS: args.no_bugs,
-        Part.MATRIX: args.no_matrix,
-        Part.MUTANTS: args.no_mutants or args.quick,
+        NightPart.BUGS: args.no_bugs,
+        NightPart.MATRIX: args.no_matrix,
+        NightPart.MUTANTS: args.no_mutants or args.quick,
     }
     parts = tuple(part for part, left_out in without.items() if not left_out)
     if not parts:

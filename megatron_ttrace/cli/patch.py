@@ -41,7 +41,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Apply, reverse or only look.
+    """Apply the patch, reverse it, or only show its state.
 
     Raises:
         TTraceError: when the checkout is not one, is of another release, or a line is in the way.

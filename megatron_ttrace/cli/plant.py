@@ -9,8 +9,9 @@ import math
 from typing import Any
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.mcore import flags, inputs
+from megatron_ttrace.runtime import api
 
 SIZES = (0.5, 0.9, 1.1, 2.0, 5.0)
 FOUND = 0.99
@@ -65,19 +66,12 @@ def run(args: argparse.Namespace) -> int:
     """Plant, judge, count."""
     flags.check_single(args, "trials", "seed")
     from megatron_ttrace.evaluation.planting import Field, sweep
-    from megatron_ttrace.trace.sanitise import clean
 
     for folder in (args.reference, args.candidate):
         inputs.require_regular_folder(folder)
-    try:
+    with api.consistent(args.reference, args.candidate):
         field = Field(args.reference, args.candidate)
         planted = sweep(field, SIZES, args.trials, args.seed)
-    except (ArithmeticError, ValueError) as error:
-        # Each number is in range, but they do not belong to one run.
-        raise TTraceError(
-            f"{args.candidate} and {args.reference} contradict themselves or each other "
-            f"({clean(error)}): run the traced job again"
-        ) from error
     rows = []
     for (shape, size), trials in planted.items():
         row = {

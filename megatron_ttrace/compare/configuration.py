@@ -1,44 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided on of a candidate's configuration.
+"""A candidate's configuration, as its ``meta.json`` and ``summary.json`` hold it.
 
-A candidate's ``meta.json`` and ``summary.json`` have a ``config`` for people; this is the part
-of it that the comparison reads, validated once.
+In the files, the sizes of the mesh's axes stand beside these fields.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.codec import Count, Record
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """A candidate's configuration; what an older trace lacks has its default.
+class RunConfig(Record):
+    """What was checked, and how; what an older trace lacks has its default.
 
     Attributes:
+        sequence_parallel: ``--sequence-parallel``.
+        distributed_optimizer: ``--use-distributed-optimizer``.
+        dtype: of the computation.
         layers: of the model, 0 if unknown.
+        hidden: hidden size, 0 if unknown.
         seq_length: tokens of a sample, 0 if unknown.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
+        own_tokens: indices of the ``routing`` tensors of a router that depend on all tokens of a
+            rank, where a rank has a part of a microbatch.
+        iterations: those that were traced.
         isolate: whether every module was given the reference's tensors.
+        init: where the start values came from (``--ttrace-init``).
         reference: directory of the reference.
         arithmetic: what decides in which order things are added up, ``None`` if unknown.
         requested: features that the arguments ask for.
     """
 
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    dtype: str = ""
     layers: Count = 0
+    hidden: Count = 0
     seq_length: Count = 0
     dispatcher: str = ""
+    own_tokens: tuple[Count, ...] = ()
+    iterations: tuple[Count, ...] = ()
     isolate: bool = False
+    init: str = ""
     reference: str = ""
     arithmetic: Arithmetic | None = None
     requested: Requested = dataclasses.field(default_factory=Requested)
 
-    @classmethod
-    def from_json(cls, config: Any) -> Self:
-        """From a ``config`` object. Raises ``CodecError`` when what is read of it is damaged."""
-        return codec.decode(cls, config)
+    def on(self, mesh: Mesh) -> dict[str, Any]:
+        """The ``config`` object of a run on ``mesh``."""
+        return {**mesh.describe(), **self.to_json()}

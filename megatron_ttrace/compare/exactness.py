@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a layout does not reorder arithmetic, the run must be bitwise its reference.
+"""Where a layout does not reorder arithmetic, the run must be bitwise equal to its reference.
 
-A pipeline, replicas of data-parallel ranks and recomputation move work about; they add up nothing
-in another order. Equality to the last bit is then expected, and its loss is a finding far below any
-tolerance: a stale buffer, a cast, another kernel. It is not a divergence (the error may still be
-rounding), so it has a line of its own. The rule reads the configuration and nothing else;
+Pipelines, data-parallel replicas and recomputation move work to other ranks or times; they do not
+change the order of any sum. Such a run is expected to be bitwise equal. A difference is a finding
+far below any tolerance: a stale buffer, a cast, another kernel. It may still be rounding, so it is
+not a divergence and is reported on a line of its own. The rule depends on the configuration only;
 docs/tolerance.md has it as a table.
 """
 
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import Any
+from collections.abc import Sequence
 
 from megatron_ttrace.mcore.roles import is_shared_embedding
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Record
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Direction,
@@ -28,27 +27,25 @@ from megatron_ttrace.trace.records import (
     Verdict,
 )
 
-NOTE = "not bitwise equal, though this layout does not reorder its arithmetic"
-
 _GRADIENTS = (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
 _UPDATES = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
-    """What of a configuration decides in which order things are added up.
+class Arithmetic(Record):
+    """The part of a configuration that decides in which order sums are taken.
 
     Attributes:
-        splits_sums: axes larger than one that cut sums or matrix products: tp, cp, ep, etp.
+        splits_sums: axes larger than one that split sums or matrix products: tp, cp, ep, etp.
         pp: pipeline stages.
         dp: data-parallel ranks.
         shared_embedding: stages hold copies of one embedding and sum their gradients (tied
             embeddings, multi-token prediction).
         clips: gradients are scaled by a norm that is summed over all ranks.
         per_rank_state: something computed from a rank's own microbatches enters the next ones:
-            FP8's history of maxima, the loads of experts.
+            FP8's amax history, the loads of experts.
         gradient_factor: candidate/reference ratio of activation gradients.
-        deterministic: the same work gives the same bits: a CPU, or ``--deterministic-mode``.
+        deterministic: equal work gives equal bits: on a CPU, or with ``--deterministic-mode``.
         same_code: the reference runs the same implementation.
     """
 
@@ -64,94 +61,52 @@ class Arithmetic:
 
     @property
     def is_single(self) -> bool:
-        """Whether one rank does it all."""
+        """Whether there is only one rank."""
         return self.pp == self.dp == 1 and not self.splits_sums
 
-    def to_json(self) -> dict[str, Any]:
-        """For the configuration in ``summary.json``."""
-        found: dict[str, Any] = codec.encode(self)
-        return found
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Arithmetic:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
-
-
-class Reordered(Enum):
-    """Why a tensor need not be bitwise the reference's."""
-
-    KERNELS = "an accelerator's kernels may add in any order (--deterministic-mode)"
-    OTHER_CODE = "the reference runs other code (--ttrace-reference-args)"
-    SPLIT_SUMS = "an axis splits its sums"
-    RANK_STATE = "ranks keep state of their own microbatches"
-    STEP_BEFORE = "the step before was not bitwise equal"
-    GRADIENT_FACTOR = "gradients of another size are rounded differently"
-    REPLICAS = "dp adds up microbatches in another order"
-    NORM = "each rank sums its own parameters first"
-    SHARED_EMBEDDING = "the first and the last stage add up their copies' gradients"
-    CLIP = "clipped by a norm that is summed in another order"
-
-
-def reordered(key: TraceKey, job: Arithmetic, *, later: bool = False) -> Reordered | None:
-    """Why a tensor need not be bitwise the reference's; ``None`` when it must be.
+def must_be_equal(key: TraceKey, job: Arithmetic, *, later: bool = False) -> bool:
+    """Whether a tensor must be bitwise equal to the reference's.
 
     Args:
         key: of the tensor.
         job: the configuration.
-        later: whether the step started from updates that this run made itself.
+        later: whether this step started from this run's own updates.
     """
-    if not job.deterministic:
-        return Reordered.KERNELS
-    if not job.same_code:
-        return Reordered.OTHER_CODE
+    if not (job.deterministic and job.same_code):
+        return False
     if key.kind is Kind.TOKENS or (key.kind is Kind.PARAM and key.index == 0 and not later):
-        return None
+        return True
     if job.is_single:
-        return None
-    if job.splits_sums:
-        return Reordered.SPLIT_SUMS
-    if job.per_rank_state:
-        return Reordered.RANK_STATE
-    if later and (job.dp > 1 or job.clips or (job.shared_embedding and job.pp > 1)):
-        return Reordered.STEP_BEFORE
+        return True
+    if job.splits_sums or job.per_rank_state:
+        return False
+    # The first and the last stage add up the gradients of their copies.
+    adds_copies = job.pp > 1 and job.shared_embedding
+    if later and (job.dp > 1 or job.clips or adds_copies):
+        return False  # the step before need not be equal
     if key.microbatch != STEP_LEVEL and key.kind is not Kind.LOSS:
-        return _of_microbatch(key, job)
-    return _of_step(key, job)
-
-
-def _of_microbatch(key: TraceKey, job: Arithmetic) -> Reordered | None:
-    """Activations and their gradients: each microbatch is computed whole, by one rank a layer."""
-    if key.kind in _GRADIENTS and not _is_power_of_two(job.gradient_factor):
-        return Reordered.GRADIENT_FACTOR
-    return None
-
-
-def _of_step(key: TraceKey, job: Arithmetic) -> Reordered | None:
-    if job.dp > 1:
-        return Reordered.REPLICAS
-    if key.kind is Kind.GRAD_NORM:
-        return Reordered.NORM
-    if job.pp > 1 and job.shared_embedding and is_shared_embedding(key.name):
-        return Reordered.SHARED_EMBEDDING
-    if job.clips and (key.kind in _UPDATES or key.kind is Kind.PARAM):
-        return Reordered.CLIP
-    return None
-
-
-def _is_power_of_two(factor: float) -> bool:
-    return factor > 0 and math.frexp(factor)[0] == 0.5
+        # In each layer, one rank computes a microbatch as a whole. Powers of two scale exactly.
+        return key.kind not in _GRADIENTS or math.frexp(job.gradient_factor)[0] == 0.5
+    if job.dp > 1 or key.kind is Kind.GRAD_NORM:
+        return False  # replicas, or the ranks' own parameters, are added up first
+    if adds_copies and is_shared_embedding(key.name):
+        return False
+    # What is clipped was scaled by a norm that is summed in another order.
+    return not (job.clips and (key.kind in _UPDATES or key.kind is Kind.PARAM))
 
 
 def examine(
     verdicts: Sequence[Verdict], job: Arithmetic | None
 ) -> tuple[list[Verdict], Exactness | None]:
-    """Note every pass that should be bitwise and is not; sum up.
+    """Add a note to every pass that should be bitwise equal and is not; count them.
 
     Args:
         verdicts: in execution order.
-        job: the candidate's; without it (an older trace) nothing is expected.
+        job: the candidate's; without it (an older trace) nothing must be bitwise equal.
     """
+    from megatron_ttrace.report import wording  # only the rank that judges needs it
+
     if job is None:
         return list(verdicts), None
     traced = {verdict.iteration for verdict in verdicts}
@@ -161,13 +116,14 @@ def examine(
     for verdict in verdicts:
         measured = verdict.rel_err is not None and verdict.direction is not Direction.START
         later = verdict.iteration - 1 in traced
-        if measured and not reordered(verdict.key, job, later=later):
+        if measured and must_be_equal(verdict.key, job, later=later):
             expected += 1
             if verdict.rel_err != 0.0:
                 lost += 1
                 first = first or verdict
                 if verdict.verdict is Outcome.PASS:
-                    note = "; ".join(filter(None, (verdict.note, NOTE)))
+                    said = wording.note_text(Note(Remark.NOT_BITWISE))
+                    note = "; ".join(filter(None, (verdict.note, said)))
                     verdict = dataclasses.replace(verdict, note=note)
         noted.append(verdict)
     return noted, Exactness(

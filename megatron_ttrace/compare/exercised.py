@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a configuration did not act in the traced steps.
+"""Which features of a configuration had no effect in the traced steps.
 
-A clip above every norm, a mask that masks nothing, an expert without tokens: such a feature passes
-whether it is right or wrong. What was asked for comes from the candidate's arguments
-(:class:`Requested`), what happened from the reference's trace (:class:`Observed`), so that a saved
-candidate is judged like a running one.
+Gradient clipping above every norm, a mask that masks nothing, an expert without tokens: such a
+feature passes whether it is right or wrong. What was requested follows from the candidate's
+arguments (:class:`Requested`), what happened from the reference's trace (:class:`Observed`), so a
+saved candidate is judged like a running one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from megatron_ttrace.compare.tokens import PRIMARY
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.records import (
     CHOICE,
     SCORES,
@@ -32,14 +33,14 @@ from megatron_ttrace.trace.store import TraceReader
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 
 TOLD_SHARE = 0.01
-"""Above this share of unchecked tensors it is said."""
+"""A larger share of unchecked tensors is reported."""
 
 _PLAIN = frozenset(("tokens", "labels", "loss_mask", "position_ids", "attention_mask"))
-"""What Megatron's GPT data set serves; others may say in other fields where documents end."""
+"""Fields of Megatron's GPT data set; another may mark the ends of documents in others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Requested:
+class Requested(Record):
     """Features that the job's arguments ask for; those that are not given are off.
 
     Attributes:
@@ -99,10 +100,6 @@ class Requested:
             micro_batch=int(args.micro_batch_size),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """For the configuration in ``summary.json``."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
@@ -140,29 +137,34 @@ class Observed:
 
 
 def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested) -> Observed:
-    """Read from the reference's trace what :class:`Observed` holds, as far as it is asked for."""
+    """Read from the reference's trace what :class:`Observed` holds, as far as it is requested."""
     keys = list(reference)
-    served = _Served(reference, [key for key in keys if key.kind is Kind.TOKENS])
-    masks = requested.masks_ends or requested.per_token_loss
-    tokens = [round(float(mask.float().sum())) for mask in served.named("loss_mask")] * masks
-    sizes = [mask.numel() for mask in served.named("loss_mask")] * masks
+    batches = [key for key in keys if key.kind is Kind.TOKENS]
+
+    def field(name: str) -> Iterator[torch.Tensor]:
+        return (reference.tensor(reference.entry(key)) for key in batches if key.name == name)
+
+    masks = list(field("loss_mask")) if requested.masks_ends or requested.per_token_loss else []
+    tokens = tuple(round(float(mask.float().sum())) for mask in masks)
+    positions = field("position_ids") if requested.resets_positions else ()
     experts, idle, dropped = _routing(reference, [k for k in keys if k.kind is Kind.ROUTING])
     gradients = _zero_by_name(tolerances, (k for k in keys if k.kind is Kind.MAIN_GRAD))
     updates = _zero_by_name(tolerances, (k for k in keys if k.kind is Kind.PARAM_DELTA))
     return Observed(
-        microbatches=len({key.microbatch for key in served.keys}),
-        same_batches=_are_same(served.by_iteration(PRIMARY)),
+        microbatches=len({key.microbatch for key in batches}),
+        same_batches=_are_same(reference, [key for key in batches if key.name == PRIMARY]),
         norms=tuple(
             float(reference.tensor(reference.entry(key)).double().sum())
             for key in keys
             if key.kind is Kind.GRAD_NORM
         ),
-        masks_loss=tokens != sizes if tokens else None,
-        restarts_positions=served.any("position_ids", _restarts)
-        if requested.resets_positions
+        masks_loss=tokens != tuple(mask.numel() for mask in masks) if masks else None,
+        # A position that is not one more than the one before it.
+        restarts_positions=_any(bool((one.diff(dim=-1) != 1).any()) for one in positions),
+        hides_documents=_hides({key.name for key in batches}, field("attention_mask"))
+        if requested.resets_attention
         else None,
-        hides_documents=_hides(served) if requested.resets_attention else None,
-        tokens=tuple(tokens),
+        tokens=tokens,
         experts=experts,
         idle=idle,
         dropped=dropped,
@@ -176,17 +178,60 @@ def unexercised(
     requested: Requested, observed: Observed, mesh: Mesh, verdicts: Iterable[Verdict] = ()
 ) -> tuple[NotExercised, ...]:
     """What did not act, in the order of :class:`~megatron_ttrace.trace.unexercised.Unexercised`."""
-    found = [
-        *_of_layout(requested, observed, mesh),
-        *_of_batches(requested, observed),
-        *_of_experts(requested, observed),
-        *_of_update(requested, observed),
-    ]
+    asked, seen, what = requested, observed, Unexercised
+    single, dp, pp = mesh.world_size == 1, mesh.size("dp"), mesh.size("pp")
+    # Megatron shards the optimizer over context-parallel ranks as well.
+    replicas = dp * mesh.size("cp")
+    samples, final = seen.microbatches * asked.micro_batch, asked.final_batch
+    idle, norm = sum(seen.idle.values()), max(seen.norms, default=math.inf)
+    layers = tuple(name for name, number in seen.idle.items() if number)
     unchecked, judged = share(verdicts)
-    if unchecked > TOLD_SHARE * judged:
-        found.append(NotExercised(Unexercised.UNCHECKED, unchecked, judged))
-    order = list(Unexercised)
-    return tuple(sorted(found, key=lambda one: order.index(one.what)))
+    alike = asked.per_token_loss and len(seen.tokens) > 1 and len(set(seen.tokens)) == 1
+    # A later pipeline stage has one bucket on purpose: there, one says nothing.
+    one_bucket = asked.overlap and replicas > 1 and pp == 1 and asked.buckets == 1
+    # A norm that is not a number was neither within nor beyond the limit.
+    clips = not asked.clip or norm > asked.clip or not all(map(math.isfinite, seen.norms))
+    zero, length = seen.zero_gradients, asked.seq_length
+    table: Sequence[tuple[object, NotExercised]] = (
+        (single, NotExercised(what.ONE_RANK, 1)),
+        (pp > 1 and seen.microbatches == dp, NotExercised(what.SCHEDULE, 1, pp)),
+        (
+            not single and seen.same_batches,
+            NotExercised(what.DIFFERENT_DATA, seen.microbatches),
+        ),
+        (
+            not single and asked.sharded_optimizer and replicas == 1,
+            NotExercised(what.SHARDED_OPTIMIZER, 1),
+        ),
+        (one_bucket, NotExercised(what.BUCKETS, 1)),
+        (asked.dropout, NotExercised(what.DROPOUT)),
+        (asked.masks_ends and seen.masks_loss is False, NotExercised(what.LOSS_MASK)),
+        (
+            asked.resets_positions and seen.restarts_positions is False,
+            NotExercised(what.POSITION_RESET),
+        ),
+        (
+            asked.resets_attention and seen.hides_documents is False,
+            NotExercised(what.ATTENTION_RESET),
+        ),
+        (alike, NotExercised(what.TOKEN_WEIGHTS, max(seen.tokens, default=0))),
+        (
+            asked.window and asked.window >= length - 1,
+            NotExercised(what.WINDOW, asked.window, length),
+        ),
+        (
+            asked.sparse and asked.sparse >= length,
+            NotExercised(what.SPARSE_ATTENTION, asked.sparse, length),
+        ),
+        (0 < samples < final, NotExercised(what.RAMP_UP, samples, final)),
+        (idle, NotExercised(what.IDLE_EXPERTS, idle, seen.experts, layers)),
+        (asked.drops_tokens and seen.dropped == 0, NotExercised(what.CAPACITY)),
+        (not clips, NotExercised(what.CLIP, norm, asked.clip)),
+        (zero, NotExercised(what.GRADIENTS, len(zero), seen.gradients, zero)),
+        (seen.updates is False, NotExercised(what.UPDATE)),
+        (unchecked > TOLD_SHARE * judged, NotExercised(what.UNCHECKED, unchecked, judged)),
+    )
+    return tuple(found for applies, found in table if applies)
 
 
 def share(verdicts: Iterable[Verdict]) -> tuple[int, int]:
@@ -199,126 +244,32 @@ def share(verdicts: Iterable[Verdict]) -> tuple[int, int]:
     return sum(one.verdict is Outcome.UNCHECKED for one in computed), len(computed)
 
 
-def _of_layout(requested: Requested, observed: Observed, mesh: Mesh) -> Iterator[NotExercised]:
-    dp = mesh.size("dp")
-    if mesh.world_size == 1:
-        yield NotExercised(Unexercised.ONE_RANK, 1)
-        return
-    # Megatron shards the optimizer over context-parallel ranks as well.
-    replicas = dp * mesh.size("cp")
-    if requested.sharded_optimizer and replicas == 1:
-        yield NotExercised(Unexercised.SHARDED_OPTIMIZER, 1)
-    # A later pipeline stage has one bucket on purpose: what it reports says nothing.
-    if requested.overlap and replicas > 1 and mesh.size("pp") == 1 and requested.buckets == 1:
-        yield NotExercised(Unexercised.BUCKETS, 1)
-    if mesh.size("pp") > 1 and observed.microbatches == dp:
-        yield NotExercised(Unexercised.SCHEDULE, 1, mesh.size("pp"))
-    if observed.same_batches:
-        yield NotExercised(Unexercised.DIFFERENT_DATA, observed.microbatches)
+def _any(found: Iterable[bool]) -> bool | None:
+    """Whether any is true; ``None`` where there is none."""
+    known = list(found)
+    return any(known) if known else None
 
 
-def _of_batches(requested: Requested, observed: Observed) -> Iterator[NotExercised]:
-    if requested.masks_ends and observed.masks_loss is False:
-        yield NotExercised(Unexercised.LOSS_MASK)
-    if requested.resets_positions and observed.restarts_positions is False:
-        yield NotExercised(Unexercised.POSITION_RESET)
-    if requested.resets_attention and observed.hides_documents is False:
-        yield NotExercised(Unexercised.ATTENTION_RESET)
-    if requested.per_token_loss and len(observed.tokens) > 1 and len(set(observed.tokens)) == 1:
-        yield NotExercised(Unexercised.TOKEN_WEIGHTS, observed.tokens[0])
-    if requested.window and requested.window >= requested.seq_length - 1:
-        yield NotExercised(Unexercised.WINDOW, requested.window, requested.seq_length)
-    if requested.sparse and requested.sparse >= requested.seq_length:
-        yield NotExercised(Unexercised.SPARSE_ATTENTION, requested.sparse, requested.seq_length)
-    reached = observed.microbatches * requested.micro_batch
-    if 0 < reached < requested.final_batch:
-        yield NotExercised(Unexercised.RAMP_UP, reached, requested.final_batch)
-    if requested.dropout:
-        yield NotExercised(Unexercised.DROPOUT)
+def _are_same(reference: TraceReader, keys: Sequence[TraceKey]) -> bool:
+    """Whether each step has several microbatches, all with the same tokens."""
+    steps: dict[int, list[torch.Tensor]] = {}
+    for key in keys:
+        steps.setdefault(key.iteration, []).append(reference.tensor(reference.entry(key)))
+    return bool(steps) and all(
+        len(step) > 1 and all(torch.equal(step[0], other) for other in step[1:])
+        for step in steps.values()
+    )
 
 
-def _of_experts(requested: Requested, observed: Observed) -> Iterator[NotExercised]:
-    idle = sum(observed.idle.values())
-    if idle:
-        layers = tuple(name for name, number in observed.idle.items() if number)
-        yield NotExercised(Unexercised.IDLE_EXPERTS, idle, observed.experts, layers)
-    if requested.drops_tokens and observed.dropped == 0:
-        yield NotExercised(Unexercised.CAPACITY)
-
-
-def _of_update(requested: Requested, observed: Observed) -> Iterator[NotExercised]:
-    norm = max(observed.norms, default=math.inf)
-    # A norm that is no number was neither within nor beyond the limit.
-    finite = all(map(math.isfinite, observed.norms))
-    if requested.clip and finite and norm <= requested.clip:
-        yield NotExercised(Unexercised.CLIP, norm, requested.clip)
-    if observed.zero_gradients:
-        names = observed.zero_gradients
-        yield NotExercised(Unexercised.GRADIENTS, len(names), observed.gradients, names)
-    if observed.updates is False:
-        yield NotExercised(Unexercised.UPDATE)
-
-
-class _Served:
-    """The reference's batches."""
-
-    def __init__(self, reference: TraceReader, keys: Sequence[TraceKey]) -> None:
-        self.keys = keys
-        self._reference = reference
-
-    def named(self, name: str) -> Iterator[torch.Tensor]:
-        """One field of each microbatch that has it."""
-        for key in self.keys:
-            if key.name == name:
-                yield self._reference.tensor(self._reference.entry(key))
-
-    def by_iteration(self, name: str) -> dict[int, Iterator[torch.Tensor]]:
-        """One field of each microbatch, by traced iteration."""
-        return {
-            iteration: _Served(
-                self._reference, [key for key in self.keys if key.iteration == iteration]
-            ).named(name)
-            for iteration in dict.fromkeys(key.iteration for key in self.keys)
-        }
-
-    def any(self, name: str, acts: Any) -> bool | None:
-        """Whether something acts in any microbatch; ``None`` where no batch has the field."""
-        answer = None
-        for field in self.named(name):
-            if acts(field):
-                return True
-            answer = False
-        return answer
-
-
-def _are_same(steps: Mapping[int, Iterator[torch.Tensor]]) -> bool:
-    """Whether the microbatches of every step are more than one, and the same."""
-    for fields in steps.values():
-        first = next(fields, None)
-        second = next(fields, None)
-        if first is None or second is None or not torch.equal(first, second):
-            return False
-        if not all(torch.equal(first, other) for other in fields):
-            return False
-    return bool(steps)
-
-
-def _restarts(positions: torch.Tensor) -> bool:
-    """Whether any step from one position ([..., sequence]) to the next is not one upwards."""
-    return bool((positions.diff(dim=-1) != 1).any())
-
-
-def _hides(served: _Served) -> bool | None:
+def _hides(names: set[str], masks: Iterable[torch.Tensor]) -> bool | None:
     """Whether a mask ([..., query, key], true where nothing is seen) hides what came before."""
-    names = {key.name for key in served.keys}
     if "attention_mask" not in names:
         return False if names and names <= _PLAIN else None
-    square = [mask for mask in served.named("attention_mask") if _is_square(mask)]
-    return any(bool(mask.bool().tril().any()) for mask in square) if square else None
-
-
-def _is_square(mask: torch.Tensor) -> bool:
-    return mask.ndim > 1 and mask.shape[-1] == mask.shape[-2] and mask.dtype == torch.bool
+    return _any(
+        bool(mask.tril().any())
+        for mask in masks
+        if mask.ndim > 1 and mask.shape[-1] == mask.shape[-2] and mask.dtype == torch.bool
+    )
 
 
 def _routing(

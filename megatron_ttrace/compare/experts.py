@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of the experts' tensors belong, as one rank of the candidate learns it.
+"""Which rows of the reference the rows of a rank's expert tensors are.
 
-A dispatcher's call announces who the rows are that it hands to the experts
-(megatron_ttrace/capture/experts.py); from then on every tensor of those experts, forward and
-backward, is a set of pieces of the reference's tensors of several microbatches.
+Each dispatch announces which tokens it sends to the experts (megatron_ttrace/capture/experts.py).
+Every tensor of those experts, forward and backward, then consists of parts of the reference's
+tensors of several microbatches.
 """
 
 from __future__ import annotations
@@ -14,26 +14,22 @@ import numpy as np
 import torch
 
 from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.mcore.roles import expert_and_module, is_partial, is_within_experts
 from megatron_ttrace.placement.boxes import Box, DimMap, length, product, whole
 from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.partial import describe_partial
-from megatron_ttrace.placement.token_index import (
-    NOBODY,
-    TokenIndex,
-    expert_boxes,
-    match,
-)
+from megatron_ttrace.placement.plan import describe_partial
+from megatron_ttrace.placement.token_index import NOBODY, TokenIndex, expert_boxes, match
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 FOLLOWED = ("alltoall", "allgather")
-"""Dispatchers (``--moe-token-dispatcher-type``) whose communication carries other data as well."""
+"""Dispatchers (``--moe-token-dispatcher-type``) that can also send other data than activations."""
 
 
 def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
-    """Whether ``key`` lies in experts that are spread by a dispatcher that cannot be followed."""
+    """Whether ``key`` lies in distributed experts whose dispatcher cannot be followed."""
     spread = mesh.size("ep") > 1 or mesh.size("etp") > 1
     return (
         spread
@@ -44,28 +40,41 @@ def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a rank's tensor that belongs to one tensor of the reference."""
+class Match:
+    """A part of a rank's tensor and the part of the reference's tensor that it must equal.
+
+    Attributes:
+        key: of the reference's tensor.
+        placement: for reports.
+        boxes: the local elements and the logical ones, pair by pair.
+        logical_shape: of the reference's tensor.
+        factor: expected candidate/reference ratio.
+        partial_over: the axis whose ranks' tensors add up to the reference's; empty for a tensor
+            that is compared as it is.
+        partial_ranks: number of ranks along that axis.
+    """
 
     key: TraceKey
     placement: str
     boxes: tuple[Box, ...]
     logical_shape: tuple[int, ...]
+    factor: float = 1.0
     partial_over: str = ""
+    partial_ranks: int = 1
 
     @property
-    def is_partial(self) -> bool:
-        """Whether each rank of an axis holds a partial sum of it."""
-        return bool(self.partial_over)
+    def share(self) -> float:
+        """What the reference's values are multiplied by to become this rank's."""
+        return self.factor / self.partial_ranks
 
 
 def rows_key(iteration: int, microbatch: int, experts: str) -> TraceKey:
-    """The key under which the reference keeps who its experts' rows are."""
+    """The key under which the reference stores which tokens its experts' rows are."""
     return TraceKey(iteration, microbatch, Kind.ROUTING, experts, 0)
 
 
 def encode_rows(index: TokenIndex) -> torch.Tensor:
-    """[rows, 2]: position and expert. Padding has neither."""
+    """[rows, 2]: position and expert of each row; padding is left out."""
     real = index.microbatch != NOBODY
     columns = [torch.from_numpy(index.position[real]), torch.from_numpy(index.expert[real])]
     return torch.stack(columns, dim=1)
@@ -87,12 +96,10 @@ class ExpertRows:
         """Whether a microbatch's rows in a layer's experts are known."""
         return call in self._here
 
-    def announce(
-        self, microbatch: int, experts: str, index: TokenIndex
-    ) -> list[tuple[Piece, Sums]]:
-        """Take note of a dispatch; returns how its rows agree with the reference's routing.
+    def announce(self, microbatch: int, experts: str, index: TokenIndex) -> list[Measured]:
+        """Record a dispatch; returns how its rows agree with the reference's routing.
 
-        A row that the reference does not have is an error of one; rows that nobody has are found
+        A row that the reference does not have is an error of one; rows that no rank has are found
         by coverage.
         """
         self._here[microbatch, experts] = index
@@ -104,17 +111,16 @@ class ExpertRows:
                 continue
             rows, strangers = self._match(index, key)
             shape = (len(self._known(key).microbatch), 2)
-            held = length(rows)
+            held, total = 2 * length(rows), 2 * (length(rows) + strangers)
             sums = Sums(
-                n=2 * (held + strangers),
+                n=total,
                 diff=float(2 * strangers),
-                reference=float(2 * (held + strangers)),
-                candidate=float(2 * (held + strangers)),
-                dot=float(2 * held),
+                reference=float(total),
+                candidate=float(total),
+                dot=float(held),
                 worst=float(strangers > 0),
             )
-            boxes = product([rows, whole(2)])
-            found.append((Piece(key, "TokenIndex(0)", boxes, shape), sums))
+            found.append(Measured(key, "TokenIndex(0)", product([rows, whole(2)]), shape, sums))
         return found
 
     def holds(self, key: TraceKey) -> str:
@@ -124,8 +130,10 @@ class ExpertRows:
                 return layer if (key.microbatch, layer) in self._here else ""
         return ""
 
-    def pieces(self, key: TraceKey, local: tuple[int, ...], *, gated: bool) -> list[Piece]:
-        """The pieces of an experts' tensor of shape ``local``, by microbatch.
+    def parts(
+        self, key: TraceKey, local: tuple[int, ...], *, gated: bool, factor: float
+    ) -> list[Match | Measured]:
+        """The parts of an experts' tensor of shape ``local``, one per microbatch.
 
         Raises:
             NoPlacementError: when rows or columns do not fit.
@@ -138,20 +146,19 @@ class ExpertRows:
         if not local:
             raise NoPlacementError("a scalar within experts has no rows")
         index = index.fitted(local[0])
-        found = []
+        etp = self._mesh.size("etp")
+        over = "etp" if etp > 1 and is_partial(key.kind, module) else ""
+        found: list[Match | Measured] = []
         for number in dict.fromkeys([key.microbatch, *index.microbatches]):
             there = dataclasses.replace(key, microbatch=number)
             if there not in self._reference:
-                # Named as what it is: a tensor that the reference does not have.
-                found.append(Piece(there, "", (), local))
+                found.append(Measured.stranger(there, local))
                 continue
             shape = self._reference.entry(there).shape
             rows, _ = self._match(index, rows_key(self._iteration, number, layer), expert)
-            placement, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
-            over = "etp" if self._mesh.size("etp") > 1 and is_partial(key.kind, module) else ""
-            if over:
-                placement = describe_partial(placement, over)
-            found.append(Piece(there, placement, boxes, shape, over))
+            words, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
+            words = describe_partial(words, over)
+            found.append(Match(there, words, boxes, shape, factor, over, etp if over else 1))
         return found
 
     def _match(
@@ -159,8 +166,8 @@ class ExpertRows:
     ) -> tuple[DimMap, int]:
         """Match with the reference's rows, all or an expert's.
 
-        A microbatch goes through a layer's experts once, so the number of rows says which of the
-        forms of its index is asked for: padded, or not.
+        A microbatch goes through a layer's experts once, so the number of rows tells the padded
+        form of its index from the other.
         """
         memo = (key, expert, len(index.microbatch))
         if memo not in self._matched:
@@ -173,7 +180,9 @@ class ExpertRows:
     def _known(self, key: TraceKey) -> TokenIndex:
         if key not in self._there:
             if key not in self._reference:
-                raise NoPlacementError(f"the reference does not say who the rows of {key} are")
+                raise NoPlacementError(
+                    f"the reference does not have the tokens of the rows of {key}"
+                )
             stored = self._reference.tensor(self._reference.entry(key)).numpy()
             microbatch = np.full(len(stored), key.microbatch, dtype=np.int64)
             self._there[key] = TokenIndex(microbatch, stored[:, 0], stored[:, 1])

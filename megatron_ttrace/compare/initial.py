@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are Megatron's own initial values those of one device, in distribution?
+"""Do Megatron's own initial values have the distribution that they have on one device?
 
-Another layout draws other random numbers, so elements cannot be compared. Constants can: they are
-equal or wrong. Of the rest mean and variance are, with a bound that holds for every number of
-elements; ranks that hold the same part must hold the same bits, and parts that are not the same
-must not. docs/tolerance.md derives the rule.
+Another layout draws other random numbers, so elements cannot be compared. Constants can: they must
+be equal. Of random values the mean and the variance are compared, with a bound that holds for any
+number of elements. Ranks that hold the same part must hold the same bits; different parts must not.
+docs/tolerance.md derives the rule.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from megatron_ttrace.compare.judge import Holder, conflicting, verdict_of
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.mcore.roles import without_number
 from megatron_ttrace.placement.coverage import coverage
-from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.findings import Cause, Note, Remark, Sample
 from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey, Verdict
 
 LIMIT = 36.0
@@ -27,25 +27,54 @@ LIMIT = 36.0
 FEW = 8
 """Fewer random numbers are not judged: in bf16 four of them may well be equal by chance."""
 
-_TWIN = "are bit by bit those of"
+Region = tuple[object, ...]
+Expected = tuple[tuple[int, ...], Moments]
+"""Shape and moments of a parameter in the reference."""
 
-Region = tuple[Any, ...]
-Holder = tuple[int, Measured]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a parameter, with the ranks that hold it; ``own`` are the first one's moments."""
+
+    own: Moments
+    ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Twin:
+    """A part that is bitwise equal to another; ``is_near``: to one of the same weight."""
+
+    is_near: bool
+    note: Note
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Finding:
+    outcome: Outcome
+    note: Note | None = None
+    ranks: Sequence[int] = ()
+    error: float | None = None
+    tolerance: float | None = None
+    reason: Reason | None = None
+
+
+Parts = Mapping[Region, _Part]
+Twins = Mapping[tuple[TraceKey, Region], _Twin]
 
 
 def distance(own: Moments, reference: Moments) -> tuple[float, float]:
-    """How far two samples are from being of one distribution.
+    """How far two samples are from having one distribution.
 
     Means: ``nu ln(1 + t²/nu)`` of Student's t with ``nu`` degrees of freedom. Variances:
-    Bartlett's ``d ln(p/v) + d' ln(p/v')``, ``p`` being the pooled variance. Of normal samples
-    neither exceeds ``x`` with a probability above ``exp(-x/2)`` on either side (Chernoff bounds),
-    whatever the sample sizes; both tend to the square of the number of standard errors. Tails
-    heavier than the normal's count as fewer degrees of freedom: ``2 (n - 1) / (kurtosis - 1)``
-    (Shoemaker, The American Statistician 57, 2003), by the reference's kurtosis.
+    Bartlett's ``d ln(p/v) + d' ln(p/v')``, where ``p`` is the pooled variance. For normal samples
+    of any size, neither exceeds ``x`` with a probability above ``exp(-x/2)`` on either side
+    (Chernoff bounds); both tend to the square of the number of standard errors. Tails heavier than
+    the normal's count as fewer degrees of freedom: ``2 (n - 1) / (kurtosis - 1)`` (Shoemaker, The
+    American Statistician 57, 2003), with the reference's kurtosis.
 
     Returns:
-        The larger statistic, and the relative error (of the mean, in standard deviations, or of the
-        standard deviation) that one standard error is.
+        The larger statistic, and what one standard error is as a relative error (of the mean, in
+        standard deviations, or of the standard deviation).
     """
     free = own.n + reference.n - 2
     pooled = (own.scatter + reference.scatter) / free
@@ -63,11 +92,9 @@ def distance(own: Moments, reference: Moments) -> tuple[float, float]:
 
 
 def judge(
-    expected: Mapping[TraceKey, tuple[tuple[int, ...], Moments]],
-    measured: Mapping[int, Sequence[Measured]],
-    eps: float,
+    expected: Mapping[TraceKey, Expected], measured: Mapping[int, Sequence[Measured]], eps: float
 ) -> list[Verdict]:
-    """One verdict for every parameter whose initial values either side measured.
+    """One verdict per parameter whose initial values either side measured.
 
     Args:
         expected: logical shape and moments of the reference's parameters.
@@ -79,150 +106,117 @@ def judge(
         for one in found:
             if one.key.kind is Kind.INITIAL and one.moments is not None:
                 held.setdefault(one.key, []).append((rank, one))
-    twins = _twins(held, expected)
-    return [_judge(key, expected.get(key), held[key], twins, eps) for key in held]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Finding:
-    outcome: Outcome
-    note: str = ""
-    ranks: Sequence[int] = ()
-    error: float | None = None
-    tolerance: float | None = None
-    reason: Reason | None = None
+    parts = {key: _parts(holders) for key, holders in held.items()}
+    twins = _twins(parts, expected)
+    verdicts = []
+    for key, holders in held.items():
+        said = _judge(key, expected.get(key), holders, parts[key], twins)
+        verdicts.append(
+            verdict_of(
+                key,
+                expected[key][0] if key in expected else holders[0][1].logical_shape,
+                said.outcome,
+                said.ranks or [rank for rank, _ in holders],
+                said.note,
+                placement=holders[0][1].placement if holders else "",
+                reason=said.reason,
+                error=said.error,
+                tolerance=said.tolerance,
+                eps=eps,
+            )
+        )
+    return verdicts
 
 
 def _judge(
     key: TraceKey,
-    expected: tuple[tuple[int, ...], Moments] | None,
+    expected: Expected | None,
     holders: Sequence[Holder],
-    twins: Mapping[tuple[TraceKey, Region], tuple[bool, str]],
-    eps: float,
-) -> Verdict:
-    shape = expected[0] if expected else holders[0][1].logical_shape
-    parts = _parts(holders)
-    found = _unjudged(expected, holders, parts) or _broken(key, holders, parts, twins)
-    if found is None:
-        assert expected is not None
-        found = _compare(expected[1], parts)
-        elsewhere = [twins[key, region][1] for region in parts if (key, region) in twins]
-        if elsewhere and found.outcome is Outcome.PASS:
-            # Another layer with the same start is no wrong start of this one. It is told.
-            found = dataclasses.replace(found, note=elsewhere[0], reason=Reason.TWIN)
-    error, tolerance = found.error, found.tolerance
-    return Verdict.of(
-        key,
-        verdict=found.outcome,
-        rel_err=error,
-        rel_err_eps=None if error is None else error / eps,
-        tolerance=tolerance,
-        margin=None if error is None else _ratio(error, tolerance or 0.0),
-        ranks=tuple(found.ranks or (rank for rank, _ in holders)),
-        placement=holders[0][1].placement if holders else "",
-        shape=shape,
-        note=found.note,
-        reason=found.reason,
-    )
-
-
-def _unjudged(
-    expected: tuple[tuple[int, ...], Moments] | None,
-    holders: Sequence[Holder],
-    parts: Mapping[Region, Sequence[Holder]],
-) -> _Finding | None:
-    """Where there is nothing to compare, if there is not. The parameter itself has a verdict."""
-    note = ""
-    boxes = [box for region in parts.values() for box in region[0][1].boxes]
+    parts: Parts,
+    twins: Twins,
+) -> _Finding:
     if expected is None or not holders:
-        note = "only one of the runs has it"
-    elif any(one.logical_shape != expected[0] for _, one in holders):
-        note = f"the whole tensor is {expected[0]} in the reference"
-    elif expected[1].nonfinite:
-        note = "the reference's initial values are no numbers"
-    elif sum(box.numel for box in boxes) != math.prod(expected[0]):
-        note = "its parts overlap, or are not all of it"
-    elif not coverage(expected[0], boxes).complete:
-        note = "its parts are not all of it"
-    return _unchecked(note) if note else None
+        return _unchecked(Note(Remark.ONE_RUN))
+    if why := _incomparable(*expected, holders):
+        return _unchecked(why)
+    if bad := [rank for rank, one in holders if one.moments and one.moments.nonfinite]:
+        return _Finding(Outcome.NONFINITE, Note(Remark.NONFINITE), bad)
+    if conflicts := conflicting(
+        (rank, one.region, one.moments.checksum)
+        for rank, one in holders
+        if one.moments and one.moments.n
+    ):
+        return _Finding(Outcome.REPLICA_CONFLICT, Note(Remark.INITIAL_REPLICAS), conflicts)
+    equal = {region: twins[key, region] for region in parts if (key, region) in twins}
+    if near := [region for region, twin in equal.items() if twin.is_near]:
+        ranks = sorted(rank for region in near for rank in parts[region].ranks)
+        return _Finding(Outcome.DIVERGED, equal[near[0]].note, ranks, reason=Reason.TWIN)
+    found = _compare(expected[1], parts)
+    if equal and found.outcome is Outcome.PASS:
+        # Each of two layers with the same values is right by itself, so both pass, with a note.
+        note = next(iter(equal.values())).note
+        return dataclasses.replace(found, note=note, reason=Reason.TWIN)
+    return found
 
 
-def _unchecked(note: str) -> _Finding:
-    reason = Reason.INITIAL_VALUES
-    return _Finding(Outcome.UNCHECKED, f"{reason.value}: {note}", reason=reason)
+def _unchecked(note: Note) -> _Finding:
+    return _Finding(Outcome.UNCHECKED, note, reason=Reason.INITIAL_VALUES)
 
 
-def _broken(
-    key: TraceKey,
-    holders: Sequence[Holder],
-    parts: Mapping[Region, Sequence[Holder]],
-    twins: Mapping[tuple[TraceKey, Region], tuple[bool, str]],
-) -> _Finding | None:
-    """What is wrong whatever the distribution is."""
-    if bad := [rank for rank, one in holders if _moments(one).nonfinite]:
-        return _Finding(Outcome.NONFINITE, "NaN or infinity", bad)
-    conflicts = [
-        rank
-        for group in parts.values()
-        if len({_moments(one).checksum for _, one in group}) > 1
-        for rank, _ in group
-    ]
-    if conflicts:
-        note = "initial values differ between ranks that hold the same part"
-        return _Finding(Outcome.REPLICA_CONFLICT, note, sorted(conflicts))
-    if alike := [region for region in parts if twins.get((key, region), (False,))[0]]:
-        ranks = [rank for region in alike for rank, _ in parts[region]]
-        note = twins[key, alike[0]][1]
-        return _Finding(Outcome.DIVERGED, note, sorted(ranks), reason=Reason.TWIN)
-    return None
+def _incomparable(
+    shape: tuple[int, ...], reference: Moments, holders: Sequence[Holder]
+) -> Note | None:
+    """Why the parts cannot be compared, if so. What is wrong then has a verdict as ``param``."""
+    if any(one.logical_shape != shape for _, one in holders):
+        return Note(Remark.OTHER_SHAPE, text=str(shape))
+    if reference.nonfinite:
+        return Note(Remark.REFERENCE_NONFINITE)
+    distinct = {one.region: one.boxes for _, one in holders if one.moments and one.moments.n}
+    boxes = [box for held in distinct.values() for box in held]
+    if sum(box.numel for box in boxes) != math.prod(shape):
+        return Note(Remark.OVERLAP)
+    return None if coverage(shape, boxes).complete else Note(Remark.INCOMPLETE)
 
 
-def _compare(reference: Moments, parts: Mapping[Region, Sequence[Holder]]) -> _Finding:
-    """Compare the whole, and each part alone: else many right parts hide a wrong one."""
-    found = {region: _moments(group[0][1]) for region, group in parts.items()}
-    total = sum(found.values(), Moments())
+def _compare(reference: Moments, parts: Parts) -> _Finding:
+    """Compare the whole and each part alone: one wrong part of many hardly changes the whole."""
+    total = sum((part.own for part in parts.values()), Moments())
     if reference.n < FEW and not reference.is_constant:
-        return _unchecked(f"fewer than {FEW} random numbers")
+        return _unchecked(Note(Remark.FEW_VALUES, limit=FEW))
     if reference.is_constant or total.is_constant:
         return _constant(reference, total, parts)
-    tests: list[tuple[float, Moments, tuple[int, ...]]] = [(LIMIT, total, ())]
+    tests: list[tuple[float, _Part]] = [(LIMIT, _Part(total, ()))]
     if len(parts) > 1:
-        # More tests, more alarms: together the parts may raise half as many as the whole.
+        # More tests, more alarms: all parts together may raise half as many as the whole.
         limit = LIMIT + 2 * math.log(2 * len(parts))
-        tests += [
-            (limit, own, tuple(rank for rank, _ in parts[region]))
-            for region, own in found.items()
-            if own.n >= FEW
-        ]
-    measured = [(*distance(own, reference), limit, own, ranks) for limit, own, ranks in tests]
-    worst = max(measured, key=lambda one: one[0] / one[2])
-    statistic, unit, limit, own, _ = worst
+        tests += [(limit, part) for part in parts.values() if part.own.n >= FEW]
+    measured = [(*distance(part.own, reference), limit, part) for limit, part in tests]
+    statistic, unit, limit, worst = max(measured, key=lambda one: one[0] / one[2])
     error, tolerance = math.sqrt(statistic) * unit, math.sqrt(limit) * unit
     if statistic <= limit:
-        return _Finding(Outcome.PASS, "", (), error, tolerance)
-    wrong = [rank for one in measured if one[0] > one[2] for rank in one[4]]
-    note = f"initial values differ in distribution: {_told(own, reference)}"
-    return _Finding(Outcome.DIVERGED, note, sorted(wrong), error, tolerance)
+        return _Finding(Outcome.PASS, None, (), error, tolerance)
+    wrong = sorted(rank for value, _, most, part in measured if value > most for rank in part.ranks)
+    note = Note(Remark.DISTRIBUTION, samples=_samples(worst.own, reference))
+    return _Finding(Outcome.DIVERGED, note, wrong, error, tolerance)
 
 
-def _constant(
-    reference: Moments, total: Moments, parts: Mapping[Region, Sequence[Holder]]
-) -> _Finding:
-    """At least one side is one value only: both must be that."""
+def _constant(reference: Moments, total: Moments, parts: Parts) -> _Finding:
+    """Where either side is one value only, both must be that value."""
     values = reference.least, reference.most
     if (total.least, total.most) == values:
-        return _Finding(Outcome.PASS, "", (), 0.0, 0.0)
+        return _Finding(Outcome.PASS, None, (), 0.0, 0.0)
     if reference.n == 1:
-        return _unchecked("one value has no distribution")
-    what = "lost" if total.is_constant and not reference.is_constant else "not the reference's"
-    wrong = [
+        return _unchecked(Note(Remark.ONE_VALUE))
+    lost = total.is_constant and not reference.is_constant
+    wrong = sorted(
         rank
-        for group in parts.values()
-        for rank, one in group
-        if not reference.is_constant or (_moments(one).least, _moments(one).most) != values
-    ]
-    note = f"initial values are {what}: {_told(total, reference)}"
-    return _Finding(Outcome.DIVERGED, note, sorted(wrong), math.inf, 0.0)
+        for part in parts.values()
+        for rank in part.ranks
+        if not reference.is_constant or (part.own.least, part.own.most) != values
+    )
+    remark = Remark.LOST if lost else Remark.NOT_THE_REFERENCES
+    note = Note(remark, samples=_samples(total, reference))
+    return _Finding(Outcome.DIVERGED, note, wrong, math.inf, 0.0)
 
 
 def cause(verdict: Verdict) -> Cause:
@@ -232,82 +226,58 @@ def cause(verdict: Verdict) -> Cause:
     return Cause.INITIAL_VALUES
 
 
-def _told(own: Moments, reference: Moments) -> str:
-    def of(one: Moments) -> str:
-        if one.is_constant:
-            return f"all {one.least:.6g}"
-        return f"mean {one.mean:.3g}, std {one.std:.3g}"
-
-    return f"{of(own)}; in the reference {of(reference)}"
+def _samples(*moments: Moments) -> tuple[Sample, ...]:
+    return tuple(
+        Sample(one.least, 0.0) if one.is_constant else Sample(one.mean, one.std) for one in moments
+    )
 
 
-def _twins(
-    held: Mapping[TraceKey, Sequence[Holder]],
-    expected: Mapping[TraceKey, tuple[tuple[int, ...], Moments]],
-) -> dict[tuple[TraceKey, Region], tuple[bool, str]]:
-    """Random parts that hold the very bits of another part: they were drawn from one state.
+def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected]) -> Twins:
+    """Random parts that are bitwise equal to another part: both were drawn from one state.
 
-    Whole parameters that are equal in the reference as well are meant to be. Each comes with
-    whether the other is a part of the same weight (experts of a layer count as one), and a note.
+    Parameters that are equal in the reference as well are meant to be. Experts of a layer count as
+    one weight.
     """
     alike: dict[object, dict[tuple[TraceKey, Region], int]] = {}
-    for key, holders in held.items():
-        for region, group in _parts(holders).items():
-            own = _moments(group[0][1])
+    for key, mine in parts.items():
+        for region, part in mine.items():
+            own = part.own
             if own.n >= FEW and not own.is_constant and not own.nonfinite:
-                alike.setdefault((own.n, own.checksum), {})[key, region] = group[0][0]
+                alike.setdefault((own.n, own.checksum), {})[key, region] = part.ranks[0]
     found = {}
-    for parts in alike.values():
-        known = {expected[key][1].checksum if key in expected else key for key, _ in parts}
-        several = len({key for key, _ in parts}) > 1
-        if len(parts) < 2 or (several and len(known) == 1):
+    for equal in alike.values():
+        known = {expected[key][1].checksum if key in expected else key for key, _ in equal}
+        several = len({key for key, _ in equal}) > 1
+        if len(equal) < 2 or (several and len(known) == 1):
             continue
-        for part, rank in parts.items():
-            weight = _weight(part[0])
-            others = [(_weight(k) == weight, k, r) for (k, g), r in parts.items() if (k, g) != part]
-            near, other, at = max(others, key=lambda one: one[0])
-            what = "another part of it" if other == part[0] else other.name
-            found[part] = (
-                near,
-                f"initial values on rank {rank} {_TWIN} {what} on rank {at}",
+        for where, rank in equal.items():
+            weight = without_number(where[0].name)
+            near, other, at = max(
+                (
+                    (without_number(key.name) == weight, key, at)
+                    for (key, region), at in equal.items()
+                    if (key, region) != where
+                ),
+                key=lambda one: one[0],
             )
+            text = "another part of it" if other == where[0] else other.name
+            found[where] = _Twin(near, Note(Remark.SAME_START, ranks=(rank, at), text=text))
     return found
 
 
-def _weight(key: TraceKey) -> str:
-    """The name of a parameter, the same for all experts of a layer."""
-    return without_number(key.name)
-
-
 def notices(verdicts: Sequence[Verdict]) -> list[str]:
-    """What is worth telling of initial values that pass: layers that begin with equal numbers."""
-    alike = [
-        v for v in verdicts if v.kind is Kind.INITIAL and v.is_luck and v.reason is Reason.TWIN
-    ]
-    if not alike:
-        return []
-    first = alike[0]
-    return [
-        f"{len(alike)} parameters begin with another layer's numbers: {first.name}: {first.note}"
-    ]
+    """What to say of initial values that pass: which layers start with equal numbers."""
+    from megatron_ttrace.report import wording  # only the rank that judges needs it
+
+    alike = [v for v in verdicts if v.is_luck and v.reason is Reason.TWIN]
+    return [wording.same_start_text(len(alike), alike[0])] if alike else []
 
 
-def _parts(holders: Sequence[Holder]) -> dict[Region, list[Holder]]:
-    """The distinct parts of a parameter, each with the ranks that hold it."""
-    parts: dict[Region, list[Holder]] = {}
+def _parts(holders: Sequence[Holder]) -> Parts:
+    """The distinct parts of a parameter."""
+    parts: dict[Region, _Part] = {}
     for rank, one in holders:
-        if _moments(one).n:
-            region = tuple(box.region for box in one.boxes)
-            parts.setdefault(region, []).append((rank, one))
+        if one.moments and one.moments.n:
+            known = parts.get(one.region, _Part(one.moments, ()))
+            parts[one.region] = _Part(known.own, (*known.ranks, rank))
     return parts
-
-
-def _moments(one: Measured) -> Moments:
-    assert one.moments is not None
-    return one.moments
-
-
-def _ratio(error: float, tolerance: float) -> float:
-    if tolerance:
-        return error / tolerance
-    return math.inf if error else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what all ranks measured to one verdict per logical tensor."""
+"""One verdict per logical tensor, from what all ranks measured."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Tolerance, Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Outcome, Reason, TraceKey, Verdict
 
-_NOTES = {
-    Reason.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
-    "allgather can); its layer is judged as a whole",
-}
-"""Of what this layout does not allow to compare."""
+Holder = tuple[int, Measured]
+"""A rank and what it found out about a tensor."""
 
 
 def judge(
@@ -36,9 +34,9 @@ def judge(
         measured: what each rank found.
         tolerances: of the reference.
         eps: machine epsilon of the compute dtype, for printing errors in its multiples.
-        unjudged: why a tensor cannot be compared in this layout; ``None`` for all that can.
+        unjudged: why a tensor cannot be compared in this layout; ``None`` if it can.
     """
-    by_key: dict[TraceKey, list[tuple[int, Measured]]] = {}
+    by_key: dict[TraceKey, list[Holder]] = {}
     for rank, found in measured.items():
         for one in found:
             by_key.setdefault(one.key, []).append((rank, one))
@@ -46,140 +44,106 @@ def judge(
     verdicts = []
     for key, shape in expected:
         holders = by_key.pop(key, [])
-        reason = unjudged(key)
-        if reason:
-            note = _NOTES[reason]
-            verdicts.append(_verdict(key, shape, Outcome.UNCHECKED, [], note=note, reason=reason))
-            continue
-        verdicts.append(_judge(key, shape, holders, tolerances.of(key), eps, covered))
+        if reason := unjudged(key):
+            note = Note(Remark(reason.value))
+            verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
+        else:
+            verdicts.append(_judge(key, shape, holders, tolerances.of(key), eps, covered))
     for key, holders in by_key.items():
-        verdicts.append(
-            _verdict(
-                key,
-                holders[0][1].logical_shape,
-                Outcome.EXTRA,
-                [rank for rank, _ in holders],
-                note="the reference has no such tensor",
-            )
-        )
+        ranks, shape = [rank for rank, _ in holders], holders[0][1].logical_shape
+        verdicts.append(verdict_of(key, shape, Outcome.EXTRA, ranks, Note(Remark.EXTRA)))
     return verdicts
 
 
 def _judge(
     key: TraceKey,
     shape: tuple[int, ...],
-    holders: Sequence[tuple[int, Measured]],
+    holders: Sequence[Holder],
     tolerance: Tolerance,
     eps: float,
     covered: dict[object, Coverage],
 ) -> Verdict:
     if not holders and 0 in shape:
-        # An expert that no token of a microbatch chose; nobody need have nothing.
-        note = "empty: no element to compare"
-        return _verdict(key, shape, Outcome.PASS, [], note=note)
+        # An expert that no token of a microbatch chose: no rank needs to have it.
+        return verdict_of(key, shape, Outcome.PASS, [], Note(Remark.EMPTY))
     if not holders:
-        return _verdict(
-            key, shape, Outcome.MISSING, [], note="no rank of the candidate has this tensor"
-        )
-    misfits = [(rank, one) for rank, one in holders if one.problem or one.sums is None]
+        return verdict_of(key, shape, Outcome.MISSING, [], Note(Remark.MISSING))
+    misfits = [(rank, one.note) for rank, one in holders if one.problem or one.sums is None]
     if misfits:
-        return _verdict(
-            key, shape, Outcome.SHAPE, [rank for rank, _ in misfits], note=misfits[0][1].note
-        )
-    ranks = [rank for rank, _ in holders]
-    placement = holders[0][1].placement
-    bad = [rank for rank, one in holders if one.sums and one.sums.nonfinite]
-    if bad:
-        return _verdict(
-            key, shape, Outcome.NONFINITE, bad, placement=placement, note="NaN or infinity"
-        )
+        ranks = [rank for rank, _ in misfits]
+        return verdict_of(key, shape, Outcome.SHAPE, ranks, misfits[0][1])
+    ranks, placement = [rank for rank, _ in holders], holders[0][1].placement
+    if bad := [rank for rank, one in holders if one.sums and one.sums.nonfinite]:
+        note = Note(Remark.NONFINITE)
+        return verdict_of(key, shape, Outcome.NONFINITE, bad, note, placement=placement)
     held = _covered(shape, [one.boxes for _, one in holders], covered)
     if not held.complete:
-        return _verdict(
-            key,
-            shape,
-            Outcome.UNCOVERED,
-            ranks,
-            placement=placement,
-            note="some elements are held by no rank",
-        )
+        note = Note(Remark.UNCOVERED)
+        return verdict_of(key, shape, Outcome.UNCOVERED, ranks, note, placement=placement)
     errors: dict[int, float] = {}
     for rank, sums in _wholes(holders):
         errors[rank] = max(relative_error(sums, tolerance.rms), errors.get(rank, 0.0))
-    worst = max(errors.values())
-    value = tolerance.value
-    margin = worst / value if value else (0.0 if worst == 0.0 else math.inf)
-    failed = [rank for rank, error in errors.items() if error > value]
-    conflicts = _conflicting(holders)
+    failed = sorted(
+        (rank for rank, error in errors.items() if error > tolerance.value),
+        key=lambda rank: (-errors[rank], rank),
+    )
+    conflicts = conflicting(
+        (rank, one.region, one.sums.checksum)
+        for rank, one in holders
+        if one.sums is not None and one.sums.n and not one.sketch
+    )
     notes = list(dict.fromkeys(one.note for _, one in holders if one.note))
-    notes += [] if held.even else [f"held unevenly: {held.least} to {held.most} replicas"]
-    reason: Reason | None = None
+    if not held.even:
+        notes.append(Note(Remark.UNEVEN, held.least, held.most))
+    outcome, reason = Outcome.PASS, None
     if failed:
         outcome = Outcome.DIVERGED
         if conflicts:
             outcome = Outcome.REPLICA_CONFLICT
-            notes.append(f"replicas differ between ranks {_list(conflicts)}")
-        speaks = failed
+            notes.append(Note(Remark.REPLICAS, ranks=conflicts))
     elif undefined := sum(one.sums.undefined for _, one in holders if one.sums):
         outcome, reason = Outcome.UNCHECKED, Reason.UNDEFINED
-        notes.append(f"undefined: {undefined} elements are NaN in both runs")
-        speaks = ranks
+        notes.append(Note(Remark.UNDEFINED, undefined))
     elif tolerance.blind:
         outcome, reason = Outcome.UNCHECKED, Reason.BLIND
-        notes.append(f"blind: rounding alone moves it by {value:.0%} (bound {tolerance.bound:.0%})")
-        speaks = ranks
-    else:
-        outcome = Outcome.PASS
-        if conflicts:
-            notes.append(f"replicas differ in rounding on ranks {_list(conflicts)}")
-        speaks = ranks
-    return Verdict.of(
+        notes.append(Note(Remark.BLIND, tolerance.value, tolerance.bound))
+    elif conflicts:
+        notes.append(Note(Remark.REPLICAS_ROUNDED, ranks=conflicts))
+    return verdict_of(
         key,
-        verdict=outcome,
-        rel_err=worst,
-        rel_err_eps=worst / eps,
-        tolerance=value,
-        margin=margin,
-        ranks=tuple(sorted(speaks, key=lambda rank: (-errors[rank], rank)) if failed else speaks),
+        shape,
+        outcome,
+        failed or ranks,
+        *notes,
         placement=placement,
-        shape=shape,
-        note="; ".join(notes),
         reason=reason,
+        error=max(errors.values()),
+        tolerance=tolerance.value,
+        eps=eps,
     )
 
 
-def _wholes(holders: Sequence[tuple[int, Measured]]) -> Iterator[tuple[int, Sums]]:
+def _wholes(holders: Sequence[Holder]) -> Iterator[tuple[int, Sums]]:
     """What each rank holds; for partial tensors the error of their sum, the same for all ranks."""
-    partials: dict[object, list[tuple[int, Measured]]] = {}
+    partials: dict[object, list[tuple[int, Sums, tuple[float, ...]]]] = {}
     for rank, one in holders:
-        if one.sums is None:
-            continue
-        if one.sketch:
-            region = tuple(box.region for box in one.boxes)
-            partials.setdefault(region, []).append((rank, one))
-        else:
+        if one.sums is not None and one.sketch:
+            partials.setdefault(one.region, []).append((rank, one.sums, one.sketch))
+        elif one.sums is not None:
             yield rank, one.sums
     for group in partials.values():
-        diff = squared_norm([one.sketch for _, one in group])
-        for rank, one in group:
-            if one.sums is not None:
-                yield rank, dataclasses.replace(one.sums, diff=diff)
+        diff = squared_norm([sketch for _, _, sketch in group])
+        for rank, sums, _ in group:
+            yield rank, dataclasses.replace(sums, diff=diff)
 
 
-def _conflicting(holders: Sequence[tuple[int, Measured]]) -> list[int]:
-    """Ranks that hold the same box but not the same bits."""
+def conflicting(held: Iterable[tuple[int, object, int]]) -> tuple[int, ...]:
+    """Ranks that hold the same elements but not the same bits: of (rank, region, checksum)."""
     by_region: dict[object, dict[int, list[int]]] = {}
-    for rank, one in holders:
-        if one.sums is not None and one.sums.n and not one.sketch:
-            region = tuple(box.region for box in one.boxes)
-            by_region.setdefault(region, {}).setdefault(one.sums.checksum, []).append(rank)
-    return sorted(
-        rank
-        for marks in by_region.values()
-        if len(marks) > 1
-        for ranks in marks.values()
-        for rank in ranks
-    )
+    for rank, region, checksum in held:
+        by_region.setdefault(region, {}).setdefault(checksum, []).append(rank)
+    differing = (marks.values() for marks in by_region.values() if len(marks) > 1)
+    return tuple(sorted(rank for marks in differing for ranks in marks for rank in ranks))
 
 
 def _covered(
@@ -192,30 +156,38 @@ def _covered(
     return memo[question]
 
 
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-def _verdict(
+def verdict_of(
     key: TraceKey,
     shape: tuple[int, ...],
     outcome: Outcome,
-    ranks: Sequence[int],
-    *,
+    ranks: Iterable[int],
+    *notes: Note | None,
     placement: str = "",
-    note: str = "",
     reason: Reason | None = None,
+    error: float | None = None,
+    tolerance: float | None = None,
+    eps: float = 1.0,
 ) -> Verdict:
-    return Verdict.of(
-        key,
-        verdict=outcome,
-        rel_err=None,
-        rel_err_eps=None,
-        tolerance=None,
-        margin=None,
-        ranks=tuple(ranks),
-        placement=placement,
-        shape=shape,
-        note=note,
-        reason=reason,
+    """A verdict; its margin and its note follow from the rest."""
+    from megatron_ttrace.report import wording  # only the rank that judges needs it
+
+    margin = None
+    if error is not None:
+        margin = error / tolerance if tolerance else (math.inf if error else 0.0)
+    return Verdict(
+        key.iteration,
+        key.microbatch,
+        key.kind,
+        key.name,
+        key.index,
+        outcome,
+        error,
+        None if error is None else error / eps,
+        tolerance,
+        margin,
+        tuple(ranks),
+        placement,
+        shape,
+        "; ".join(wording.note_text(note) for note in notes if note),
+        reason,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -39,6 +40,11 @@ class Keeper:
         self._keep_all = keep_all
         self._kept: dict[TraceKey, int] = {}
 
+    @property
+    def waits_for_sums(self) -> bool:
+        """Whether it takes a tensor's sums to know whether it is stored."""
+        return not (self._writer is None or self._keep_all or self._tolerances is None)
+
     def keep(self, found: Measured, data: torch.Tensor, same_as: int | None = None) -> int | None:
         """Store a tensor if it is worth it.
 
@@ -50,48 +56,47 @@ class Keeper:
         Returns:
             Its line, if it is stored.
         """
-        if self._writer is None:
-            return same_as
         if found.problem:
             if self._keep_all:
-                entry = dataclasses.replace(self._entry(found, data), misfit=found.note)
-                self._writer.add(entry, data)
+                self._add(found, data, data, misfit=found.note.text if found.note else "")
             return same_as
         suspect = (
             not found.sketch  # a partial sum alone proves nothing
             and self._tolerances is not None
             and fails(found.sums, self._tolerances, found.key)
         )
-        if not self._keep_all and not suspect:
+        if self._writer is None or not (self._keep_all or suspect):
             return same_as
-        entry = self._entry(found, data)
-        if same_as is None:
-            self._kept[found.key] = self._writer.add(entry, data)
-            return self._kept[found.key]
-        self._writer.add(dataclasses.replace(entry, same_as=same_as), None)
-        return same_as
+        if same_as is not None:
+            self._add(found, data, None, same_as=same_as)
+            return same_as
+        self._kept[found.key] = self._add(found, data, data)
+        return self._kept[found.key]
 
     def keep_again(self, first: TraceKey, found: Measured, data: torch.Tensor) -> None:
         """Store another name of ``first``, if that was stored."""
-        if first in self._kept and self._writer is not None:
-            entry = self._entry(found, data)
-            self._writer.add(dataclasses.replace(entry, same_as=self._kept[first]), None)
+        if first in self._kept:
+            self._add(found, data, None, same_as=self._kept[first])
 
     def keep_sums(self, found: Measured) -> None:
         """Store a finding that no stored tensor would give again."""
-        if self._keep_all and self._writer is not None and found.sums is not None:
-            sums = dataclasses.astuple(found.sums)
-            entry = self._entry(found, torch.empty(0))
-            self._writer.add(dataclasses.replace(entry, sums=sums), None)
+        if self._keep_all and found.sums is not None:
+            self._add(found, torch.empty(0), None, sums=dataclasses.astuple(found.sums))
 
-    def _entry(self, found: Measured, data: torch.Tensor) -> Entry:
-        return Entry(
-            key=found.key,
-            shape=tuple(data.shape),
-            dtype=str(data.dtype).removeprefix("torch."),
+    def _add(
+        self, found: Measured, like: torch.Tensor, data: torch.Tensor | None, **more: Any
+    ) -> int:
+        """Write a line about a tensor ``like`` this, with its data if given."""
+        if self._writer is None:
+            return -1
+        entry = Entry.of(
+            found.key,
+            like,
             logical_shape=found.logical_shape,
             placement=found.placement,
             boxes=found.boxes,
             factor=self._factor(found.key),
             partial_over=found.partial_over,
+            **more,
         )
+        return self._writer.add(entry, data)

@@ -12,17 +12,25 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Bounds, Count, Word
+
+Total = Annotated[float, Bounds(0.0, nan=True)]
+"""A sum of squares, or a largest difference."""
 
 _CHUNK = 1 << 16
 _UNDERFLOW = 1e-24
 """Below this a float32 sum of a chunk's squares may have lost some of them."""
-_WORDS = 1 << 15
-_MASK = (1 << 64) - 1
+WORDS = 1 << 15
+"""64-bit words that a checksum weighs at a time."""
+BASE = 1_000_003
+"""By which a checksum so far is multiplied before more is added."""
+MASK = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,31 +49,20 @@ class Sums:
         undefined: elements that are NaN on both sides: no difference, and no evidence either.
     """
 
-    n: int = 0
-    diff: float = 0.0
-    reference: float = 0.0
-    candidate: float = 0.0
+    n: Count = 0
+    diff: Total = 0.0
+    reference: Total = 0.0
+    candidate: Total = 0.0
     dot: float = 0.0
-    worst: float = 0.0
-    nonfinite: int = 0
-    checksum: int = 0
-    undefined: int = 0
+    worst: Total = 0.0
+    nonfinite: Count = 0
+    checksum: Word = 0
+    undefined: Count = 0
 
     @classmethod
-    def of(cls, values: Sequence[Any]) -> Sums:
-        """The inverse of ``dataclasses.astuple``, also after a round trip through JSON."""
-        n, diff, reference, candidate, dot, worst, nonfinite, checksum, undefined = values
-        return cls(
-            n=int(n),
-            diff=float(diff),
-            reference=float(reference),
-            candidate=float(candidate),
-            dot=float(dot),
-            worst=float(worst),
-            nonfinite=int(nonfinite),
-            checksum=int(checksum),
-            undefined=int(undefined),
-        )
+    def of(cls, values: Any) -> Sums:
+        """The inverse of ``dataclasses.astuple``, also as JSON. Raises ``CodecError``."""
+        return codec.decode_list(cls, values)
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -76,7 +73,7 @@ class Sums:
             dot=self.dot + other.dot,
             worst=max(self.worst, other.worst),
             nonfinite=self.nonfinite + other.nonfinite,
-            checksum=(self.checksum * 1_000_003 + other.checksum) & _MASK,
+            checksum=(self.checksum * BASE + other.checksum) & MASK,
             undefined=self.undefined + other.undefined,
         )
 
@@ -149,14 +146,14 @@ def checksum(data: torch.Tensor) -> int:
         flat = flat.clone()
     whole = flat.numel() // 8 * 8
     words = flat[:whole].view(torch.int64)
-    total = int.from_bytes(bytes(flat[whole:].tolist()), "little")
-    for start in range(0, words.numel(), _WORDS):
-        part = words[start : start + _WORDS]
-        weights = _weights(part.device)[:, : part.numel()]
+    total = int.from_bytes(bytes(flat[whole:].cpu().tolist()), "little")
+    for start in range(0, words.numel(), WORDS):
+        part = words[start : start + WORDS]
+        weights = checksum_weights(part.device)[:, : part.numel()]
         # Products wrap around: high bits alone would weigh too little, so they count again, lower.
         dots = _dot(part, weights[0]), _dot(part >> 32, weights[1])
         for dot in dots:
-            total = (total * 1_000_003 + int(dot.item())) & _MASK
+            total = (total * BASE + int(dot.item())) & MASK
     return total
 
 
@@ -166,10 +163,10 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
+def checksum_weights(device: torch.device) -> torch.Tensor:
     """Two rows of odd 64-bit weights: a single changed word always changes the sum."""
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (2, _WORDS), generator=generator)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (2, WORDS), generator=generator)
     return (drawn | 1).to(device)
 
 
@@ -183,7 +180,7 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
     c_flat, r_flat = here.reshape(-1), there.reshape(-1)
     inverse = 1.0 / factor
     double = torch.float64 in (here.dtype, there.dtype)
-    diff = reference = candidate = dot = worst = 0.0
+    totals, worst = [0.0] * 4, 0.0
     nonfinite = undefined = 0
     for start in range(0, c_flat.numel(), _CHUNK):
         c_chunk = c_flat[start : start + _CHUNK]
@@ -195,25 +192,14 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
             nonfinite += bad
             undefined += nan
             sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float64)
-        diff += sums[0]
-        reference += sums[1]
-        candidate += sums[2]
-        dot += sums[3]
+        totals = [total + one for total, one in zip(totals, sums[:4], strict=True)]
         worst = max(worst, sums[4])
-    return Sums(
-        n=c_flat.numel(),
-        diff=diff,
-        reference=reference,
-        candidate=candidate,
-        dot=dot,
-        worst=worst,
-        nonfinite=nonfinite,
-        checksum=marks,
-        undefined=undefined,
-    )
+    diff, reference, candidate, dot = totals
+    n = c_flat.numel()
+    return Sums(n, diff, reference, candidate, dot, worst, nonfinite, marks, undefined)
 
 
-def _is_sound(sums: tuple[float, float, float, float, float]) -> bool:
+def _is_sound(sums: Sequence[float]) -> bool:
     """Whether float32 neither overflowed nor underflowed in these sums."""
     diff, reference, candidate, _, worst = sums
     return (
@@ -237,19 +223,18 @@ def _finite_only(c: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _chunk_sums(
     c_chunk: torch.Tensor, r_chunk: torch.Tensor, inverse: float, dtype: torch.dtype
-) -> tuple[float, float, float, float, float]:
+) -> list[float]:
+    """Sums of a chunk: of (c - r)^2, r^2, c^2 and c * r, and the largest |c - r|."""
     if not c_chunk.numel():
-        return (0.0, 0.0, 0.0, 0.0, 0.0)
-    c = c_chunk.to(dtype)
-    r = r_chunk.to(dtype)
+        return [0.0] * 5
+    c, r = c_chunk.to(dtype), r_chunk.to(dtype)
     if inverse != 1.0:
         c = c * inverse
     d = c - r
-    stacked = torch.stack(
+    found: list[float] = torch.stack(
         (torch.dot(d, d), torch.dot(r, r), torch.dot(c, c), torch.dot(c, r), d.abs().amax())
-    )
-    diff, reference, candidate, dot, worst = stacked.tolist()
-    return diff, reference, candidate, dot, worst
+    ).tolist()
+    return found
 
 
 def _measure_discrete(here: torch.Tensor, there: torch.Tensor, marks: int) -> Sums:

@@ -1,26 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank found out about a tensor: the record that it hands to the one that judges."""
+"""What a rank found out about a tensor: the record that it sends to the rank that judges."""
 
 from __future__ import annotations
 
 import dataclasses
+from enum import StrEnum
+
+import torch
 
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import TraceKey
+
+
+class Problem(StrEnum):
+    """Why a tensor cannot be compared."""
+
+    EXTRA = "extra"
+    """The reference has no such tensor."""
+    SHAPE = "shape"
+    """Its shape fits no part of the reference's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
     """What one rank found out about one of its tensors.
 
-    ``problem`` is empty, ``extra`` (the reference has no such tensor) or ``shape``; ``note`` says
-    more. ``sums`` is ``None`` when nothing could be measured. ``sketch``, if any, says that the
-    tensor is partial over the mesh axis ``partial_over``: what adds up to the reference are the
-    sketches of all ranks with the same boxes (megatron_ttrace/compare/sketch.py). ``moments``, of
-    initial values only, are what is judged in their place (megatron_ttrace/compare/initial.py).
+    Attributes:
+        key: of the tensor.
+        placement: for reports.
+        boxes: which of its elements are which logical ones.
+        logical_shape: of the whole tensor.
+        sums: of the differences; ``None`` when nothing could be measured, and empty while
+            ``unread`` has them.
+        problem: why nothing could be, if so.
+        note: more about it.
+        sketch: of a tensor that is partial over the mesh axis ``partial_over``: the sketches of all
+            ranks with the same boxes add up to the reference (compare/sketch.py).
+        moments: of initial values, which are judged by these (compare/initial.py).
+        partial_over: the axis, if any.
+        unread: sums that are still on a device (compare/device.py).
     """
 
     key: TraceKey
@@ -28,11 +50,28 @@ class Measured:
     boxes: tuple[Box, ...]
     logical_shape: tuple[int, ...]
     sums: Sums | None
-    problem: str = ""
-    note: str = ""
+    problem: Problem | None = None
+    note: Note | None = None
     sketch: tuple[float, ...] = ()
     moments: Moments | None = None
     partial_over: str = ""
+    unread: torch.Tensor | None = None
+
+    @classmethod
+    def stranger(cls, key: TraceKey, shape: tuple[int, ...]) -> Measured:
+        """A tensor that the reference does not have."""
+        note = Note(Remark.EXTRA, text="not in the reference")
+        return cls(key, "", (), shape, None, Problem.EXTRA, note)
+
+    @classmethod
+    def misfit(cls, key: TraceKey, shape: tuple[int, ...], why: str) -> Measured:
+        """A tensor that does not fit the reference's, which has this shape."""
+        return cls(key, "", (), shape, None, Problem.SHAPE, Note(Remark.SHAPE, text=why))
+
+    @property
+    def region(self) -> tuple[object, ...]:
+        """The logical elements that the rank holds; replicas hold the same."""
+        return tuple(box.region for box in self.boxes)
 
 
 def fails(sums: Sums | None, tolerances: Tolerances, key: TraceKey) -> bool:

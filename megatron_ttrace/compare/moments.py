@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron_ttrace.compare.measure import checksum
+from megatron_ttrace.compare.measure import Total, checksum
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Count, Word
 
 _CHUNK = 1 << 16
 _MASK = (1 << 64) - 1
@@ -20,22 +21,20 @@ _MASK = (1 << 64) - 1
 class Moments:
     """Sums over values, in float64; ``checksum`` is of their bits."""
 
-    n: int = 0
+    n: Count = 0
     sum: float = 0.0
-    squares: float = 0.0
+    squares: Total = 0.0
     cubes: float = 0.0
-    fourths: float = 0.0
+    fourths: Total = 0.0
     least: float = math.inf
     most: float = -math.inf
-    nonfinite: int = 0
-    checksum: int = 0
+    nonfinite: Count = 0
+    checksum: Word = 0
 
     @classmethod
-    def of(cls, values: Sequence[Any]) -> Moments:
-        """The inverse of ``dataclasses.astuple``, also after a round trip through JSON."""
-        n, one, two, three, four, least, most, nonfinite, checksum = values
-        sums = float(one), float(two), float(three), float(four)
-        return cls(int(n), *sums, float(least), float(most), int(nonfinite), int(checksum))
+    def of(cls, values: Any) -> Moments:
+        """The inverse of ``dataclasses.astuple``, also as JSON. Raises ``CodecError``."""
+        return codec.decode_list(cls, values)
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(
@@ -97,4 +96,5 @@ def moments_of(data: torch.Tensor) -> Moments:
     found = torch.cat((powers, torch.stack((least, most)).double()))
     if not bool(torch.isfinite(found).all()):
         return Moments(flat.numel(), nonfinite=int((~torch.isfinite(flat)).sum().item()))
-    return Moments.of((flat.numel(), *found.tolist(), 0, checksum(data)))
+    one, two, three, four, low, high = found.tolist()
+    return Moments(flat.numel(), one, two, three, four, low, high, 0, checksum(data))

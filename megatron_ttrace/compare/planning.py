@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a candidate's captured tensor is compared with: which parts of which reference tensors.
+"""Which parts of which reference tensors a candidate's captured tensor must equal.
 
-Planning looks at names and shapes only; no element of any tensor is read.
+Planning uses names and shapes only; it reads no element of any tensor.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
-from megatron_ttrace.compare.experts import ExpertRows, is_beyond
+from megatron_ttrace.compare.experts import ExpertRows, Match, is_beyond
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.mcore.roles import is_first_of_gated
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
+from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.partial import describe_partial
 from megatron_ttrace.placement.plan import Placements, describe, plan
 from megatron_ttrace.placement.token_index import token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
-GRADIENT_KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+__all__ = ["Match", "Planner", "RankLayout"]
+
+GATED = 2
+"""Blocks of gate and up projection, side by side."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +40,12 @@ class RankLayout:
         gradient_factor: expected candidate/reference ratio of activation gradients: each
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
             tokens its context-parallel rank sees.
+        stacked: modules whose output stacks unequal blocks in its last dim, and their shares.
+        head_rows: modules that see one row per token and head, and the whole number of heads.
+        loss_scale: the candidate's loss scale relative to the reference's.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``; empty without experts.
         partials: gradients of inputs that are partial over an axis.
-        sequence_first: modules that hand out [sequence, batch, hidden] here and
+        sequence_first: modules that return [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
     """
@@ -49,50 +55,11 @@ class RankLayout:
     gated: bool
     gradient_factor: float
     sequence_first: frozenset[str] = frozenset()
+    stacked: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    head_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    loss_scale: float = 1.0
     dispatcher: str = ""
     partials: Partials = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Match:
-    """A part of a rank's tensor and the part of the reference's tensor that it must equal.
-
-    Attributes:
-        key: of the reference's tensor.
-        placement: for reports.
-        boxes: the local elements and the logical ones, pair by pair.
-        logical_shape: of the reference's tensor.
-        factor: expected candidate/reference ratio.
-        partial_over: the axis whose ranks' tensors add up to the reference's; empty for a tensor
-            that is compared as it is.
-        partial_ranks: number of ranks along that axis.
-    """
-
-    key: TraceKey
-    placement: str
-    boxes: tuple[Box, ...]
-    logical_shape: tuple[int, ...]
-    factor: float = 1.0
-    partial_over: str = ""
-    partial_ranks: int = 1
-
-    @property
-    def share(self) -> float:
-        """What the reference's values are multiplied by to become this rank's."""
-        return self.factor / self.partial_ranks
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Misfit:
-    """A tensor that cannot be compared, as a finding.
-
-    ``problem`` is ``extra`` (the reference has no such tensor) or ``shape``; ``note`` says more.
-    """
-
-    key: TraceKey
-    logical_shape: tuple[int, ...]
-    problem: str
-    note: str
 
 
 class Planner:
@@ -109,83 +76,71 @@ class Planner:
         key: TraceKey,
         local: tuple[int, ...],
         known: tuple[tuple[int, ...], Placements] | None = None,
-    ) -> list[Match | Misfit]:
-        """What a tensor of shape ``local`` is compared with; empty where nothing can be said.
+    ) -> list[Match | Measured]:
+        """What a tensor of shape ``local`` is compared with; empty where nothing is known.
 
         Args:
             key: its name.
             local: its shape, with the dims in the reference's order.
             known: logical shape and placement, where these need not be inferred.
+
+        Returns:
+            Its parts; for one that cannot be compared, the finding that says so.
         """
-        if self.experts.holds(key):
-            try:
-                return self.rows(key, local)
-            except ValueError as error:
-                there = self._reference.entry(key).shape if key in self._reference else local
-                return [Misfit(key, there, "shape", str(error))]
-        if is_beyond(key, self._layout.mesh, self._layout.dispatcher):
-            return []
-        if key not in self._reference:
-            return [_extra(key, local)]
-        whole = self._reference.entry(key).shape
+        whole = self._reference.entry(key).shape if key in self._reference else local
         try:
+            if self.experts.holds(key):
+                return self.rows(key, local)
+            if is_beyond(key, self._layout.mesh, self._layout.dispatcher):
+                return []
+            if key not in self._reference:
+                return [Measured.stranger(key, local)]
             if known is not None:
                 return [self._parameter(key, whole, *known)]
             return [self.activation(key, local)]
         except ValueError as error:
-            return [Misfit(key, whole, "shape", str(error))]
+            return [Measured.misfit(key, whole, str(error))]
 
-    def rows(self, key: TraceKey, local: tuple[int, ...]) -> list[Match | Misfit]:
-        """An experts' tensor: pieces of several microbatches' tensors.
+    def rows(self, key: TraceKey, local: tuple[int, ...]) -> list[Match | Measured]:
+        """An experts' tensor: parts of several microbatches' tensors.
 
         Raises:
             NoPlacementError: when rows or columns do not fit.
         """
-        ranks = self._layout.mesh.size("etp")
-        return [
-            Match(
-                piece.key,
-                piece.placement,
-                piece.boxes,
-                piece.logical_shape,
-                self.factor(key),
-                "etp" if piece.is_partial else "",
-                ranks if piece.is_partial else 1,
-            )
-            if piece.key in self._reference
-            else _extra(piece.key, local)
-            for piece in self.experts.pieces(key, local, gated=self.is_gated(key))
-        ]
+        return self.experts.parts(
+            key, local, gated=self.blocks(key) == GATED, factor=self.factor(key)
+        )
 
     def activation(self, key: TraceKey, local: tuple[int, ...]) -> Match:
-        """A tensor that the reference has, whose placement its shape tells.
+        """A tensor that the reference has, whose placement follows from its shape.
 
         Raises:
             NoPlacementError: when the shape fits no layout.
         """
-        whole = self._reference.entry(key).shape
-        gated = self.is_gated(key)
+        whole, blocks, layout = self._reference.entry(key).shape, self.blocks(key), self._layout
+        heads = layout.head_rows.get(key.name.partition("#")[0], 0)
         placement, boxes = self._plan(
-            (local, whole, gated),
-            lambda: infer_activation(
-                local,
-                whole,
-                self._layout.mesh,
-                seq_length=self._layout.seq_length,
-                gated=gated,
-            ),
+            (local, whole, blocks, heads),
+            lambda: self._infer(local, whole, blocks, heads),
             whole,
         )
         axis = self._partial_over(key)
-        told = describe(placement)
-        return Match(
-            key,
-            describe_partial(told, axis) if axis else told,
-            boxes,
-            whole,
-            self.factor(key),
-            axis,
-            self._layout.mesh.size(axis) if axis else 1,
+        words = describe(placement, axis)
+        ranks = layout.mesh.size(axis) if axis else 1
+        return Match(key, words, boxes, whole, self.factor(key), axis, ranks)
+
+    def _infer(
+        self,
+        local: tuple[int, ...],
+        whole: tuple[int, ...],
+        blocks: int | tuple[int, ...],
+        heads: int,
+    ) -> Placements:
+        mesh = self._layout.mesh
+        if heads:
+            return infer_head_rows(local, whole, heads, mesh)
+        return infer_activation(
+            local, whole, mesh, seq_length=self._layout.seq_length, blocks=blocks
         )
 
     def _parameter(
@@ -201,12 +156,14 @@ class Planner:
         return Match(key, describe(placement), boxes, whole, self.factor(key))
 
     def positions(self, local: tuple[int, int]) -> torch.Tensor:
-        """Where this rank's tokens stand in their microbatch."""
+        """Positions of this rank's tokens in their microbatch."""
         return torch.from_numpy(token_positions(local, self._layout.mesh, self._layout.seq_length))
 
     def factor(self, key: TraceKey) -> float:
         """Expected candidate/reference ratio."""
-        return self._layout.gradient_factor if key.kind in GRADIENT_KINDS else 1.0
+        if key.kind in (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT):
+            return self._layout.gradient_factor * self._layout.loss_scale
+        return self._layout.loss_scale if key.kind is Kind.MAIN_GRAD else 1.0
 
     def _partial_over(self, key: TraceKey) -> str:
         """The axis over which this tensor is partial; empty if it is not."""
@@ -224,23 +181,20 @@ class Planner:
         )
         return data.transpose(0, 1) if turned else data
 
-    def is_gated(self, key: TraceKey) -> bool:
-        """Whether this is gate and up projection, side by side."""
-        return (
-            self._layout.gated
-            and key.kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT)
-            and is_first_of_gated(key.name.split("#")[0])
-        )
+    def blocks(self, key: TraceKey) -> int | tuple[int, ...]:
+        """The blocks that are stacked in a tensor's last dim; 1 if none are."""
+        module = key.name.partition("#")[0]
+        if key.kind not in (Kind.OUTPUT, Kind.GRAD_OUTPUT):
+            return 1
+        if self._layout.gated and is_first_of_gated(module):
+            return GATED
+        return self._layout.stacked.get(module, 1)
 
     def _plan(
         self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
     ) -> tuple[Placements, tuple[Box, ...]]:
-        """Planning is pure, so each combination of shapes is planned once."""
+        """Planning is pure, so each combination of shapes is planned only once."""
         if memo not in self._planned:
             steps = placement()
             self._planned[memo] = steps, plan(whole, steps, self._layout.mesh)
         return self._planned[memo]
-
-
-def _extra(key: TraceKey, local: Sequence[int]) -> Misfit:
-    return Misfit(key, tuple(local), "extra", "not in the reference")

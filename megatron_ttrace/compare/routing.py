@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Was a router's choice of experts the reference's, or a tie?
+"""Is a router's choice of experts the reference's, or a tie?
 
 Let a token's scores be ``c`` in the candidate and ``r`` in the reference, and let each side choose
 its k best: sets C and R. The *regret* of the reference's choice under the candidate's own scores is
@@ -8,8 +8,8 @@ its k best: sets C and R. The *regret* of the reference's choice under the candi
 
 R is best under r, so the regret is at most the sum of ``|c - r|`` over the experts in which the
 choices differ, at most 2k of them: ``regret <= sqrt(2k) * ||c - r||``. So where scores agree within
-their tolerance, ``regret / sqrt(2k)`` does, too, and is judged by it: no other bound is needed. A
-larger one is a choice that rounding cannot explain.
+their tolerance, ``regret / sqrt(2k)`` lies within it too: no other bound is needed. A larger
+regret is a choice that rounding cannot explain.
 
 With groups of experts (``--moe-router-num-groups``; ``group_limited_topk`` in
 megatron/core/transformer/moe/moe_utils.py) g groups are chosen first, by the sum of their k/g best
@@ -50,7 +50,7 @@ def choice(
 
     Returns:
         Sums on the scale of the scores (``diff`` of regrets over ``sqrt(2k)``), and the number of
-        tokens that were routed otherwise.
+        tokens that were routed differently.
     """
     tokens, k = chosen.shape
     ours, theirs = chosen.sort(dim=1).values, reference.to(chosen.device).sort(dim=1).values
@@ -74,6 +74,41 @@ def choice(
         checksum=checksum(ours),
     )
     return sums, int(differs.sum())
+
+
+def left(
+    probabilities: torch.Tensor, kept: torch.Tensor, reference: torch.Tensor
+) -> tuple[Sums, int]:
+    """Compare what two runs left of one choice within the experts' capacity.
+
+    An expert keeps the tokens of the highest probability, so by the argument above the regret of
+    one expert is at most the square root of the number of assignments that differ, times the error
+    of its probabilities. One that keeps more or fewer tokens has a regret as well, of either sign.
+
+    Args:
+        probabilities: the candidate's, of all that was chosen, [tokens, experts].
+        kept: what the candidate kept, [tokens, experts].
+        reference: what the reference kept of the same tokens.
+
+    Returns:
+        Sums on the scale of the probabilities, and the number of assignments that differ.
+    """
+    exact = probabilities.double()
+    changed = kept.double() - reference.to(kept.device).double()
+    differ = changed.abs().sum(dim=0)
+    regret = (exact * changed).sum(dim=0) / differ.clamp(min=1.0).sqrt()
+    size = float(exact.square().sum())
+    sums = Sums(
+        n=kept.numel(),
+        diff=float(regret.square().sum()),
+        reference=size,
+        candidate=size,
+        dot=size,
+        worst=float(regret.abs().max()),
+        nonfinite=int((~torch.isfinite(regret)).sum()),
+        checksum=checksum(kept),
+    )
+    return sums, int(differ.sum())
 
 
 def _group_regret(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a candidate's captured tensor: it is compared in place.
+"""What is done with a candidate's captured tensor: it is compared at once.
 
-Each job has a file: planning (planning.py), measuring (comparator.py), what is handed back in
-isolation (substituter.py), what is stored (keeper.py). The sink lists them in order. A perturbed
-replay of the reference is simply a candidate on a mesh of one. The reference itself is written
-(megatron_ttrace/compare/writing.py), driven by the same capture.
+The sink runs the steps in order; each has a file: plan (planning.py), measure (comparator.py),
+store (keeper.py), and, when isolating, replace (substituter.py). A perturbed replay of the
+reference is a candidate on a mesh of one rank. The reference itself is captured in the same way and
+written (writing.py).
 """
 
 from __future__ import annotations
@@ -14,22 +14,36 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.comparator import Comparator
+from megatron_ttrace.compare.comparator import compare, read_back
 from megatron_ttrace.compare.keeper import Keeper
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Planner, RankLayout
-from megatron_ttrace.compare.routing import Groups, choice
+from megatron_ttrace.compare.planning import Match, Planner, RankLayout
+from megatron_ttrace.compare.routing import Groups, choice, left
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
+
+_STAGED_BYTES = 1 << 30
+"""Of copies that wait on a device for their verdicts; beyond this the host waits for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Staged:
+    """A finding, by its number, and what to store if it fails; ``first`` is its other name."""
+
+    number: int
+    data: torch.Tensor
+    first: TraceKey | None = None
 
 
 class CompareSink:
-    """Compares everything, on the spot, with this rank's slices of the reference."""
+    """Compares each tensor at once with this rank's part of the reference."""
 
     def __init__(
         self,
@@ -49,19 +63,20 @@ class CompareSink:
             reference: the trusted trace.
             iteration: of the traced step.
             layout: of this rank.
-            tolerances: to tell which tensors are worth keeping.
-            writer: where tensors are kept: the failed ones, so that they can be explained.
-            keep_all: keep the others too.
-            isolate: hand the reference's slices back, to take the places of what was compared.
-            perturb: what is done to them first, in a replay that estimates tolerances.
+            tolerances: decide which tensors failed.
+            writer: stores the failed ones, so that they can be explained.
+            keep_all: store all of them.
+            isolate: replace what was compared by the reference's values.
+            perturb: changes these first, in a replay that estimates tolerances.
         """
-        self.measured: list[Measured] = []
+        self._measured: list[Measured] = []
+        self._staged: list[_Staged] = []
+        self._staged_bytes = 0
         self._reference = reference
         self._iteration = iteration
         self._isolate = isolate
         self._by_key: dict[TraceKey, Measured] = {}
         self._planner = Planner(reference, iteration, layout)
-        self._comparator = Comparator(reference)
         self._substituter = Substituter(reference, self._planner, perturb)
         self._keeper = Keeper(writer, tolerances, self._planner.factor, keep_all=keep_all)
 
@@ -71,22 +86,55 @@ class CompareSink:
         data: torch.Tensor,
         known: tuple[tuple[int, ...], Placements] | None = None,
     ) -> None:
-        """All that is done with a tensor under one of its names."""
-        # 1. Turn it as the reference has it.
+        """Everything that is done with a tensor under one of its names."""
+        # 1. Transpose it as the reference has it.
         data = self._planner.oriented(key, data)
         kept: int | None = None
-        # 2. Plan: what of the reference is it to be compared with?
+        staged: torch.Tensor | None = None
+        # 2. Plan: which parts of the reference must it equal?
         for match in self._planner.plan(key, tuple(data.shape), known):
-            # 3. Measure how far it is from that.
-            found = self._comparator.compare(match, data)
-            # 4. Take note, for the judge.
+            # 3. Measure how far it is from them.
+            found = compare(self._reference, match, data) if isinstance(match, Match) else match
+            # 4. Record it, for the judge.
             self._add(found)
-            # 5. Store what failed.
-            kept = self._keeper.keep(found, data, kept)
-        # What is handed back in its place is asked for by capture, with replace().
+            # 5. Store what failed; on a device, once that is known.
+            if found.unread is None or not self._keeper.waits_for_sums:
+                kept = self._keeper.keep(found, data, kept)
+            else:
+                staged = data.detach().clone() if staged is None else staged
+                self._stage(_Staged(len(self._measured) - 1, staged))
+        # 6. Capture then asks for a replacement, with replace().
+
+    @property
+    def measured(self) -> list[Measured]:
+        """All findings. Waits for a device that still has sums of them."""
+        self._settle()
+        return self._measured
+
+    def _stage(self, one: _Staged) -> None:
+        self._staged.append(one)
+        self._staged_bytes += one.data.nbytes if one.first is None else 0
+        if self._staged_bytes > _STAGED_BYTES:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Read what was left on the device, and store what failed, in the order of capture."""
+        self._measured = read_back(self._measured)
+        self._by_key = {one.key: one for one in self._measured}
+        kept, of = None, None
+        for one in self._staged:
+            found = self._measured[one.number]
+            if one.first is not None:
+                self._keeper.keep_again(one.first, found, one.data)
+                continue
+            kept, of = (
+                self._keeper.keep(found, one.data, kept if one.data is of else None),
+                one.data,
+            )
+        self._staged, self._staged_bytes = [], 0
 
     def _add(self, found: Measured) -> None:
-        self.measured.append(found)
+        self._measured.append(found)
         self._by_key[found.key] = found
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
@@ -103,29 +151,32 @@ class CompareSink:
             self._repeat(keys[0], key, data)
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
-        """Another name of a tensor that was compared already."""
+        """Take another name of a tensor that was compared already."""
         self._repeat(TraceKey(self._iteration, *first), TraceKey(self._iteration, *place), data)
 
     def _repeat(self, first: TraceKey, key: TraceKey, data: torch.Tensor) -> None:
         known = self._by_key.get(first)
         same = (
             not self._planner.experts.holds(key)
-            and not self._isolate  # else it has the reference's values by now
+            and not self._isolate  # when isolating, it has the reference's values by now
             and known is not None
             and known.sums is not None
             and key in self._reference
             and self._reference.primary(first) == self._reference.primary(key)
-            and self._planner.is_gated(first) == self._planner.is_gated(key)
+            and self._planner.blocks(first) == self._planner.blocks(key)
         )
         if not same or known is None:
             self._compare(key, data)
             return
         found = dataclasses.replace(known, key=key)
         self._add(found)
-        self._keeper.keep_again(first, found, data)
+        if found.unread is None or not self._keeper.waits_for_sums:
+            self._keeper.keep_again(first, found, data)
+        else:
+            self._stage(_Staged(len(self._measured) - 1, data.detach(), first))
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """This rank's slice of the reference, when isolating and where ``data`` is not that."""
+        """When isolating: this rank's part of the reference, unless ``data`` equals it."""
         if not self._isolate:
             return None
         return self._substituter.instead(TraceKey(self._iteration, *place), data)
@@ -133,27 +184,27 @@ class CompareSink:
     def placed(
         self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
     ) -> None:
-        """Compare a tensor of the step (a parameter's kin), whose placement is known.
+        """Compare a tensor whose placement is known: a parameter, or of a parameter's shape.
 
-        When isolating, the step goes on with the reference's main gradients: written in place, for
-        that is where the optimizer looks for them.
+        When isolating, the step continues with the reference's main gradients. They are written in
+        place, where the optimizer reads them.
         """
         key = TraceKey(self._iteration, *place)
         self._compare(key, data, (tuple(logical_shape), placement))
         found = self._by_key[key]
         if self._isolate and key.kind is Kind.MAIN_GRAD and found.sums is not None:
             self._substituter.fill(data.detach(), key, found.boxes)
+            data.detach().mul_(self._planner.factor(key))
 
     def positions(self, local: tuple[int, int]) -> torch.Tensor:
-        """Where this rank's tokens stand in their microbatch."""
+        """Positions of this rank's tokens in their microbatch."""
         return self._planner.positions(local)
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
-        """Learn who the rows are that a layer's experts are about to see, and judge that."""
+        """Take which tokens a layer's experts are about to receive, and compare that."""
         is_new = (microbatch, experts) not in self._planner.experts
-        for piece, sums in self._planner.experts.announce(microbatch, experts, index):
+        for found in self._planner.experts.announce(microbatch, experts, index):
             if is_new:
-                found = Measured(piece.key, piece.placement, piece.boxes, piece.logical_shape, sums)
                 self._add(found)
                 self._keeper.keep_sums(found)
 
@@ -164,20 +215,40 @@ class CompareSink:
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Judge a router's choice; the reference's takes its place."""
+        """Compare a router's choice of experts; returns the reference's, which replaces it."""
         key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, CHOICE)
         if key not in self._reference:
             return None
         match = self._planner.activation(key, tuple(chosen.shape))
         theirs = self._substituter.chosen(match, chosen)
-        if key not in self._by_key:
-            self._compare(dataclasses.replace(key, index=SCORES), scores)
-            sums, others = choice(scores, chosen, theirs, groups)
-            note = f"{others} of {len(chosen)} tokens routed otherwise" if others else ""
-            found = Measured(
-                key, match.placement, match.boxes, match.logical_shape, sums, note=note
-            )
-            self._add(found)
-            self._keeper.keep_sums(found)
+        first = dataclasses.replace(key, index=SCORES)
+        if first not in self._by_key:
+            self._compare(first, scores)
+            if by is None or tuple(chosen.shape) == match.logical_shape:
+                sums, others = choice(scores if by is None else by, chosen, theirs, groups)
+                self._chose(match, sums, Remark.ROUTED, others, len(chosen))
         return theirs
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Judge what is left of a choice; what is left in the reference takes its place."""
+        key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, KEPT)
+        if key not in self._reference:
+            return None
+        match = self._planner.activation(key, tuple(kept.shape))
+        theirs = self._substituter.chosen(match, kept)
+        if key not in self._by_key and tuple(kept.shape) == match.logical_shape:
+            sums, others = left(probabilities, kept, theirs)
+            self._chose(match, sums, Remark.DROPPED, others)
+        return theirs
+
+    def _chose(self, match: Match, sums: Sums, remark: Remark, others: int, limit: int = 0) -> None:
+        note = Note(remark, others, limit) if others else None
+        found = Measured(
+            match.key, match.placement, match.boxes, match.logical_shape, sums, note=note
+        )
+        self._add(found)
+        self._keeper.keep_sums(found)

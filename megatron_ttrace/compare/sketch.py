@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.measure import box_views
 from megatron_ttrace.placement.boxes import Box
 
@@ -24,11 +25,14 @@ BUCKETS = 512
 
 def sketch(data: torch.Tensor) -> tuple[float, ...]:
     """The sketch of all elements in row-major order; two ranks' sketches of equal shapes add up."""
+    return tuple(_sums(data).tolist())
+
+
+def _sums(data: torch.Tensor) -> torch.Tensor:
     flat = data.detach().reshape(-1).double()
-    signs, buckets = _plan(flat.numel())
+    signs, buckets = (to_device(one, flat.device) for one in _plan(flat.numel()))
     sums = torch.zeros(BUCKETS, dtype=torch.float64, device=flat.device)
-    sums.index_add_(0, buckets.to(flat.device), flat * signs.to(flat.device))
-    return tuple(sums.tolist())
+    return sums.index_add_(0, buckets, flat * signs)
 
 
 def sketch_of_share(
@@ -43,11 +47,19 @@ def sketch_of_share(
         factor: expected candidate/reference ratio.
         ranks: how many of them add up to the whole.
     """
+    return tuple(sums_of_share(local, logical, boxes, factor, ranks).tolist())
+
+
+def sums_of_share(
+    local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box], factor: float, ranks: int
+) -> torch.Tensor:
+    """The same as float64 on ``local``'s device."""
     parts = [
-        (here.detach().double() / factor - there.to(here.device).double() / ranks).reshape(-1)
+        (here.detach().double() / factor - to_device(there, here.device).double() / ranks)
         for here, there in box_views(local, logical, boxes)
     ]
-    return sketch(torch.cat(parts)) if parts else sketch(torch.empty(0))
+    nothing = torch.empty(0, device=local.device)
+    return _sums(torch.cat([part.reshape(-1) for part in parts]) if parts else nothing)
 
 
 def squared_norm(sketches: list[tuple[float, ...]]) -> float:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is handed back in a captured tensor's place: this rank's part of the reference.
+"""What replaces a captured tensor when isolating: this rank's part of the reference.
 
-What becomes of it in the graph is capture's (megatron_ttrace/capture/isolate.py).
+How it enters the autograd graph: megatron_ttrace/capture/isolate.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.measure import box_views
-from megatron_ttrace.compare.planning import Match, Misfit, Planner
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import Match, Planner
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
@@ -30,16 +32,16 @@ class Substituter:
         Args:
             reference: the trusted trace.
             planner: of this rank.
-            perturb: what is done to the values, in a replay that estimates tolerances.
+            perturb: changes the values, in a replay that estimates tolerances.
         """
         self._reference = reference
         self._planner = planner
         self._perturb = perturb
 
     def instead(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
-        """This rank's part of the reference, where there is one and ``data`` is not that.
+        """This rank's part of the reference; ``None`` without one, or if ``data`` equals it.
 
-        Of what belongs to the whole step only scalars have a part here.
+        Of the step's tensors only scalars are replaced so.
         """
         if not data.is_floating_point() and data.dtype != torch.bool:
             return None
@@ -71,11 +73,11 @@ class Substituter:
         except ValueError:
             return None
         for match in matches:
-            if isinstance(match, Misfit):
+            if isinstance(match, Measured):
                 continue
             whole = self._reference.tensor(self._reference.entry(match.key))
             for here, there in box_views(instead, whole, match.boxes):
-                here.copy_(there)
+                here.copy_(to_device(there, here.device))
                 if match.share != 1.0:
                     here.mul_(match.share)
         return self._if_other(key, instead, data)
@@ -90,22 +92,22 @@ class Substituter:
         """Write the reference's values over ``data``, in place."""
         whole = self._reference.tensor(self._reference.entry(key))
         for here, there in box_views(data, whole, boxes):
-            here.copy_(there)
+            here.copy_(to_device(there, here.device))
 
     def _if_other(
         self, key: TraceKey, instead: torch.Tensor, data: torch.Tensor
     ) -> torch.Tensor | None:
-        """The reference's values; ``None`` where they are no others."""
+        """The values, perturbed; ``None`` where they equal ``data``."""
         if self._perturb is not None and instead.is_floating_point():
             instead = self._perturb(key, instead)
         return None if torch.equal(instead, data) else instead
 
 
 def makers_of(keys: Sequence[TraceKey]) -> list[TraceKey]:
-    """Of the names of one gradient those of the modules that computed it: the innermost takers.
+    """Of the names of one gradient, those of the modules that computed it.
 
-    The gradient of a tensor is made by the modules that it enters, not by the one that it left, nor
-    by what contains those, nor by one that hands on what it was given (dropout that is off).
+    The innermost modules that the tensor enters compute its gradient: not the module that it left,
+    nor a module that contains those, nor one that returns its input (dropout that is off).
     """
     left = {key.name for key in keys if key.kind is Kind.GRAD_OUTPUT}
     entered = [key for key in keys if key.kind is Kind.GRAD_INPUT and key.name not in left]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which microbatch of the reference is this one? Decided by what is in it.
+"""Which microbatch of the reference is this one? Its tokens tell.
 
 Megatron's sampler deals the samples of a global batch to data-parallel ranks in turn, so rank r's
-j-th microbatch should be number ``j * dp + r``; but that is an assumption about a sampler, and a
-bug in it is one of those looked for.
+j-th microbatch should be number ``j * dp + r``. That is not relied on, because the sampler may have
+a bug.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def match(
 ) -> list[int]:
     """The reference's number of each local microbatch.
 
-    A microbatch that the reference never saw keeps the number the sampler should have given it;
-    comparing its tokens then fails, which is the verdict.
+    A microbatch that the reference does not have keeps the number that the sampler should have
+    given it; comparing its tokens then fails.
     """
     total = len(batches) * dp
     numbers: list[int] = []

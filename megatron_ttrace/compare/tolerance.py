@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From "how far did perturbed replays move this tensor" to "how far may rounding move it".
+"""How far rounding may move a tensor, estimated from how far perturbed replays moved it.
 
 The reference is replayed with every parameter, the embedding's output and the loss perturbed by
 about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section 4;
@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -26,19 +27,19 @@ import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Bounds, Count
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Microbatch, TraceKey
+from megatron_ttrace.trace.codec import LISTED, Bounds, Count
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
 SAFETY_MODULE = 2.5
-"""Times the estimate, where replays give every module exact inputs: then nothing spreads, and what
-they do to a module (another scale for each FP8 number) is the most that a layout does to it."""
+"""The factor where replays give every module exact inputs. Then no error spreads, and a replay
+changes a module (another scale for each FP8 number) as much as a layout can."""
 BLIND = 0.10
-"""A tolerance above this shows no bug of interest: the tensor is ``unchecked: blind``."""
+"""Above this a tolerance would hide bugs of interest: the tensor is ``unchecked: blind``."""
 BLIND_FP8 = 0.50
-"""The same where products are taken in FP8, whose steps are an eighth (E4M3) or a quarter (E5M2) of
-a value: smaller errors do not show, but a lost, a doubled or a misplaced part does."""
+"""The same for products in FP8, whose steps are an eighth (E4M3) or a quarter (E5M2) of a value:
+smaller errors cannot be seen; a lost, doubled or misplaced part can."""
 
 FILE = "tolerances.jsonl"
 
@@ -48,11 +49,12 @@ _STUDENT = (
 )
 """Quantiles of Student's t, two-sided 99.9 %, by degrees of freedom; the last is the normal's."""
 
-_SUMMED_INTO: dict[tuple[Kind, str], tuple[Kind, ...]] = {
-    (Kind.MAIN_GRAD, ""): (Kind.GRAD_NORM,),
-    (Kind.OUTPUT, "model"): (Kind.LOSS,),
-}
-"""Which tensors' elements the scalars of a step are summed from."""
+_SUMMED_INTO = {(Kind.MAIN_GRAD, ""): Kind.GRAD_NORM, (Kind.OUTPUT, "model"): Kind.LOSS}
+"""Which tensors' elements the scalars of a step are sums of."""
+
+
+_Written = Annotated[float, Bounds(0.0, nan=True, text=True)]
+"""A number that is written as Python writes it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,21 +65,17 @@ class Moved:
     (``inf`` where the reference is zero and the replay is not).
     """
 
-    n: int
-    norm: float
-    moved: tuple[float, ...]
+    n: Count
+    norm: _Written
+    moved: tuple[_Written, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tolerance:
-    """``value``: tolerated relative error. ``rms`` of the whole reference tensor.
-
-    ``estimated`` is what the replays say, ``bound`` what a tolerance may be without being blind.
-    """
+    """``value``: tolerated relative error, blind above ``bound``; ``rms`` of the reference."""
 
     value: float
     rms: float
-    estimated: float
     bound: float = BLIND
 
     @property
@@ -115,34 +113,32 @@ class Tolerances:
             dtypes: of the stored tensors.
             safety: times the estimate.
             bound: above which a tolerance is blind.
-            rounding: epsilon in which gradients were rounded before they were accumulated in a
+            rounding: epsilon with which gradients were rounded before they were accumulated in a
                 wider dtype, where replays do not show it: they give every module exact inputs, but
-                no other division of the tokens that a gradient is summed over.
+                never divide the tokens that a gradient is summed over differently.
         """
         self._safety = safety
         self._bound = bound
         self._rounding = rounding
         self._moved = moved
         self._dtypes = dtypes
-        self._pooled: dict[tuple[int, Kind, str, int], float] = {}
-        self._samples: dict[tuple[int, Kind, str, int], int] = {}
-        self._terms: dict[tuple[int, Kind], int] = {}
+        self._pooled: dict[tuple[int, Kind, str, int], float] = defaultdict(float)
+        self._samples: Counter[tuple[int, Kind, str, int]] = Counter()
+        self._terms: Counter[tuple[int, Kind]] = Counter()
         self._iterations = {key.iteration for key in moved}
         for key, value in moved.items():
-            totals = _SUMMED_INTO.get((key.kind, key.name)) or _SUMMED_INTO.get((key.kind, ""), ())
-            for total in totals:
-                self._terms[key.iteration, total] = (
-                    self._terms.get((key.iteration, total), 0) + value.n
-                )
+            total = _SUMMED_INTO.get((key.kind, key.name)) or _SUMMED_INTO.get((key.kind, ""))
+            if total is not None:
+                self._terms[key.iteration, total] += value.n
             group = (key.iteration, key.kind, key.name, key.index)
-            # A replay that is no number any more is a tensor that cannot be judged.
+            # A replay that became NaN is a tensor that cannot be judged.
             moves = (math.inf if math.isnan(move) else move for move in value.moved)
-            self._pooled[group] = max(self._pooled.get(group, 0.0), *moves)
-            self._samples[group] = self._samples.get(group, 0) + value.n * len(value.moved)
+            self._pooled[group] = max(self._pooled[group], *moves)
+            self._samples[group] += value.n * len(value.moved)
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
-        if key.kind is Kind.ROUTING and key.index == CHOICE:
+        if key.kind is Kind.ROUTING and key.index in (CHOICE, KEPT):
             # What a choice costs is bounded by its scores' error (compare/routing.py).
             return self.of(dataclasses.replace(key, index=SCORES))
         moved = self._moved.get(key)
@@ -150,14 +146,14 @@ class Tolerances:
         rms = norm / math.sqrt(n) if n else 0.0
         eps = epsilon(self._dtypes[key])
         if eps == 0.0 or (is_exact(key) and self._is_given(key)):
-            return Tolerance(0.0, rms, 0.0)
+            return Tolerance(0.0, rms)
         group = (key.iteration, key.kind, key.name, key.index)
-        estimated = self._pooled.get(group, 0.0) * few_samples(self._samples.get(group, 0))
+        estimated = self._pooled[group] * few_samples(self._samples[group])
         value = max(self._safety * estimated, SAFETY * self._floor(key, norm, eps))
-        return Tolerance(value, rms, estimated, self._bound)
+        return Tolerance(value, rms, self._bound)
 
     def _is_given(self, key: TraceKey) -> bool:
-        """Whether nothing was computed yet: start parameters of a later step are an update's."""
+        """Whether nothing was computed yet: later steps start from updated parameters."""
         return key.kind is not Kind.PARAM or key.iteration - 1 not in self._iterations
 
     def _floor(self, key: TraceKey, norm: float, eps: float) -> float:
@@ -169,7 +165,7 @@ class Tolerances:
         bound for pairwise summation counts, eps/2 * log2(n) (Higham, Accuracy and Stability of
         Numerical Algorithms, section 4.2).
         """
-        terms = self._terms.get((key.iteration, key.kind), 0)
+        terms = self._terms[key.iteration, key.kind]
         if terms > 1:
             return eps / 2 * math.log2(terms)
         if key.kind is Kind.MAIN_GRAD:
@@ -198,28 +194,29 @@ def is_exact(key: TraceKey) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of ``tolerances.jsonl``; numbers are written as Python writes them."""
+    """One line of ``tolerances.jsonl``."""
 
-    key: tuple[Count, Microbatch, Kind, str, Count]
-    n: Count
-    norm: Annotated[float, Bounds(0.0, nan=True, text=True)]
-    moved: tuple[Annotated[float, Bounds(0.0, nan=True, text=True)], ...]
+    key: Annotated[TraceKey, LISTED]
+    what: Moved = dataclasses.field(metadata={"flat": True})
+
+    def contradiction(self) -> str:
+        if not self.what.moved:
+            return "moved: no replay"
+        return "norm: no element, but a norm" if self.what.norm and not self.what.n else ""
 
 
 def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
     """Write ``tolerances.jsonl`` of a reference."""
-    lines = [
-        json.dumps(
-            {
-                "key": [key.iteration, key.microbatch, key.kind.value, key.name, key.index],
-                "n": value.n,
-                "norm": repr(value.norm),
-                "moved": [repr(m) for m in value.moved],
-            }
-        )
+    lines = (
+        {
+            "key": dataclasses.astuple(key),
+            "n": value.n,
+            "norm": repr(value.norm),
+            "moved": [repr(m) for m in value.moved],
+        }
         for key, value in moved.items()
-    ]
-    atomic_write(directory / FILE, "".join(line + "\n" for line in lines))
+    )
+    atomic_write(directory / FILE, "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) -> Tolerances:
@@ -234,16 +231,11 @@ def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) 
     try:
         for value in codec.lines(path):
             line = codec.decode(_Line, value)
-            key = TraceKey(*line.key)
-            if key in moved:
+            if line.key in moved:
                 raise codec.CodecError("the same tensor a second time")
-            if key not in known:
+            if line.key not in known:
                 raise codec.CodecError("no such tensor in the trace")
-            if not line.moved:
-                raise codec.CodecError("moved: no replay")
-            if line.n == 0 and line.norm:
-                raise codec.CodecError("norm: no element, but a norm")
-            moved[key] = Moved(line.n, line.norm, line.moved)
+            moved[line.key] = line.what
     except FileNotFoundError:
         raise TTraceError(
             f"{path} is missing, {directory} is not a reference trace: give one made by --ttrace"

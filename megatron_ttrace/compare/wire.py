@@ -4,107 +4,83 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.measured import Measured, Problem
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Bounds, CodecError, Count, Word
-from megatron_ttrace.trace.records import Kind, Microbatch, TraceKey
+from megatron_ttrace.trace.codec import LISTED, CodecError, Count
+from megatron_ttrace.trace.findings import Note
+from megatron_ttrace.trace.records import TraceKey
 
-_Total = Annotated[float, Bounds(0.0, nan=True)]
-_SUMS = tuple[Count, _Total, _Total, _Total, float, _Total, Count, Word, Count]
-_MOMENTS = tuple[Count, float, _Total, float, _Total, float, float, Count, Word]
-_Shape = tuple[Count, ...]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """What many tensors of a rank have in common."""
+
+    placement: str
+    boxes: tuple[Annotated[Box, LISTED], ...]
+    logical_shape: tuple[Count, ...]
+    partial_over: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """A finding; ``part`` is a number in the list of parts."""
+
+    key: Annotated[TraceKey, LISTED]
+    part: Count
+    sums: Annotated[Sums, LISTED] | None
+    problem: Problem | None
+    note: Note | None
+    sketch: tuple[float, ...]
+    moments: Annotated[Moments, LISTED] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Message:
-    """``rows`` name their layout (placement, boxes, shape, axis of partial ones) by number."""
-
-    layouts: tuple[tuple[str, tuple[tuple[_Shape, _Shape, _Shape], ...], _Shape, str], ...]
-    rows: tuple[
-        tuple[
-            Count,
-            Microbatch,
-            Kind,
-            str,
-            Count,
-            Count,
-            _SUMS | None,
-            str,
-            str,
-            tuple[float, ...],
-            _MOMENTS | None,
-        ],
-        ...,
-    ]
-
-
-def sums_of(values: Sequence[Any]) -> Sums:
-    """Sums that were written as a list. Raises ``CodecError``."""
-    return Sums(*codec.decoder(_SUMS)(values))
-
-
-def moments_of(values: Sequence[Any]) -> Moments:
-    """Moments that were written as a list. Raises ``CodecError``."""
-    return Moments(*codec.decoder(_MOMENTS)(values))
+    parts: tuple[Annotated[_Part, LISTED], ...]
+    rows: tuple[Annotated[_Row, LISTED], ...]
 
 
 def encode(measured: list[Measured]) -> dict[str, Any]:
     """The findings of one rank, ready for ``json.dumps``."""
-    layouts: dict[Any, int] = {}
+    parts: dict[_Part, int] = {}
     rows = []
     for one in measured:
-        number = layouts.setdefault(
-            (one.placement, one.boxes, one.logical_shape, one.partial_over), len(layouts)
-        )
-        sums, moments = (
+        part = _Part(one.placement, one.boxes, one.logical_shape, one.partial_over)
+        number = parts.setdefault(part, len(parts))
+        key, sums, moments = (
             None if found is None else dataclasses.astuple(found)
-            for found in (one.sums, one.moments)
+            for found in (one.key, one.sums, one.moments)
         )
-        key = dataclasses.astuple(one.key)
-        rows.append((*key, number, sums, one.problem, one.note, one.sketch, moments))
-    found: dict[str, Any] = codec.encode(
-        {
-            "layouts": [
-                (placement, [(box.logical, box.extent, box.local) for box in boxes], *rest)
-                for placement, boxes, *rest in layouts
-            ],
-            "rows": rows,
-        }
-    )
-    return found
+        rows.append((key, number, sums, one.problem, one.note, one.sketch, moments))
+    message = {"parts": [dataclasses.astuple(part) for part in parts], "rows": rows}
+    return codec.encode(message)  # type: ignore[no-any-return]
 
 
 def decode(message: Any) -> list[Measured]:
     """The inverse of :func:`encode`. Raises ``CodecError`` on a foreign message."""
     said = codec.decode(_Message, message)
-    layouts = [
-        (placement, tuple(Box(*box) for box in boxes), shape, axis)
-        for placement, boxes, shape, axis in said.layouts
-    ]
     found = []
     for row in said.rows:
-        key, (number, sums, problem, note, sketch, moments) = TraceKey(*row[:5]), row[5:]
-        if number >= len(layouts):
-            raise CodecError(f"layout {number} of {len(layouts)}")
-        placement, boxes, shape, axis = layouts[number]
+        if row.part >= len(said.parts):
+            raise CodecError(f"part {row.part} of {len(said.parts)}")
+        part = said.parts[row.part]
         found.append(
             Measured(
-                key=key,
-                placement=placement,
-                boxes=boxes,
-                logical_shape=shape,
-                sums=None if sums is None else Sums(*sums),
-                problem=problem,
-                note=note,
-                sketch=sketch,
-                moments=None if moments is None else Moments(*moments),
-                partial_over=axis,
+                row.key,
+                part.placement,
+                part.boxes,
+                part.logical_shape,
+                row.sums,
+                row.problem,
+                row.note,
+                row.sketch,
+                row.moments,
+                part.partial_over,
             )
         )
     return found

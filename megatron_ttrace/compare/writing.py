@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the reference's captured tensors: they are written."""
+"""What is done with the reference's captured tensors: they are written."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
@@ -52,18 +54,18 @@ class WriteSink:
         self.tensor((place,), data.detach().reshape(tuple(logical_shape)))
 
     def positions(self, local: tuple[int, int]) -> torch.Tensor:
-        """The reference holds every microbatch whole."""
+        """The reference has whole microbatches."""
         return torch.arange(local[0] * local[1])
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
-        """Store who the experts' rows are."""
+        """Store which tokens the experts' rows are."""
         place = (microbatch, Kind.ROUTING, experts, 0)
         if place not in self._lines:
             self.tensor((place,), encode_rows(index))
             self._rows[microbatch, experts] = index
 
     def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
-        """An experts' tensor without the rows that only fill it up for a quantised product."""
+        """An experts' tensor without the rows that pad it for a quantised product."""
         microbatch, kind, name, _ = place
         if not data.ndim or kind is Kind.ROUTING:
             return data
@@ -73,8 +75,8 @@ class WriteSink:
             expert, _ = within(name.partition("#")[0], experts)
             mine = rows if expert is None else rows.of_expert(expert)
             if data.shape[0] != len(mine.microbatch):
-                real = torch.from_numpy(mine.fitted(data.shape[0]).microbatch != NOBODY)
-                return data.detach()[real.to(data.device)]
+                real = np.flatnonzero(mine.fitted(data.shape[0]).microbatch != NOBODY)
+                return data.detach()[to_device(torch.from_numpy(real), data.device)]
         return data
 
     def routed(
@@ -84,6 +86,7 @@ class WriteSink:
         scores: torch.Tensor,
         chosen: torch.Tensor,
         groups: Groups | None,
+        by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Store the scores and the choice; a recomputed forward pass repeats the choice."""
         place = (microbatch, Kind.ROUTING, router, CHOICE)
@@ -93,9 +96,15 @@ class WriteSink:
             self._routed[place] = chosen
         return self._routed[place]
 
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Store what is left of the choice."""
+        place = (microbatch, Kind.ROUTING, router, KEPT)
+        if place not in self._routed:
+            self.tensor((place,), kept)
+            self._routed[place] = kept
+        return self._routed[place]
+
     def _entry(self, place: Place, data: torch.Tensor) -> Entry:
-        return Entry(
-            key=TraceKey(self._iteration, *place),
-            shape=tuple(data.shape),
-            dtype=str(data.dtype).removeprefix("torch."),
-        )
+        return Entry.of(TraceKey(self._iteration, *place), data)

@@ -178,6 +178,7 @@ def _adapt_communication(adapter: _Adapter) -> None:
     if not te.emulated():
         adapter.switch_off("tp_comm_overlap", "tensor-parallel communication overlap")
     adapter.switch_off("nccl_ub", "NCCL user buffers")
+    adapter.switch_off("fsdp_manual_registration", "NCCL user buffers")
     adapter.switch_off("use_sharp", "SHARP")
     # NCCL's "scale, then sum" in one reduction; gloo scales first and then sums.
     fsdp = bool(adapter.get("use_megatron_fsdp"))
@@ -204,7 +205,8 @@ def _set_max_connections() -> None:
 
 def _adapt_kernels(adapter: _Adapter) -> None:
     args = adapter.args
-    adapter.switch_off("gradient_accumulation_fusion", "gradient accumulation fusion")
+    if not adapter.get("defer_embedding_wgrad_compute"):  # which needs it
+        adapter.switch_off("gradient_accumulation_fusion", "gradient accumulation fusion")
     rotary = adapter.get("position_embedding_type") in ("rope", "yarn", "mrope") or any(
         adapter.get(name) for name in ("use_rotary_position_embeddings", "multi_latent_attention")
     )

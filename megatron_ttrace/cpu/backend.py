@@ -52,6 +52,7 @@ def activate() -> None:
         dataloader,
         devices,
         memory,
+        operators,
         random_states,
         streams,
         te,
@@ -66,4 +67,5 @@ def activate() -> None:
     random_states.install()
     collectives.install()
     apex.install()
+    operators.install()
     _active = True

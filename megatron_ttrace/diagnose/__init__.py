@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module is to blame, and tested repairs that say why."""
+"""Which modules are the culprits, and tested repairs that explain why."""

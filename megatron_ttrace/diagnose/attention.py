@@ -114,7 +114,7 @@ def _masks(evidence: Evidence, attention: _Attention) -> WrongMasks | None:
 
 
 def _orders(size: int) -> Iterator[tuple[MaskOrder, int, list[int] | None]]:
-    """For each step the step whose mask is taken; ``None`` for no mask."""
+    """For each step, the step whose mask is used; ``None`` for no mask."""
     yield MaskOrder.NONE, 0, None
     steps = list(range(size))
     if size > 1:
@@ -127,7 +127,7 @@ def _orders(size: int) -> Iterator[tuple[MaskOrder, int, list[int] | None]]:
 
 
 def _counts(evidence: Evidence, right: list[torch.Tensor]) -> BlockWeight | None:
-    """Blocks that do not count once, on each failing rank, by the distance they have travelled."""
+    """Blocks that do not count once on some failing rank, by their step in the ring."""
     if len(right) == 1:
         return None
     rest = evidence.reference.double() - functools.reduce(torch.add, right)

@@ -37,7 +37,7 @@ _UPDATED = (Kind.PARAM_DELTA, *_MOMENTS, Kind.PARAM, Kind.BUFFER)
 
 
 class _Origin(NamedTuple):
-    """A failure that is not the consequence of another, and the module that it belongs to."""
+    """A failure that is not a consequence of another one, and the module that it belongs to."""
 
     verdict: Verdict
     module: str
@@ -56,12 +56,12 @@ def localise(
         verdicts: of all tensors, in the reference's execution order.
         explain: finds out about the cause of a failed verdict.
         isolated: whether every tensor was computed from the reference's. Then no failure is the
-            consequence of another one, and each stands for itself.
+            consequence of another one, and each is listed.
 
     Returns:
         Culprits of the earliest failing stage (of all stages, when isolated) of the earliest
-        failing iteration, in execution order; one per module, standing for its worst tensor. Empty
-        when nothing failed.
+        failing iteration, in execution order; one per module, with its worst tensor. Empty when
+        nothing failed.
     """
     # The traced step starts from other values: nothing in it is a consequence of initial ones.
     steps = [verdict for verdict in verdicts if verdict.kind is not Kind.INITIAL]
@@ -141,7 +141,7 @@ def _one_per_module(
 def _around(
     verdict: Verdict, verdicts: Sequence[Verdict]
 ) -> tuple[Verdict | None, Sequence[Verdict]]:
-    """What passes just before a tensor; of one that belongs to the whole step, all of its kind."""
+    """The tensor before this one, if it passes; for one of the whole step, all of its kind."""
     if verdict.verdict in _ABSENT or verdict.direction is Direction.START:
         return None, ()
     verdicts = [one for one in verdicts if one.iteration == verdict.iteration]
@@ -162,16 +162,16 @@ def _severity(verdict: Verdict) -> float:
 
 
 def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[_Origin]:
-    """Every failure of a direction, where none is the consequence of another.
+    """Every failure of a direction; with isolation none is the consequence of another.
 
-    That a tensor is absent does spread: the first gradient that was not computed stands for all,
-    and the norm of what is left is not the norm of all.
+    Absence does propagate: only the first gradient that was not computed is listed, and the norm of
+    the remaining gradients is not examined.
     """
     absent = (
         _absent(verdicts)
         or [_Origin(v, v.name, Grounds.ABSENT) for v in verdicts if v.verdict in _ABSENT][:1]
     )
-    # A parameter that no rank has is a module that no rank has: there is no forward of it.
+    # A parameter that no rank has means a module that no rank has: its forward pass is missing.
     started = {Direction.START: Direction.FORWARD}
     return [
         one
@@ -294,10 +294,11 @@ def _born(
 
 
 def _is_new(verdict: Verdict, earlier: Sequence[Verdict], entering: float) -> bool:
-    """Whether an error is born here, and is not an earlier one that surfaces again.
+    """Whether an error starts here, and is not an earlier one that surfaces again.
 
-    An error may sink below the tolerance on its way (a softmax, a norm) and rise above it later:
-    the module where it surfaces then has inputs that pass, but nearly as far off as its output.
+    An error may fall below the tolerance on its way (in a softmax, a norm) and exceed it again
+    later. The module where it does so has inputs that pass, but are nearly as far off as its
+    output.
     """
     if not any(other.microbatch == verdict.microbatch for other in earlier):
         return True

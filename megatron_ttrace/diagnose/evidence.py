@@ -25,7 +25,7 @@ from megatron_ttrace.trace.findings import FailingRanks, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 ELEMENTS = 1 << 22
-"""Larger parts are judged by their first so many elements: an explanation must be quick."""
+"""Of larger parts, only so many elements are judged: an explanation must be quick."""
 
 DENSE = ("tp", "cp", "dp", "pp")
 EXPERT = ("etp", "ep", "edp", "pp")
@@ -38,8 +38,8 @@ Pieces = Sequence[torch.Tensor]
 class FailedPart:
     """One rank's shard, in float32 and divided by its expected factor.
 
-    ``pieces`` has one tensor per box, of the box's shape. ``local`` is the shard as it lies in
-    memory, ``None`` where that is a flat range or was too large to keep.
+    ``pieces`` has one tensor per box, of the box's shape. ``local`` is the shard as it is laid out
+    in memory, ``None`` if that is a flat range or was too large to keep.
     """
 
     mesh: Mesh
@@ -83,8 +83,8 @@ class Evidence:
         tolerance: of the tensor.
         meshes: of all ranks.
         held: boxes of the ranks known to hold the tensor, failing or not.
-        microbatches: of a data-parallel rank.
-        seq_length: to call a dim by its name; 0 when unknown.
+        microbatches: number of microbatches per data-parallel rank.
+        seq_length: to recognise the sequence dim; 0 if unknown.
         ends: a time (``time.monotonic``) after which searches give up.
         others: reference tensors with this one's shape that it may hold by mistake, the likely ones
             first, each with the finding that it would be.

@@ -37,13 +37,15 @@ from megatron_ttrace.diagnose import (
 from megatron_ttrace.diagnose.evidence import ELEMENTS, Evidence, FailedPart
 from megatron_ttrace.mcore.places import location
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.findings import (
     FACTORS,
     Cause,
     Explanation,
     Finding,
+    OtherIteration,
+    OtherMicrobatch,
     OtherTensor,
-    OtherTime,
 )
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader
@@ -99,7 +101,7 @@ class Explainer:
             reference: the trusted trace.
             candidate: directory of the shards that were kept; it may be absent.
             tolerances: of the reference.
-            measured: what each rank measured, which tells who holds what.
+            measured: what each rank measured; it shows which ranks hold which tensors.
         """
         self._reference = reference
         self._tolerances = tolerances
@@ -109,10 +111,10 @@ class Explainer:
         self._candidate: TraceReader | None = None
         self._meshes: list[Mesh] = []
         self._seq_length = 0
-        # An explanation is a service: the verdict stands without it.
+        # Explanations are optional: the verdict does not depend on them.
         with contextlib.suppress(Exception):
             found = TraceReader(candidate)
-            self._meshes = [Mesh.from_dict(mesh) for mesh in found.meta["meshes"]]
+            self._meshes = [*codec.decode(tuple[Mesh, ...], found.meta["meshes"])]
             self._seq_length = RunConfig.from_json(found.meta["config"]).seq_length
             self._candidate = found
 
@@ -201,19 +203,18 @@ class Explainer:
         return self._reference.tensor(self._reference.entry(key))
 
     def _others(self, key: TraceKey, shape: tuple[int, ...]) -> Iterator[tuple[Finding, TraceKey]]:
-        """Tensors that may stand in this one's place: other times first, then other modules."""
+        """Tensors that may be in this one's place: other times first, then other modules."""
         if math.prod(shape) > ELEMENTS:
             return
         near: dict[TraceKey, list[TraceKey]] = {}
         for other in self._reference:
             now, here = other.iteration == key.iteration, other.microbatch == key.microbatch
             if (other.kind, other.name, other.index) == (key.kind, key.name, key.index):
-                if now is not here:
-                    later = None if now else other.iteration
-                    found = OtherTime(
-                        Cause.OTHER_TIME, microbatch=other.microbatch, iteration=later
-                    )
-                    yield found, other
+                if now and not here:
+                    microbatch = other.microbatch
+                    yield OtherMicrobatch(Cause.OTHER_TIME, microbatch=microbatch), other
+                elif here and not now:
+                    yield OtherIteration(Cause.OTHER_TIME, iteration=other.iteration), other
             elif (
                 (now and here)
                 and other.kind in _SAME_SORT.get(key.kind, (key.kind,))
@@ -225,7 +226,7 @@ class Explainer:
         def unlike(other: TraceKey) -> int:
             return 0 if _sort_of(other) == _sort_of(key) else 1 if other.kind is key.kind else 2
 
-        # One tensor has many names: the one that is most like the culprit's says most.
+        # One tensor has many names: the one most like the culprit's is the most informative.
         named = [min(names, key=unlike) for names in near.values()]
         for other in sorted(named, key=unlike)[:_SEARCH]:
             yield OtherTensor(Cause.OTHER_MODULE, kind=other.kind.value, name=other.name), other
@@ -286,7 +287,7 @@ def test(evidence: Evidence) -> Finding | None:
 
 
 def _sort_of(key: TraceKey) -> tuple[Kind, str, int]:
-    """What a tensor has in common with its like in other layers."""
+    """What a tensor has in common with the same tensor of other layers."""
     return key.kind, re.sub(r"\d+", "*", key.name), key.index
 
 

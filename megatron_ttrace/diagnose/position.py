@@ -11,11 +11,18 @@ import torch
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, dot
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.trace.findings import Cause, Finding, Offset, Order, Reordered, Transposed
+from megatron_ttrace.trace.findings import (
+    Cause,
+    Finding,
+    OffsetRows,
+    ReorderedRows,
+    RowOrder,
+    Transposed,
+)
 
 _ROWS = 4096
 _WIDTH = 8
-"""Rows of fewer elements are too alike to be told apart."""
+"""Rows of fewer elements are too similar to be distinguished."""
 _PROJECTIONS = 6
 
 
@@ -126,7 +133,7 @@ def _moves(evidence: Evidence, shard: _Indexed, dim: int) -> _Move | None:
     return _Move(shard.rank, own.tolist(), to.tolist())
 
 
-def _offset(evidence: Evidence, dim: int, moves: list[_Move]) -> Offset | None:
+def _offset(evidence: Evidence, dim: int, moves: list[_Move]) -> OffsetRows | None:
     """All rows of a shard are shifted by the same distance."""
     shifts = set().union(*(move.shifts for move in moves))
     foreign = all(len(move.shifts) == 1 and not set(move.to) & set(move.own) for move in moves)
@@ -136,7 +143,7 @@ def _offset(evidence: Evidence, dim: int, moves: list[_Move]) -> Offset | None:
     # The axis whose ranks divide the dim into parts of this size, if there is one.
     parts = evidence.reference.shape[dim] // max(1, len(moved.own))
     axes = tuple(axis for axis in evidence.axes if evidence.size(axis) == parts > 1)
-    return Offset(
+    return OffsetRows(
         Cause.OFFSET,
         axes if len(axes) == 1 else (),
         dim=evidence.dim_name(dim),
@@ -147,20 +154,20 @@ def _offset(evidence: Evidence, dim: int, moves: list[_Move]) -> Offset | None:
     )
 
 
-def _order(evidence: Evidence, dim: int, moves: list[_Move]) -> Reordered:
+def _order(evidence: Evidence, dim: int, moves: list[_Move]) -> ReorderedRows:
     """The rows of all shards together are in another order."""
     together = sorted({pair for move in moves for pair in zip(move.own, move.to, strict=True)})
     targets, sources = [own for own, _ in together], [to for _, to in together]
     half = len(targets) // 2
-    order = Order.BLOCKS
+    order = RowOrder.BLOCKS
     if len(set(sources)) < len(sources):
-        order = Order.REPEATED
+        order = RowOrder.REPEATED
     elif sources == targets[half:] + targets[:half] and len(targets) == 2 * half:
-        order = Order.HALVES
+        order = RowOrder.HALVES
     elif sources == targets[::-1]:
-        order = Order.REVERSED
-    return Reordered(
-        Cause.HALVES if order is Order.HALVES else Cause.ORDER,
+        order = RowOrder.REVERSED
+    return ReorderedRows(
+        Cause.HALVES if order is RowOrder.HALVES else Cause.ORDER,
         order=order,
         dim=evidence.dim_name(dim),
         moved=sum(own != to for own, to in together),

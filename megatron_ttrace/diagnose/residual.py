@@ -13,7 +13,7 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import Culprit, Element, Residual, TraceKey, Verdict
 
 LOWEST, HIGHEST = -9, 2
-"""Decades of the histogram; what lies beyond counts in the last one on its side."""
+"""Decades of the histogram; values beyond count in the first or the last one."""
 
 MOST = 60
 """Tensors that are looked at: the worst of each name and kind, the worst of all first."""
@@ -32,7 +32,7 @@ def residuals(
 
     Args:
         verdicts: all of them.
-        culprits: whose tensors come first.
+        culprits: their tensors come first.
         evidence: reads what was kept of a tensor.
     """
     ends = time.monotonic() + _SECONDS
@@ -44,7 +44,7 @@ def residuals(
             known = evidence(key)
             if known is not None:
                 found.append(residual(known))
-        except Exception:  # noqa: BLE001, S112 - details are a service, the verdicts stand without
+        except Exception:  # noqa: BLE001, S112 - details are optional, the verdicts are complete
             continue
     return tuple(found)
 
@@ -70,7 +70,7 @@ def residual(evidence: Evidence) -> Residual:
     for part in evidence.parts:
         for piece, there, box in zip(part.pieces, evidence.expected(part), part.boxes, strict=True):
             error = ((piece - there).abs() / scale).reshape(-1)
-            # NaN stands with the largest errors: it is no number that could be smaller.
+            # NaN counts as the largest error.
             error = torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf)
             total += error.numel()
             exact += int((error == 0).sum())

@@ -18,7 +18,7 @@ from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat, weight
 from megatron_ttrace.diagnose.sources import product
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT, ROOT
 from megatron_ttrace.mcore.roles import HEAD, LOOKED_UP
-from megatron_ttrace.trace.findings import Cause, Shares, Weights
+from megatron_ttrace.trace.findings import Cause, ShareWeights, UnequalShares
 from megatron_ttrace.trace.records import Kind
 
 
@@ -31,7 +31,7 @@ class _Share:
     value: torch.Tensor
 
 
-def weighted(evidence: Evidence) -> Shares | None:
+def weighted(evidence: Evidence) -> UnequalShares | None:
     """Some microbatches' shares do not count once. The repair: count each once.
 
     Each failing part is fitted on its own: ranks may lack different shares.
@@ -68,8 +68,8 @@ def weighted(evidence: Evidence) -> Shares | None:
 
 def _describe(
     evidence: Evidence, shares: list[_Share], fits: dict[int, list[float]]
-) -> Shares | None:
-    by_weights: dict[tuple[Weights, ...], list[int]] = {}
+) -> UnequalShares | None:
+    by_weights: dict[tuple[ShareWeights, ...], list[int]] = {}
     modules = list(dict.fromkeys(share.module for share in shares))
     per_rank = False
     for rank, own in fits.items():
@@ -89,7 +89,7 @@ def _describe(
         per_rank = per_rank or any(one.by_axis and not one.missing for one in said)
         by_weights.setdefault(said, []).append(rank)
     tied = evidence.key.name == EMBEDDING_WEIGHT and len(modules) > 1 and len(by_weights) > 1
-    return Shares(
+    return UnequalShares(
         Cause.TIED if tied else Cause.WEIGHTS,
         ("dp",),
         by_ranks=tuple((tuple(ranks), said) for said, ranks in by_weights.items()),
@@ -97,7 +97,7 @@ def _describe(
     )
 
 
-def _counts(evidence: Evidence, found: list[tuple[int, float]]) -> Weights | None:
+def _counts(evidence: Evidence, found: list[tuple[int, float]]) -> ShareWeights | None:
     """The microbatches that do not count once, by data-parallel rank if these agree."""
     near = max(1e-4, 20 * evidence.tolerance.value)
     ranks = evidence.size("dp")
@@ -111,7 +111,7 @@ def _counts(evidence: Evidence, found: list[tuple[int, float]]) -> Weights | Non
         return None
     missing = all(abs(weight) <= near for _, weight in odd)
     rounded = tuple((number, 0.0 if missing else round(weight, 3)) for number, weight in odd)
-    return Weights("", by_axis, rounded, missing)
+    return ShareWeights("", by_axis, rounded, missing)
 
 
 def _shares(evidence: Evidence) -> Iterator[_Share]:

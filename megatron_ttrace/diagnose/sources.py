@@ -132,8 +132,8 @@ def product(evidence: Evidence, module: str, fed: str, microbatch: int) -> torch
 def normed(evidence: Evidence, module: str, fed: torch.Tensor) -> torch.Tensor:
     """What a linear layer multiplies: its input, through the norm that is fused with it, if one is.
 
-    Epsilon and centring are Megatron's defaults; that the module's own gradient is reproduced tells
-    whether they fit.
+    Epsilon and centring are Megatron's defaults; whether they fit shows in the module's own
+    gradient, which must be reproduced.
     """
     fed = fed.flatten(0, -2)
     weight = evidence.parameter(f"{module}.layer_norm_weight")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How estimated tolerances grow with depth, against the bound of theorem 5.3.
+"""How estimated tolerances grow with depth, and the bound of theorem 5.3; with a plot.
 
 The theorem (arXiv 2506.09280) bounds the relative error of the gradient of layer l of L by
-O(C^(L + 1 - l) epsilon): errors pile up from the loss backwards. Forward activations pile up from
-the embedding on.
+O(C^(L + 1 - l) epsilon), because errors accumulate backwards from the loss. Errors of activations
+accumulate forwards from the embedding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import dataclasses
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+
+import jinja2
 
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -25,6 +28,10 @@ SERIES: dict[str, tuple[Kind, bool]] = {
     "activations": (Kind.OUTPUT, True),
 }
 """Name -> (kind, whether only the layer's own output counts, not what is inside it)."""
+
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 260, 220, 44, 26, 14
+_COLOURS = ("#1b6ca8", "#c2571a", "#3a7d44")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,4 +85,37 @@ def growth(keys: Iterable[TraceKey], tolerances: Tolerances, layers: int, epsilo
             name: tuple(statistics.median(values) for values in per_layer)
             for name, per_layer in found.items()
         },
+    )
+
+
+def svg(panels: Sequence[Growth], title: str, bound: tuple[float, float]) -> str:
+    """Draw one panel per model; ``bound`` are k and C of the dashed line."""
+    values = [v for g in panels for series in g.by_layer.values() for v in series]
+    values += [v for g in panels for v in g.bound(*bound)]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
+
+    def y(value: float) -> float:
+        return round(_TOP + _HEIGHT * (high - math.log10(value)) / (high - low), 1)
+
+    source = resources.files(__package__) / "templates" / "growth.svg.j2"
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    return environment.from_string(source.read_text(encoding="utf-8")).render(
+        panels=panels,
+        title=title,
+        bound=bound,
+        y=y,
+        width=_WIDTH,
+        gap=_GAP,
+        left=_LEFT,
+        right=_LEFT + len(panels) * (_WIDTH + _GAP) - _GAP,
+        top=_TOP,
+        bottom=_TOP + _HEIGHT,
+        powers=range(low, high + 1),
+        lines=[
+            *((name, colour, "none") for name, colour in zip(SERIES, _COLOURS, strict=True)),
+            (f"theorem 5.3, k = {bound[0]:g}, C = {bound[1]:g}", "#888", "5 3"),
+        ],
     )

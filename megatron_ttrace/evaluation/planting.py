@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plant errors of a known size into a saved candidate and see whether the checker finds them.
+"""Plant errors of a known size into a saved candidate and count how many the checker finds.
 
-An error is planted into a random box of a random tensor of a random rank. Its size is given in
-tolerances of that rank's part (:func:`megatron_ttrace.compare.measure.relative_error`): what the
-rounding of the run itself added stays in, and the sum is rounded to the stored dtype as a real
-error would be. Judging takes the way of every check: measure, then judge.
+An error is planted into a random box of a random tensor on a random rank. Its size is in tolerances
+of that rank's part (:func:`megatron_ttrace.compare.measure.relative_error`). The rounding error of
+the run stays in, and the sum is rounded to the stored dtype, as a real error would be. Tensors are
+measured and judged as in every check.
 """
 
 from __future__ import annotations
@@ -32,63 +32,41 @@ Shape = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 """From a box of a rank's tensor (float64) to the direction of an error in it, of any length."""
 
 
-def noise(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Every element by a random amount, as another summation order would."""
-    return torch.randn(box.shape, generator=generator, dtype=torch.float64)
-
-
-def offset(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Every element by the same amount: a bias added twice."""
-    del generator
-    return torch.ones_like(box)
-
-
-def scaling(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Every element by a factor: a wrong divisor."""
-    del generator
-    return box.clone()
-
-
-def element(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One element: a race, a bad memory cell."""
+def _element(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     planted = torch.zeros_like(box)
     planted.view(-1)[int(torch.randint(box.numel(), (1,), generator=generator))] = 1.0
     return planted
 
 
-def shift(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Rows drawn towards their neighbours: an offset off by one."""
+def _shift(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     del generator
     dim = max(range(box.dim()), key=lambda d: box.shape[d]) if box.dim() else 0
     return box.roll(1, dim) - box if box.dim() else box.clone()
 
 
 SHAPES: dict[str, Shape] = {
-    "noise": noise,
-    "offset": offset,
-    "scaling": scaling,
-    "element": element,
-    "shift": shift,
+    "noise": lambda box, generator: torch.randn(
+        box.shape, generator=generator, dtype=torch.float64
+    ),
+    "offset": lambda box, _: torch.ones_like(box),
+    "scaling": lambda box, _: box.clone(),
+    "element": _element,
+    "shift": _shift,
 }
+"""Errors of a chosen size: as from another order of summation; a bias added twice; a wrong divisor;
+one element, as from a race; an offset off by one."""
 
-
-def double(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Counted twice."""
-    return scaling(box, generator)
-
-
-def zero(box: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Never written."""
-    return -scaling(box, generator)
-
-
-WHOLE_SIZE: dict[str, Shape] = {"double": double, "zero": zero, "shift": shift}
-"""Errors that have a size of their own: they say what would be seen, not whether a bar is met."""
+WHOLE_SIZE: dict[str, Shape] = {
+    "double": lambda box, _: box.clone(),
+    "zero": lambda box, _: -box,
+    "shift": _shift,
+}
+"""Errors whose size is their own: counted twice; never written; an offset off by one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A rank's tensor, where it lies in the whole, and by what it must be divided."""
+class SavedShard:
+    """A rank's tensor, its boxes in the logical tensor, and the factor to divide it by."""
 
     local: torch.Tensor
     boxes: tuple[Box, ...]
@@ -96,12 +74,27 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trial:
-    """One planted error; ``found`` if the tensor's verdict is a failure.
+class Spoilt:
+    """A rank's tensor with an error in a box of ``elements`` elements."""
 
-    ``size`` is in tolerances, NaN where the error has a size of its own.
+    rank: int
+    key: TraceKey
+    local: torch.Tensor
+    elements: int
 
-    ``right_rank``: the verdict names the rank with the error first.
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlantedError:
+    """One planted error, and the verdict on it.
+
+    Attributes:
+        key, rank: where it was planted.
+        shape: of :data:`SHAPES` or :data:`WHOLE_SIZE`.
+        size: in tolerances; NaN if the error has a size of its own.
+        elements: size of its box.
+        found: whether the verdict is a failure.
+        right_rank: whether the verdict names the rank first.
+        margin: of the verdict; NaN without one.
     """
 
     key: TraceKey
@@ -118,7 +111,7 @@ class Field:
     """A saved run to plant errors into."""
 
     def __init__(self, reference: Path, candidate: Path) -> None:
-        """Open and measure the run as it is.
+        """Open and measure the run.
 
         Raises:
             TTraceError: when there is no tensor to plant into, or no complete trace.
@@ -149,39 +142,42 @@ class Field:
         return len(self._spots)
 
     def verdict(self, key: TraceKey, rank: int = -1, local: torch.Tensor | None = None) -> Verdict:
-        """The verdict on a tensor, with ``local`` in the place of what ``rank`` saved of it."""
+        """The verdict on a tensor, with ``local`` in place of what ``rank`` saved of it."""
+        entry = self._reference.entry(key)
         holders = self._measured[key]
         if local is not None:
             kept = holders[rank][0]
-            whole = self._reference.tensor(self._reference.entry(key))
-            sums = measure(local, whole, kept.boxes, self._factors[rank, key])
+            factor = self._factors[rank, key]
+            sums = measure(local, self._reference.tensor(entry), kept.boxes, factor)
             holders = {**holders, rank: [dataclasses.replace(kept, sums=sums)]}
-        shape = self._reference.entry(key).shape
-        eps = epsilon_of(self._reference)
-        return judge([(key, shape)], holders, self._tolerances, eps)[0]
+        return judge([(key, entry.shape)], holders, self._tolerances, self.epsilon)[0]
 
-    def plant(self, shape: str, size: float, generator: torch.Generator) -> Trial:
-        """One error of one shape, ``size`` tolerances large (NaN: as it comes), anywhere."""
-        rank, entry, local, elements = self.spoil(shape, size, generator)
-        verdict = self.verdict(entry.key, rank, local)
+    def plant(self, shape: str, size: float, generator: torch.Generator) -> PlantedError:
+        """Plant one error of a shape, ``size`` tolerances large (NaN: its own size), anywhere."""
+        spoilt = self.spoil(shape, size, generator)
+        verdict = self.verdict(spoilt.key, spoilt.rank, spoilt.local)
         found = verdict.verdict.is_failure
-        return Trial(
-            key=entry.key,
-            rank=rank,
+        return PlantedError(
+            key=spoilt.key,
+            rank=spoilt.rank,
             shape=shape,
             size=size,
-            elements=elements,
+            elements=spoilt.elements,
             found=found,
-            right_rank=found and verdict.ranks[:1] == (rank,),
+            right_rank=found and verdict.ranks[:1] == (spoilt.rank,),
             margin=math.nan if verdict.margin is None else verdict.margin,
         )
 
     def spoil(
         self, shape: str, size: float, generator: torch.Generator, *, relative: bool = False
-    ) -> tuple[int, Entry, torch.Tensor, int]:
-        """A rank, the index line of one of its tensors, that tensor with an error; elements hit.
+    ) -> Spoilt:
+        """Choose a rank and a tensor, and plant an error into it.
 
-        With ``relative`` the size is the relative error of the rank's part itself.
+        Args:
+            shape: of :data:`SHAPES`, or of :data:`WHOLE_SIZE` if ``size`` is NaN.
+            size: in tolerances of the rank's part.
+            generator: of the choices.
+            relative: whether ``size`` is the relative error of the rank's part itself.
         """
         make = WHOLE_SIZE[shape] if math.isnan(size) else SHAPES[shape]
         while True:
@@ -200,18 +196,18 @@ class Field:
                 unit /= self._tolerances.of(entry.key).value
             direction *= size * unit * entry.factor / length
         box.copy_((values + direction).to(local.dtype))
-        return rank, entry, local, box.numel()
+        return Spoilt(rank, entry.key, local, box.numel())
 
-    def pieces(self, key: TraceKey, rank: int, local: torch.Tensor) -> list[Piece]:
-        """What all ranks hold of a tensor, with ``local`` in the place of what ``rank`` saved."""
+    def shards(self, spoilt: Spoilt) -> list[SavedShard]:
+        """All ranks' shards of a tensor, with the error in it."""
         return [
-            Piece(
-                local if holder == rank else self._candidate.tensor(entry),
-                self._measured[key][holder][0].boxes,
+            SavedShard(
+                spoilt.local if rank == spoilt.rank else self._candidate.tensor(entry),
+                self._measured[entry.key][rank][0].boxes,
                 entry.factor,
             )
-            for holder, entry in self._all
-            if entry.key == key
+            for rank, entry in self._all
+            if entry.key == spoilt.key
         ]
 
     def whole(self, key: TraceKey) -> torch.Tensor:
@@ -219,8 +215,17 @@ class Field:
         return self._reference.tensor(self._reference.entry(key))
 
     @property
-    def job(self) -> tuple[int, float]:
-        """Number of layers and machine epsilon of the compute dtype."""
+    def epsilon(self) -> float:
+        """Machine epsilon of the compute dtype."""
+        return epsilon_of(self._reference)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the model.
+
+        Raises:
+            TTraceError: when the candidate's metadata is damaged.
+        """
         try:
             layers = RunConfig.from_json(self._candidate.meta.get("config")).layers
             if not layers:
@@ -230,21 +235,21 @@ class Field:
                 f"{self._candidate.directory}/meta.json is damaged (config.{error}): "
                 "run the traced job again"
             ) from error
-        return layers, epsilon_of(self._reference)
+        return layers
 
     def _unit(self, rank: int, entry: Entry) -> float:
-        """Norm of the difference that makes an error of one tolerance of this rank's part."""
+        """Norm of a difference that is one tolerance of this rank's part."""
         tolerance = self._tolerances.of(entry.key)
         sums = self._measured[entry.key][rank][0].sums
         assert sums is not None
         return tolerance.value * scale_of(sums, tolerance.rms) * math.sqrt(sums.n)
 
     def _is_fertile(self, rank: int, entry: Entry) -> bool:
-        """Whether sizes in tolerances mean anything here: not for exact and not for blind ones."""
+        """Whether a size in tolerances has a meaning: not if the tolerance is zero or blind."""
         holders = self._measured.get(entry.key, {}).get(rank, [])
         if len(holders) != 1 or entry.misfit or entry.key not in self._reference:
             return False
-        # Routing has sums of its own, and a share of experts' outputs is no part of a tensor.
+        # Routing has sums of its own; a partial sum of experts' outputs is no part of a tensor.
         if entry.sums or entry.partial_over:
             return False
         sums = holders[0].sums
@@ -270,8 +275,8 @@ def random_box(local: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def sweep(
     field: Field, sizes: Sequence[float], trials: int, seed: int = 1
-) -> dict[tuple[str, float], list[Trial]]:
-    """``trials`` planted errors of every shape and size, reproducibly; NaN sizes come last."""
+) -> dict[tuple[str, float], list[PlantedError]]:
+    """Plant ``trials`` errors of every shape and size; NaN sizes come last."""
     generator = torch.Generator().manual_seed(seed)
     kinds = [(shape, size) for shape in SHAPES for size in sizes]
     kinds += [(shape, math.nan) for shape in WHOLE_SIZE]

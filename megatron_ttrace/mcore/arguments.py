@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of Megatron's validated arguments a traced run reads, with their types.
+"""The types of those of Megatron's validated arguments that a traced run reads.
 
-Listed is what every supported release has. What only some have is asked for with ``getattr`` and a
-default, where it is read.
+Only arguments that all supported releases have are listed. Others are read by ``getattr`` with a
+default.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # whoever only reads a report needs no torch
+if TYPE_CHECKING:  # reading a report needs no torch
     import torch
 
 
@@ -27,6 +27,7 @@ class MegatronArguments(Protocol):
     make_vocab_size_divisible_by: int
     # Layout.
     tensor_model_parallel_size: int
+    context_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     sequence_parallel: bool
     use_distributed_optimizer: bool
@@ -42,10 +43,24 @@ class MegatronArguments(Protocol):
     attention_dropout: float
     calculate_per_token_loss: bool
     untie_embeddings_and_output_weights: bool
-    # Where it starts from, and where in the data it stands.
+    # Where it starts, and its position in the data.
     load: str | None
     iteration: int
     consumed_train_samples: int
+
+
+class ModelConfig(Protocol):
+    """``TransformerConfig``, as far as start values depend on it."""
+
+    num_layers: int
+    init_method_std: float
+
+
+class Optimizer(Protocol):
+    """``MegatronOptimizer``, as far as it is called here (``mcore/optimizer.py`` reads it)."""
+
+    def reload_model_params(self) -> None:
+        """Copy the model's parameters to the main parameters."""
 
 
 class Scheduler(Protocol):
@@ -54,4 +69,4 @@ class Scheduler(Protocol):
     num_steps: int
 
     def step(self, increment: int) -> None:
-        """Go on by so many samples, and set the learning rate."""
+        """Advance by a number of samples, and set the learning rate."""

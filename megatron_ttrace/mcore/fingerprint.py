@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a reference: arguments, data, code and versions that its numbers depend on.
 
-Two candidates whose layouts differ share a reference when this agrees. What is not known to be
-harmless counts: a needless new reference costs seconds, a stale one a false verdict.
+Candidates with the same identity share a reference, whatever their layouts. Everything counts that
+is not known to be harmless: an unnecessary reference costs seconds, a stale one a false verdict.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.reference_arguments import overrides_of
 
 _TOLD = "told"
-"""The part of an identity that is reported and not compared."""
+"""The part of an identity that is reported but not compared."""
 _HARMLESS_PREFIXES = (
     "ttrace",
     "log_",
@@ -100,7 +101,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
 
 
 def digest(identity_: dict[str, Any]) -> str:
-    """A short name for an identity. The same code at another path has the same."""
+    """A short name for an identity. It does not depend on where the code is."""
     identity_ = {name: value for name, value in identity_.items() if name != _TOLD}
     text = json.dumps(identity_, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -112,9 +113,9 @@ def differences(
     """How two identities differ, in words, the most important difference first.
 
     Args:
-        ours: identity of the reference that is wanted.
-        theirs: identity of the reference that there is.
-        any_megatron: whether it does not matter which Megatron made it.
+        ours: identity of the reference that is needed.
+        theirs: identity of an existing reference.
+        any_megatron: whether any Megatron may have made it.
     """
     found = []
     for part in ("arguments", "ttrace", "data", "start", "environment", "versions", "code"):
@@ -128,7 +129,7 @@ def differences(
 
 
 def other_megatron(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """That a reference was made by a different Megatron, in words; empty when it was the same."""
+    """Which other Megatron made a reference, in words; empty if it was the same."""
     here, there = ours["code"], theirs.get("code") or {}
     if all(here[name] == there.get(name) for name in scripts.MEGATRON):
         return ""
@@ -149,7 +150,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     text = str(value)
-    # An object that prints its address has no value that could be compared.
+    # An object that prints its address has no value to compare.
     return type(value).__name__ if " at 0x" in text else text
 
 
@@ -164,7 +165,7 @@ def _device() -> str:
 
 
 def _data(args: MegatronArguments) -> dict[str, Any]:
-    """Sizes and times of the data files: their content is too large to read."""
+    """Sizes and modification times of the data files, whose content is too large to read."""
     stamps: dict[str, Any] = {}
     for name in ("data_path", "train_data_path"):
         for word in getattr(args, name, None) or []:
@@ -198,7 +199,7 @@ def _folder_of(package: str) -> Path:
 
 
 def _tree(folder: Path) -> str:
-    """Names and contents of a package's Python files: about 8 MB for Megatron's core."""
+    """A hash of a package's Python files: about 8 MB for Megatron's core."""
     total = hashlib.sha256()
     for where, folders, names in os.walk(folder):
         folders.sort()
@@ -213,16 +214,22 @@ def _tree(folder: Path) -> str:
 
 
 def _beside(script: Path) -> list[Path]:
-    """Files of the modules that were imported from the script's folder, Megatron's left out."""
+    """Files of the modules that were imported from the script's folder, except Megatron's."""
     folder = script.resolve().parent
-    # An environment often lies beside a script; what is installed has versions.
+    # An environment is often in the script's folder; installed packages have versions.
     others = [Path(sys.prefix).resolve(), *(_folder_of(name) for name in scripts.MEGATRON)]
+    roots = [os.path.join(root, "") for root in map(str, others)]
+    inside = os.path.join(folder, "")
+    real = functools.cache(os.path.realpath)
     found = set()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
-        path = Path(file).resolve()
-        if path.is_relative_to(folder) and not any(path.is_relative_to(other) for other in others):
-            found.add(path)
+        # Thousands of modules lie in few folders: only a link needs a look of its own.
+        home, name = os.path.split(file)
+        path = os.path.join(real(home), name)
+        path = os.path.realpath(path) if os.path.islink(path) else path
+        if path.startswith(inside) and not path.startswith(tuple(roots)):
+            found.add(Path(path))
     return sorted(found - {script.resolve()})

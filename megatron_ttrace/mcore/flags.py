@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +20,7 @@ INITS = ("reveal", "megatron")
 MOST_SEEDS = 1000
 MOST_TIMEOUT = 366 * 86400.0
 MOST_RANKS = 4096
-"""Ranks of one machine that ``ttrace`` itself starts."""
+"""The most ranks that ``ttrace`` starts on one machine."""
 _MOST_PATH, _MOST_NAME = 4096, 255
 _INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 _NUMBER = re.compile(
@@ -43,16 +43,16 @@ class Settings:
         save_candidate: keep the candidate's tensors for ``ttrace compare``.
         isolate: feed every module the reference's inputs, so that no error propagates.
         exit_after: stop after the check with the contract's exit code.
-        bug: known bug to re-introduce into the candidate, or ``None``.
+        bug: known bug to re-create in the candidate, or ``None``.
         device: ``auto`` or ``cpu``.
         init: start values: ``reveal`` (nothing at zero or one) or ``megatron`` (its distributions).
         seeds: number of perturbed reference replays that the tolerances are estimated from.
         wandb: whether to log to Weights & Biases.
-        timeout: seconds after which anything that is waited for counts as lost.
+        timeout: seconds after which whatever does not answer counts as lost.
         allow_unchecked: share of tensors, between 0 and 1, that may be ``unchecked`` in an
             equivalent run.
         role: ``candidate`` for what the user starts, ``reference`` for the run we start.
-        overrides: JSON file with the values a reference run must take over; internal.
+        overrides: JSON file with the values that a reference run takes over; internal.
     """
 
     directory: Path
@@ -75,7 +75,7 @@ class Settings:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line of ours: what is wrong with it is told in one line, without the usage."""
+    """A parser of our command lines: errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """See :class:`argparse.ArgumentParser`. Raises ``TTraceError``."""
@@ -88,7 +88,7 @@ def path(text: str) -> Path:
     """A path from the command line, for argparse.
 
     Raises:
-        argparse.ArgumentTypeError: when no file system takes it.
+        argparse.ArgumentTypeError: when no file system accepts it.
     """
     parts = text.split("/")
     printable = ascii(text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}")
@@ -131,7 +131,7 @@ def number(text: str) -> float:
 
 
 def check_single(args: argparse.Namespace, *names: str) -> None:
-    """Refuse ``--flag=--``, of which argparse makes an empty list before any type is asked.
+    """Refuse ``--flag=--``, which argparse turns into an empty list before it checks types.
 
     Raises:
         TTraceError: when one of these flags has no value.
@@ -247,11 +247,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def split(
+    arguments: Sequence[str], before: argparse.Namespace | None = None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the other arguments of a training script.
+
+    Args:
+        arguments: both, mixed.
+        before: values that our flags have already; those in ``arguments`` win.
+
+    Raises:
+        TTraceError: when one of our flags cannot have its value.
+    """
+    parser = Parser(prog="ttrace check", add_help=False, allow_abbrev=False)
+    return add_arguments(parser).parse_known_args(list(arguments), before)
+
+
 def parse_iterations(text: str) -> tuple[int, ...]:
     """``"1-2,5"`` -> ``(1, 2, 5)``.
 
     Raises:
-        TTraceError: when the text is no list of positive numbers and ascending ranges.
+        TTraceError: when the text is not a list of positive numbers and ascending ranges.
     """
     chosen: set[int] = set()
     shown = ascii(text if len(text) <= 40 else f"{text[:40]}...")
@@ -272,7 +288,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     """The typed settings of a parsed command line.
 
     Raises:
-        TTraceError: on values that argparse cannot judge.
+        TTraceError: on values that argparse cannot check.
     """
     check_single(args, *(name for name in vars(args) if name.startswith("ttrace_")))
     if args.ttrace_seeds < 1:

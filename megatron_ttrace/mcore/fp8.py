@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delayed FP8 scaling: its scales and histories are state of a run, like moments.
+"""Delayed FP8 scaling: scales and amax histories are state of a run, like moments.
 
-TransformerEngine keeps them in ``fp8_meta["scaling_fwd"]`` and ``["scaling_bwd"]`` of each module
-(``DelayedScalingRecipeState``: ``scale``, ``amax_history``), made in the first forward pass. Both
-runs of a check must start from the same ones, and a rehearsal must leave none behind.
+TransformerEngine creates them in the first forward pass, in ``fp8_meta["scaling_fwd"]`` and
+``["scaling_bwd"]`` of each module (``DelayedScalingRecipeState``: ``scale``, ``amax_history``).
+Both runs of a check must start with the same ones, and a rehearsal must restore them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 HEADROOM = 16.0
-"""How far a gradient scale reaches beyond one over the number of tokens. E5M2 has room for 2**15
-above and 2**16 below: gradients of a token's loss, spread over width and depth, stay within."""
+"""Factor of a gradient's scale beyond the number of tokens. E5M2 has room for 2**15 above and 2**16
+below, enough for the gradients of one token's loss over width and depth."""
 
 
 class ScalesKept:
-    """The FP8 state of some modules, to be put back."""
+    """The FP8 state of some modules, to be restored."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         self._chunks = list(chunks)
@@ -32,14 +32,14 @@ class ScalesKept:
         }
 
     def restore(self) -> None:
-        """Put it back; state that was made since starts afresh, as it would have."""
+        """Restore it; state that was created since then is reset, as if it were new."""
         for state, _ in _states(self._chunks):
             scale, history = self._known.get(id(state), (None, None))
             _set(state, scale, history)
 
 
 def equal_scales(chunks: Iterable[torch.nn.Module], backward_scale: float) -> None:
-    """Give all modules the same history: none, and scales that fit the start values."""
+    """Give all modules an empty history, and scales that fit the start values."""
     for state, direction in _states(chunks):
         _set(state, None, None)
         if direction == "scaling_bwd":
@@ -47,10 +47,10 @@ def equal_scales(chunks: Iterable[torch.nn.Module], backward_scale: float) -> No
 
 
 def backward_scale(tokens: float) -> float:
-    """A gradient's first scale, a power of two (so that it rounds nothing itself).
+    """A gradient's first scale: a power of two, which adds no rounding.
 
     Args:
-        tokens: that one loss is the mean of: a token's loss enters with one over it.
+        tokens: over which the loss is averaged.
     """
     return float(2.0 ** math.floor(math.log2(tokens))) * HEADROOM
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command reads must be a regular file: opening a pipe or a device waits without end."""
+"""Refuse pipes and devices as input files: opening one can block forever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILE_FLAGS = (
 
 
 def require_regular(paths: Iterable[Path]) -> None:
-    """Refuse pipes, sockets and devices; folders and what does not exist are others' to judge.
+    """Refuse pipes, sockets and devices. Folders and missing files are reported elsewhere.
 
     Raises:
         TTraceError: naming the first of them.
@@ -34,7 +34,7 @@ def require_regular(paths: Iterable[Path]) -> None:
 
 
 def require_regular_folder(folder: Path) -> None:
-    """The same for the files right in a folder.
+    """The same for the files directly in a folder.
 
     Raises:
         TTraceError: naming the first special file.
@@ -57,7 +57,7 @@ def require_regular_data(args: argparse.Namespace) -> None:
 
 def _data_files(args: argparse.Namespace) -> Iterator[Path]:
     for flag in _DATA_FLAGS:
-        # Weights stand between the prefixes of a blend; as files they do not exist.
+        # The weights between the prefixes of a blend do not exist as files.
         for prefix in map(str, getattr(args, flag, None) or ()):
             yield from (Path(prefix), Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
     for flag in _FILE_FLAGS:

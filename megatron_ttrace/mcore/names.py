@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canonical names: what a module or parameter is called in the whole model.
 
-A pipeline stage numbers its layers from 0, wherever they stand in the model; Megatron keeps the
-global number (1-based, over all pipeline and virtual-pipeline stages) in ``layer_number``
+A pipeline stage numbers its layers from 0. Megatron keeps the global number (from 1, over all
+pipeline and virtual-pipeline stages) in ``layer_number``
 (megatron/core/transformer/transformer_layer.py). Experts are numbered per expert-parallel rank
 (megatron/core/transformer/moe/experts.py).
 """
@@ -26,14 +26,14 @@ _GROUPED_WEIGHT = re.compile(r"(weight|bias)(\d+)")
 class Names:
     """Canonical names of one model chunk's modules and parameters.
 
-    ``spans`` lists modules whose inputs and outputs depend on which layers this rank holds (the
-    model, a block of layers): they say nothing that their children do not say better.
-
-    ``repeated`` lists modules whose first run in this chunk is not the whole model's first one: a
-    later pipeline stage has an embedding of its own for multi-token prediction, which looks up the
-    shifted tokens after the first stage looked up the tokens themselves.
-
-    ``unused`` lists parameters that no forward pass reads; they are left out of ``parameters``.
+    Attributes:
+        modules, parameters, buffers: by canonical name.
+        spans: modules whose inputs and outputs depend on which layers this rank holds (the model, a
+            block of layers). Their children are compared instead.
+        repeated: modules whose first run in this chunk is not the first in the whole model. With
+            multi-token prediction, a later pipeline stage has its own embedding for the shifted
+            tokens.
+        unused: parameters that no forward pass reads; they are not in ``parameters``.
     """
 
     modules: dict[str, torch.nn.Module]
@@ -82,21 +82,21 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
         for leaf, buffer in module.named_buffers(recurse=False):
             if buffer is not None:
                 buffers[_join(prefix, leaf)] = buffer
-    repeated = () if getattr(chunk, "pre_process", True) else filter(_in_embedding, modules)
+    repeated = (
+        ()
+        if getattr(chunk, "pre_process", True)
+        else (name for name in modules if f"{name}.".startswith("embedding."))
+    )
     return Names(modules, parameters, buffers, frozenset(spans), frozenset(repeated), tuple(unused))
 
 
-def _in_embedding(name: str) -> bool:
-    return f"{name}.".startswith("embedding.")
-
-
 def _head_is_unused(chunk: torch.nn.Module) -> bool:
-    """Whether the head's own weight is never read although it exists.
+    """Whether the head has a weight of its own that is never read.
 
-    A later stage with multi-token prediction holds the tied embedding, and its head uses that
+    On a later stage with multi-token prediction the head uses the tied embedding
     (``shared_embedding_or_output_weight`` in
-    megatron/core/models/common/language_module/language_module.py), but the head allocates a weight
-    wherever the stage is not the first (megatron/core/models/gpt/gpt_model.py).
+    megatron/core/models/common/language_module/language_module.py), but it allocates a weight on
+    every stage except the first (megatron/core/models/gpt/gpt_model.py).
     """
     tied = getattr(chunk, "share_embeddings_and_output_weights", False)
     return bool(
@@ -140,7 +140,7 @@ def _expert_leaf(prefix: str, leaf: str, expert_offset: int) -> str:
 
 
 def raw(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The parameter that Megatron's layers made and marked, where FSDP put another in its place."""
+    """The parameter that Megatron's layers created and marked, if FSDP replaced it."""
     found: torch.nn.Parameter = getattr(parameter, "orig_param", parameter)
     return found
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the optimizer owns on this rank: main parameters, moments, and ZeRO ranges.
 
-Three layouts in megatron/core/optimizer: ``FP32Optimizer`` steps the model's own parameters,
-``Float16OptimizerWithFloat16Params`` float32 copies of them, ``DistributedOptimizer`` a flat range
-of (a copy of) each, cut where the data-parallel buckets are cut. ``ChainedOptimizer`` is a list of
-these.
+In megatron/core/optimizer, ``FP32Optimizer`` steps the model's own parameters,
+``Float16OptimizerWithFloat16Params`` float32 copies of them, and ``DistributedOptimizer`` a flat
+range of (a copy of) each, divided as the data-parallel buckets are. ``ChainedOptimizer`` is a list
+of these.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from megatron_ttrace.mcore.sharded_weights import buffers_of, local, parts_of, p
 class Owned:
     """The part of one model parameter that this rank's optimizer steps.
 
-    ``main`` is the tensor that is stepped, ``inner`` the torch optimizer that steps it, in its
-    ``group``. ``range`` is the flat element range of the local parameter, ``None`` for all of it.
+    Attributes:
+        main: the tensor that is stepped.
+        inner: the torch optimizer that steps it.
+        group: its parameter group there.
+        range: its elements of the flattened local parameter; ``None`` for all.
+        sharded: with Megatron-FSDP, the sharded tensor that ``main`` is this rank's part of.
     """
 
     main: torch.Tensor
@@ -32,11 +36,10 @@ class Owned:
     group: dict[str, Any]
     range: tuple[int, int] | None = None
     sharded: torch.Tensor | None = None
-    """The sharded tensor that ``main`` is this rank's part of, with Megatron-FSDP."""
 
     @property
     def key(self) -> torch.Tensor:
-        """What the torch optimizer knows this tensor by."""
+        """The key of this tensor in the torch optimizer."""
         return self.main if self.sharded is None else self.sharded
 
     @property
@@ -60,7 +63,7 @@ def leaves_of(optimizer: Any) -> Iterator[Any]:
 
 
 def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
-    """What each model parameter became in the optimizer; parameters it never saw are absent."""
+    """The stepped part of each model parameter, except those that the optimizer does not have."""
     owned: dict[torch.nn.Parameter, Owned] = {}
     for leaf in leaves_of(optimizer):
         inner = getattr(leaf, "optimizer", None)
@@ -98,10 +101,10 @@ def _pairs(models: Any, mains: Any) -> Iterator[tuple[torch.nn.Parameter, torch.
 
 
 class Snapshot:
-    """Everything a training step changes, kept so that the step can be replayed.
+    """A copy of all state that a training step changes, so that the step can be replayed.
 
-    Model parameters and buffers, main parameters, moments, the optimizer's scalar settings, the
-    loss scale, and the random states.
+    Parameters and buffers of the model, main parameters, moments, the optimizer's scalar settings,
+    the loss scale, and random states.
     """
 
     def __init__(self, chunks: list[torch.nn.Module], optimizer: Any) -> None:
@@ -128,10 +131,11 @@ class Snapshot:
         scalers = (getattr(leaf, "grad_scaler", None) for leaf in leaves_of(optimizer))
         self._scalers = [(one, _copies(vars(one))) for one in scalers if one is not None]
         self._rng = torch.get_rng_state()
-        self._cuda_rng = torch.cuda.get_rng_state() if torch.version.cuda and _has_gpu() else None
+        on_gpu = torch.version.cuda is not None and torch.cuda.device_count() > 0
+        self._cuda_rng = torch.cuda.get_rng_state() if on_gpu else None
 
     def restore(self) -> None:
-        """Put everything back, in place wherever others hold references."""
+        """Restore everything, in place where other objects hold references."""
         with torch.no_grad():
             for tensor, value in self._tensors:
                 tensor.data.copy_(value)
@@ -170,10 +174,6 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if torch.is_tensor(value) else value
 
 
-def _has_gpu() -> bool:
-    return torch.cuda.device_count() > 0
-
-
 def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
     found: set[int] = set()
     mains = [
@@ -183,7 +183,7 @@ def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Te
         for group in leaf.optimizer.param_groups
         for parameter in group["params"]
     ]
-    # Of weights that are sharded there are only the parts that the optimizer steps.
+    # Sharded weights exist only as the parts that the optimizer steps.
     sharded = bool(buffers_of(chunks))
     models = [unwrap(chunk) for chunk in chunks]
     for tensor in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each parameter sits in the whole model, as the marks of Megatron's layers say."""
+"""The place of each parameter in the whole model, from the attributes that Megatron sets on it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,23 @@ import torch
 
 from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.mcore.roles import is_within_first_of_gated
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.flat_shard import FlatShard
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard
 from megatron_ttrace.placement.plan import Placements, Step, plan
-from megatron_ttrace.placement.shard import Shard
 
 UNMARKED = {"softmax_offset": 0}
-"""Dims of parameters that are divided over tp although nothing on them says so: the attention
-sinks of ``--softmax-type learnable``, one a head (``DotProductAttention.sharded_state_dict``)."""
-
+"""Dims of parameters that are divided over tp without an attribute that says so: the sinks of
+``--softmax-type learnable``, one per head (``DotProductAttention.sharded_state_dict``)."""
 
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
-"""Grouped experts' parameters. Before 0.19 their marks name dim 0 for both: ``TEGroupedLinear``
-(megatron/core/extensions/transformer_engine.py) gives TransformerEngine no mode.
-"""
+"""Parameters of grouped experts. Before 0.19 the attributes of both layers name dim 0, because
+``TEGroupedLinear`` (megatron/core/extensions/transformer_engine.py) passes no parallel mode."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """Where a rank's parameter sits in the logical one."""
+    """The place of a rank's parameter in the logical one."""
 
     name: str
     logical_shape: tuple[int, ...]
@@ -47,13 +43,20 @@ class ParameterPlace:
 
 
 def place_parameter(
-    name: str, parameter: torch.nn.Parameter, mesh: Mesh, *, gated: bool
+    name: str,
+    parameter: torch.nn.Parameter,
+    mesh: Mesh,
+    *,
+    gated: bool,
+    stacked: tuple[int, ...] = (),
 ) -> ParameterPlace:
-    """Read a parameter's place off the attributes that Megatron's layers set on it.
+    """Read a parameter's place from its attributes.
 
     ``tensor_model_parallel`` and ``partition_dim`` (``set_tensor_model_parallel_attributes`` in
-    megatron/core/tensor_parallel/layers.py) say what is divided; ``allreduce=False`` marks expert
-    parameters, which are divided over the expert-tensor axis.
+    megatron/core/tensor_parallel/layers.py) say which dim is divided. ``allreduce=False`` marks
+    parameters of experts, which are divided over the expert-tensor axis. ``gated`` says that
+    MLPs stack gate and up projection; ``stacked`` are the shares of unequal blocks that this
+    parameter stacks.
     """
     parameter = raw(parameter)
     of_expert = not getattr(parameter, "allreduce", True) or ".experts." in f".{name}"
@@ -64,13 +67,16 @@ def place_parameter(
     if size == 1 or dim is None:
         return ParameterPlace(name, tuple(shape), ())
     shape[dim] *= size
-    stacked = gated and dim == 0 and is_within_first_of_gated(name)
-    rule = BlockShard(dim) if stacked else Shard(dim)
+    rule: Shard | BlockShard = Shard(dim)
+    if gated and dim == 0 and is_within_first_of_gated(name):
+        rule = BlockShard(dim)
+    elif stacked and dim == 0:
+        rule = BlockShard(dim, stacked)
     return ParameterPlace(name, tuple(shape), (Step(axis, rule),))
 
 
 def _divided_dim(name: str, parameter: torch.nn.Parameter) -> int | None:
-    """The dim that tensor parallelism divides, by name or by mark; ``None`` for a whole one."""
+    """The dim that tensor parallelism divides, if any, by name or by attribute."""
     grouped = _GROUPED.search(name)
     if grouped is not None:
         layer, leaf = grouped.groups()

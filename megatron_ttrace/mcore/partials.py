@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of activations that are partial by design: the sum over an axis is the gradient.
 
-Sparse attention over absorbed latents (``DSAttention`` in
-megatron/core/transformer/experimental_attention_variant/dsa.py) takes its own heads' queries, and
-on every tensor-parallel rank the whole compressed key, which all heads share: the key's gradient is
-the sum over the rank's heads, and the ranks' sums are added where the key was gathered
-(``AbsorbedMLASelfAttention``, absorbed_mla.py beside it). The value is a part of the key. It also
-takes a weight as an argument, whose gradient is of the rank's own tokens, as any weight's is before
-gradients are reduced.
+In sparse attention over absorbed latents (``DSAttention`` in
+megatron/core/transformer/experimental_attention_variant/dsa.py) all heads share one compressed key,
+of which the value is a part. Each tensor-parallel rank has the whole key, and its gradient there is
+the sum over the rank's heads. The ranks' sums are added where the key was gathered
+(``AbsorbedMLASelfAttention``, absorbed_mla.py in the same folder). A weight is also an argument; as
+for any weight, its gradient is of the rank's own tokens until gradients are reduced.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.captured import Partials
 
 _KEY, _WEIGHT = 1, 6
-"""Places among the arguments: query, key, value, mask, hidden states, queries' latent, weight."""
+"""Positions in the arguments (query, key, value, mask, hidden states, latent, weight)."""
 
 
 def partials(chunks: Iterable[Names]) -> Partials:
-    """Those of a rank's model chunks."""
+    """Those of a rank's model chunks: (module, index of the argument) -> axis."""
     found: Partials = {}
     for names in chunks:
         for name, module in names.modules.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common location in Megatron of each sort of fault: where to begin to look.
+"""The common location in Megatron of each sort of fault: where to start looking.
 
-The first line that fits wins; an empty column fits everything. The files and functions are those
-of megatron-core 0.19; a test looks each of them up in the installed one.
+The first place that fits is used; an empty field fits everything. Files and functions are those of
+megatron-core 0.19; a test looks each of them up in the installed release.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BACKWARD = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 _UPDATE = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.PARAM)
 
 _LONGEST = 1000
-"""Characters of a name that are searched; one read from a file may be longer."""
+"""Characters of a name that are searched; a name from a file may be longer."""
 
 _NORM = r"layer_norm_|(layernorm|norm)\."
 _EMBEDDING = r"^embedding\.|^output_layer"
@@ -33,7 +33,7 @@ _ROW = r"linear_(proj|fc2)\b"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """A function of Megatron and the faults that it is the common location of.
+    """A function of Megatron, and the faults for which it is the common location.
 
     ``where`` is ``file:function``, the file relative to the package ``megatron``.
     """
@@ -55,66 +55,46 @@ class Place:
 
 
 _FINALIZE = "core/distributed/finalize_model_grads.py"
-_LAYERS = "core/tensor_parallel/layers.py"
-_MAPPINGS = "core/tensor_parallel/mappings.py"
 _BUFFER = "core/distributed/param_and_grad_buffer.py"
+_DDP = "core/distributed/distributed_data_parallel.py"
+_ZERO = "core/optimizer/distrib_optimizer.py"
+_SCHEDULES = "core/pipeline_parallel/schedules.py"
+_LAYERS = "core/tensor_parallel/layers.py"
+_REDUCE = "core/tensor_parallel/mappings.py:reduce_from_tensor_model_parallel_region"
+_P2P = "core/pipeline_parallel/p2p_communication.py:P2PCommunicator"
+_TE = "core/extensions/transformer_engine.py"
+_ATTENTION = "core/transformer/dot_product_attention.py:DotProductAttention"
+_ROTARY = "core/models/common/embeddings/rope_utils.py:get_pos_emb_on_this_cp_rank"
+_MOE = "core/transformer/moe"
+_NORM_LAYER = "core/fusions/fused_layer_norm.py:FusedLayerNorm"
+_CROSS_ENTROPY = "core/tensor_parallel/cross_entropy.py:VocabParallelCrossEntropy"
+_LINEAR = f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication"
+_NON_TENSOR = f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads"
+_EMBEDDINGS = f"{_FINALIZE}:_allreduce_word_embedding_grads"
+_LOSS = f"{_SCHEDULES}:forward_step_calc_loss"
 
 PLACES = (
     Place("core/tensor_parallel/random.py:model_parallel_cuda_manual_seed", (Cause.RANDOM_STATE,)),
     Place(f"{_BUFFER}:_ParamAndGradBuffer", (Cause.INITIAL_VALUES,)),
     Place("core/transformer/transformer_block.py:get_num_layers_to_build", (Cause.LAYERS,)),
     Place("core/optimizer/__init__.py:_get_param_groups_and_buffers", (Cause.ZERO,), _UPDATE),
-    Place(
-        "core/distributed/distributed_data_parallel.py:_make_backward_post_hook",
-        (Cause.ZERO,),
-        _GRADIENT,
-    ),
-    Place(f"{_FINALIZE}:_allreduce_word_embedding_grads", (Cause.TIED,)),
+    Place(f"{_DDP}:_make_backward_post_hook", (Cause.ZERO,), _GRADIENT),
+    Place(_EMBEDDINGS, (Cause.TIED,)),
     Place(f"{_FINALIZE}:finalize_model_grads", (Cause.WEIGHTS,)),
-    Place(f"{_FINALIZE}:_allreduce_word_embedding_grads", (), _GRADIENT, _EMBEDDING, ("pp",)),
+    Place(_EMBEDDINGS, (), _GRADIENT, _EMBEDDING, ("pp",)),
     Place(
         f"{_FINALIZE}:_allreduce_router_grads", (Cause.PARTIAL,), _GRADIENT, r"router\.", ("pp",)
     ),
-    Place(
-        f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
-        (Cause.PARTIAL, *FACTORS),
-        _GRADIENT,
-        _NORM + r"|router\.|bias$",
-        ("tp",),
-    ),
-    Place(
-        f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
-        (Cause.PARTIAL,),
-        _GRADIENT,
-        "",
-        ("tp",),
-    ),
+    Place(_NON_TENSOR, (Cause.PARTIAL, *FACTORS), _GRADIENT, _NORM + r"|router\.|bias$", ("tp",)),
+    Place(_NON_TENSOR, (Cause.PARTIAL,), _GRADIENT, "", ("tp",)),
     Place(f"{_BUFFER}:start_grad_sync", (Cause.PARTIAL,), _GRADIENT, "", ("dp", "cp", "edp")),
-    Place(
-        "core/pipeline_parallel/schedules.py:forward_step_calc_loss",
-        FACTORS,
-        (*_GRADIENT, *_BACKWARD),
-        "",
-        ("cp", "microbatches"),
-    ),
+    Place(_LOSS, FACTORS, (*_GRADIENT, *_BACKWARD), "", ("cp", "microbatches")),
     Place(f"{_BUFFER}:start_grad_sync", FACTORS, _GRADIENT, "", ("dp", "edp")),
     Place(f"{_LAYERS}:VocabParallelEmbedding", (Cause.TOKEN_IDS,)),
     Place(f"{_LAYERS}:VocabParallelEmbedding", (), _ACTIVATION, r"word_embeddings", ("tp",)),
-    Place(f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication", (Cause.OPERAND,)),
-    Place(
-        f"{_MAPPINGS}:reduce_from_tensor_model_parallel_region",
-        (Cause.PARTIAL,),
-        _ACTIVATION,
-        "",
-        ("tp",),
-    ),
-    Place(
-        f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication",
-        (Cause.PARTIAL,),
-        _BACKWARD,
-        "",
-        ("tp",),
-    ),
+    Place(_LINEAR, (Cause.OPERAND,)),
+    Place(_REDUCE, (Cause.PARTIAL,), _ACTIVATION, "", ("tp",)),
+    Place(_LINEAR, (Cause.PARTIAL,), _BACKWARD, "", ("tp",)),
     Place(f"{_LAYERS}:RowParallelLinear", (Cause.ADDEND,), (), _ROW),
     Place("core/fusions/fused_bias_dropout.py:_bias_dropout_add_func", (Cause.ADDEND,)),
     Place("core/transformer/mlp.py:MLP", (Cause.HALVES,)),
@@ -124,62 +104,29 @@ PLACES = (
         _ACTIVATION,
         r"^decoder\.layers\.\d+$",
     ),
+    Place(_P2P, (Cause.OTHER_TIME,), (*_ACTIVATION, *_BACKWARD)),
     Place(
-        "core/pipeline_parallel/p2p_communication.py:P2PCommunicator",
-        (Cause.OTHER_TIME,),
-        (*_ACTIVATION, *_BACKWARD),
-    ),
-    Place(
-        "core/optimizer/distrib_optimizer.py:_build_model_gbuf_param_range_map",
+        f"{_ZERO}:_build_model_gbuf_param_range_map",
         (Cause.OFFSET, Cause.ROWS, Cause.ORDER, Cause.COPY),
         _UPDATE,
     ),
     Place(f"{_BUFFER}:finish_grad_sync", (Cause.COPY, Cause.ROWS, Cause.OTHER_TIME), _GRADIENT),
     Place("core/utils.py:get_batch_on_this_cp_rank", (Cause.OFFSET, Cause.ORDER), (), "", ("cp",)),
-    Place(
-        "core/models/common/embeddings/rope_utils.py:get_pos_emb_on_this_cp_rank",
-        (Cause.OFFSET, Cause.ORDER, Cause.ROWS),
-        (),
-        "rotary",
-    ),
-    Place(
-        "core/extensions/transformer_engine.py:TEDotProductAttention",
-        (),
-        (),
-        r"core_attention",
-        ("cp",),
-    ),
-    Place(
-        "core/transformer/dot_product_attention.py:DotProductAttention", (), (), r"core_attention"
-    ),
-    Place("core/transformer/moe/router.py:TopKRouter", (), (), r"router\b"),
-    Place(
-        "core/transformer/moe/token_dispatcher.py:MoEAlltoAllTokenDispatcher",
-        (),
-        (),
-        r"\.experts\b",
-    ),
+    Place(_ROTARY, (Cause.OFFSET, Cause.ORDER, Cause.ROWS), (), "rotary"),
+    Place(f"{_TE}:TEDotProductAttention", (), (), r"core_attention", ("cp",)),
+    Place(_ATTENTION, (), (), r"core_attention"),
+    Place(f"{_MOE}/router.py:TopKRouter", (), (), r"router\b"),
+    Place(f"{_MOE}/token_dispatcher.py:MoEAlltoAllTokenDispatcher", (), (), r"\.experts\b"),
     Place("core/optimizer/clip_grads.py:get_grad_norm_fp32", (), (Kind.GRAD_NORM,)),
-    Place("core/pipeline_parallel/schedules.py:forward_step_calc_loss", (), (Kind.LOSS,)),
-    Place(
-        "core/tensor_parallel/cross_entropy.py:VocabParallelCrossEntropy",
-        (),
-        (),
-        r"^model$",
-        ("tp",),
-    ),
-    Place("core/extensions/transformer_engine.py:TELinear", (Cause.PRECISION,), (), r"linear_"),
-    Place(
-        "core/extensions/transformer_engine.py:TELayerNormColumnParallelLinear",
-        (Cause.CAST,),
-        (),
-        _COLUMN,
-    ),
-    Place("core/extensions/transformer_engine.py:TELinear", (Cause.CAST,)),
+    Place(_LOSS, (), (Kind.LOSS,)),
+    Place(_CROSS_ENTROPY, (), (), r"^model$", ("tp",)),
+    Place(f"{_TE}:TELinear", (Cause.PRECISION,), (), r"linear_"),
+    Place(f"{_TE}:TELayerNormColumnParallelLinear", (Cause.CAST,), (), _COLUMN),
+    Place(f"{_TE}:TELinear", (Cause.CAST,)),
     Place(f"{_LAYERS}:ColumnParallelLinear", (), (*_ACTIVATION, *_BACKWARD, *_GRADIENT), _COLUMN),
     Place(f"{_LAYERS}:RowParallelLinear", (), (*_ACTIVATION, *_BACKWARD, *_GRADIENT), _ROW),
-    Place("core/fusions/fused_layer_norm.py:FusedLayerNorm", (), (), _NORM + r"|norm$"),
-    Place("core/optimizer/distrib_optimizer.py:DistributedOptimizer", (), _UPDATE),
+    Place(_NORM_LAYER, (), (), _NORM + r"|norm$"),
+    Place(f"{_ZERO}:DistributedOptimizer", (), _UPDATE),
     Place(f"{_FINALIZE}:finalize_model_grads", (), _GRADIENT),
 )
 
@@ -190,16 +137,16 @@ MODULES = (
         r"(^|\.)embedding",
         "core/models/common/embeddings/language_model_embedding.py:LanguageModelEmbedding",
     ),
-    (r"core_attention", "core/transformer/dot_product_attention.py:DotProductAttention"),
+    (r"core_attention", _ATTENTION),
     (r"(self|cross)_attention", "core/transformer/attention.py:Attention"),
-    (r"router", "core/transformer/moe/router.py:TopKRouter"),
-    (r"experts", "core/transformer/moe/token_dispatcher.py:MoETokenDispatcher"),
+    (r"router", f"{_MOE}/router.py:TopKRouter"),
+    (r"experts", f"{_MOE}/token_dispatcher.py:MoETokenDispatcher"),
     (r"layernorm|(^|\.)norm", "core/transformer/torch_norm.py:WrappedTorchNorm"),
     (r"(^|\.)mlp", "core/transformer/mlp.py:MLP"),
     (r"output_layer", f"{_LAYERS}:ColumnParallelLinear"),
     (r"layers\.\d+$", "core/transformer/transformer_layer.py:TransformerLayer"),
 )
-"""What computes a tensor, by its module's name: where to look when nothing else is known."""
+"""The code of a module, by its name: where to look if nothing else is known."""
 
 _LOADER = "get_batch() of the training script"
 _STAGES = "core/transformer/transformer_block.py:get_num_layers_to_build"
@@ -209,8 +156,8 @@ _OPTIMIZER = "core/optimizer/optimizer.py:MegatronOptimizer"
 def location(tensor: Verdict, finding: Finding | None = None) -> str:
     """``function in megatron/file:line``, where to look for the cause of a failure.
 
-    The line is that of the installed Megatron; without one there is none. Empty when no location
-    is common for such a fault.
+    The line is that of the installed Megatron, if there is one. Empty if there is no common
+    location for such a fault.
     """
     if finding is not None:
         for place in PLACES:

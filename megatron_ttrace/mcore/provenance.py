@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which run this is: its command, its script, the Megatron that it imported, where and when."""
+"""What identifies a run: its command, script and Megatron, the host, user and date."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _environment: dict[str, str] = {}
 
 
 def begin() -> None:
-    """Note the time and the environment of a run; later calls change nothing.
+    """Record the time and the environment of a run; later calls do nothing.
 
-    Megatron sets variables itself while it builds a model.
+    Megatron itself sets variables while it builds a model.
     """
     global _began
     if not _began:
@@ -71,7 +71,7 @@ def command_line(words: Sequence[str] = ()) -> str:
 
 
 def require_found() -> None:
-    """Check that the Megatron imported is the one that ``sys.path`` leads to by now.
+    """Check that the imported Megatron is the one that ``sys.path`` leads to now.
 
     Raises:
         TTraceError: when the script changed ``sys.path`` after Megatron had been imported for it.
@@ -119,7 +119,7 @@ def collect(args: MegatronArguments) -> Run:
 
 
 def numeric_environment() -> dict[str, str]:
-    """Those variables that can change a number of a single device."""
+    """Variables that can change numbers on a single device."""
     begin()
     return _chosen(_environment, _NUMERIC_NAMES, _NUMERIC_PREFIXES)
 
@@ -127,8 +127,8 @@ def numeric_environment() -> dict[str, str]:
 def commit_of(file: Path) -> tuple[str, bool]:
     """The commit of the git checkout that tracks ``file``, and whether tracked files differ.
 
-    An installed package often lies inside somebody's repository without being part of it: there,
-    and without git, the commit is empty.
+    The commit is empty without git, and for an installed package that is in the folder of a
+    repository without being part of it.
     """
     folder = file.parent
     if _git(folder, "ls-files", "--error-unmatch", "--", file.name) is None:
@@ -140,7 +140,7 @@ def commit_of(file: Path) -> tuple[str, bool]:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    # Inside a hook git's variables name another repository than the folder's.
+    # In a git hook, git's variables name another repository.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     try:
         done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be still during a rehearsal: dropout, and Megatron's rerun state machine."""
+"""What is switched off or restored for a rehearsal: dropout, reruns, metrics, random states."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout
 
 
 def has_dropout(args: MegatronArguments) -> bool:
-    """Whether this run drops anything."""
+    """Whether this run uses dropout."""
     return bool(args.hidden_dropout or args.attention_dropout)
 
 
 @contextmanager
 def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """No element is dropped: masks drawn by differently laid out ranks cannot agree.
+    """Switch dropout off, because ranks of different layouts draw different masks.
 
-    ``bias_dropout_add`` reads ``hidden_dropout`` of its layer, attention and embedding own
-    ``torch.nn.Dropout`` modules, TransformerEngine keeps ``attention_dropout``.
+    ``bias_dropout_add`` reads ``hidden_dropout`` of its layer, attention and embedding have
+    ``torch.nn.Dropout`` modules, and TransformerEngine keeps ``attention_dropout``.
     """
     changed: list[tuple[Any, str, Any]] = []
     try:
@@ -46,10 +46,9 @@ def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def one_attempt() -> Iterator[None]:
-    """Switch Megatron's rerun state machine off: it should not count a rehearsal.
+    """Switch off Megatron's rerun state machine, which would count a rehearsal as a step.
 
-    Nor end it: on a loss or gradient that is no number it raises, and nobody would learn in which
-    module that began.
+    On a NaN loss or gradient it would also raise, before the check finds the module where it began.
     """
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
@@ -66,7 +65,7 @@ def one_attempt() -> Iterator[None]:
 
 @contextmanager
 def metrics_kept() -> Iterator[None]:
-    """What a rehearsal adds to metrics that are logged with the step (MoE, MTP) is dropped."""
+    """Discard what a rehearsal adds to the metrics that are logged with a step (MoE, MTP)."""
     trackers = list(_trackers())
     kept = [dict(tracker) for tracker in trackers]
     try:
@@ -80,7 +79,7 @@ def metrics_kept() -> Iterator[None]:
 
 
 def _trackers() -> Iterator[dict[str, Any]]:
-    """Where modules sum up, over the microbatches of a step, what is logged at its end."""
+    """Where modules sum up metrics over the microbatches of a step."""
     with suppress(ImportError, AttributeError):
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -97,12 +96,12 @@ def _trackers() -> Iterator[dict[str, Any]]:
 
 
 def _accept(*args: Any, **kwargs: Any) -> None:
-    """Let every result pass: judging them is what the rehearsal is for."""
+    """Accept every result; the check judges them."""
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Random numbers that a rehearsal draws are drawn again by the real step."""
+    """Restore random states, so that the real step draws the numbers that a rehearsal drew."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()

@@ -44,6 +44,10 @@ def apply(args: argparse.Namespace, settings: Settings) -> None:
     for name, value in {**decisions.derive(args), **own}.items():
         if hasattr(args, name) and name not in chosen:
             setattr(args, name, value)
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern and "hybrid_layer_pattern" not in chosen:
+        # Where pipeline stages end (``Symbols.PIPE``, hybrid_layer_allocation.py).
+        args.hybrid_layer_pattern = pattern.replace("|", "")
 
 
 def explicit(reference_args: str) -> set[str]:

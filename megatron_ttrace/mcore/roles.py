@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a canonical name says about the part of the model that a tensor belongs to.
+"""What a canonical name says about the module that a tensor belongs to.
 
-Other rooms ask here, so that what Megatron calls its modules is known in one room.
+Other rooms ask here, so that Megatron's names are known in one room.
 """
 
 from __future__ import annotations
@@ -11,17 +11,33 @@ import re
 from megatron_ttrace.trace.records import Kind
 
 INNER_ATTENTION = "core_attention"
-"""Scores and their sum, between the projections."""
+"""The attention between the projections."""
 
 HEAD = "output_layer"
-"""Hidden states to the vocabulary's scores."""
+"""From hidden states to logits."""
 
 LOOKED_UP = {"word_embeddings": 0, "position_embeddings": 1}
-"""Tables of an embedding, and which of the model's inputs they are looked up by."""
+"""Tables of an embedding, and the index of the model's input that they are looked up by."""
 
 FIRST_OF_GATED: tuple[str, ...] = ("linear_fc1",)
-"""Linear layers whose output, and whose parameters' dim 0, stack gate and up projection where MLPs
-are gated. Tensor parallelism divides each of the two halves."""
+"""Linear layers whose output, and whose parameters in dim 0, stack gate and up projection in gated
+MLPs. Tensor parallelism divides each of the two halves."""
+
+STATE_SPACE = {
+    "A_log": ((0.5, 0.5), (1.9, 0.7)),
+    "dt_bias": ((-2.0, 0.5), (-4.6, 1.3)),
+    "D": ((0.5, 0.2), (1.0, 0.0)),
+}
+"""Parameters of Mamba layers and gated delta nets, by the last part of their name: mean and
+standard deviation of start values that reveal faults (a state is carried over some five tokens, and
+is as large as the direct share), and of Megatron's own (megatron/core/ssm/mamba_mixer.py)."""
+
+_PARTIAL = {
+    Kind.OUTPUT: ("", "linear_fc2", "quantization_unpadding"),
+    Kind.INPUT: ("quantization_unpadding",),
+    Kind.GRAD_INPUT: ("", "linear_fc1", "quantization_padding"),
+    Kind.GRAD_OUTPUT: ("quantization_padding",),
+}
 
 _SHARED = ("word_embeddings.weight", "output_layer.weight")
 _NUMBERED_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
@@ -29,29 +45,29 @@ _ONE_BY_ONE = "local_experts."
 
 
 def is_within_experts(name: str) -> bool:
-    """Whether a tensor lies inside a layer's experts, whose ranks are numbered in their own way."""
+    """Whether a tensor is inside a layer's experts, which have their own numbering of ranks."""
     return ".experts." in f".{name}."
 
 
 def is_shared_embedding(name: str) -> bool:
-    """Whether a weight is one that the first and the last stage can hold copies of."""
+    """Whether the first and the last pipeline stage can hold copies of a weight."""
     return name.endswith(_SHARED)
 
 
 def is_first_of_gated(module: str) -> bool:
-    """Whether a module's output stacks gate and up projection where MLPs are gated."""
+    """Whether a module's output stacks gate and up projection in gated MLPs."""
     return module.endswith(FIRST_OF_GATED)
 
 
 def is_within_first_of_gated(parameter: str) -> bool:
-    """Whether a parameter is one of such a module."""
+    """Whether a parameter belongs to such a module."""
     return not set(FIRST_OF_GATED).isdisjoint(parameter.split("."))
 
 
 def expert_and_module(within: str) -> tuple[int | None, str]:
-    """The number of the expert and the module in it, of a name within the experts of a layer.
+    """The expert's number, and the module in it, for a name within the experts of a layer.
 
-    Experts that are computed together have no number: ``None``.
+    Experts that are computed together have no number (``None``).
     """
     if not within.startswith(_ONE_BY_ONE):
         return None, within
@@ -60,22 +76,22 @@ def expert_and_module(within: str) -> tuple[int | None, str]:
 
 
 def without_number(name: str) -> str:
-    """A parameter's name with the number of its expert left out."""
+    """A parameter's name without the number of its expert."""
     return _NUMBERED_EXPERT.sub("*", name)
 
 
 def is_partial(kind: Kind, module: str) -> bool:
-    """Whether, with expert tensor parallelism, a tensor is partial.
+    """Whether a tensor is partial on each rank of expert tensor parallelism.
 
-    The second linear layer leaves its output to the dispatcher's reduce-scatter, and the gradient
-    of what was gathered for the first is reduce-scattered behind it (``explicit_expert_comm`` in
-    megatron/core/tensor_parallel/layers.py).
+    The dispatcher reduce-scatters the output of the second linear layer, and the gradient of the
+    input that was gathered for the first (``explicit_expert_comm`` in
+    megatron/core/tensor_parallel/layers.py). With FP8, padding is added before
+    the first and removed after the second (``quantization_padding`` in
+    megatron/core/transformer/moe/experts.py).
 
     Args:
         kind: of the tensor.
         module: its name within the experts, without an expert's number: ``""`` for the experts as
             a whole and for one expert, ``linear_fc1``, ``linear_fc2``, ...
     """
-    if kind is Kind.OUTPUT:
-        return module in ("", "linear_fc2")
-    return kind is Kind.GRAD_INPUT and module in ("", "linear_fc1")
+    return module in _PARTIAL.get(kind, ())

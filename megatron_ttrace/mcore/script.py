@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a training script as ``python SCRIPT`` runs it, with the ``--ttrace`` flags known to it.
 
-A process started with this file as its program, and a fork of one that imported Megatron, both end
-in :func:`run`: the script finds on ``sys.path`` what ``python SCRIPT`` would find in the same shell
-and directory, so it imports the same Megatron, and its own neighbours. The launcher's own first
-entry (the folder of the ``ttrace`` command, or the current directory with ``python -m``) is not
-among them. The script need not call ``megatron_ttrace.enable()``.
+A process that was started with this file as its program, and a fork of one that imported Megatron,
+both call :func:`run`. The script gets the ``sys.path`` of ``python SCRIPT`` in the same shell and
+directory, so it imports the same Megatron, and the modules beside it. The first entry of the
+launcher's path (the folder of the ``ttrace`` command, or the current directory with ``python -m``)
+is left out. The script need not call ``megatron_ttrace.enable()``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MEGATRON = ("megatron.core", "megatron.training")
-"""The packages that must be the script's own choice."""
+"""Packages that must be imported from where the script would."""
 
 _PARSER = "megatron.training.arguments"
 _BACKEND = ("megatron", "transformer_engine", "apex")
@@ -34,9 +34,9 @@ is_program = False
 """Whether this file is the program of this process."""
 
 
-def command(script: str | Path, arguments: Sequence[str] = ()) -> list[str]:
-    """The command line of a fresh process that runs ``script``."""
-    return [sys.executable, __file__, str(script), *arguments]
+def command(script: str | Path) -> list[str]:
+    """The command of a new process that runs ``script``; its arguments are to be appended."""
+    return [sys.executable, __file__, str(script)]
 
 
 def search_path(script: str | Path) -> list[str]:
@@ -81,7 +81,7 @@ def shadowed(script: str | Path, path: Sequence[str]) -> str:
             if module is None or (ending != ".py" and not (Path(folder) / entry).is_dir()):
                 continue
             spec = _find(name, [folder])
-            # A folder without __init__.py gives way to a real package anywhere on the path.
+            # A folder without __init__.py has lower priority than a package anywhere on the path.
             if spec is None or spec.origin is None:
                 continue
             if _located(getattr(module, "__file__", None) or "") != _located(spec.origin):
@@ -92,7 +92,7 @@ def shadowed(script: str | Path, path: Sequence[str]) -> str:
 def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     """Run ``script`` as ``__main__`` of this process.
 
-    With ``--ttrace`` among its arguments, Megatron's parser learns our flags when it is imported.
+    With ``--ttrace`` among its arguments, our flags are added to Megatron's parser on its import.
     """
     sys.argv = [script, *arguments]
     sys.path[:] = path
@@ -110,8 +110,8 @@ def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
 def _enable_on_import() -> None:
     """Do what ``megatron_ttrace.enable()`` does, for a script that does not call it.
 
-    Megatron may lie in a folder that the script itself puts on ``sys.path``, so nothing of it is
-    imported before the script does.
+    The script itself may put Megatron's folder on ``sys.path``, so Megatron is not imported before
+    the script does.
     """
     if "megatron.core" in sys.modules:  # a fork of a process that imported it
         import megatron_ttrace
@@ -131,7 +131,7 @@ class _Awaiting:
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Called for every module that is about to be imported; finds none but the parser's."""
+        """Called for every module to be imported; finds only the parser's."""
         del path, target
         if name not in (*_BACKEND, _PARSER):
             return None
@@ -164,7 +164,7 @@ class _Awaiting:
 
 @contextlib.contextmanager
 def as_search_path_of(script: str | Path) -> Iterator[None]:
-    """Import what ``python SCRIPT`` would import, for a while."""
+    """Import what ``python SCRIPT`` would import."""
     with _as_search_path(search_path(script)):
         yield
 
@@ -180,7 +180,7 @@ def _as_search_path(path: Sequence[str]) -> Iterator[None]:
 
 
 def _located(file: str) -> str:
-    """One spelling of a path. A link to a file stays: what lies around it may be different."""
+    """A path in one spelling. A link to a file is kept, because its neighbours are others."""
     folder, name = os.path.split(os.path.abspath(file))
     return os.path.join(os.path.realpath(folder), name)
 
@@ -192,11 +192,11 @@ def _folder(script: str | Path) -> str:
 
 @functools.cache
 def _interpreter(directory: str, variables: tuple[str | None, ...]) -> tuple[bool, tuple[str, ...]]:
-    """Whether the script's folder is left out, and the rest of a fresh interpreter's path.
+    """Whether the script's folder is left out, and the rest of a new interpreter's path.
 
-    The interpreter is asked: this process was started in another way than a script is.
+    A new interpreter is asked, because this process was not started as a script is.
     """
-    del directory, variables  # a child process has them; here they are the key of the cache
+    del directory, variables  # inherited by the child; here they are the key of the cache
     code = "import json, sys; print(json.dumps([sys.flags.safe_path, sys.path]))"
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
@@ -214,7 +214,7 @@ def _find(name: str, where: Sequence[str] | None) -> importlib.machinery.ModuleS
 
 
 def _main() -> None:
-    # Python put the folder of this file where the script's belongs.
+    # The first entry is the folder of this file.
     if not sys.flags.safe_path:
         sys.path[0] = _folder(sys.argv[1])
     path = sys.path[:]

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put ``--ttrace`` into a checkout's ``pretrain_gpt.py``, and take it out again."""
+"""Put ``--ttrace`` into a checkout's ``pretrain_gpt.py``, and take it out again.
+
+The patches are unified diffs that ``git apply`` takes too, each of one place in one file. Lines are
+compared without their ends, so checkouts with Windows line ends can be patched; inserted lines get
+the ends of the file, and everything else keeps its bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,51 +17,99 @@ from pathlib import Path
 
 from megatron_ttrace import resources
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import unified_diff
 from megatron_ttrace.trace import codec
 
 _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 _MOST_BYTES = 16 << 20
-"""Of a file in a checkout: a script has a few thousand."""
+"""Of a file in a checkout; a script has a few thousand."""
 _PATCH_NAME = re.compile(r"core_v(\d+)\.(\d+)\.(\d+)\.patch")
+_DIFF = re.compile(
+    r"^\+\+\+ b/(?P<path>\w+\.py)\n@@ -(?P<start>[1-9]\d{0,8}),\d+ \+\d+,\d+ @@\n"
+    r"(?P<lines>(?:[ +-].*\n)+)\Z",
+    re.MULTILINE,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptPatch:
+    """A change of one file: the lines ``before`` become the lines ``after``.
+
+    ``start`` is the index of the first line in the file that the patch was made from.
+    """
+
+    path: str
+    start: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def reversed(self) -> ScriptPatch:
+        """The patch that undoes this one."""
+        return dataclasses.replace(self, before=self.after, after=self.before)
+
+    def places(self, texts: list[str], size: int) -> list[int]:
+        """Where the first ``size`` lines of ``before`` are; the nearest to ``start`` first."""
+        wanted = [*self.before[:size]]
+        found = [n for n in range(len(texts)) if texts[n : n + size] == wanted]
+        return sorted(found, key=lambda n: abs(n - self.start))
+
+
+def parse(text: str) -> ScriptPatch:
+    """Read a patch of one place in one file; text before its header is commentary.
+
+    Raises:
+        ValueError: when it is something else.
+    """
+    match = _DIFF.search(text)
+    if match is None:
+        raise ValueError("not a unified diff of one place in one file")
+    lines = match["lines"].removesuffix("\n").split("\n")
+    return ScriptPatch(
+        path=match["path"],
+        start=int(match["start"]) - 1,
+        before=tuple(line[1:] for line in lines if line[0] != "+"),
+        after=tuple(line[1:] for line in lines if line[0] != "-"),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkout:
-    """A checkout, and what our patch finds in it."""
+    """A checkout, and the patch for it.
+
+    Attributes:
+        version: what the checkout says it is; its tag may differ.
+        patch_file: the patch.
+        patch: its content.
+        script: the file to patch.
+        content: of the script, when it was read.
+    """
 
     version: str
-    """What the checkout says it is; tags and this do not always agree."""
     patch_file: Path
-    patch: unified_diff.Patch
+    patch: ScriptPatch
     script: Path
     content: bytes
-    """Of the script, when it was looked at."""
 
     @property
     def applied(self) -> bool:
-        """Whether the script has our lines.
-
-        The way back is what tells: where nothing is removed, the way there fits a patched file
-        as well.
-        """
-        return unified_diff.fits(self.patch.reversed(), self.content)
+        """Whether the script has our lines."""
+        texts = _texts(self.content.splitlines())
+        return bool(self.patch.reversed().places(texts, len(self.patch.after)))
 
     @property
     def lines_added(self) -> int:
-        """How much the patch adds to the script."""
-        return sum(sign == "+" for hunk in self.patch.hunks for sign, _ in hunk.lines)
+        """By how many lines the patch makes the script longer."""
+        return len(self.patch.after) - len(self.patch.before)
 
 
 def find(checkout: Path) -> Checkout:
     """Recognise the checkout and read what is needed to patch it.
 
     Raises:
-        TTraceError: when this is no checkout of a release that there is a patch for.
+        TTraceError: when it is not a checkout of a release that there is a patch for.
     """
     version = _version(checkout)
     path = _patch_for(version, checkout)
-    patch = unified_diff.parse(path.read_text(encoding="utf-8"))
+    patch = parse(path.read_text(encoding="utf-8"))
     script = checkout / patch.path
     try:
         content = codec.read(script, _MOST_BYTES)
@@ -96,9 +149,9 @@ def unpatched(checkout: Checkout) -> bytes:
 
 
 def write(checkout: Checkout, content: bytes) -> bool:
-    """Replace the script in one step, unless it is so already; return whether it was written.
+    """Replace the script in one step; returns whether its content changed.
 
-    Permissions stay, and a symbolic link to the script stays one.
+    Permissions are kept, and a symbolic link to the script remains one.
 
     Raises:
         TTraceError: when the script cannot be replaced.
@@ -144,12 +197,10 @@ def _version(checkout: Path) -> str:
 
 
 def _patch_for(version: str, checkout: Path) -> Path:
-    """The patch of the same release series: branches go on after a tag and count up."""
-    folder = resources.patches_dir() / "megatron-lm"
+    """The patch of the same release series: its branch continues after the tag."""
     series = {}
-    for path in sorted(folder.glob("*.patch")):
-        match = _PATCH_NAME.fullmatch(path.name)
-        if match:
+    for path in sorted((resources.patches_dir() / "megatron-lm").glob("*.patch")):
+        if match := _PATCH_NAME.fullmatch(path.name):
             series[f"{match[1]}.{match[2]}"] = path
     wanted = ".".join(version.split(".")[:2])
     if wanted not in series:
@@ -161,12 +212,30 @@ def _patch_for(version: str, checkout: Path) -> Path:
     return series[wanted]
 
 
-def _apply(patch: unified_diff.Patch, checkout: Checkout) -> bytes:
-    try:
-        return unified_diff.apply(patch, checkout.content)
-    except unified_diff.DoesNotFitError as error:
-        there = "the file ends" if error.found is None else f"{error.found!r} is in the way"
+def _texts(lines: list[bytes]) -> list[str]:
+    return [line.rstrip(b"\r\n").decode("utf-8", "surrogateescape") for line in lines]
+
+
+def _apply(patch: ScriptPatch, checkout: Checkout) -> bytes:
+    lines = checkout.content.splitlines(keepends=True)
+    texts = _texts(lines)
+    before, after = patch.before, patch.after
+    places = patch.places(texts, len(before))
+    if not places:
+        # The first line that differs where the lines begin, or would.
+        at = next(iter(patch.places(texts, 1)), patch.start)
+        there = [*texts[at : at + len(before)], None]
+        pairs = enumerate(zip(there, before, strict=False), start=at + 1)
+        line, (found, expected) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        problem = "the file ends" if found is None else f"{found!r} is in the way"
         raise TTraceError(
-            f"{checkout.script}:{error.line}: {there}, expected {error.expected!r}; "
-            "nothing was changed"
-        ) from error
+            f"{checkout.script}:{line}: {problem}, expected {expected!r}; nothing was changed"
+        )
+    place = places[0]
+    end = b"\r\n" if lines[place].endswith(b"\r\n") else b"\n"
+    same = next(
+        (n for n, (old, new) in enumerate(zip(before, after, strict=False)) if old != new),
+        min(len(before), len(after)),
+    )
+    inserted = [text.encode() + end for text in after[same:]]
+    return b"".join([*lines[: place + same], *inserted, *lines[place + len(before) :]])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that Megatron-FSDP shards (``--use-megatron-fsdp``, ZeRO-1 to 3).
 
-Between steps a module's parameters are sharded tensors (``DTensor``), each with the raw parameter
-that takes its place in forward and backward passes as ``orig_param``. The memory behind them are
-buckets of each parameter group: one that the optimizer steps (the main weights, or the model's own
-where there are none) and one that the model computes with
+Between steps a module's parameters are sharded tensors (``DTensor``). ``orig_param`` of each is the
+raw parameter that replaces it in forward and backward passes. Both are views of buckets, two per
+parameter group: one that the optimizer steps (main weights, or the model's own if there are none)
+and one that the model computes with
 (megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py).
 """
 
@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.placement.bucket_shard import bucket_shard
+from megatron_ttrace.placement.placements import FlatShard
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightPart:
-    """This rank's part of one weight; tensors are flat views of the buckets.
+    """This rank's part of one weight, as flat views of the buckets.
 
-    ``stepped`` is what the optimizer steps, the elements ``range`` of the flattened parameter;
-    ``weights`` what the model computes with, the elements ``weights_range``.
+    ``stepped`` is what the optimizer steps: elements ``range`` of the flattened parameter.
+    ``weights`` is what the model computes with: elements ``weights_range``.
     """
 
     stepped: torch.Tensor
@@ -34,7 +34,7 @@ class WeightPart:
 
 
 def buffers_of(chunks: Iterable[torch.nn.Module]) -> list[Any]:
-    """The parameter buffers of chunks that Megatron-FSDP wraps; empty for any other wrapper."""
+    """The parameter buffers of Megatron-FSDP; empty for any other wrapper."""
     found = (getattr(chunk, "param_and_grad_buffer", None) for chunk in chunks)
     return [buffer for buffer in found if hasattr(buffer, "parameter_groups")]
 
@@ -60,13 +60,13 @@ def parts_of(chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, Weig
 
 
 def range_of(buffer: Any, item: int) -> tuple[int, int]:
-    """The elements of a parameter that lie in this rank's shard of its bucket."""
+    """The elements of a parameter that are in this rank's shard of its bucket."""
     index, bucket, shard = (
         buffer.item_index_map[item],
         buffer.bucket_index,
         buffer.shard_bucket_index,
     )
-    part = bucket_shard(
+    part = FlatShard.of_bucket(
         index.global_data_index,
         index.size,
         bucket.size,
@@ -77,13 +77,13 @@ def range_of(buffer: Any, item: int) -> tuple[int, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: of a sharded one its part, flat."""
+    """This rank's part of a sharded tensor, flat; any other tensor itself."""
     part = getattr(tensor, "_local_tensor", None)
     return tensor if part is None else part.detach().reshape(-1)
 
 
 def like(sharded: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``values``, a flat part, as a tensor that is sharded as ``sharded`` is."""
+    """This rank's flat ``values`` as a tensor that is sharded like ``sharded``."""
     if getattr(sharded, "_local_tensor", None) is None:
         return values
     made = torch.empty_like(sharded, dtype=values.dtype)
@@ -92,7 +92,7 @@ def like(sharded: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def publish(chunks: Iterable[torch.nn.Module]) -> None:
-    """Bring what the optimizer steps to where the model computes with it, on all ranks."""
+    """Copy what the optimizer steps to what the model computes with, on all ranks."""
     for chunk in chunks:
         for buffer in buffers_of([chunk]):
             buffer.copy_main_weights_to_model_weights()

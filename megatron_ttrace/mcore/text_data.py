@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files into documents of byte tokens, in the format of Megatron's indexed data sets.
+"""Convert files to documents of byte tokens, in the format of Megatron's indexed data sets.
 
-A token is a byte, so any file will do, nothing has to be downloaded, and the vocabulary is small
-enough for a model that a laptop can check. Documents keep their uneven lengths: that is what
-makes samples cross document boundaries, and ``--eod-mask-loss`` and packing do something.
+A token is a byte, so any file will do, nothing is downloaded, and the vocabulary is small enough
+for a model on a laptop. Documents keep their different lengths, so that samples cross document
+boundaries, and ``--eod-mask-loss`` and packing have an effect.
 """
 
 from __future__ import annotations
@@ -24,31 +24,30 @@ from numpy.typing import NDArray
 from megatron_ttrace.errors import TTraceError
 
 EOD = 256
-"""The token after a document: the first number that no byte has."""
+"""The token after a document: the first number above those of bytes."""
 
 MOST_BYTES = 256 << 20
-"""Bytes of one document: they are held in memory, twice as large, to be written."""
+"""Limit for one document in bytes; in memory it takes twice as much."""
 
 VOCAB_SIZE = EOD + 1
-_DTYPE = numpy.uint16  # the smallest that holds them all, and what Megatron's tool would choose
+_DTYPE = numpy.uint16  # the smallest that fits, as Megatron's tool would choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What was written, in the units that a training run counts in."""
+    """A data set; ``prefix``, for ``--data-path``, is its path without ``.bin`` and ``.idx``."""
 
     prefix: Path
-    """What ``--data-path`` takes: the files' path without ``.bin`` and ``.idx``."""
     documents: int
     tokens: int
 
 
 def training_flags(prefix: Path, megatron_version: str) -> str:
-    """The Megatron arguments that train on ``prefix`` with the matching vocabulary.
+    """Megatron's arguments to train on ``prefix`` with the matching vocabulary.
 
-    ``NullTokenizer`` counts the end-of-document token as one of ``--vocab-size`` since 0.18, and
-    added it on top before. A flag of the other release makes EOD an ordinary byte (255), or a
-    token outside of the embedding.
+    Since 0.18 ``NullTokenizer`` includes the end-of-document token in ``--vocab-size``; before, it
+    added it. The value for the other release would make it an ordinary byte (255), or a token
+    outside of the embedding.
     """
     release = tuple(int(part) for part in megatron_version.split(".")[:2])
     vocab_size = VOCAB_SIZE if release >= (0, 18) else VOCAB_SIZE - 1
@@ -56,9 +55,9 @@ def training_flags(prefix: Path, megatron_version: str) -> str:
 
 
 def find_files(sources: Sequence[Path], pattern: str = "*") -> list[Path]:
-    """Every file named, and those in folders whose name matches ``pattern``; the order is fixed.
+    """All files of ``sources``; in folders those whose name matches ``pattern``, sorted.
 
-    Hidden files and caches of Python are left out: nobody means them when naming a folder.
+    Hidden files and Python's caches in folders are left out.
 
     Raises:
         TTraceError: when a source does not exist or a folder holds no match.
@@ -82,7 +81,7 @@ def _matches(folder: Path, pattern: str) -> list[Path]:
     if not pattern or "/" in pattern or "\0" in pattern or pattern == "..":
         raise TTraceError(f"--glob {pattern[:60]!a}: give a pattern of names, e.g. '*.py'")
     found = []
-    # Unlike pathlib's, this walk follows no links and passes over folders that it cannot read.
+    # Unlike pathlib's, this walk follows no links and skips unreadable folders.
     for home, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not _is_hidden(name)]
         for name in fnmatch.filter(names, "*" if pattern == "**" else pattern):
@@ -104,10 +103,10 @@ def _is_regular(path: Path) -> bool:
 
 
 def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Iterator[bytes]:
-    """The contents of ``files``, one document each, empty ones left out.
+    """The contents of ``files``, one document per file; empty files are left out.
 
     Args:
-        files: in the order in which they become documents.
+        files: in the order of the documents.
         max_bytes: stop after this many; the last document is cut to fit.
 
     Raises:
@@ -118,7 +117,7 @@ def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Itera
         if left is not None and left <= 0:
             return
         try:
-            # A pipe would be waited for, and a device has no end.
+            # Reading a pipe or a device may never end.
             found = path.stat()
             if not stat.S_ISREG(found.st_mode):
                 raise TTraceError(f"{path}: not a regular file")
@@ -128,7 +127,7 @@ def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Itera
                     "split it, or give --max-bytes"
                 )
             if not found.st_size:
-                # Empty, or one of the kernel's, some of which are waited for (/proc/kmsg).
+                # Empty, or one of the kernel's, some of which block (/proc/kmsg).
                 continue
             with path.open("rb") as file:
                 content = file.read(MOST_BYTES if left is None else min(left, MOST_BYTES))
@@ -148,16 +147,16 @@ def tokenise(content: bytes, *, append_eod: bool = True) -> NDArray[numpy.uint16
 def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool = True) -> Corpus:
     """Write ``documents`` to ``prefix.bin`` and ``prefix.idx`` with Megatron's own builder.
 
-    Both files appear complete or not at all, the index last: Megatron takes a data set that is
-    half written for a whole one.
+    Both files appear complete or not at all, the index last: Megatron does not notice that a data
+    set is incomplete.
 
     Args:
         documents: their bytes; empty ones must have been left out.
-        prefix: the path without an extension; its folder is made.
+        prefix: the path without an extension; its folder is created.
         append_eod: end each document with the :data:`EOD` token.
 
     Raises:
-        TTraceError: when there is not a single document, or the files cannot be written.
+        TTraceError: when there is no document, or the files cannot be written.
     """
     from megatron.core.datasets import indexed_dataset
 
@@ -176,7 +175,7 @@ def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool =
         if count == 0:
             raise TTraceError("nothing to write: all input files are empty")
         builder.finalize(str(folder / "idx"))
-        # An index of older data must not meet newer data, not even for a moment.
+        # An old index must never exist beside new data.
         idx_path.unlink(missing_ok=True)
         os.replace(folder / "bin", bin_path)
         os.replace(folder / "idx", idx_path)
@@ -184,10 +183,10 @@ def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool =
 
 
 def standard_library_corpus(output_prefix: Path, max_bytes: int) -> Path:
-    """Text that every machine has: the source of the running Python's standard library.
+    """Write the source of Python's standard library, which every machine has, as a data set.
 
-    The same Python makes the same data set, byte for byte. When it is there already, nothing is
-    written, and Megatron (seconds) is not imported.
+    The same Python writes the same data set, byte for byte. If it exists, nothing is written, and
+    Megatron (seconds) is not imported.
 
     Returns:
         ``output_prefix``, for ``--data-path``.
@@ -205,7 +204,7 @@ def standard_library_text(max_bytes: int) -> bytes:
 
 def _standard_library(max_bytes: int) -> list[bytes]:
     library = Path(sysconfig.get_paths()["stdlib"])
-    # Third-party packages live below the library's folder, and differ between machines.
+    # Third-party packages are below the library's folder, and differ between machines.
     foreign = {"site-packages", "dist-packages"}
     files = [
         path
@@ -216,9 +215,9 @@ def _standard_library(max_bytes: int) -> list[bytes]:
 
 
 def _holds(prefix: Path, documents: Sequence[bytes]) -> bool:
-    """Whether the files are there and hold just these documents.
+    """Whether the files exist and hold exactly these documents.
 
-    The index is not read: it is written last and removed first, so it belongs to the data.
+    The index is not read: it is written last and removed first, so it matches the data.
     """
     wanted = b"".join(tokenise(content).tobytes() for content in documents)
     try:
@@ -230,7 +229,7 @@ def _holds(prefix: Path, documents: Sequence[bytes]) -> bool:
 
 @contextmanager
 def _own_folder_beside(prefix: Path) -> Iterator[Path]:
-    """A folder on the file system of ``prefix``, so that moving out of it is one step."""
+    """A folder on the file system of ``prefix``, so that moving files out of it is atomic."""
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent) as folder:

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which placement an activation has, read off its shapes. No annotation by hand.
+"""Infer the placement of an activation from its shapes.
 
-Megatron divides activations in few ways, and the logical shape (from the reference) leaves one
-reading each: context parallelism always divides the sequence and only it; on top of that tensor
-parallelism divides one dim: the sequence again (sequence parallelism), or a hidden, head or
-vocabulary dim. A shape that fits no reading is a verdict (`shape`), not a guess.
+Megatron divides activations in few ways, and the logical shape (the reference's) tells which:
+context parallelism divides the sequence and nothing else; tensor parallelism then divides one dim:
+the sequence again (sequence parallelism), or a hidden, head or vocabulary dim. A shape that fits
+neither gets the verdict `shape`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ttrace.placement.block_shard import BlockShard
+from megatron_ttrace.placement.boxes import length
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placements, Step
-from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.placement.zigzag import ZigZag
+from megatron_ttrace.placement.placements import BlockShard, Shard, ZigZag
+from megatron_ttrace.placement.plan import Placements, Step, dims_of
 
 
 class NoPlacementError(ValueError):
@@ -28,7 +27,7 @@ def infer_activation(
     mesh: Mesh,
     *,
     seq_length: int,
-    gated: bool = False,
+    blocks: int | tuple[int, ...] = 1,
 ) -> Placements:
     """The placement of an activation or its gradient.
 
@@ -37,7 +36,7 @@ def infer_activation(
         logical: shape of the whole tensor.
         mesh: sizes of the axes.
         seq_length: logical sequence length, which tells the sequence dim from others.
-        gated: whether the last dim stacks gate and up projection.
+        blocks: that are stacked in the last dim, as of :class:`BlockShard`; 1 if none are.
 
     Raises:
         NoPlacementError: with a sentence that says what does not fit.
@@ -62,8 +61,35 @@ def infer_activation(
         )
     for dim in divided:
         last = dim == len(logical) - 1
-        steps.append(Step("tp", BlockShard(dim) if gated and last else Shard(dim)))
+        stacked = blocks != 1 and last
+        steps.append(Step("tp", BlockShard(dim, blocks) if stacked else Shard(dim)))
     return tuple(steps)
+
+
+def infer_head_rows(
+    local: Sequence[int], logical: Sequence[int], heads: int, mesh: Mesh
+) -> Placements:
+    """The placement of a tensor [tokens * heads, ...], all heads of a token one after the other.
+
+    Its ranks hold all tokens and a part of the heads: tensor parallelism divides them, and context
+    parallelism what is left.
+
+    Raises:
+        NoPlacementError: with a sentence that says what does not fit.
+    """
+    if logical[0] % heads:
+        raise NoPlacementError(f"{logical[0]} rows are not a multiple of {heads} heads")
+    rule = BlockShard(0, logical[0] // heads)
+    found = tuple(Step(axis, rule) for axis in ("tp", "cp") if mesh.size(axis) > 1)
+    try:
+        fits = [length(one) for one in dims_of(logical, found, mesh)] == list(local)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise NoPlacementError(
+            f"{tuple(local)} does not match a division of {heads} heads in {tuple(logical)}"
+        )
+    return found
 
 
 def _sequence_dim(

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process mesh as one rank sees it, and how Megatron numbers ranks.
+"""The process mesh as one rank sees it.
 
-Megatron's ``RankGenerator`` (megatron/core/parallel_state.py) orders ranks by ``--order``
-``tp-cp-ep-dp-pp`` (first varies fastest). Attention-side coordinates use tp, cp, dp, pp with
-dp = world / (tp cp pp); expert-side ones use etp, ep, edp, pp with edp = world / (etp ep pp).
+The axes of attention layers are tp, cp, dp, pp with dp = world / (tp cp pp); those of experts are
+etp, ep, edp, pp with edp = world / (etp ep pp).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Self
-
-DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+from typing import NamedTuple
 
 
 class Axes(NamedTuple):
@@ -39,17 +36,6 @@ class Mesh:
     coordinates: Axes
     vpp: int = 1
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """From ``dataclasses.asdict``, also after a round trip through JSON."""
-        return cls(
-            rank=data["rank"],
-            world_size=data["world_size"],
-            sizes=Axes(*data["sizes"]),
-            coordinates=Axes(*data["coordinates"]),
-            vpp=data["vpp"],
-        )
-
     def size(self, axis: str) -> int:
         """Number of ranks along ``axis``."""
         return int(getattr(self.sizes, axis))
@@ -63,79 +49,12 @@ class Mesh:
 
         Expert axes are left out where experts are laid out like everything else.
         """
-        hidden = (
-            ("etp", "edp") if self.size("ep") == 1 and self.size("etp") == self.size("tp") else ()
-        )
-        found = {
-            axis: size
-            for axis, size in zip(AXES, self.sizes, strict=True)
-            if size > 1 and axis not in hidden
-        }
-        if self.vpp > 1:
-            found["vpp"] = self.vpp
+        plain = self.size("ep") == 1 and self.size("etp") == self.size("tp")
+        sizes = {**self.sizes._asdict(), "vpp": self.vpp}
+        shown = (axis for axis in sizes if not (plain and axis in ("etp", "edp")))
+        found = {axis: sizes[axis] for axis in shown if sizes[axis] > 1}
         return {"world_size": self.world_size, **found}
 
 
-def mesh_of(
-    rank: int,
-    world_size: int,
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
-    vpp: int = 1,
-    order: str = DEFAULT_ORDER,
-) -> Mesh:
-    """The coordinates of ``rank``.
-
-    Raises:
-        ValueError: when the world size is not a multiple of the layout.
-    """
-    etp = tp if etp is None else etp
-    for sizes in ((tp, cp, pp), (etp, ep, pp)):
-        if world_size % (sizes[0] * sizes[1] * sizes[2]):
-            raise ValueError(
-                f"world size {world_size} is not a multiple of the layout tp={tp} cp={cp} pp={pp} "
-                f"ep={ep} etp={etp}"
-            )
-    dense = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp": world_size // (tp * cp * pp)}
-    expert = {"tp": etp, "cp": 1, "pp": pp, "ep": ep, "dp": world_size // (etp * ep * pp)}
-    here = _coordinates(rank, order, dense)
-    expert_here = _coordinates(rank, order, expert)
-    return Mesh(
-        rank=rank,
-        world_size=world_size,
-        sizes=Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dense["dp"], edp=expert["dp"]),
-        coordinates=Axes(
-            tp=here["tp"],
-            cp=here["cp"],
-            pp=here["pp"],
-            ep=expert_here["ep"],
-            etp=expert_here["tp"],
-            dp=here["dp"],
-            edp=expert_here["dp"],
-        ),
-        vpp=vpp,
-    )
-
-
-def _coordinates(rank: int, order: str, sizes: dict[str, int]) -> dict[str, int]:
-    """Mixed-radix digits of ``rank``, least significant axis first as ``order`` lists them.
-
-    An axis that ``order`` leaves out must be of size one, as in Megatron.
-    """
-    axes = order.lower().split("-")
-    digits = dict.fromkeys(sizes, 0)
-    for axis in axes:
-        digits[axis] = rank % sizes[axis]
-        rank //= sizes[axis]
-    for axis, size in sizes.items():
-        if axis not in axes and size > 1:
-            raise ValueError(f"the order {order} leaves out {axis}, which has {size} ranks")
-    return digits
-
-
-SINGLE = mesh_of(0, 1)
+SINGLE = Mesh(0, 1, Axes(*[1] * len(AXES)), Axes(*[0] * len(AXES)))
 """The reference's mesh: one device."""

@@ -6,16 +6,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from megatron_ttrace.placement.block_shard import BlockShard
-from megatron_ttrace.placement.boxes import Box, DimMap, length, product, whole
-from megatron_ttrace.placement.flat_shard import FlatShard
+from megatron_ttrace.placement.boxes import Box, DimMap, product, whole
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.placement.zigzag import ZigZag
-
-DimPlacement = Shard | BlockShard | ZigZag
-Placement = DimPlacement | FlatShard
-"""What one mesh axis does to a tensor, as DTensor uses the word."""
+from megatron_ttrace.placement.placements import FlatShard, Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,35 +16,24 @@ class Step:
     """One mesh axis' division of a tensor."""
 
     axis: str
-    rule: Placement
+    placement: Placement
 
     def __str__(self) -> str:
-        return f"{self.axis}:{self.rule}"
+        return f"{self.axis}:{self.placement}"
 
 
 Placements = tuple[Step, ...]
 """Steps, outermost first. Axes that are not named replicate. A ``FlatShard`` comes last."""
 
 
-def describe(placement: Placements) -> str:
+def describe(placement: Placements, partial_over: str = "") -> str:
     """``"cp:ZigZag(0) tp:Shard(0)"``; ``"Replicate"`` for the empty placement."""
-    return " ".join(str(step) for step in placement) or "Replicate"
+    return describe_partial(" ".join(map(str, placement)) or "Replicate", partial_over)
 
 
-def _dim_maps(
-    logical_shape: Sequence[int], placement: Placements, mesh: Mesh
-) -> tuple[list[DimMap], FlatShard | None]:
-    dim_maps = [whole(size) for size in logical_shape]
-    for position, step in enumerate(placement):
-        if isinstance(step.rule, FlatShard):
-            if position != len(placement) - 1:
-                raise ValueError("FlatShard must be the last step of a placement")
-            return dim_maps, step.rule
-        dim = step.rule.dim
-        if not 0 <= dim < len(dim_maps):
-            raise ValueError(f"{step} names a dim that a tensor {tuple(logical_shape)} lacks")
-        dim_maps[dim] = step.rule.divide(dim_maps[dim], mesh.at(step.axis), mesh.size(step.axis))
-    return dim_maps, None
+def describe_partial(words: str, axis: str) -> str:
+    """``"Replicate tp:Partial(sum)"``: a tensor that is partial over an axis, if there is one."""
+    return f"{words} {axis}:Partial(sum)" if axis else words
 
 
 def plan(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[Box, ...]:
@@ -60,25 +42,25 @@ def plan(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tup
     Raises:
         ValueError: when the shape does not divide as the placement says.
     """
-    dim_maps, flat = _dim_maps(logical_shape, placement, mesh)
-    return flat.boxes(dim_maps) if flat is not None else product(dim_maps)
-
-
-def local_shape(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """The shape that the local tensor must have. Raises ``ValueError`` as :func:`plan` does."""
-    dim_maps, flat = _dim_maps(logical_shape, placement, mesh)
-    if flat is not None:
-        return (flat.end - flat.start,)
-    return tuple(length(dim_map) for dim_map in dim_maps)
+    *others, last = placement or (None,)
+    flat = last.placement if last is not None else None
+    if isinstance(flat, FlatShard):
+        return flat.boxes(dims_of(logical_shape, tuple(others), mesh))
+    return product(dims_of(logical_shape, placement, mesh))
 
 
 def dims_of(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[DimMap, ...]:
     """The dims of this rank's local tensor, for a placement without a ``FlatShard``.
 
     Raises:
-        ValueError: as :func:`plan` does, and for a ``FlatShard``.
+        ValueError: as :func:`plan` does, and for a ``FlatShard``, which must be the last step.
     """
-    dim_maps, flat = _dim_maps(logical_shape, placement, mesh)
-    if flat is not None:
-        raise ValueError("a flat range has no dims")
+    dim_maps = [whole(size) for size in logical_shape]
+    for step in placement:
+        if isinstance(step.placement, FlatShard):
+            raise ValueError("FlatShard must be the last step of a placement")
+        dim, rank, size = step.placement.dim, mesh.at(step.axis), mesh.size(step.axis)
+        if not 0 <= dim < len(dim_maps):
+            raise ValueError(f"{step} names a dim that a tensor {tuple(logical_shape)} lacks")
+        dim_maps[dim] = step.placement.divide(dim_maps[dim], rank, size)
     return tuple(dim_maps)

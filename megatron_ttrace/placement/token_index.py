@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``TokenIndex``: rows of an expert's tensors, each of which is one token of some microbatch.
 
-A dispatcher carries tokens to the ranks of their experts. What an expert sees are rows in the order
-of their arrival, from several sequence parts and several data-parallel ranks' microbatches; the
-reference, on one device, has every row of one microbatch sorted by expert and position
-(``permute`` in megatron/core/transformer/moe/moe_utils.py). So a rank's tensor is cut into pieces
-of several logical tensors, one per microbatch, and each row is found by its identity: microbatch,
-position in the sequence, expert.
+A dispatcher sends tokens to the ranks of their experts. An expert receives rows in the order of
+their arrival, from several parts of the sequence and several data-parallel ranks' microbatches. The
+reference has all rows of one microbatch, sorted by expert and position (``permute`` in
+megatron/core/transformer/moe/moe_utils.py). So a rank's tensor consists of parts of several logical
+tensors, one per microbatch, and each row is identified by microbatch, position and expert.
 
 Within experts the hidden dim is divided by expert tensor parallelism (``etp``), and what comes out
 of the second linear layer is partial: the dispatcher adds it up afterwards.
@@ -18,24 +17,23 @@ import dataclasses
 
 import numpy as np
 
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box, DimMap, Segment, product, whole
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.placements import BlockShard, Shard
 from megatron_ttrace.placement.plan import dims_of
-from megatron_ttrace.placement.shard import Shard
 
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 NOBODY = -1
 """Microbatch of a padding row."""
 ALIGNMENTS = (16, 32)
-"""FP8 and MXFP8 matrix products want this many rows (``get_align_size_for_quantization``)."""
+"""Rows that FP8 and MXFP8 products need a multiple of (``get_align_size_for_quantization``)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenIndex:
-    """Who the rows of one call of the experts are; all arrays are of length ``rows``, int64.
+    """Which tokens the rows of one call of the experts are; int64 arrays of equal length.
 
     Attributes:
         microbatch: global number of the microbatch, or :data:`NOBODY` for padding.

@@ -1,35 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one process to its end, and find it a port; without torch."""
+"""Start a process of a job: its environment, its output, its port."""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.processes.tether import tethered
 from megatron_ttrace.processes.waiting import Patience, Waited
 
+_OF_LAUNCHERS = (
+    *("TORCHELASTIC_", "TTRACE_FORKSERVER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"),
+    *("LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_"),
+)
+
 
 def run_subprocess(
     command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None = None
 ) -> int:
-    """Run to the end in a fresh process, all output into ``log``. It dies with this process.
-
-    Returns its exit code.
+    """Run the reference in a new process, which dies with this one; returns its exit code.
 
     Raises:
-        OutOfTimeError: when it has not ended after ``timeout`` seconds; it is ended then.
+        OutOfTimeError: when it has not ended after ``timeout`` seconds; it is killed then.
     """
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            tethered(command),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    process = start(command, environment, log)
     waited = Waited("the reference run", process.pid, log, is_reference=True)
     patience = Patience(timeout, lambda line: print(f"ttrace: {line}", flush=True))
     try:
@@ -41,6 +39,40 @@ def run_subprocess(
     finally:
         process.kill()
         process.wait()
+
+
+def start(
+    command: Sequence[str], environment: dict[str, str], log: Path, group: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that dies with this one; ``group`` 0 gives it a process group of its own."""
+    with log.open("w", encoding="utf-8") as output:
+        return subprocess.Popen(
+            tethered(command),
+            env=environment,
+            # A group in the background that reads from the terminal is stopped.
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=group,
+        )
+
+
+def environment_of(size: int, more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job of ``size`` ranks on this machine; each rank adds its own number.
+
+    It is this process's without the variables of launchers, with ``more`` and a free port.
+    """
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)
+    }
+    return {
+        **inherited,
+        **more,
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
 
 
 def free_port() -> int:

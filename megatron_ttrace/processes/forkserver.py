@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start ranks by forking a process that has torch and Megatron imported already.
+"""Start ranks by forking a process that has already imported torch and Megatron.
 
-Without a GPU most of a small check is importing. Here one parent imports, and every rank and every
-reference run is a fork of it, so a check costs its training. Not with a GPU: CUDA does not survive
-a fork. A rank asks for its reference run over a socket that it inherits.
+Without a GPU, imports take most of the time of a small check. Here one parent imports, and every
+rank and every reference run is a fork of it. This is not possible with a GPU: CUDA does not survive
+a fork. A rank requests its reference run over a socket that it inherits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import preload as megatron
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.processes import signals, tether
@@ -31,7 +33,7 @@ _MARGIN_SECONDS = 10.0
 
 
 def preload(script: Path, *, modules: Sequence[str] = ()) -> None:
-    """Import what every rank of ``script`` needs, in the parent, without starting a thread."""
+    """Import what every rank of ``script`` needs into this process, without starting a thread."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
 
@@ -40,17 +42,20 @@ def preload(script: Path, *, modules: Sequence[str] = ()) -> None:
         import torch
 
         torch.set_num_threads(1)
-        import megatron.core.models.gpt
-        import megatron.training.training  # noqa: F401
-
-        for name in modules:
-            importlib.import_module(name)
+        # There is next to no garbage, and all that is imported stays.
+        gc.disable()
+        try:
+            megatron.preload()
+            for name in modules:
+                importlib.import_module(name)
+        finally:
+            gc.enable()
 
 
 def refuses(script: Path) -> str:
-    """Why a fork of this process would not be ``python SCRIPT``; empty when it would be.
+    """Why a fork of this process differs from ``python SCRIPT``; empty if it does not.
 
-    The modules imported here must be the very ones that the script would import.
+    The modules imported here must be the ones that the script would import.
     """
     path = scripts.search_path(script)
     here, there = scripts.imported(), scripts.origins(path)
@@ -73,7 +78,7 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
         child = os.fork()
         if not child:
             _run(parent, command, environment, log)
-        # Whoever of the two is first: the group exists when either goes on.
+        # Both processes do this, so that the group exists when either continues.
         with contextlib.suppress(OSError):
             os.setpgid(child, child)
     return child
@@ -83,6 +88,8 @@ def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: 
     """The child, from its first instruction to its last."""
     code = 1
     try:
+        # What the parent imported is not garbage: looking at it would copy its pages.
+        gc.freeze()
         tether.die_with(parent)
         os.setpgid(0, 0)
         # A group in the background that reads from the terminal is stopped.
@@ -92,7 +99,7 @@ def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: 
             os.dup2(output, stream)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        # Not before: Ctrl-C that came while this was still the terminal's group ends up in the log.
+        # Not before: a Ctrl-C that arrived in the terminal's group is then written to the log.
         signals.reset()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
         os.environ.clear()
@@ -124,7 +131,7 @@ class Requests:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What ranks must find in their environment."""
+        """What ranks need in their environment."""
         return {_VARIABLE: str(self._theirs.fileno())}
 
     def poll(self) -> tuple[list[str], dict[str, str], Path] | None:
@@ -144,12 +151,12 @@ class Requests:
         return request["command"], request["environment"], Path(request["log"])
 
     def answer(self, code: int) -> None:
-        """Tell the rank that its reference run ended; one that died is not there to hear it."""
+        """Tell the rank that its reference run ended, unless the rank is dead."""
         with contextlib.suppress(OSError):
             self._ours.send(str(code).encode())
 
     def fileno(self) -> int:
-        """Readable when there is a request, for ``select``."""
+        """For ``select``: readable when there is a request."""
         return self._ours.fileno()
 
     def close(self) -> None:
@@ -166,18 +173,13 @@ def available() -> bool:
 def request(
     command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None = None
 ) -> int:
-    """Ask the parent to run a command to its end; returns its exit code.
-
-    Args:
-        command: ``[python, script, *args]``.
-        environment: of the process.
-        log: file for its output.
-        timeout: seconds after which the parent, who ends it earlier, counts as lost.
+    """Ask the parent to run ``[python, script, *args]`` to its end; returns the exit code.
 
     Raises:
-        TTraceError: when there is no answer.
+        TTraceError: when there is no answer within ``timeout`` seconds and a margin, in which the
+            parent should have ended the process.
     """
-    # Command lines outgrow a packet: the packet names a file.
+    # Command lines can be larger than a packet: the packet names a file.
     order = log.with_suffix(".request.json")
     order.write_text(
         json.dumps({"command": list(command), "environment": environment, "log": str(log)}),

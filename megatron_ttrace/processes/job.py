@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_ttrace.processes.logs import (
     how_it_ended,
     port_was_taken,
     tail,
+    text_of,
     unwritable,
     usage_error,
 )
@@ -41,12 +43,7 @@ _EXCEPTION = 1
 
 
 class NoAnswerError(TTraceError):
-    """A run whose ranks ended without a verdict; what it wrote may still be in its directory.
-
-    Attributes:
-        directory: the ``--ttrace-dir``.
-        run: the id of the run.
-    """
+    """The ranks of a run ended without a verdict; ``directory`` may hold a report of it."""
 
     def __init__(self, message: str, directory: Path, run: str) -> None:
         super().__init__(message)
@@ -65,8 +62,8 @@ class Job:
         directory: the ``--ttrace-dir``.
         flags: further ``--ttrace-*`` flags.
         environment: added to each rank's environment.
-        limit: seconds after which the job is ended, or ``None``. How long it may do nothing is
-            ``--ttrace-timeout``'s.
+        limit: seconds after which the job is ended, or ``None``. (``--ttrace-timeout`` limits how
+            long it may be silent.)
     """
 
     script: Path
@@ -79,16 +76,13 @@ class Job:
 
     @property
     def timeout(self) -> float:
-        """Of ``--ttrace-timeout``: seconds for a reference run, or without a sign of life.
+        """The ``--ttrace-timeout``: seconds for a reference run, or without output.
 
         Raises:
             TTraceError: when one of our flags has a value that it cannot have.
         """
-        parser = flags.add_arguments(
-            flags.Parser(prog="ttrace check", add_help=False, allow_abbrev=False)
-        )
-        words = [*self.arguments, *self.flags]
-        return flags.settings_from_args(parser.parse_known_args(words)[0]).timeout
+        ours, _ = flags.split([*self.arguments, *self.flags])
+        return flags.settings_from_args(ours).timeout
 
     def checking(self) -> list[str]:
         """The command that checks this job."""
@@ -107,14 +101,14 @@ class Job:
 def prepare(
     device: str = "auto", script: Path | None = None, *, modules: Sequence[str] = ()
 ) -> bool:
-    """Import Megatron here when ranks can be forked; returns whether they can.
+    """Import Megatron into this process if ranks can be forked; returns whether they can.
 
     Args:
-        device: of the job.
-        script: whose Megatron it is; by default that of our own ``pretrain_gpt.py``.
-        modules: names of what every rank imports besides (``runtime.PRELOADED``).
+        device: ``--ttrace-device``.
+        script: imports this Megatron; by default our own ``pretrain_gpt.py``.
+        modules: further modules that every rank imports (``runtime.PRELOADED``).
     """
-    # Nothing is to be put in order yet, and imports swallow Ctrl-C.
+    # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():
         from megatron_ttrace import cpu
 
@@ -125,12 +119,7 @@ def prepare(
 
 
 def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> Summary:
-    """Run a check to its end.
-
-    Args:
-        job: what to check.
-        fork: what :func:`prepare` returned.
-        say: told what happens, line by line.
+    """Run a check to its end; ``fork`` is what :func:`prepare` returned.
 
     Raises:
         OutOfTimeError: when it took longer than its limit; its ranks are ended.
@@ -144,12 +133,12 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
 
 
 def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summary:
-    """Run a check in a directory that is held for it."""
+    """Run a check in a directory that is locked for it."""
     logs = job.directory / "logs"
     if fork and (why := forkserver.refuses(job.script)):
         say(f"{job.script} runs in fresh processes: {why}")
         fork = False
-    program = (ranks.python(), str(job.script)) if fork else scripts.command(job.script)
+    program = (sys.executable, str(job.script)) if fork else scripts.command(job.script)
     command = (
         *(*program, *job.arguments),
         *("--ttrace", "--ttrace-exit", "--ttrace-dir", str(job.directory), *job.flags),
@@ -191,8 +180,8 @@ def _believed(
 ) -> Summary:
     """The answer of a run whose ranks ended with ``codes``.
 
-    All ranks ended with 0 or all with 1, and this very run's summary, undamaged and beside the
-    verdicts that it was written with, says the same.
+    All ranks must have ended with 0, or all with 1, and the summary of this very run must be
+    intact, belong to the verdicts beside it, and say the same.
 
     Raises:
         TTraceError: otherwise.
@@ -214,13 +203,13 @@ def _believed(
 
 
 def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
-    # Without the fork server rank 0 bounds the reference run, and is the first to give up.
+    # Without the fork server rank 0 limits the reference run, and should give up first.
     margin = 0.0 if fork else _MARGIN_SECONDS
     return Patience(job.timeout + margin, say, [job.directory / "reference.log"])
 
 
 class _Echo:
-    """Repeats our own lines of a growing log as they appear, and looks at the clock."""
+    """Repeats our own lines of a growing log as they appear, and enforces the time limit."""
 
     def __init__(self, log: Path, say: Callable[[str], None], limit: float | None) -> None:
         self._log = log
@@ -239,7 +228,7 @@ class _Echo:
         self.flush()
 
     def flush(self) -> None:
-        """Repeat what there is by now."""
+        """Repeat the lines that are complete."""
         from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
         with contextlib.suppress(OSError), self._log.open("rb") as log:
@@ -256,9 +245,9 @@ class _Echo:
 def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | None = None) -> str:
     """One reason out of many logs and exit codes.
 
-    In this order: who was stopped; who was killed from outside, or crashed before any other rank
-    gave up; our own words; what the first of the others died of. Ranks that we ended are not
-    blamed.
+    In this order: processes that are stopped; ranks that were killed from outside, or crashed
+    before any other rank gave up; our own messages; the error of the rank that failed first. Ranks
+    that we ended are never the reason.
     """
     observed = observed or ranks.Observed()
     if observed.stopped:
@@ -277,7 +266,7 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
     silent = {rank: _fell_silent(rank, logs, observed) for rank in range(len(codes))}
     crashes = [silent[rank] for rank, code in enumerate(codes) if code == _EXCEPTION]
     for rank, code in enumerate(codes):
-        # A rank that reports a lost connection after another one crashed is not the cause.
+        # A rank that reports a lost connection after another rank crashed is not the cause.
         if code == ExitCode.COULD_NOT_CHECK and silent[rank] <= min(crashes, default=silent[rank]):
             log = ranks.log_of(logs, rank)
             refused = usage_error(log)
@@ -288,7 +277,7 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
                 return reason
     failed = [(rank, code) for rank, code in enumerate(codes) if code not in (0, None)]
     if failed:
-        # The others die of a lost connection to it: whoever had last words first is the cause.
+        # The others fail when they lose their connection to it: the first to fall silent is it.
         rank, code = min(failed, key=lambda one: silent[one[0]])
         log = ranks.log_of(logs, rank)
         how = how_it_ended(code or 0)
@@ -304,26 +293,22 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
 
 
 def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:
-    """When a rank wrote its last words; a crash has none, there it is the end that counts."""
+    """When a rank last wrote to its log; for a crash, which writes nothing, when it ended."""
     for end in observed.ends:
         if end.rank == rank and end.code < 0 and -end.code != signal.SIGABRT:
             return end.seen
-    return _last_written(ranks.log_of(logs, rank))
-
-
-def _aborted(end: ranks.End, log: Path) -> bool:
-    """Whether an exception ended this rank: it may be that of a connection lost to another."""
-    return -end.code == signal.SIGABRT and bool(died_of(log))
-
-
-def _last_written(log: Path) -> int:
+    log = ranks.log_of(logs, rank)
     return log.stat().st_mtime_ns if log.is_file() else 0
 
 
+def _aborted(end: ranks.End, log: Path) -> bool:
+    """Whether an exception ended this rank: perhaps a lost connection to another rank."""
+    return -end.code == signal.SIGABRT and bool(died_of(log))
+
+
 def _told(log: Path) -> str:
-    """What we said last on a rank, with the lines that belong to it."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    lines = text.splitlines()
+    """Our last message on a rank, with the indented lines that belong to it."""
+    lines = text_of(log).splitlines()
     starts = [number for number, line in enumerate(lines) if _OURS.match(line)]
     if not starts:
         return ""

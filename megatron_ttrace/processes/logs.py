@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the log of a process that failed says about why."""
+"""Why a process failed, from its log and exit code."""
 
 from __future__ import annotations
 
@@ -31,14 +31,19 @@ def how_it_ended(code: int) -> str:
     return f"was killed by signal {-code} ({name}{guess})"
 
 
+def text_of(log: Path) -> str:
+    """All of a log; empty without one."""
+    return log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+
+
 def died_of(log: Path) -> str:
-    """The last exception of a log, or its command line's error: Megatron's words of refusal."""
+    """The last exception of a log, or the error of its command line."""
     lines = _lines(log)
     return (_raised(lines) or usage_error(log) or _looks_raised(lines))[:_LONGEST]
 
 
 def unwritable(log: Path) -> str:
-    """Why a log whose process has ended cannot grow: then its last words are missing. Else ""."""
+    """Why nothing can be appended to a log, so that its last lines are missing; "" if it can."""
     try:
         # Opening a FIFO that nobody reads would wait.
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
@@ -58,15 +63,14 @@ def unwritable(log: Path) -> str:
 
 
 def usage_error(log: Path) -> str:
-    """What argparse wrote last, as ``error: unrecognized arguments: --no-such-flag``."""
+    """The last line if argparse wrote it: ``error: unrecognized arguments: --no-such-flag``."""
     lines = _lines(log)
     match = _USAGE.match(lines[-1]) if lines else None
     return match[1][:_LONGEST] if match else ""
 
 
 def _lines(log: Path) -> list[str]:
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    return [line for line in text.splitlines() if line.strip()]
+    return [line for line in text_of(log).splitlines() if line.strip()]
 
 
 def _raised(lines: list[str]) -> str:
@@ -78,7 +82,7 @@ def _raised(lines: list[str]) -> str:
     frames: list[str] = []
     for line in said[starts[-1] + 1 :]:
         if not line.startswith(" "):
-            # A bare "AssertionError" says nothing: where it was raised does.
+            # A bare "AssertionError" says nothing; the line that raised it does.
             told = ":" in line or not frames
             return line if told else f"{line}: {frames[-1].strip()}"
         if line.strip(" ^~"):
@@ -87,7 +91,7 @@ def _raised(lines: list[str]) -> str:
 
 
 def _looks_raised(lines: list[str]) -> str:
-    """The last line that names an exception, where the traceback is cut off."""
+    """The last line that names an exception, for a traceback that is cut off."""
     for line in reversed(lines):
         said = _RANK.sub("", line)
         if _ERROR.match(said):
@@ -96,18 +100,16 @@ def _looks_raised(lines: list[str]) -> str:
 
 
 def tail(log: Path, lines: int = _TAIL) -> str:
-    """The last lines of a log that hold anything."""
+    """The last non-empty lines of a log, indented."""
     try:
-        text = log.read_text(encoding="utf-8", errors="replace")
+        kept = _lines(log)[-lines:]
     except OSError as error:
         return f"  ({log} cannot be read: {error})"
-    kept = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(f"  {line[:300]}" for line in kept[-lines:])
+    return "\n".join(f"  {line[:300]}" for line in kept) or f"  ({log} is empty)"
 
 
 def port_was_taken(log: Path) -> bool:
-    """Whether a run died because another process took its port between choosing and using it."""
-    try:
-        return "EADDRINUSE" in log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
+    """Whether a run failed because another process took its port after it was chosen."""
+    with contextlib.suppress(OSError):
+        return "EADDRINUSE" in text_of(log)
+    return False

@@ -9,33 +9,25 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.processes import forkserver, signals
-from megatron_ttrace.processes.child import free_port
-from megatron_ttrace.processes.tether import tethered
+from megatron_ttrace.processes import child, forkserver, signals
 from megatron_ttrace.processes.waiting import Patience, Waited
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0
 _REAPING_SECONDS = 10.0
-_OF_OTHER_LAUNCHERS = (
-    *("TORCHELASTIC_", "TTRACE_FORKSERVER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"),
-    *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_"),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """How a rank ended: its exit code (negative: a signal), and when this was seen.
+    """How a rank ended: its exit code (negative: a signal), and when that was seen.
 
-    ``seen`` is in nanoseconds since the epoch, as a log's time of change.
+    ``seen`` is in nanoseconds since the epoch, as a file's time of modification.
     """
 
     rank: int
@@ -45,12 +37,12 @@ class End:
 
 @dataclasses.dataclass(slots=True)
 class Observed:
-    """What was seen of a job's processes.
+    """What was observed of a job's processes.
 
     Attributes:
-        ends: of the ranks, in the order in which they ended; not of those that we ended.
-        stopped: names of processes that somebody had stopped when the job was over.
-        stopped_log: where the first of those wrote to.
+        ends: of the ranks, in the order in which they ended, without those that we ended.
+        stopped: names of processes that were stopped (SIGSTOP) when the job ended.
+        stopped_log: log of the first of them.
     """
 
     ends: list[End] = dataclasses.field(default_factory=list)
@@ -59,7 +51,7 @@ class Observed:
 
 
 def log_of(logs: Path, rank: int) -> Path:
-    """Where a rank's output goes."""
+    """The file with the output of a rank."""
     return logs / f"rank-{rank:05d}.log"
 
 
@@ -76,9 +68,9 @@ def run_ranks(
 ) -> list[int | None]:
     """Run ``[python, script, *args]`` as ``nproc`` ranks; returns their exit codes.
 
-    When a rank dies the others are ended too (after a grace time in which they may end by
-    themselves); those that had to be killed have the code ``None``. No process of the job is left
-    when this returns or raises, nor when this process is killed.
+    When a rank dies, the others have some seconds to end by themselves; then they are killed, and
+    their code is ``None``. No process of the job is left when this returns or raises, nor when this
+    process is killed.
 
     Args:
         nproc: number of ranks.
@@ -86,31 +78,18 @@ def run_ranks(
         logs: directory for one log per rank.
         fork: fork this process (``forkserver.preload`` first) instead of starting new ones.
         environment: added to each rank's environment.
-        progress: called now and then.
-        patience: bounds the waiting.
-        observed: filled with what was seen.
+        progress: called several times per second.
+        patience: limits the waiting.
+        observed: is filled in.
 
     Raises:
-        OutOfTimeError: when ``patience`` is at its end.
+        OutOfTimeError: when ``patience`` has run out.
         TTraceError: when a rank cannot be started.
     """
     logs.mkdir(parents=True, exist_ok=True)
     job = _Job(fork, observed or Observed())
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OF_OTHER_LAUNCHERS)
-    }
-    base = {
-        **inherited,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **(environment or {}),
-        **job.environment,
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    base = child.environment_of(nproc, {**threads, **(environment or {}), **job.environment})
     with signals.orderly():
         try:
             for rank in range(nproc):
@@ -125,7 +104,7 @@ def run_ranks(
 
 
 class _Job:
-    """The processes of one job. Either forks (process ids) or subprocesses, by process id too."""
+    """The processes of one job, forks or subprocesses, by process id."""
 
     def __init__(self, fork: bool, observed: Observed) -> None:
         self._requests = forkserver.Requests() if fork else None
@@ -136,7 +115,7 @@ class _Job:
         self._waited: dict[int, Waited] = {}
         self._watched: dict[int, int] = {}
         self._codes: dict[int, int | None] = {}
-        # One that is forgotten is reaped by the next that is started, and its exit code lost.
+        # Without this reference the next Popen would reap a process and lose its exit code.
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -146,7 +125,7 @@ class _Job:
     def start(
         self, rank: int, command: Sequence[str], environment: dict[str, str], log: Path
     ) -> None:
-        # No signal may find a process that is started and not yet written down.
+        # A signal must not arrive between the start of a process and its registration.
         with signals.deferred():
             pid = self._start(command, environment, log)
             self._ranks[pid] = rank
@@ -155,23 +134,14 @@ class _Job:
     def _start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> int:
         if self._requests:
             return forkserver.fork(command, environment, log)
-        with log.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                tethered(command),
-                env=environment,
-                # A group in the background that reads from the terminal is stopped.
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+        process = child.start(command, environment, log, group=0)
         self._processes[process.pid] = process
         return process.pid
 
     def _watch_over(self, one: Waited) -> None:
         self._waited[one.pid] = one
         self._groups.append(one.pid)
-        # An old kernel: then we only look every now and then.
+        # An old kernel has no pidfd: processes are then only polled.
         with contextlib.suppress(OSError, AttributeError):
             self._watched[one.pid] = os.pidfd_open(one.pid)
 
@@ -186,7 +156,7 @@ class _Job:
             if deadline is None and any(code not in (0, 1) for code in self._codes.values()):
                 deadline = time.monotonic() + _GRACE_SECONDS
             if deadline is None and 0 < len(self._codes) < count:
-                # Somebody left early: with an orderly end all leave together.
+                # One rank ended early: in an orderly end all end together.
                 deadline = time.monotonic() + 6 * _GRACE_SECONDS
             if deadline is not None and time.monotonic() > deadline:
                 for rank in range(count):
@@ -203,7 +173,7 @@ class _Job:
         return [self._codes[rank] for rank in range(count)]
 
     def _pause(self) -> None:
-        """Until a process ends or asks, and not for long: who dies first is the cause."""
+        """Wait until a process ends or asks, but not long: the first to die is the cause."""
         waiter = select.poll()
         for descriptor in self._watched.values():
             waiter.register(descriptor, select.POLLIN)
@@ -212,15 +182,7 @@ class _Job:
         waiter.poll(_POLL_SECONDS * 1000)
 
     def _reap(self) -> None:
-        for pid in list(self._waited):
-            try:
-                found, status = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                found, status = pid, 1 << 8
-            if not found:
-                continue
-            code = os.waitstatus_to_exitcode(status)
-            self._forget(pid, code)
+        for pid, code in self._ended():
             if pid == self._reference:
                 self._reference = None
                 if self._requests:
@@ -230,13 +192,23 @@ class _Job:
                 self._codes[rank] = code
                 self._observed.ends.append(End(rank, code, time.time_ns()))
 
-    def _forget(self, pid: int, code: int) -> None:
-        del self._waited[pid]
-        descriptor = self._watched.pop(pid, None)
-        if descriptor is not None:
-            os.close(descriptor)
-        if pid in self._processes:
-            self._processes[pid].returncode = code
+    def _ended(self) -> Iterator[tuple[int, int]]:
+        """Process ids and exit codes of processes that have ended since the last call."""
+        for pid in list(self._waited):
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                found, status = pid, 1 << 8
+            if not found:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            del self._waited[pid]
+            descriptor = self._watched.pop(pid, None)
+            if descriptor is not None:
+                os.close(descriptor)
+            if pid in self._processes:
+                self._processes[pid].returncode = code
+            yield pid, code
 
     def _serve(self) -> None:
         if self._requests is None or self._reference is not None:
@@ -250,26 +222,19 @@ class _Job:
                 )
 
     def end(self) -> None:
-        """End what is left: at once the processes that we started, then what these started."""
+        """Kill what is left: the processes that we started, then those that they started."""
         for pid in self._waited:
             _kill(pid)
         deadline = time.monotonic() + _REAPING_SECONDS
         while self._waited and time.monotonic() < deadline:
-            for pid in list(self._waited):
-                try:
-                    found, _ = os.waitpid(pid, os.WNOHANG)
-                except ChildProcessError:
-                    found = pid
-                if found:
-                    self._forget(pid, -signal.SIGKILL)
-            if self._waited:
+            if not list(self._ended()):
                 time.sleep(0.005)
-        # Workers of a data loader notice by themselves that their rank is gone.
+        # Workers of a data loader end by themselves when their rank is gone.
         deadline = time.monotonic() + _LEAVING_SECONDS
         while (left := [*filter(_has_members, self._groups)]) and time.monotonic() < deadline:
             time.sleep(0.02)
         for group in left:
-            # The group only: its leader is gone, and its number may be anybody's by now.
+            # Not the leader: it is gone, and its process id may be reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         for descriptor in self._watched.values():
@@ -279,10 +244,9 @@ class _Job:
 
 
 def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(group, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(group, signal.SIGKILL)
 
 
 def _has_members(group: int) -> bool:
@@ -291,8 +255,3 @@ def _has_members(group: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def python() -> str:
-    """The interpreter ranks run with: this one."""
-    return sys.executable

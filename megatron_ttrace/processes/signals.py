@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Ctrl-C, SIGTERM and SIGHUP do to a command: one line, no process left, exit code 128 + n.
 
-Where nothing needs to be put in order the process ends at once. Python's own ``KeyboardInterrupt``
-is not enough there: imports of torch and Megatron catch it, turn it into another error, or print it
-from a callback and go on. Inside :func:`orderly` an exception is raised, so that ``finally`` works.
-Ranks need no care of ours either way: the kernel ends them with their parent (``tether``).
+If nothing needs to be cleaned up, the process ends at once. Python's own ``KeyboardInterrupt`` is
+not enough there: imports of torch and Megatron catch it, turn it into another error, or print it
+from a callback and continue. Inside :func:`orderly` an exception is raised, so that ``finally``
+works. The kernel ends ranks with their parent in both cases (``tether``).
 
-Imported before anything else: only the standard library.
+This is imported first, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = {signal.SIGINT: "interrupted"}
 
 
 class Stopped(KeyboardInterrupt):
-    """Somebody wants this process to end."""
+    """A signal asked this process to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(words(number))
@@ -33,12 +33,12 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it."""
+        """As in a shell."""
         return 128 + self.number
 
 
 class _State:
-    """Of this process: what came, and how far we are."""
+    """Of this process: the first signal received, and the depth of the contexts below."""
 
     received = 0
     orderly = 0
@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def reset() -> None:
-    """In a forked child: what a fresh interpreter has."""
+    """In a forked child: restore the handlers of a new interpreter."""
     _State.received = _State.orderly = _State.deferred = 0
     for number in (*HANDLED, signal.SIGALRM):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -65,7 +65,7 @@ def reset() -> None:
 
 @contextlib.contextmanager
 def orderly() -> Iterator[None]:
-    """Raise :class:`Stopped` in here, and leave at once when that has no effect within seconds."""
+    """In here a signal raises :class:`Stopped`; if that has no effect, the process ends soon."""
     _State.orderly += 1
     try:
         yield
@@ -75,7 +75,7 @@ def orderly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def abrupt() -> Iterator[None]:
-    """Leave at once in here, although the code around it is :func:`orderly`."""
+    """In here a signal ends the process at once, even within :func:`orderly`."""
     before, _State.orderly = _State.orderly, 0
     try:
         yield
@@ -85,10 +85,10 @@ def abrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Nothing is raised in here; what came is raised at the end.
+    """In here nothing is raised; a signal that arrives is raised at the end.
 
-    For the few steps in which a child exists that nobody has written down yet. The mask keeps a
-    signal from a forked child until that has handlers of its own.
+    For the few steps in which a child exists that is not registered yet. The mask also keeps
+    signals from a forked child until it has its own handlers.
     """
     _State.deferred += 1
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
@@ -101,22 +101,18 @@ def deferred() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise what was received and has not ended this process yet.
-
-    Raises:
-        Stopped: when there is something.
-    """
+    """Raise ``Stopped`` if a signal was received that has not ended this process yet."""
     if _State.received and not _State.deferred:
         raise Stopped(_State.received)
 
 
 def received() -> int:
-    """The number of the signal that came, or 0."""
+    """The number of the first signal received, or 0."""
     return _State.received
 
 
 def words(number: int) -> str:
-    """What a signal did to us."""
+    """What a signal did to this process."""
     return _WORDS.get(signal.Signals(number), f"ended by {signal.Signals(number).name}")
 
 
@@ -126,7 +122,7 @@ def _arrived(number: int, frame: FrameType | None) -> None:
     _State.received = again or number
     if again or not _State.orderly:
         _leave(_State.received)
-    # The exception can get lost in a callback, or in an ``except`` of somebody else.
+    # The exception can get lost in a callback, or in an ``except`` of other code.
     signal.setitimer(signal.ITIMER_REAL, _PATIENCE_SECONDS)
     check()
 

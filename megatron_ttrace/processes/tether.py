@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a program that the kernel ends when the process that started it dies, however it dies.
+"""Start a program that the kernel kills when the process that started it dies, however it dies.
 
 Run as a script, between ``fork`` and the program: ``python -I -S tether.py PARENT PROGRAM ARGS``.
 Doing this in ``preexec_fn`` would run Python in the fork of a process with threads.
@@ -18,13 +18,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel (Linux) to end this process when its parent dies.
+    """Ask the kernel (Linux) to kill this process when its parent dies.
 
     Ranks whose parent was killed would wait for each other for hours. The request is tied to the
-    parent's *thread* that forked, and says nothing of a parent that is dead already.
-
-    Args:
-        parent: the process id of the parent.
+    *thread* of the parent that forked, and does not cover a parent that is dead already.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -39,9 +36,9 @@ def tethered(command: Sequence[str]) -> list[str]:
 
 def _main() -> None:
     die_with(int(sys.argv[1]))
-    # Whoever started us may have held signals back; that would last beyond ``exec``.
+    # The parent may have blocked signals; the mask would outlast ``exec``.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # This interpreter ignores SIGPIPE, and that would last, too.
+    # This interpreter ignores SIGPIPE, and that would outlast it too.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     program = sys.argv[2:]
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a job's processes are waited for, and what is said meanwhile."""
+"""How long a job's processes are waited for, and the messages meanwhile."""
 
 from __future__ import annotations
 
@@ -21,14 +21,7 @@ class OutOfTimeError(TTraceError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waited:
-    """A process that is waited for.
-
-    Attributes:
-        name: ``rank 3`` or ``the reference run``.
-        pid: its process id.
-        log: where its output goes.
-        is_reference: whether it makes the reference; ranks are silent meanwhile.
-    """
+    """A process that is waited for; while one makes the reference, ranks are silent."""
 
     name: str
     pid: int
@@ -40,7 +33,7 @@ class Waited:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody stopped it (SIGSTOP, Ctrl-Z), from Linux's ``/proc``."""
+        """Whether it is stopped (SIGSTOP, Ctrl-Z), from Linux's ``/proc``."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -49,11 +42,11 @@ class Waited:
 
 
 class Patience:
-    """Bounds what is waited for.
+    """Limits the waiting.
 
     A reference run may take ``timeout`` seconds. While none runs, ranks may be silent for as long:
-    no log grows, and no process starts or ends. Only time in which this process runs, too, counts:
-    a machine that slept has hung nothing.
+    no log grows, and no process starts or ends. Time counts only while this process runs, so that a
+    machine that was suspended causes no time-out.
     """
 
     def __init__(
@@ -62,7 +55,7 @@ class Patience:
         say: Callable[[str], None] = lambda line: None,
         logs: Sequence[Path] = (),
     ) -> None:
-        """``logs``: of processes that are not seen here, whose growth counts, too."""
+        """``logs`` are those of other processes, whose growth counts too."""
         self._timeout = timeout
         self._say = say
         self._logs = logs
@@ -74,10 +67,10 @@ class Patience:
         self._told: set[int] = set()
 
     def look(self, waited: Sequence[Waited]) -> None:
-        """Called again and again with what is waited for now.
+        """To be called repeatedly with the processes that are waited for now.
 
         Raises:
-            OutOfTimeError: when it took too long, with what it was.
+            OutOfTimeError: when it took too long.
         """
         now = time.monotonic()
         if now - self._last < _LOOK_SECONDS or not waited:
@@ -101,14 +94,14 @@ class Patience:
             )
 
     def _signs(self, waited: Sequence[Waited], reference: bool) -> object:
-        """Changes when something happens."""
+        """A value that changes when something happens."""
         pids = tuple(one.pid for one in waited)
         if reference:
             return pids
         return pids, tuple(_size(log) for log in (*(one.log for one in waited), *self._logs))
 
     def _tell_stopped(self, waited: Sequence[Waited]) -> None:
-        """Say of a process that it is stopped, when two looks found it so."""
+        """Report a stopped process when two checks in a row found it stopped."""
         stopped = {one.pid: one for one in waited if one.is_stopped}
         for pid, one in stopped.items():
             if pid in self._stopped and pid not in self._told:

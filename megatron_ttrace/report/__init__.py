@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a check says: files, terminal, HTML, W&B, TensorBoard, JUnit.
+"""The outputs of a check: files, terminal, HTML, W&B, TensorBoard, JUnit.
 
-The sinks only render :mod:`megatron_ttrace.trace.records`. The two files of the contract must be
-written; every other sink fails open, because a report must not kill a training job.
+They only render :mod:`megatron_ttrace.trace.records`. The two files of the contract must be
+written. Every other output fails open, because a report must not kill a training job.
 """
 
 from __future__ import annotations
@@ -50,57 +50,55 @@ def publish(
     Raises:
         TTraceError: when ``verdicts.jsonl`` or ``summary.json`` cannot be written.
     """
-    directory = Path(directory)
     console = console or Console()
-    lines: list[str] = []
-
-    # A summary of an earlier check must not stand beside the verdicts of this one, not even when
-    # the job is killed between the two writes.
+    # A summary of an earlier check must never be beside the verdicts of this one, even if the job
+    # is killed between the two writes.
     files.remove(directory / files.SUMMARY)
     run = run_id or (summary.run.id if summary.run else shared.run_id())
     files.write_verdicts(directory / files.VERDICTS, verdicts, run)
     files.write_summary(directory / files.SUMMARY, summary, run)
-
-    def attempt(sink: str, work: Callable[[], str | None]) -> None:
-        try:
-            line = work()
-        # rich answers a closed pipe with SystemExit, which would end the training job.
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - sinks fail open
-            line = f"ttrace: WARNING: {sink} failed and was left out: {clean(repr(error), 300)}"
-        if line:
-            lines.append(line)
-
-    html_path = directory / files.HTML
+    page = directory / files.HTML
 
     def write_html() -> None:
         from megatron_ttrace.report.html import write
 
-        write(html_path, summary, verdicts, run)
+        write(page, summary, verdicts, run)
 
     def write_junit() -> None:
         from megatron_ttrace.report.junit import write
 
         write(directory / files.JUNIT, summary, verdicts, run)
 
-    def log_wandb() -> str:
-        from megatron_ttrace.report.wandb import log
-
-        return log(summary, verdicts, html_path, run=wandb_run, directory=directory)
-
     def log_tensorboard() -> None:
         from megatron_ttrace.report.tensorboard import log
 
         log(summary, verdicts, tensorboard)
 
-    attempt(files.HTML, write_html)
-    if junit:
-        attempt(files.JUNIT, write_junit)
-    if tensorboard is not None:
-        attempt("TensorBoard", log_tensorboard)
-    if wandb:
-        attempt("W&B", log_wandb)
-    attempt("the terminal report", lambda: terminal.render(summary, verdicts, console, directory))
-    # The log itself may be gone (a closed pipe); there is nobody left to tell then.
+    def log_wandb() -> str:
+        from megatron_ttrace.report.wandb import log
+
+        return log(summary, verdicts, page, run=wandb_run, directory=directory)
+
+    sinks: list[tuple[bool, str, Callable[[], str | None]]] = [
+        (True, files.HTML, write_html),
+        (junit, files.JUNIT, write_junit),
+        (tensorboard is not None, "TensorBoard", log_tensorboard),
+        (wandb, "W&B", log_wandb),
+        (
+            True,
+            "the terminal report",
+            lambda: terminal.render(summary, verdicts, console, directory),
+        ),
+    ]
+    lines: list[str | None] = []
+    for wanted, sink, work in sinks:
+        try:
+            lines.append(work() if wanted else None)
+        # rich answers a closed pipe with SystemExit, which would end the training job.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - sinks fail open
+            why = clean(repr(error), 300)
+            lines.append(f"ttrace: WARNING: {sink} failed and was left out: {why}")
+    # The log itself may be gone (a closed pipe); then there is nowhere left to report to.
     with contextlib.suppress(Exception, SystemExit):
-        for line in lines:
+        for line in filter(None, lines):
             terminal.say(console, line)

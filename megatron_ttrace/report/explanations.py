@@ -59,10 +59,12 @@ _OPERANDS = {
     "here",
 }
 _ORDERS = {
-    f.Order.REPEATED: "{moved} of {total} {dim} hold the values of other {dim}, some of them twice",
-    f.Order.HALVES: "the two halves of its {dim} are swapped",
-    f.Order.REVERSED: "its {dim} are in reverse order",
-    f.Order.BLOCKS: "{moved} of {total} {dim} are right but in another order, in {blocks} blocks",
+    f.RowOrder.REPEATED: "{moved} of {total} {dim} hold the values of other {dim}, some of them "
+    "twice",
+    f.RowOrder.HALVES: "the two halves of its {dim} are swapped",
+    f.RowOrder.REVERSED: "its {dim} are in reverse order",
+    f.RowOrder.BLOCKS: "{moved} of {total} {dim} are right but in another order, in {blocks} "
+    "blocks",
 }
 _MASKS = {
     f.MaskOrder.NONE: "no causal mask",
@@ -81,15 +83,15 @@ def reason_text(
 
     Args:
         grounds: why it is one.
-        verdict: of the tensor that stands for it.
-        before: of the tensor computed just before it, if that passes.
+        verdict: of the tensor that represents it.
+        before: of the tensor before it in execution order, if that passes.
         alike: of all tensors of the same kind, for one that belongs to the whole step.
     """
     text = _GROUNDS[grounds].format(
         name=verdict.name, kind=verdict.kind.value, note=verdict.note or "absent"
     )
     if before is not None:
-        text += f"; {before.name} {before.kind}.{before.index}, computed just before it, passes"
+        text += f"; the tensor before it ({before.name} {before.kind}.{before.index}) passes"
     if len(alike) > 1:
         failing = sum(one.verdict.is_failure for one in alike)
         text += f"; {failing} of {len(alike)} of its kind fail"
@@ -128,16 +130,14 @@ def ranks_text(failing: FailingRanks) -> str:
 
 
 def _said(finding: f.Finding, verdict: Verdict) -> Said:
-    return _RENDERERS[type(finding)](finding, verdict)
-
-
-def _plain(finding: f.Finding, verdict: Verdict) -> Said:
+    if type(finding) is not f.Finding:
+        return _RENDERERS[type(finding)](finding)
     if finding.cause is Cause.ZERO:
         return _ZERO.get(verdict.kind, ("all zero", ""))
     return verdict.note, ""
 
 
-def _layers(finding: f.MissingLayers, _: Verdict) -> Said:
+def _layers(finding: f.MissingLayers) -> Said:
     text = (
         f"layer{'s' * (len(finding.layers) > 1)} {_ranges(finding.layers)} of {finding.total} on "
         f"no pipeline stage: the stages hold {' + '.join(map(str, finding.held))} = "
@@ -147,7 +147,7 @@ def _layers(finding: f.MissingLayers, _: Verdict) -> Said:
     return text, hint if finding.divisor else ""
 
 
-def _factor(finding: f.ConstantFactor, _: Verdict) -> Said:
+def _factor(finding: f.ConstantFactor) -> Said:
     if finding.cause is Cause.SIGN:
         return "the sign is flipped", ""
     large = abs(finding.ratio) > 1
@@ -174,11 +174,7 @@ def _listed(finding: f.RankFactors) -> str:
     return ", ".join(f"rank {rank}: {value:.4g}" for rank, value in finding.factors[:6])
 
 
-def _rank_factors(finding: f.RankFactors, _: Verdict) -> Said:
-    return f"each rank's part is off by a factor of its own ({_listed(finding)})", ""
-
-
-def _product(finding: f.ProductFactors, _: Verdict) -> Said:
+def _product(finding: f.ProductFactors) -> Said:
     text = f"the product is off by a factor ({_listed(finding)})"
     text += ", its bias is right" if finding.has_bias else ""
     if not finding.dtype:
@@ -192,12 +188,7 @@ def _product(finding: f.ProductFactors, _: Verdict) -> Said:
     return text, "the scale was applied and never undone"
 
 
-def _rounded(finding: f.Rounded, _: Verdict) -> Said:
-    how = " with one scale for the tensor" if finding.scaled else ""
-    return f"precision lost: it is the reference rounded to {finding.dtype}{how}", ""
-
-
-def _partial(finding: f.PartialSums, verdict: Verdict) -> Said:
+def _partial(finding: f.PartialSums) -> Said:
     over = " and ".join(finding.axes)
     if finding.cause is Cause.TIED:
         text = "the copies of the tied embedding on the first and the last stage each hold their "
@@ -209,11 +200,11 @@ def _partial(finding: f.PartialSums, verdict: Verdict) -> Said:
     text, hint = f"partial sums over {over}: their sum is ", f"a missing reduction over {over}"
     if finding.factor is None:
         return text + "the reference", hint
-    much, more = _factor(finding.factor, verdict)
+    much, more = _factor(finding.factor)
     return text + much, hint + (f", and {more}" if more else "")
 
 
-def _copies(finding: f.WrongCopies, _: Verdict) -> Said:
+def _copies(finding: f.WrongCopies) -> Said:
     who, others = (
         f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}" for ranks in (finding.wrong, finding.right)
     )
@@ -221,7 +212,7 @@ def _copies(finding: f.WrongCopies, _: Verdict) -> Said:
     return f"{who} {verb}, the copies on {others} are right", ""
 
 
-def _shares(finding: f.Shares, _: Verdict) -> Said:
+def _shares(finding: f.UnequalShares) -> Said:
     said = ["; ".join(map(_weights, weights)) for _, weights in finding.by_ranks]
     text = said[0]
     if len(said) > 1:
@@ -232,7 +223,7 @@ def _shares(finding: f.Shares, _: Verdict) -> Said:
     return text, "each rank takes the mean over its own tokens" if finding.per_rank else ""
 
 
-def _weights(weights: f.Weights) -> str:
+def _weights(weights: f.ShareWeights) -> str:
     of = f"{weights.module}'s" if weights.module else "its"
     what = "dp" if weights.by_axis else "microbatch"
     if weights.missing:
@@ -242,28 +233,13 @@ def _weights(weights: f.Weights) -> str:
     return f"{of} shares count unequally ({counts} instead of 1)"
 
 
-def _addend(finding: f.Addend, _: Verdict) -> Said:
+def _addend(finding: f.Addend) -> Said:
     what = "the bias" if finding.bias else "the module's input (residual)"
     times = f"added {finding.surplus + 1:g} times"
     return f"{what} is {'missing' if finding.surplus == -1 else times}", ""
 
 
-def _other_time(finding: f.OtherTime, _: Verdict) -> Said:
-    if finding.iteration is not None:
-        return f"holds the value of iteration {finding.iteration}", ""
-    return f"holds the value of microbatch {finding.microbatch}", ""
-
-
-def _other_tensor(finding: f.OtherTensor, _: Verdict) -> Said:
-    return f"is the reference's {finding.kind} of {finding.name} instead of its own", ""
-
-
-def _operand(finding: f.WrongOperand, _: Verdict) -> Said:
-    hint = "the input saved for backward was overwritten before it was used"
-    return f"computed with the input of {finding.module}", hint
-
-
-def _offset(finding: f.Offset, _: Verdict) -> Said:
+def _offset(finding: f.OffsetRows) -> Said:
     held, own = ("{}..{}".format(*span) for span in (finding.held, finding.own))
     if finding.shift is None:
         held = f"{held}, which belong to another rank,"
@@ -272,19 +248,15 @@ def _offset(finding: f.Offset, _: Verdict) -> Said:
     return f"wrong offset: {moved} (shifted by {finding.shift})", ""
 
 
-def _reordered(finding: f.Reordered, _: Verdict) -> Said:
+def _reordered(finding: f.ReorderedRows) -> Said:
     text = _ORDERS[finding.order].format(
         moved=finding.moved, total=finding.total, dim=finding.dim, blocks=finding.blocks
     )
-    halves = finding.order is f.Order.HALVES
+    halves = finding.order is f.RowOrder.HALVES
     return text, "gate and up projection are mistaken for each other" if halves else ""
 
 
-def _transposed(finding: f.Transposed, _: Verdict) -> Said:
-    return "dims {} and {} are transposed".format(*finding.dims), ""
-
-
-def _tokens(finding: f.WrongTokens, _: Verdict) -> Said:
+def _tokens(finding: f.WrongTokens) -> Said:
     ids = "{}..{}".format(*finding.ids)
     if finding.owners is not None:
         first, last = finding.owners
@@ -297,42 +269,51 @@ def _tokens(finding: f.WrongTokens, _: Verdict) -> Said:
     return text + ("; they are all alike" if finding.equal else ""), ""
 
 
-def _rows(finding: f.WrongRows, _: Verdict) -> Said:
+def _rows(finding: f.WrongRows) -> Said:
     share = len(finding.indices) / finding.total
     whose = ", the slice of {} {},".format(*finding.slice_of) if finding.slice_of else ""
     which = f"{finding.dim} {_ranges(finding.indices)} ({share:.0%}){whose}"
     return f"{which} are {'zero' if finding.zero else 'wrong'}, the rest right", ""
 
 
-def _masks(finding: f.WrongMasks, _: Verdict) -> Said:
+def _masks(finding: f.WrongMasks) -> Said:
     masks = _MASKS[finding.order].format(shift=finding.shift)
     return f"the gradient of {finding.tensor} was computed with {masks}", ""
 
 
-def _blocks(finding: f.BlockWeight, _: Verdict) -> Said:
+def _blocks(finding: f.BlockWeight) -> Said:
     steps = f"{_ranges(finding.steps)} of 0..{finding.ring - 1}"
     how = "is missing" if finding.missing else f"counts {finding.weight:.3f} times"
     what = f"what the block of step {steps} of the ring adds to the gradient of {finding.tensor}"
     return f"{what} {how}", ""
 
 
-_RENDERERS: dict[type, Callable[[Any, Verdict], Said]] = {
-    f.Finding: _plain,
+_OVERWRITTEN = "the input saved for backward was overwritten before it was used"
+
+_RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.MissingLayers: _layers,
     f.ConstantFactor: _factor,
-    f.RankFactors: _rank_factors,
+    f.RankFactors: lambda it: (
+        f"each rank's part is off by a factor of its own ({_listed(it)})",
+        "",
+    ),
     f.ProductFactors: _product,
-    f.Rounded: _rounded,
+    f.Rounded: lambda it: (
+        f"precision lost: it is the reference rounded to {it.dtype}"
+        + " with one scale for the tensor" * it.scaled,
+        "",
+    ),
     f.PartialSums: _partial,
     f.WrongCopies: _copies,
-    f.Shares: _shares,
+    f.UnequalShares: _shares,
     f.Addend: _addend,
-    f.OtherTime: _other_time,
-    f.OtherTensor: _other_tensor,
-    f.WrongOperand: _operand,
-    f.Offset: _offset,
-    f.Reordered: _reordered,
-    f.Transposed: _transposed,
+    f.OtherMicrobatch: lambda it: (f"holds the value of microbatch {it.microbatch}", ""),
+    f.OtherIteration: lambda it: (f"holds the value of iteration {it.iteration}", ""),
+    f.OtherTensor: lambda it: (f"is the reference's {it.kind} of {it.name} instead of its own", ""),
+    f.WrongOperand: lambda it: (f"computed with the input of {it.module}", _OVERWRITTEN),
+    f.OffsetRows: _offset,
+    f.ReorderedRows: _reordered,
+    f.Transposed: lambda it: ("dims {} and {} are transposed".format(*it.dims), ""),
     f.WrongTokens: _tokens,
     f.WrongRows: _rows,
     f.WrongMasks: _masks,

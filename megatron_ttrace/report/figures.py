@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometry of the HTML report's figures: the template only draws what is computed here.
+"""Geometry of the figures of the HTML report; the template only draws what is computed here.
 
-The figures are made without a script, so they are there in print and in viewers that run none.
+The figures need no script, so they are complete in print and in viewers that run none.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ _KIND_LABELS = {
 }
 _LABEL_LIMIT = 28
 # Pixels a cell takes, by number of columns: a whole step should fit on a screen.
-_PITCHES = ((80, 14), (120, 12))
-_SMALLEST_PITCH = 10
+_PITCHES = ((80, 14), (120, 12), (math.inf, 10))
 # Pixels between panels, and of a character of a row's label.
 GAP = 14
 _LETTER = 6.7
@@ -81,7 +80,8 @@ def colour_class(verdict: Verdict) -> int:
 class Panel:
     """The heat map of one direction.
 
-    ``cells`` are (class, x, y, size, cell id), ``origins`` the places of culprits.
+    ``labels`` are (x, label, full name) of the columns, ``cells`` (class, x, y, size, cell id),
+    ``origins`` the places of culprits.
     """
 
     direction: str
@@ -95,7 +95,8 @@ class Panel:
 class HeatMapFigure:
     """All panels, their common rows, and the cells in the order of their ids.
 
-    ``label`` is the width of the row labels in pixels; ``lines`` how panels go on lines.
+    A cell is (row, column, content); ``places`` names them. ``label`` is the width of the row
+    labels in pixels, ``lines`` how panels go on lines.
     """
 
     rows: list[tuple[int, str]]
@@ -106,10 +107,11 @@ class HeatMapFigure:
     pitch: int
     panels: list[Panel]
     cells: list[tuple[int, int, table.Group]]
+    places: list[table.Place]
 
 
-def short_label(column: table.Column) -> str:
-    """A column's label: the module without its parents, and the kind abbreviated."""
+def _column_label(column: table.Column) -> str:
+    """The module without its parents, and the kind abbreviated."""
     parts = column.tail.split(".")
     size = 2 if parts[-1] in ("weight", "bias") else 1
     name = clean(".".join(parts[-size:]), _LABEL_LIMIT)
@@ -117,54 +119,49 @@ def short_label(column: table.Column) -> str:
     return name if not kind or name == kind else f"{name} {kind}"
 
 
-def heat_map_figure(
-    found: table.HeatMap, culprits: Collection[tuple[str, table.Column]] = ()
-) -> HeatMapFigure:
+def heat_map_figure(found: table.HeatMap, culprits: Collection[table.Place] = ()) -> HeatMapFigure:
     """Place every cell of the heat map; failures are drawn larger, so colour is not alone.
 
     ``culprits`` are the cells to frame.
     """
-    labels = {column: short_label(column) for column in found.columns}
-    header = 30 + 6 * max((len(label) for label in labels.values()), default=0)
-    pitch = next((p for most, p in _PITCHES if len(labels) <= most), _SMALLEST_PITCH)
+    labels = {column: _column_label(column) for column in found.columns}
+    header = 30 + 6 * max(map(len, labels.values()), default=0)
+    pitch = next(p for most, p in _PITCHES if len(labels) <= most)
     row_of = {layer: row for row, layer in enumerate(found.layers)}
     panels: list[Panel] = []
     cells: list[tuple[int, int, table.Group]] = []
+    places: list[table.Place] = []
     columns_before = 0
     for direction in PANELS:
         columns = [column for column in found.columns if column.direction is direction]
         if not columns:
             continue
-        column_of = {column: position for position, column in enumerate(columns)}
-        drawn: list[tuple[int, float, float, float, int]] = []
-        framed = []
-        for (layer, column), group in found.cells.items():
-            position = column_of.get(column)
-            if position is None:
+        position_of = {column: position for position, column in enumerate(columns)}
+        name = direction.value
+        panel = Panel(name, max(len(columns) * pitch + 4, 8 * len(name)), [], [], [])
+        for column, position in position_of.items():
+            full = clean(f"{column.tail} {column.kind.value}")
+            panel.labels.append((position * pitch + pitch // 2 + 4, labels[column], full))
+        for place, group in found.cells.items():
+            layer, column = place
+            if column not in position_of:
                 continue
+            position = position_of[column]
             size = pitch - (1 if group.failures else 4)
             inset = (pitch - size) / 2
             x, y = position * pitch, header + row_of[layer] * pitch
-            drawn.append((colour_class(group.worst), x + inset, y + inset, size, len(cells)))
+            panel.cells.append((colour_class(group.worst), x + inset, y + inset, size, len(cells)))
             cells.append((row_of[layer], columns_before + position, group))
-            if (layer, column) in culprits:
-                framed.append((x, y))
-        named = [
-            (
-                position * pitch + pitch // 2 + 4,
-                labels[column],
-                clean(f"{column.tail} {column.kind.value}"),
-            )
-            for column, position in column_of.items()
-        ]
-        width = max(len(columns) * pitch + 4, 8 * len(direction.value))
-        panels.append(Panel(direction.value, width, named, drawn, framed))
+            places.append(place)
+            if place in culprits:
+                panel.origins.append((x, y))
+        panels.append(panel)
         columns_before += len(columns) + 1
     rows = [(header + row * pitch, clean(layer, 40)) for layer, row in row_of.items()]
     label = math.ceil(_LETTER * max((len(text) for _, text in rows), default=0)) + 4
     lines = arrangements([panel.width for panel in panels], label, GAP)
     height = header + len(rows) * pitch + 4
-    return HeatMapFigure(rows, label, lines, header, height, pitch, panels, cells)
+    return HeatMapFigure(rows, label, lines, header, height, pitch, panels, cells, places)
 
 
 CURVE_KINDS = (Kind.OUTPUT, Kind.GRAD_INPUT, Kind.MAIN_GRAD, Kind.PARAM_DELTA)
@@ -175,7 +172,11 @@ _MAX_POINTS = 300
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Curve:
-    """Error and tolerance of one kind over the depth of the model, on a log scale."""
+    """Error and tolerance of one kind over the depth of the model, on a log scale.
+
+    ``points`` are (x, y, fails, number of the verdict, text), ``bands`` (x, width, shaded, x of the
+    label, label) of the layers.
+    """
 
     title: str
     width: int
@@ -188,42 +189,51 @@ class Curve:
     bands: list[tuple[float, float, bool, float, str]]
 
 
-def curves(verdicts: Sequence[Verdict]) -> list[Curve]:
+def curves(verdicts: Sequence[Verdict], found: table.HeatMap) -> list[Curve]:
     """One curve for each direction that measured anything."""
-    found = []
+    depth = {layer: number for number, layer in enumerate(found.layers)}
+    drawn = []
     for kind in CURVE_KINDS:
-        worst: dict[str, tuple[int, Verdict]] = {}
+        worst: dict[str, int] = {}
         for position, verdict in enumerate(verdicts):
-            if verdict.kind is not kind or verdict.rel_err is None:
-                continue
-            known = worst.get(verdict.name)
-            if known is None or table.severity(verdict) > table.severity(known[1]):
-                worst[verdict.name] = (position, verdict)
-        curve = _curve(kind, list(worst.values()))
+            if verdict.kind is kind and verdict.rel_err is not None:
+                known = worst.setdefault(verdict.name, position)
+                if table.severity(verdict) > table.severity(verdicts[known]):
+                    worst[verdict.name] = position
+        points = list(worst.values())
+        if kind is Kind.GRAD_INPUT:
+            points.reverse()
+        points.sort(key=lambda position: depth[found.places[position][0]])
+        by_layer = [
+            (layer, list(group))
+            for layer, group in groupby(points, lambda position: found.places[position][0])
+        ]
+        if len(points) > _MAX_POINTS:
+            by_layer = [
+                (layer, [max(group, key=lambda position: table.severity(verdicts[position]))])
+                for layer, group in by_layer
+            ]
+        curve = _curve(kind, verdicts, by_layer)
         if curve is not None:
-            found.append(curve)
-    return found
+            drawn.append(curve)
+    return drawn
 
 
-def _curve(kind: Kind, points: list[tuple[int, Verdict]]) -> Curve | None:
-    if kind is Kind.GRAD_INPUT:
-        points.reverse()
-    layers = {verdict.name: table.layer_of(verdict.name) for _, verdict in points}
-    points.sort(key=lambda point: table.depth_key(layers[point[1].name]))
-    if len(points) > _MAX_POINTS:
-        by_layer = groupby(points, key=lambda point: layers[point[1].name])
-        points = [max(group, key=lambda p: table.severity(p[1])) for _, group in by_layer]
+def _curve(
+    kind: Kind, verdicts: Sequence[Verdict], by_layer: list[tuple[str, list[int]]]
+) -> Curve | None:
+    """The curve of verdicts (by their numbers) in depth order."""
+    points = [position for _, group in by_layer for position in group]
     numbers = [
         value
-        for _, verdict in points
-        for value in (verdict.rel_err, verdict.tolerance)
+        for position in points
+        for value in (verdicts[position].rel_err, verdicts[position].tolerance)
         if value is not None and math.isfinite(value) and value > 0
     ]
     if not numbers:
         return None
-    low = max(math.floor(math.log10(min(numbers))), -20)
-    high = min(math.ceil(math.log10(max(numbers))), 20)
-    low, high = min(low, 19), max(high, low + 1)
+    low = min(max(math.floor(math.log10(min(numbers))), -20), 19)
+    high = max(min(math.ceil(math.log10(max(numbers))), 20), low + 1)
     right, bottom = _CURVE_WIDTH - _RIGHT, _CURVE_HEIGHT - _BOTTOM
     step = (right - _LEFT) / len(points)
 
@@ -238,21 +248,19 @@ def _curve(kind: Kind, points: list[tuple[int, Verdict]]) -> Curve | None:
         return round(bottom - share * (bottom - _TOP), 1)
 
     error, tolerance, dots = [], [], []
-    for position, (row, verdict) in enumerate(points):
-        x = x_of(position + 0.5)
+    for position, row in enumerate(points):
+        verdict, x = verdicts[row], x_of(position + 0.5)
         if verdict.rel_err is not None:
             y = y_of(verdict.rel_err)
             error.append(f"{x},{y}")
             text = (
-                f"{clean(verdict.name)} {kind.value}: "
-                f"{error_text(verdict.rel_err, verdict.rel_err_eps)}, "
+                f"{clean(verdict.name)} {kind.value}: {error_text(verdict)}, "
                 f"tolerance {sci(verdict.tolerance)}"
             )
             dots.append((x, y, verdict.verdict.is_failure, row, text))
         if verdict.tolerance is not None:
             tolerance.append(f"{x},{y_of(verdict.tolerance)}")
     skip = max(1, math.ceil((high - low) / 6))
-    ticks = [(y_of(10.0**level), f"1e{level}") for level in range(low, high + 1, skip)]
     return Curve(
         title=f"{kind.direction.value}: {kind.value}",
         width=_CURVE_WIDTH,
@@ -261,22 +269,21 @@ def _curve(kind: Kind, points: list[tuple[int, Verdict]]) -> Curve | None:
         error=" ".join(error),
         tolerance=" ".join(tolerance),
         points=dots,
-        ticks=ticks,
-        bands=_bands([layers[verdict.name] for _, verdict in points], x_of),
+        ticks=[(y_of(10.0**level), f"1e{level}") for level in range(low, high + 1, skip)],
+        bands=_bands([(layer, len(group)) for layer, group in by_layer], x_of),
     )
 
 
 def _bands(
-    layers: Sequence[str], x_of: Callable[[float], float]
+    layers: Iterable[tuple[str, int]], x_of: Callable[[float], float]
 ) -> list[tuple[float, float, bool, float, str]]:
-    """Alternating background, one band a layer, with a label and its place where there is room."""
+    """Alternating background, one band per layer, with a label where there is room for it."""
     bands = []
     start = 0
     free_from = 0.0
-    for position, (layer, members) in enumerate(groupby(layers)):
-        size = len(list(members))
+    for position, (layer, size) in enumerate(layers):
         left, right = x_of(start), x_of(start + size)
-        label = clean(layer.rsplit(".", 1)[-1].replace("final_layernorm", "norm"), 12)
+        label = clean(layer.rsplit(".", 1)[-1], 16)
         half = 3.0 * len(label)
         centre = min((left + right) / 2, _CURVE_WIDTH - half)
         if centre - half < free_from:
@@ -289,91 +296,68 @@ def _bands(
 
 
 MAX_RANKS = 256
+_STATES = {
+    "culprit": "a culprit fails here",
+    "failing": "other failures",
+    "fine": "no failure",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RankBox:
-    """One rank of the diagram."""
+class RankCell:
+    """One rank: its state is ``culprit``, ``failing`` or ``fine``."""
 
     rank: int
-    x: int
-    y: int
     state: str
     title: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """The process mesh: pipeline stages side by side, replicas below each other."""
+class RankMap:
+    """The process mesh: one row of ranks per dp and cp coordinate, by pipeline stage."""
 
-    width: int
-    height: int
-    boxes: list[RankBox]
-    stages: list[tuple[int, int, str]]
-    rows: list[tuple[int, str]]
+    stages: list[str]
+    rows: list[tuple[str, list[list[RankCell]]]]
     note: str
 
 
-def layout_figure(
+def rank_map(
     config: Mapping[str, Any], verdicts: Iterable[Verdict], culprit_ranks: Iterable[int]
-) -> Layout | None:
-    """The ranks in Megatron's default order (tp, then cp, dp, pp), failing ones marked."""
-    sizes = {axis: number(config.get(axis)) or 1 for axis in ("tp", "cp", "dp", "pp", "vpp", "ep")}
-    tp, cp, dp, pp = (sizes[axis] for axis in ("tp", "cp", "dp", "pp"))
+) -> RankMap | None:
+    """The ranks in Megatron's default order (tp, then cp, dp, pp), failing ones marked.
+
+    ``None`` for one rank, for too many, and for a configuration that contradicts itself.
+    """
+    axes = ("tp", "cp", "dp", "pp", "vpp", "ep")
+    tp, cp, dp, pp, vpp, ep = (number(config.get(axis)) or 1 for axis in axes)
     world = number(config.get("world_size")) or tp * cp * dp * pp
-    if min(tp, cp, dp, pp, world) < 1 or world > MAX_RANKS or world == 1:
+    if min(tp, cp, dp, pp, world) < 1 or not 1 < world <= MAX_RANKS:
         return None
-    if tp * cp * pp * dp != world:
-        if "dp" in config or world % (tp * cp * pp):
-            return None
+    if "dp" not in config:
         dp = world // (tp * cp * pp)
-    culprits = set(culprit_ranks)
-    failing = {rank for v in verdicts if v.verdict.is_failure for rank in v.ranks}
-    box_width, box_height, gap, left, top = 44, 26, 18, 60, 24
-    stage_width = tp * (box_width + 3) + gap
-    boxes = []
-    for rank in range(world):
-        t, c = rank % tp, rank // tp % cp
-        d, p = rank // (tp * cp) % dp, rank // (tp * cp * dp)
-        state = "culprit" if rank in culprits else "failing" if rank in failing else "fine"
-        words = {
-            "culprit": "the culprit is seen here",
-            "failing": "named by failures",
-            "fine": "no failure names it",
-        }[state]
-        boxes.append(
-            RankBox(
-                rank,
-                left + p * stage_width + t * (box_width + 3),
-                top + (d * cp + c) * (box_height + 4),
-                state,
-                f"rank {rank}: tp {t}, cp {c}, dp {d}, pp {p}; {words}",
-            )
-        )
-    stages = [
-        (left + p * stage_width, tp * (box_width + 3) - 3, f"stage {p}" if pp > 1 else "all layers")
-        for p in range(pp)
-    ]
+    if tp * cp * pp * dp != world:
+        return None
+    failing = (rank for v in verdicts if v.verdict.is_failure for rank in v.ranks)
+    states = dict.fromkeys(failing, "failing")
+    states |= dict.fromkeys(culprit_ranks, "culprit")
+
+    def cell(t: int, c: int, d: int, p: int) -> RankCell:
+        rank = t + tp * (c + cp * (d + dp * p))
+        state = states.get(rank, "fine")
+        title = f"rank {rank}: tp {t}, cp {c}, dp {d}, pp {p}; {_STATES[state]}"
+        return RankCell(rank, state, title)
+
     rows = [
-        (top + (d * cp + c) * (box_height + 4), _row_label(d, dp, c, cp))
+        (
+            " ".join([f"dp {d}"] * (dp > 1) + [f"cp {c}"] * (cp > 1)),
+            [[cell(t, c, d, p) for t in range(tp)] for p in range(pp)],
+        )
         for d in range(dp)
         for c in range(cp)
     ]
-    note = "tp runs to the right within a stage"
-    if sizes["vpp"] > 1:
-        note += f"; every stage holds {sizes['vpp']} model chunks (vpp)"
-    if sizes["ep"] > 1:
-        note += f"; experts are spread over groups of {sizes['ep']} ranks (ep)"
-    return Layout(
-        left + pp * stage_width - gap + 4,
-        top + dp * cp * (box_height + 4) + 4,
-        boxes,
-        stages,
-        rows,
-        note,
-    )
-
-
-def _row_label(d: int, dp: int, c: int, cp: int) -> str:
-    parts = ([f"dp {d}"] if dp > 1 else []) + ([f"cp {c}"] if cp > 1 else [])
-    return " ".join(parts)
+    note = "tp from left to right within a stage"
+    if vpp > 1:
+        note += f"; each stage holds {vpp} model chunks (vpp)"
+    if ep > 1:
+        note += f"; experts are spread over groups of {ep} ranks (ep)"
+    return RankMap([f"stage {p}" for p in range(pp)] if pp > 1 else ["all layers"], rows, note)

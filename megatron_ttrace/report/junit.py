@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JUnit XML, so that CI systems show a check as tests: one case per layer and direction."""
+"""JUnit XML, so that CI systems show a check as tests: one case per layer and direction.
+
+:func:`clean` leaves no character that XML does not allow.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,12 @@ def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = 
     Raises:
         TTraceError: when the directory cannot be written.
     """
-    text = render(summary, verdicts, run)
-    files.write_atomically(Path(path), lambda file: files.put(file, text))
+    files.write_atomically(path, [render(summary, verdicts, run)])
 
 
 def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     """The XML as text. A check that could not be made is an error, not a pass."""
-    rows = sorted(
-        table.layer_rows(verdicts),
-        key=lambda row: (table.depth_key(row.layer), row.direction.value),
-    )
+    rows = sorted(table.layer_rows(verdicts), key=lambda row: (row.depth, row.direction.value))
     blocked = summary.verdict is Result.COULD_NOT_CHECK
     suite = ET.Element(
         "testsuite",
@@ -41,16 +40,16 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     identity = run or (summary.run.id if summary.run else "")
     if identity:
         properties = ET.SubElement(suite, "properties")
-        ET.SubElement(properties, "property", name="ttrace.run", value=identity)
+        ET.SubElement(properties, "property", name="ttrace.run", value=clean(identity))
     if blocked:
         case = ET.SubElement(suite, "testcase", classname="ttrace", name="check")
         why = "; ".join(clean(notice, NOTE_LIMIT) for notice in summary.notices)
-        ET.SubElement(case, "error", message=_xml(why or "could not check"))
+        ET.SubElement(case, "error", message=why or "could not check")
     for row in rows:
         case = ET.SubElement(
             suite,
             "testcase",
-            classname=_xml(f"ttrace.{clean(row.layer)}"),
+            classname=f"ttrace.{clean(row.layer)}",
             name=row.direction.value,
         )
         worst = row.group.worst
@@ -59,11 +58,11 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
                 case,
                 "failure",
                 type=worst.verdict.value,
-                message=_xml(wording.verdict_sentence(worst)),
+                message=wording.sentence(worst),
             )
-            failure.text = _xml(_failure_text(summary, row))
+            failure.text = _failure_text(summary, row)
         elif _is_skipped(row):
-            ET.SubElement(case, "skipped", message=_xml(clean(worst.note, NOTE_LIMIT)))
+            ET.SubElement(case, "skipped", message=clean(worst.note, NOTE_LIMIT))
     ET.indent(suite)
     return ET.tostring(suite, encoding="unicode", xml_declaration=False) + "\n"
 
@@ -73,23 +72,10 @@ def _is_skipped(row: table.LayerRow) -> bool:
 
 
 def _failure_text(summary: Summary, row: table.LayerRow) -> str:
-    """How many fail here, and where the error is born."""
+    """How many fail here, and where the error starts."""
     lines = [f"{row.group.failures} of {row.group.total} tensors fail"]
     for culprit in summary.culprits[:3]:
-        lines.append(f"culprit: {wording.culprit_sentence(culprit)}")
+        lines.append(f"culprit: {wording.sentence(culprit)}")
         lines.append(f"reason: {clean(culprit.reason, NOTE_LIMIT)}")
         lines += [f"{label}: {text}" for label, text in wording.cause_pairs(culprit)]
     return "\n".join(lines)
-
-
-def _xml(text: str) -> str:
-    """XML 1.0 knows few control characters; :func:`clean` escaped them, this makes sure."""
-    return "".join(
-        char
-        if char in "\n\t"
-        or " " <= char <= "\ud7ff"
-        or "\ue000" <= char <= "\ufffd"
-        or char >= "\U00010000"
-        else "?"
-        for char in text
-    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the panels of the heat map share the width of a page, on one line or on several.
 
-The width is not known when the page is written, and the map is there without a script: the style
-sheet chooses between arrangements by the width it finds (container queries).
+The width is not known when the page is written, and the map needs no script: the style sheet
+chooses between arrangements by the actual width (container queries).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts rolled up to layers and cells. Pure arithmetic: every sink renders these, none counts.
+"""Verdicts aggregated by layer and by cell. All outputs render these; none counts by itself.
 
-A check yields tens of thousands of verdicts; a person wants one row a layer and direction, and a
-map of layers by tensors. Both keep the worst verdict of what they stand for, never an average.
+A check yields tens of thousands of verdicts; a person wants one row per layer and direction, and a
+map of layers by tensors. Both show the worst verdict of each group, never an average.
 """
 
 from __future__ import annotations
@@ -11,79 +11,50 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Reason, Verdict
 
 UNNAMED = "(unnamed)"
+UNMEASURED_MARGIN = 1e9
+"""Stands for a failure without a number (a missing layer, NaN) where infinity cannot be shown."""
 
-_LAYER = re.compile(r"^((?:[^.]+\.)*?layers\.\d+)(?:\.(.*))?$", re.DOTALL)
-_STACKS = frozenset({"decoder", "encoder", "mtp"})
+_LAYER = re.compile(r"^((?:[^.]+\.)*?)layers\.\d+(?=\.|$)", re.DOTALL)
 _DIRECTIONS = tuple(Direction)
 _KINDS = {kind: position for position, kind in enumerate(Kind)}
 
-# Where a group stands in the depth of a model; unlisted modules come after the decoder.
-_DEPTH = (
-    (re.compile(r"^(tokens|labels|loss_mask|attention_mask|position_ids)$"), 0),
-    (re.compile(r"^embedding$"), 1),
-    (re.compile(r"^(rotary_pos_emb|position_embeddings?)$"), 2),
-    (re.compile(r"^(.*\.)?encoder\."), 3),
-    (re.compile(r"^(.*\.)?decoder\.layers\."), 4),
-    (re.compile(r"^(.*\.)?decoder\."), 5),
-    (re.compile(r"^mtp\."), 7),
-    (re.compile(r"^output_layer$"), 8),
-    (re.compile(r"^model$"), 9),
-    (re.compile(r"^(.* )?loss$"), 10),
-    (re.compile(r"^grad_norm$"), 11),
-)
-_OTHER = 6
 
+def split_name(name: str, stacks: Collection[str] = ()) -> tuple[str, str]:
+    """The layer of a canonical name, and the tensor within it, the same for all experts.
 
-def split_name(name: str) -> tuple[str, str]:
-    """The group a canonical name belongs to, and the name within that group.
+    A module beside the layers of a stack counts as a layer, and so does every other top-level
+    module. These keep their own name in front of the tensor, so that the weights of two of them are
+    different columns of a map::
 
-    ``decoder.layers.3.mlp.linear_fc1`` -> (``decoder.layers.3``, ``mlp.linear_fc1``);
-    ``decoder.final_layernorm.weight`` -> (``decoder.final_layernorm``, ``weight``).
+        decoder.layers.3.mlp.linear_fc1 -> decoder.layers.3, mlp.linear_fc1
+        decoder.final_layernorm.weight -> decoder.final_layernorm, final_layernorm.weight
+
+    Args:
+        name: of a module or parameter.
+        stacks: what precedes ``layers`` in names (:func:`stacks_of`).
     """
-    found = _LAYER.match(name)
-    if found:
-        return found[1], found[2] or ""
+    if found := _LAYER.match(name):
+        within = name[found.end() + 1 :].split(".")
+        return found[0], ".".join("*" if part.isdigit() else part for part in within) or "layer"
     parts = name.split(".")
-    size = 2 if len(parts) > 1 and parts[0] in _STACKS else 1
-    return ".".join(parts[:size]) or UNNAMED, ".".join(parts[size:])
+    size = 2 if len(parts) > 1 and parts[0] in stacks else 1
+    return ".".join(parts[:size]) or UNNAMED, ".".join(parts[size - 1 :]) or UNNAMED
 
 
 def layer_of(name: str) -> str:
-    """The group of a canonical name: its layer, or its top-level module, or a step-level name."""
+    """The layer of a canonical name; a top-level module outside of layers."""
     return split_name(name)[0]
 
 
-def tail_of(name: str) -> str:
-    """The tensor within its group, one for all experts of a layer.
-
-    Groups other than layers keep their own name in front, so that the weights of
-    ``decoder.final_layernorm`` and of ``output_layer`` are different columns of a map.
-    """
-    group, tail = split_name(name)
-    if _LAYER.match(group):
-        return ".".join("*" if part.isdigit() else part for part in tail.split(".")) or "layer"
-    own = group.removeprefix("decoder.").removeprefix("encoder.")
-    return f"{own}.{tail}" if tail else own
-
-
-def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key under which ``layers.2`` comes before ``layers.10``."""
-    pieces = re.findall(r"[0-9]+|[^0-9]+", text)
-    # int() refuses beyond 4300 digits; such a name is hostile and sorts as text.
-    return tuple(
-        (0, int(p), "") if p[0] in "0123456789" and len(p) < 20 else (1, 0, p) for p in pieces
-    )
-
-
-def depth_key(layer: str) -> tuple[int, tuple[tuple[int, int, str], ...]]:
-    """Sort key from the tokens through the layers to the gradient norm."""
-    rank = next((rank for pattern, rank in _DEPTH if pattern.match(layer)), _OTHER)
-    return rank, natural_key(layer)
+def stacks_of(verdicts: Iterable[Verdict]) -> frozenset[str]:
+    """The top-level modules that hold numbered layers."""
+    names = {verdict.name for verdict in verdicts}
+    return frozenset(found[1][:-1] for name in names if (found := _LAYER.match(name)))
 
 
 def margin_of(verdict: Verdict) -> float | None:
@@ -102,14 +73,15 @@ def severity(verdict: Verdict) -> tuple[int, float]:
     return level, -1.0 if margin is None else margin
 
 
-def worst_of(verdicts: Iterable[Verdict]) -> Verdict | None:
-    """The most severe verdict; the earliest of equals, since errors propagate forward."""
-    return max(verdicts, key=severity, default=None)
+def worst_of(verdicts: Iterable[Verdict], direction: Direction | None = None) -> Verdict | None:
+    """The most severe verdict (of one direction); the earliest of equals: errors propagate."""
+    chosen = (v for v in verdicts if direction is None or v.direction is direction)
+    return max(chosen, key=severity, default=None)
 
 
 @dataclasses.dataclass(slots=True)
 class Group:
-    """What is known about the verdicts that a row or a cell stands for.
+    """What is known about the verdicts in a row or a cell.
 
     Attributes:
         worst: the most severe verdict, the earliest of equals.
@@ -131,27 +103,27 @@ class Group:
         if severity(verdict) > severity(self.worst):
             self.worst = verdict
 
-    @property
-    def margin(self) -> float | None:
-        """The worst margin; infinite for a failure without a number."""
-        return margin_of(self.worst)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerRow:
-    """One layer in one direction."""
+    """One layer in one direction; ``depth`` orders the layers from the model's first to its last.
+
+    ``tensor`` names the worst tensor within the layer.
+    """
 
     layer: str
     direction: Direction
     group: Group
+    depth: int
+    tensor: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
     """One column of the heat map: a tensor that every layer has.
 
-    A parameter's own initial values stand with those it has before the step, and its values after
-    the step with its change: what it starts from, and what the step makes of it.
+    A parameter's own initial values share a column with its values before the step, and its values
+    after the step with its change.
     """
 
     direction: Direction
@@ -159,76 +131,108 @@ class Column:
     kind: Kind
 
 
+Place = tuple[str, Column]
+"""A cell of the heat map: a layer and a column."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Layers in depth order, columns in execution order, and the cells that exist."""
+    """Layers in depth order, columns in execution order, and the cells that exist.
+
+    ``places`` has the cell of every verdict.
+    """
 
     layers: tuple[str, ...]
     columns: tuple[Column, ...]
-    cells: dict[tuple[str, Column], Group]
+    cells: dict[Place, Group]
+    places: list[Place]
 
 
-def place_of(verdict: Verdict) -> tuple[str, Column]:
-    """The cell of the heat map that a verdict belongs to: its layer and its column."""
-    kind = verdict.kind
-    if kind is Kind.PARAM and verdict.direction is Direction.UPDATE:
-        kind = Kind.PARAM_DELTA
-    elif kind is Kind.INITIAL:
-        kind = Kind.PARAM
-    return layer_of(verdict.name), Column(verdict.direction, tail_of(verdict.name), kind)
-
-
-def places_of(verdicts: Iterable[Verdict]) -> list[tuple[str, Column]]:
+def _places(verdicts: Sequence[Verdict]) -> list[Place]:
     """The cell of every verdict; names repeat, so each is taken apart once."""
-    known: dict[tuple[str, Kind, Direction], tuple[str, Column]] = {}
+    stacks = stacks_of(verdicts)
+    known: dict[tuple[str, Kind, Direction], Place] = {}
     places = []
     for verdict in verdicts:
         key = (verdict.name, verdict.kind, verdict.direction)
         if key not in known:
-            known[key] = place_of(verdict)
+            layer, tail = split_name(verdict.name, stacks)
+            kind = verdict.kind
+            if kind is Kind.PARAM and verdict.direction is Direction.UPDATE:
+                kind = Kind.PARAM_DELTA
+            elif kind is Kind.INITIAL:
+                kind = Kind.PARAM
+            known[key] = layer, Column(verdict.direction, tail, kind)
         places.append(known[key])
     return places
 
 
-def layer_rows(verdicts: Iterable[Verdict]) -> list[LayerRow]:
+def _depths(verdicts: Iterable[Verdict], places: Iterable[Place]) -> dict[str, int]:
+    """The position of each layer in the depth of the model: by its first output, if it has one."""
+    seen: dict[str, int] = {}
+    computed: dict[str, int] = {}
+    for position, (verdict, (layer, _)) in enumerate(zip(verdicts, places, strict=True)):
+        seen.setdefault(layer, position)
+        if verdict.kind is Kind.OUTPUT:
+            computed.setdefault(layer, position)
+    found = seen | computed
+    return {layer: depth for depth, layer in enumerate(sorted(found, key=found.__getitem__))}
+
+
+def layer_rows(verdicts: Sequence[Verdict]) -> list[LayerRow]:
     """Per layer and direction, worst first; equals in depth order."""
+    places = _places(verdicts)
+    depths = _depths(verdicts, places)
     groups: dict[tuple[str, Direction], Group] = {}
-    layers: dict[str, str] = {}
-    for verdict in verdicts:
-        layer = layers.get(verdict.name)
-        if layer is None:
-            layer = layers[verdict.name] = layer_of(verdict.name)
+    for verdict, (layer, _) in zip(verdicts, places, strict=True):
         groups.setdefault((layer, verdict.direction), Group(verdict)).add(verdict)
-    rows = [LayerRow(layer, direction, group) for (layer, direction), group in groups.items()]
+    stacks = stacks_of(verdicts)
+    rows = []
+    for (layer, direction), group in groups.items():
+        worst = group.worst
+        tensor = f"{split_name(worst.name, stacks)[1]} {worst.kind.value}.{worst.index}"
+        rows.append(LayerRow(layer, direction, group, depths[layer], tensor))
     return sorted(rows, key=_worst_first)
 
 
-def _worst_first(row: LayerRow) -> tuple[object, ...]:
+def _worst_first(row: LayerRow) -> tuple[float, ...]:
     level, margin = severity(row.group.worst)
-    return -level, -margin, depth_key(row.layer), _DIRECTIONS.index(row.direction)
+    return -level, -margin, row.depth, _DIRECTIONS.index(row.direction)
 
 
-def depth_order(layers: Iterable[str]) -> list[str]:
-    """Layers from the first to the last of the model."""
-    return sorted(set(layers), key=depth_key)
+def finite_margin(verdict: Verdict | None) -> float | None:
+    """The margin for ranking as a number that a chart can show."""
+    margin = margin_of(verdict) if verdict is not None else None
+    return None if margin is None else min(margin, UNMEASURED_MARGIN)
+
+
+def layer_margins(rows: Iterable[LayerRow]) -> dict[str, float]:
+    """The worst margin of each layer in depth order, for charts."""
+    worst: dict[str, float] = {}
+    for row in sorted(rows, key=lambda row: row.depth):
+        margin = finite_margin(row.group.worst)
+        if margin is not None:
+            worst[row.layer] = max(margin, worst.get(row.layer, 0.0))
+    return worst
 
 
 def heat_map(verdicts: Sequence[Verdict]) -> HeatMap:
-    """Layer × tensor, microbatches, iterations, indices and experts rolled up to the worst."""
-    cells: dict[tuple[str, Column], Group] = {}
+    """Layer × tensor; of microbatches, iterations, indices and experts the worst."""
+    places = _places(verdicts)
+    cells: dict[Place, Group] = {}
     order: dict[Column, int] = {}
-    for verdict, place in zip(verdicts, places_of(verdicts), strict=True):
+    for verdict, place in zip(verdicts, places, strict=True):
         order.setdefault(place[1], len(order))
         cells.setdefault(place, Group(verdict)).add(verdict)
-    columns = sorted(order, key=lambda c: (_DIRECTIONS.index(c.direction), *_column_key(c, order)))
-    layers = depth_order(layer for layer, _ in cells)
-    return HeatMap(tuple(layers), tuple(columns), cells)
 
+    def key(column: Column) -> tuple[int, int, int]:
+        # Activations in execution order, where it means something; step-level kinds side by side.
+        stepwise = column.direction in (Direction.START, Direction.UPDATE)
+        kind = _KINDS[column.kind] if stepwise else 0
+        return _DIRECTIONS.index(column.direction), kind, order[column]
 
-def _column_key(column: Column, order: dict[Column, int]) -> tuple[int, int]:
-    """Activations in execution order, where it means something; step-level kinds side by side."""
-    stepwise = column.direction in (Direction.START, Direction.UPDATE)
-    return (_KINDS[column.kind] if stepwise else 0), order[column]
+    layers = tuple(_depths(verdicts, places))
+    return HeatMap(layers, tuple(sorted(order, key=key)), cells, places)
 
 
 def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[Reason | None, int]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard: the numbers of a check as scalars, one step an iteration."""
+"""TensorBoard: the numbers of a check as scalars, one step per iteration."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Protocol
 from megatron_ttrace.report import table
 from megatron_ttrace.trace.records import Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import clean
-
-UNMEASURED_MARGIN = 1e9
-"""Stands for a failure without a number; TensorBoard draws no infinities."""
 
 
 class ScalarWriter(Protocol):
@@ -31,12 +28,8 @@ def log(summary: Summary, verdicts: Sequence[Verdict], writer: ScalarWriter) -> 
         unchecked = sum(verdict.verdict is Outcome.UNCHECKED for verdict in members)
         writer.add_scalar("ttrace/failures", failures, iteration)
         writer.add_scalar("ttrace/unchecked", unchecked, iteration)
-        worst: dict[str, float] = {}
-        for row in table.layer_rows(members):
-            if row.group.margin is not None:
-                margin = min(row.group.margin, UNMEASURED_MARGIN)
-                worst[row.layer] = max(margin, worst.get(row.layer, 0.0))
-        if worst:
-            writer.add_scalar("ttrace/worst_margin", max(worst.values()), iteration)
-        for layer in table.depth_order(worst):
-            writer.add_scalar(f"ttrace/margin/{clean(layer, 80)}", worst[layer], iteration)
+        margins = table.layer_margins(table.layer_rows(members))
+        if margins:
+            writer.add_scalar("ttrace/worst_margin", max(margins.values()), iteration)
+        for layer, margin in margins.items():
+            writer.add_scalar(f"ttrace/margin/{clean(layer, 80)}", margin, iteration)

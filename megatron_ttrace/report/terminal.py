@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report that a person reads first, at the end of a job's log.
 
-Logs are piped, 80 columns wide, and read on a bad day: no box drawing, no colour unless a terminal
-asks for it, the answer on the first line and what to type on the last.
+Logs are piped and 80 columns wide: no box drawing, no colour unless a terminal asks for it, the
+answer on the first line and what to type next on the last.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -45,7 +45,7 @@ def render(
     directory: Path,
     isolating: Sequence[str] = (),
 ) -> None:
-    """Print the report of a check whose files lie under ``directory``.
+    """Print the report of a check whose files are under ``directory``.
 
     ``isolating`` is the command that would check again with modules isolated, where it is known.
     """
@@ -63,30 +63,34 @@ def render(
         page.field("Megatron", wording.code_text(summary.run.megatron))
         page.field("checked by", f"megatron_ttrace {wording.code_text(summary.run.ttrace)}")
     if summary.verdict is Result.EQUIVALENT:
-        _worst(page, verdicts)
-    if summary.exactness and summary.exactness.expected:
-        tone = "yellow" if summary.exactness.lost else ""
-        page.field("exactness", wording.exactness_text(summary.exactness), tone)
+        _margins(page, verdicts)
+    if text := wording.exactness_text(summary.exactness):
+        lost = summary.exactness is not None and summary.exactness.lost
+        page.field("exactness", text, "yellow" if lost else "")
     if summary.timings:
-        page.field("time", _timings(summary))
-    for notice in summary.notices[:MAX_NOTICES]:
-        page.field("notice", clean(notice, NOTE_LIMIT), "yellow")
-    if len(summary.notices) > MAX_NOTICES:
-        page.field("", f"{len(summary.notices) - MAX_NOTICES} more notices in {files.SUMMARY}")
-    for one in summary.not_exercised[:MAX_UNEXERCISED]:
-        page.field("notice", wording.not_exercised_text(one), "yellow")
-    if len(summary.not_exercised) > MAX_UNEXERCISED:
-        more = len(summary.not_exercised) - MAX_UNEXERCISED
-        page.field("", f"{more} more not exercised in {files.SUMMARY}", "yellow")
-    if summary.verdict is not Result.EQUIVALENT and verdicts:
+        times = [f"{clean(name, 40)} {took:.1f} s" for name, took in summary.timings.items()]
+        page.field("time", ", ".join(times))
+    for texts, limit, what in (
+        ([clean(notice, NOTE_LIMIT) for notice in summary.notices], MAX_NOTICES, "notices"),
+        (
+            [wording.not_exercised_text(one) for one in summary.not_exercised],
+            MAX_UNEXERCISED,
+            "not exercised",
+        ),
+    ):
+        for text in texts[:limit]:
+            page.field("notice", text, "yellow")
+        if len(texts) > limit:
+            page.field("", f"{len(texts) - limit} more {what} in {files.SUMMARY}", "yellow")
+    if summary.verdict is not Result.EQUIVALENT:
         _layers(page, verdicts)
+        page.line()
     _next_steps(page, summary, directory, isolating)
 
 
 def say(console: Console, line: str) -> None:
     """Print one literal line, in characters that the log has."""
-    text = for_encoding(line, console.encoding)
-    console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    _Page(console).line((line, ""))
 
 
 class _Page:
@@ -99,9 +103,9 @@ class _Page:
 
     def line(self, *pieces: tuple[str, str]) -> None:
         """One line of styled pieces; the pieces are literal text, never markup."""
-        text = Text()
-        for piece, style in pieces:
-            text.append(for_encoding(piece, self.console.encoding), style=style)
+        text = Text.assemble(
+            *((for_encoding(piece, self.console.encoding), style) for piece, style in pieces)
+        )
         self.console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
     def field(self, label: str, value: str, style: str = "") -> None:
@@ -110,9 +114,17 @@ class _Page:
             self.line((label.ljust(_LABEL), "bold"), (part.plain.rstrip(), style))
             label = ""
 
+    def fields(self, label: str, values: Sequence[str], limit: int, more: str, style: str) -> None:
+        """One paragraph per value under one label; ``more`` says where the others are."""
+        for value in values[:limit]:
+            self.field(label, value, style)
+            label = ""
+        if len(values) > limit:
+            self.field("", more.format(len(values) - limit), style)
+
 
 def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
-    """Where the error is born; without a localised culprit the worst verdict has to do."""
+    """Where the error starts; if no culprit was found, the worst verdict."""
     groups = table.by_cause(summary.culprits)
     for culprit, *alike in groups[:MAX_CULPRITS]:
         _culprit(page, culprit)
@@ -121,38 +133,29 @@ def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> Non
             more = f", and {len(alike) - MAX_ALIKE} more" if len(alike) > MAX_ALIKE else ""
             page.field("likewise", f"{len(alike)} with this cause: {', '.join(names)}{more}")
     others = [culprit for group in groups[MAX_CULPRITS:] for culprit in group]
-    for position, culprit in enumerate(others[:MAX_OTHERS]):
-        page.field("" if position else "also", wording.culprit_sentence(culprit))
-    if len(others) > MAX_OTHERS:
-        page.field("", f"and {len(others) - MAX_OTHERS} more in {files.HTML}")
-    if not summary.culprits:
-        worst = table.worst_of(v for v in verdicts if v.verdict.is_failure)
-        if worst is not None:
-            page.field("worst", wording.verdict_sentence(worst), "red")
-            page.field("", "no single module could be named as the origin")
-    page.line(("", ""))
+    texts = [wording.sentence(culprit) for culprit in others]
+    page.fields("also", texts, MAX_OTHERS, f"and {{}} more in {files.HTML}", "")
+    if not summary.culprits and (worst := table.worst_of(verdicts)) is not None:
+        page.field("worst", wording.sentence(worst), "red")
+        page.field("", "no single module could be named as the origin")
+    page.line()
 
 
 def _culprit(page: _Page, culprit: Culprit) -> None:
-    page.line(("", ""))
+    page.line()
     page.field("culprit", clean(culprit.name), "bold red")
-    page.field(
-        "direction",
-        f"{culprit.direction.value} ({culprit.kind.value}.{culprit.index}, "
-        f"{wording.when_text(culprit.iteration, culprit.microbatch)}) "
-        f"on {wording.on_ranks(culprit.ranks)}",
-    )
+    what = f"{culprit.kind.value}.{culprit.index}, {wording.when_text(culprit)}"
+    where = wording.on_ranks(culprit.ranks)
+    page.field("direction", f"{culprit.direction.value} ({what}) on {where}")
     if culprit.rel_err is None:
         page.field("error", f"not measurable: it {wording.OUTCOME_WORDS[culprit.verdict]}")
     else:
-        tolerance = (
-            "no tolerance estimated"
-            if culprit.tolerance is None
-            else f"tolerance {wording.sci(culprit.tolerance)}, "
-            f"margin {wording.margin_text(culprit.margin)}"
-        )
-        error = wording.error_text(culprit.rel_err, culprit.rel_err_eps)
-        page.field("error", f"{error}, {tolerance} ({culprit.verdict.value})")
+        tolerance = "no tolerance estimated"
+        if culprit.tolerance is not None:
+            tolerance = f"tolerance {wording.sci(culprit.tolerance)}, "
+            tolerance += f"margin {wording.margin_text(culprit.margin)}"
+        text = f"{wording.error_text(culprit)}, {tolerance} ({culprit.verdict.value})"
+        page.field("error", text)
     page.field("reason", clean(culprit.reason, NOTE_LIMIT) or "-")
     for label, text in wording.cause_pairs(culprit):
         page.field(label, text)
@@ -166,23 +169,21 @@ def _counts(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
         for outcome in Outcome
         if outcome.is_failure and counts.get(outcome.value)
     ]
-    unchecked = counts.get(Outcome.UNCHECKED.value, 0)
+    passed, unchecked = (counts.get(one.value, 0) for one in (Outcome.PASS, Outcome.UNCHECKED))
     page.field(
         "tensors",
-        f"{sum(counts.values()):,}: {counts.get(Outcome.PASS.value, 0):,} pass, "
-        + (", ".join(failed) if failed else "0 fail")
-        + f", {unchecked:,} unchecked",
+        f"{sum(counts.values()):,}: {passed:,} pass, {', '.join(failed) or '0 fail'}, "
+        f"{unchecked:,} unchecked",
     )
-    reasons = table.unchecked_reasons(verdicts)
-    for position, (reason, number) in enumerate(reasons[:MAX_REASONS]):
-        page.field(
-            "" if position else "unchecked", f"{number:,} {wording.reason_text(reason)}", "yellow"
-        )
-    if len(reasons) > MAX_REASONS:
-        page.field("", f"{len(reasons) - MAX_REASONS} more reasons in {files.HTML}", "yellow")
+    reasons = [
+        f"{number:,} {wording.reason_text(reason)}"
+        for reason, number in table.unchecked_reasons(verdicts)
+    ]
+    more = f"{{}} more reasons in {files.HTML}"
+    page.fields("unchecked", reasons, MAX_REASONS, more, "yellow")
 
 
-def _worst(page: _Page, verdicts: Sequence[Verdict]) -> None:
+def _margins(page: _Page, verdicts: Sequence[Verdict]) -> None:
     """How close a pass came to failing, overall and per direction."""
     passes = [v for v in verdicts if v.verdict is Outcome.PASS and v.margin is not None]
     worst = table.worst_of(passes)
@@ -191,29 +192,16 @@ def _worst(page: _Page, verdicts: Sequence[Verdict]) -> None:
     page.field(
         "worst",
         f"margin {wording.margin_text(worst.margin)}: "
-        f"{clean(worst.name)} {worst.kind.value}.{worst.index}, error "
-        f"{wording.error_text(worst.rel_err, worst.rel_err_eps)}, tolerance "
-        f"{wording.sci(worst.tolerance)}, {wording.on_ranks(worst.ranks)}",
+        f"{wording.tensor_text(worst)}, error {wording.error_text(worst)}, "
+        f"tolerance {wording.sci(worst.tolerance)}, {wording.on_ranks(worst.ranks)}",
     )
-    page.field("margins", ", ".join(_per_direction(passes)))
-
-
-def _per_direction(passes: Iterable[Verdict]) -> list[str]:
-    by_direction: dict[Direction, list[Verdict]] = {}
-    for verdict in passes:
-        by_direction.setdefault(verdict.direction, []).append(verdict)
-    words = []
-    for direction in Direction:
-        worst = table.worst_of(by_direction.get(direction, ()))
-        if worst is not None:
-            words.append(f"{direction.value} {wording.margin_text(worst.margin)}")
-    return words
-
-
-def _timings(summary: Summary) -> str:
-    return ", ".join(
-        f"{clean(name, 40)} {seconds:.1f} s" for name, seconds in summary.timings.items()
-    )
+    by_direction = {direction: table.worst_of(passes, direction) for direction in Direction}
+    margins = [
+        f"{direction.value} {wording.margin_text(one.margin)}"
+        for direction, one in by_direction.items()
+        if one is not None
+    ]
+    page.field("margins", ", ".join(margins))
 
 
 def _layers(page: _Page, verdicts: Sequence[Verdict]) -> None:
@@ -222,20 +210,20 @@ def _layers(page: _Page, verdicts: Sequence[Verdict]) -> None:
     if not rows:
         return
     width = page.width - 45
-    page.line(("", ""))
+    page.line()
     header = f"{'worst tensor of each layer':<{width}} {'direction':<9}"
     page.line((f"{header} {'error':>16} {'margin':>8} {'failed':>8}", "bold"))
     for row in rows[:MAX_ROWS]:
         worst = row.group.worst
-        name = shorten(f"{clean(worst.name, width)} {_kind(worst)}", width)
-        error = (
-            worst.verdict.value
-            if worst.rel_err is None
-            else wording.error_text(worst.rel_err, worst.rel_err_eps)
-        )
+        kind = f"{worst.kind.value}.{worst.index}" if worst.index else worst.kind.value
+        name = Text(shorten(f"{clean(worst.name, width)} {kind}", width))
+        name.truncate(width, overflow="ellipsis", pad=True)  # wide characters take two cells
+        error = worst.verdict.value
+        if worst.rel_err is not None:
+            error = wording.error_text(worst)
         failed = f"{row.group.failures}/{row.group.total}"
         page.line(
-            (f"{_pad(name, width)} {row.direction.value:<9} {error:>16} ", ""),
+            (f"{name.plain} {row.direction.value:<9} {error:>16} ", ""),
             (f"{wording.margin_text(worst.margin):>8}", "red"),
             (f" {failed:>8}", ""),
         )
@@ -243,44 +231,30 @@ def _layers(page: _Page, verdicts: Sequence[Verdict]) -> None:
         page.line((f"and {len(rows) - MAX_ROWS} more rows with failures in {files.HTML}", ""))
 
 
-def _kind(verdict: Verdict) -> str:
-    """``output``, or ``output.1`` where a module has several."""
-    return f"{verdict.kind.value}.{verdict.index}" if verdict.index else verdict.kind.value
-
-
-def _pad(text: str, width: int) -> str:
-    """``text`` in exactly ``width`` terminal cells: wide characters take two."""
-    cell_text = Text(text)
-    cell_text.truncate(width, overflow="ellipsis", pad=True)
-    return cell_text.plain
-
-
 def _next_steps(page: _Page, summary: Summary, directory: Path, isolating: Sequence[str]) -> None:
-    """Where the files lie and what to do next."""
-    if summary.verdict is not Result.EQUIVALENT:
-        page.line(("", ""))
+    """Where the files are and what to do next."""
     where = clean(directory, NOTE_LIMIT)
     names = [n for n in (files.HTML, files.VERDICTS, files.SUMMARY) if (directory / n).exists()]
-    page.field("files", f"{where}: {', '.join(names)}" if names else f"{where}: none yet")
+    page.field("files", f"{where}: {', '.join(names) or 'none yet'}")
     if summary.verdict is Result.COULD_NOT_CHECK:
         logs = [name for name in ("reference.log", "logs") if (directory / name).exists()]
         if logs:
-            page.field("next", f"read what the runs printed: {where}: {', '.join(logs)}")
-    elif summary.verdict is Result.DIVERGED and summary.config.get("isolate"):
-        page.field("next", f"open {clean(directory / files.HTML, NOTE_LIMIT)} in a browser")
-    elif summary.verdict is Result.DIVERGED:
-        page.field(
-            "next",
-            f"open {clean(directory / files.HTML, NOTE_LIMIT)} in a browser, and feed every "
-            "module the reference's inputs, so that one bug shows in one module:",
-        )
-        command = shell_lines(isolating, page.width - _LABEL)
-        if not 0 < len(command) <= MAX_COMMAND:
-            fresh = clean(shlex.quote(f"{directory}-isolated"), NOTE_LIMIT)
-            page.field("", f"the same with --ttrace-isolate --ttrace-dir {fresh}", "bold")
-            return
-        for line in command:
-            page.line((f"{'':{_LABEL}}{line}", "bold"))
+            page.field("next", f"read the output of the runs: {where}: {', '.join(logs)}")
+    if summary.verdict is not Result.DIVERGED:
+        return
+    open_page = f"open {clean(directory / files.HTML, NOTE_LIMIT)} in a browser"
+    if summary.config.get("isolate"):
+        page.field("next", open_page)
+        return
+    again = "give every module the reference's inputs, so that one bug shows in one module:"
+    page.field("next", f"{open_page}, and {again}")
+    command = shell_lines(isolating, page.width - _LABEL)
+    if not 0 < len(command) <= MAX_COMMAND:
+        fresh = clean(shlex.quote(f"{directory}-isolated"), NOTE_LIMIT)
+        page.field("", f"the same with --ttrace-isolate --ttrace-dir {fresh}", "bold")
+        return
+    for line in command:
+        page.line((f"{'':{_LABEL}}{line}", "bold"))
 
 
 def shell_lines(words: Sequence[str], width: int) -> list[str]:

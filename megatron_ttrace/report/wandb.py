@@ -2,12 +2,13 @@
 """Weights & Biases: a table of layers, sortable summary fields, a chart, the page, and one alert.
 
 A report must never stop or stall a training job: wandb is imported only here, every error becomes
-a line, a server that does not answer is found out before a run is opened, and waiting is bounded.
-With no API key the run is kept offline beside the other files.
+one line, the server is probed before a run is opened, and waiting is bounded. Without an API key
+the run is kept offline beside the other files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import netrc
 import os
@@ -17,6 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,14 +42,11 @@ COLUMNS = (
     "ranks",
     "note",
 )
-UNMEASURED_MARGIN = 1e9
-"""Stands for a failure without a number (a missing layer, NaN), so that runs still sort by it."""
-
 PROBE_SECONDS = 5.0
 INIT_SECONDS = 30.0
 TOTAL_SECONDS = 120.0
 _FORMER_HOST = "api.wandb.ai"
-"""Keys that were stored for it still count for the public service under its newer name."""
+"""Keys stored for this host are valid for the public service under its newer name too."""
 
 _WARNING = "ttrace: WARNING: W&B logging failed, the report itself is complete"
 
@@ -59,9 +58,8 @@ def log(
     *,
     run: Any = None,
     directory: Path,
-    project: str = "ttrace",
 ) -> str:
-    """Log a check and return one line that says where it lies.
+    """Log a check and return one line that says where it is. Never raises.
 
     Args:
         summary: the answer.
@@ -70,7 +68,6 @@ def log(
         run: a W&B run to log into, or the wandb module as Megatron's ``get_wandb_writer()`` returns
             it; with ``None`` the active run is used, or a run of our own is made and finished.
         directory: where an own run keeps its files.
-        project: W&B project of an own run.
     """
     try:
         import wandb
@@ -82,36 +79,21 @@ def log(
         if active is not None:
             _log(wandb, active, summary, verdicts, html_path)
             return f"W&B: logged to {_where(active)}"
+        about = summary.run.to_json() if summary.run else {}
+        config = {"layout": summary.config, "versions": summary.versions, "run": about}
         return within(
             TOTAL_SECONDS,
-            lambda: _own_run(wandb, summary, verdicts, html_path, Path(directory), project),
+            lambda: own_run(
+                wandb,
+                lambda run: _log(wandb, run, summary, verdicts, html_path),
+                directory=directory,
+                project="ttrace",
+                job_type="ttrace",
+                config=_harmless(config),
+            ),
         )
     except Exception as error:  # noqa: BLE001 - this sink fails open
         return f"{_WARNING}: {type(error).__name__}: {clean(error, 300)}"
-
-
-def _own_run(
-    wandb: Any,
-    summary: Summary,
-    verdicts: Sequence[Verdict],
-    html_path: Path,
-    directory: Path,
-    project: str,
-) -> str:
-    return own_run(
-        wandb,
-        lambda run: _log(wandb, run, summary, verdicts, html_path),
-        directory=directory,
-        project=project,
-        job_type="ttrace",
-        config=_harmless(
-            {
-                "layout": summary.config,
-                "versions": summary.versions,
-                "run": summary.run.to_json() if summary.run else {},
-            }
-        ),
-    )
 
 
 def _harmless(value: Any) -> Any:
@@ -137,26 +119,22 @@ def own_run(
     """Make a run, ``log`` into it, finish it; offline without a key or without an answer.
 
     Returns:
-        One line that says where it lies.
+        One line that says where it is.
     """
-
-    def open_run(mode: str | None) -> Any:
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or project,
-            job_type=job_type,
-            dir=str(directory),
-            mode=mode,
-            config=config,
-            settings=_settings(wandb),
-        )
-
     mode, why = _mode(wandb)
+    options = {
+        "project": os.environ.get("WANDB_PROJECT") or project,
+        "job_type": job_type,
+        "dir": str(directory),
+        "config": config,
+        "settings": _settings(wandb),
+    }
     try:
-        run = open_run(mode)
+        run = wandb.init(mode=mode, **options)
     except Exception as error:
         if mode != "online":
             raise
-        run = open_run("offline")
+        run = wandb.init(mode="offline", **options)
         why = f" (WARNING: online logging failed: {clean(error, 200)})"
     try:
         log(run)
@@ -172,23 +150,19 @@ def within(seconds: float, work: Callable[[], str]) -> str:
     Raises:
         TimeoutError: when it did not end; else what ``work`` raised.
     """
-    answer: list[str] = []
-    failure: list[Exception] = []
+    answer: Future[str] = Future()
 
     def target() -> None:
         try:
-            answer.append(work())
+            answer.set_result(work())
         except Exception as error:  # noqa: BLE001 - raised again by the caller
-            failure.append(error)
+            answer.set_exception(error)
 
-    worker = threading.Thread(target=target, name="ttrace-wandb", daemon=True)
-    worker.start()
-    worker.join(seconds)
-    if failure:
-        raise failure[0]
-    if not answer:
+    # A thread of an executor would be waited for when the process ends.
+    threading.Thread(target=target, name="ttrace-wandb", daemon=True).start()
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"no end after {seconds:.0f} s; try WANDB_MODE=offline")
-    return answer[0]
+    return answer.result()
 
 
 def _settings(wandb: Any) -> Any:
@@ -228,14 +202,11 @@ def _has_key(hosts: Sequence[str]) -> bool:
     """Whether wandb would find an API key without asking; its own check may prompt or warn."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    candidates = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
-    for candidate in filter(None, candidates):
-        try:
+    for candidate in filter(None, [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]):
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
             found = netrc.netrc(os.path.expanduser(candidate))
             if any(found.authenticators(host) for host in hosts):
                 return True
-        except (OSError, netrc.NetrcParseError):
-            continue
     return False
 
 
@@ -243,15 +214,13 @@ def _answers(base_url: str) -> bool:
     """Whether anything answers there; name resolution can hang too, hence the thread."""
 
     def probe() -> str:
-        try:
+        with contextlib.suppress(urllib.error.HTTPError):
             urllib.request.urlopen(base_url, timeout=PROBE_SECONDS).close()  # noqa: S310
-        except urllib.error.HTTPError:
-            return "answers"
         return "answers"
 
     try:
         return bool(within(PROBE_SECONDS + 1, probe))
-    except Exception:  # noqa: BLE001 - whatever it is, it is no answer
+    except Exception:  # noqa: BLE001 - whatever it is, it is not an answer
         return False
 
 
@@ -271,13 +240,13 @@ def _log(
 ) -> None:
     """Log everything; the step of a training run is left as it is (``commit=False``).
 
-    Media have names without a slash, so that their files lie flat under ``files/media/table``.
+    Media have names without a slash, so that their files are directly in ``files/media/table``.
     """
     rows = table.layer_rows(verdicts)
     data: dict[str, Any] = {
         "ttrace_verdicts": wandb.Table(columns=list(COLUMNS), data=[_row(row) for row in rows]),
     }
-    bars = _bars(rows)
+    bars = [[clean(layer, 60), margin] for layer, margin in table.layer_margins(rows).items()]
     if bars:
         data["ttrace_worst_margin_per_layer"] = wandb.plot.bar(
             wandb.Table(columns=["layer", "margin"], data=bars),
@@ -285,10 +254,9 @@ def _log(
             "margin",
             title="ttrace: worst margin per layer (above 1 fails)",
         )
-    if Path(html_path).is_file():
-        data["ttrace_report"] = wandb.Html(
-            Path(html_path).read_text(encoding="utf-8"), inject=False
-        )
+    if html_path.is_file():
+        page = html_path.read_text(encoding="utf-8")
+        data["ttrace_report"] = wandb.Html(page, inject=False)
     run.log(data, commit=False)
     run.summary.update(summary_fields(summary, verdicts))
     if summary.verdict is Result.DIVERGED:
@@ -298,40 +266,20 @@ def _log(
 
 def _row(row: table.LayerRow) -> list[Any]:
     worst = row.group.worst
+    numbers = (worst.rel_err, worst.rel_err_eps, worst.tolerance)
     return [
         clean(row.layer, 60),
         row.direction.value,
         worst.verdict.value,
-        clean(f"{table.tail_of(worst.name)} {worst.kind.value}.{worst.index}"),
-        _finite(worst.rel_err),
-        _finite(worst.rel_err_eps),
-        _finite(worst.tolerance),
-        _number(row.group.margin),
+        clean(row.tensor),
+        *(n if n is not None and math.isfinite(n) else None for n in numbers),
+        table.finite_margin(worst),
         row.group.failures,
         row.group.total,
         row.group.unchecked,
         wording.ranks_text(worst.ranks),
         clean(worst.note, NOTE_LIMIT),
     ]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _number(margin: float | None) -> float | None:
-    """A margin that a chart can hold."""
-    return None if margin is None else min(margin, UNMEASURED_MARGIN)
-
-
-def _bars(rows: Sequence[table.LayerRow]) -> list[list[Any]]:
-    """The worst margin of each layer in depth order; rows come worst first."""
-    worst: dict[str, float] = {}
-    for row in rows:
-        margin = _number(row.group.margin)
-        if margin is not None:
-            worst[row.layer] = max(margin, worst.get(row.layer, 0.0))
-    return [[clean(layer, 60), worst[layer]] for layer in table.depth_order(worst)]
 
 
 def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -351,15 +299,14 @@ def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, A
         fields["ttrace/run"] = clean(summary.run.id)
     for outcome in Outcome:
         fields[f"ttrace/count/{outcome.value}"] = counts.get(outcome.value, 0)
-    overall: list[float] = []
-    for direction in Direction:
-        worst = table.worst_of(v for v in verdicts if v.direction is direction)
-        margin = _number(table.margin_of(worst)) if worst is not None else None
-        if margin is not None:
-            fields[f"ttrace/margin/{direction.value}"] = margin
-            overall.append(margin)
-    if overall:
-        fields["ttrace/worst_margin"] = max(overall)
+    margins = {
+        direction: margin
+        for direction in Direction
+        if (margin := table.finite_margin(table.worst_of(verdicts, direction))) is not None
+    }
+    if margins:
+        fields["ttrace/worst_margin"] = max(margins.values())
+    fields |= {f"ttrace/margin/{direction}": margin for direction, margin in margins.items()}
     if summary.culprits:
         first = summary.culprits[0]
         fields["ttrace/culprit"] = clean(first.name)
@@ -376,11 +323,11 @@ def alert_text(summary: Summary, verdicts: Sequence[Verdict]) -> tuple[str, str]
     if summary.culprits:
         first = summary.culprits[0]
         why = "; ".join(f"{label}: {text}" for label, text in wording.cause_pairs(first))
-        text = f"{wording.culprit_sentence(first)}. {why}"
+        text = f"{wording.sentence(first)}. {why}"
         more = len(summary.culprits) - 1
         text += f" ({more} more culprit{'s' if more > 1 else ''})" if more else ""
         return f"ttrace: {clean(first.name, 80)} diverges ({first.direction.value})", text
-    worst = table.worst_of(v for v in verdicts if v.verdict.is_failure)
-    sentence = wording.verdict_sentence(worst) if worst is not None else ""
+    worst = table.worst_of(verdicts)
+    sentence = wording.sentence(worst) if worst is not None else ""
     layout = wording.layout_text(summary.config)
     return "ttrace: the run diverges from its reference", f"{sentence} [{layout}]".strip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers, ranks and culprits in words, the same in every sink.
+"""Numbers, ranks and culprits as text, the same in every output.
 
 Errors are written as Megatron's users know them from published reports: ``2.05e-1 26.4ε``.
 """
@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_ttrace.trace.findings import UNKNOWN
+from megatron_ttrace.trace.findings import UNKNOWN, Note, Remark, Sample
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
@@ -22,9 +22,10 @@ from megatron_ttrace.trace.records import (
     Result,
     Run,
     Summary,
+    TooFew,
     Verdict,
 )
-from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 
 COMMAND_LIMIT = 20_000
@@ -45,7 +46,7 @@ OUTCOME_WORDS = {
 RESULT_SENTENCES = {
     Result.EQUIVALENT: "numerically equivalent to the reference",
     Result.DIVERGED: "not equivalent to the reference",
-    Result.COULD_NOT_CHECK: "no answer: the check could not be made",
+    Result.COULD_NOT_CHECK: "no answer: the check could not be completed",
 }
 
 
@@ -87,12 +88,15 @@ def sci(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def error_text(rel_err: float | None, rel_err_eps: float | None) -> str:
+def error_text(one: Culprit | Verdict) -> str:
     """``2.05e-1 26.4ε``: the relative error, and in epsilons of the compute dtype."""
-    if rel_err is None:
-        return "-"
-    known = rel_err_eps is not None and rel_err != 0
-    return f"{sci(rel_err)} {factor(rel_err_eps)}ε" if known else sci(rel_err)
+    known = one.rel_err_eps is not None and one.rel_err != 0
+    return f"{sci(one.rel_err)} {factor(one.rel_err_eps)}ε" if known else sci(one.rel_err)
+
+
+def tensor_text(one: Culprit | Verdict, limit: int = NAME_LIMIT) -> str:
+    """``decoder.layers.0.mlp output.0``."""
+    return f"{clean(one.name, limit)} {one.kind.value}.{one.index}"
 
 
 def factor(value: float | None) -> str:
@@ -111,9 +115,9 @@ def margin_text(margin: float | None) -> str:
     return "-" if margin is None else f"{factor(margin)}×"
 
 
-def exactness_text(exactness: Exactness) -> str:
-    """What became of the tensors that must be bitwise equal; empty where none must be."""
-    if not exactness.expected:
+def exactness_text(exactness: Exactness | None) -> str:
+    """Whether the tensors that must be bitwise equal are; empty if none must be."""
+    if exactness is None or not exactness.expected:
         return ""
     if not exactness.lost:
         return f"{exactness.expected:,} tensors must be bitwise equal in this layout: all are"
@@ -151,10 +155,10 @@ def on_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(held) > 1 else ''} {ranks_text(held)}"
 
 
-def when_text(iteration: int, microbatch: int) -> str:
+def when_text(one: Culprit | Verdict) -> str:
     """``iteration 1, microbatch 0``; step-level tensors have no microbatch."""
-    step = f"iteration {iteration}"
-    return step if microbatch == STEP_LEVEL else f"{step}, microbatch {microbatch}"
+    step = f"iteration {one.iteration}"
+    return step if one.microbatch == STEP_LEVEL else f"{step}, microbatch {one.microbatch}"
 
 
 def number(value: Any) -> int | None:
@@ -172,46 +176,23 @@ def layout_text(config: Mapping[str, Any]) -> str:
     sizes = {axis: number(config.get(axis)) for axis in AXES}
     split = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1]
     world = number(config.get("world_size"))
-    text = " × ".join(split) if split else ("1 device" if world in (None, 1) else "no split axis")
+    one = "1 device" if world in (None, 1) else "no parallel axis"
+    text = " × ".join(split) or one
     return f"{text}, {world} ranks" if world is not None and world > 1 else text
 
 
-def culprit_sentence(culprit: Culprit) -> str:
-    """The sentence that a person needs: what, in which direction, on which ranks, how bad."""
-    name = clean(culprit.name)
-    what = OUTCOME_WORDS[culprit.verdict]
+def sentence(one: Culprit | Verdict) -> str:
+    """A failure in one line: what, in which direction, on which ranks, how bad, and when."""
     text = (
-        f"{name} {culprit.kind.value}.{culprit.index} {what} in the {culprit.direction.value} "
-        f"direction on {on_ranks(culprit.ranks)}"
+        f"{tensor_text(one)} {OUTCOME_WORDS[one.verdict]} in the {one.direction.value} direction "
+        f"on {on_ranks(one.ranks)}"
     )
-    if culprit.rel_err is not None:
-        text += f": relative error {error_text(culprit.rel_err, culprit.rel_err_eps)}"
-        if culprit.margin is not None:
-            text += f", {margin_text(culprit.margin)} its tolerance {sci(culprit.tolerance)}"
-    return f"{text} ({when_text(culprit.iteration, culprit.microbatch)})"
-
-
-def verdict_sentence(verdict: Verdict) -> str:
-    """One verdict in one line, for failures that no culprit stands for."""
-    text = (
-        f"{clean(verdict.name)} {verdict.kind.value}.{verdict.index} "
-        f"{OUTCOME_WORDS[verdict.verdict]} on {on_ranks(verdict.ranks)}"
-    )
-    if verdict.rel_err is not None:
-        text += f": relative error {error_text(verdict.rel_err, verdict.rel_err_eps)}"
-        text += f", margin {margin_text(verdict.margin)}"
-    note = f". {clean(verdict.note, NOTE_LIMIT)}" if verdict.note else ""
-    return f"{text} ({when_text(verdict.iteration, verdict.microbatch)}){note}"
-
-
-def headline(summary: Summary) -> str:
-    """The answer and, where there is one, the first culprit."""
-    text = f"{summary.verdict.value}: {RESULT_SENTENCES[summary.verdict]}"
-    if summary.culprits:
-        text += f". {culprit_sentence(summary.culprits[0])}"
-        more = len(summary.culprits) - 1
-        text += f"; {more} more culprit{'s' if more > 1 else ''}" if more else ""
-    return text
+    if one.rel_err is not None:
+        text += f": relative error {error_text(one)}"
+        if one.margin is not None:
+            text += f", {margin_text(one.margin)} its tolerance {sci(one.tolerance)}"
+    note = f". {clean(one.note, NOTE_LIMIT)}" if isinstance(one, Verdict) and one.note else ""
+    return f"{text} ({when_text(one)}){note}"
 
 
 _NOT_EXERCISED = {
@@ -269,9 +250,10 @@ def notices(summary: Summary) -> list[str]:
 
 
 _REASONS = {
-    Reason.BLIND: "blind: rounding alone moves them too far for a bug to show",
+    Reason.BLIND: "blind: rounding alone changes them too much for a bug to show",
     Reason.UNDEFINED: "undefined: NaN in both runs",
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
+    Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",
     Reason.INITIAL_VALUES: "initial values: no distribution to compare",
 }
 
@@ -289,3 +271,71 @@ def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
         "look at": clean(culprit.where, NOTE_LIMIT),
     }
     return [(label, text) for label, text in found.items() if text]
+
+
+_NOTES = {
+    Remark.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
+    "allgather can); its layer is judged as a whole",
+    Remark.OWN_TOKENS: "chosen by looking at all tokens of a rank, which has a part of them here: "
+    "depends on the layout by design; the rest is judged with the reference's choice",
+    Remark.EXTRA: "the reference has no such tensor",
+    Remark.EMPTY: "empty: no element to compare",
+    Remark.MISSING: "no rank of the candidate has this tensor",
+    Remark.NONFINITE: "NaN or infinity",
+    Remark.UNCOVERED: "some elements are held by no rank",
+    Remark.UNEVEN: "held unevenly: {value:.0f} to {limit:.0f} replicas",
+    Remark.REPLICAS: "replicas differ on {ranks}",
+    Remark.REPLICAS_ROUNDED: "replicas differ in rounding on {ranks}",
+    Remark.UNDEFINED: "undefined: {value:.0f} elements are NaN in both runs",
+    Remark.BLIND: "blind: rounding alone moves it by {value:.0%} (bound {limit:.0%})",
+    Remark.ROUTED: "{value:.0f} of {limit:.0f} tokens are routed differently",
+    Remark.DROPPED: "{value:.0f} assignments are dropped differently",
+    Remark.SHAPE: "{text}",
+    Remark.NOT_BITWISE: "not bitwise equal, though this layout does not reorder its arithmetic",
+    Remark.ONE_RUN: "initial values: only one of the runs has them",
+    Remark.OTHER_SHAPE: "initial values: the whole tensor is {text} in the reference",
+    Remark.REFERENCE_NONFINITE: "initial values: the reference's contain NaN or infinity",
+    Remark.OVERLAP: "initial values: the ranks' parts overlap or are incomplete",
+    Remark.INCOMPLETE: "initial values: the ranks' parts are incomplete",
+    Remark.FEW_VALUES: "initial values: fewer than {limit:.0f} random numbers",
+    Remark.ONE_VALUE: "initial values: one value has no distribution",
+    Remark.INITIAL_REPLICAS: "initial values differ between ranks that hold the same part",
+    Remark.SAME_START: "initial values on rank {ranks[0]} are bitwise equal to those of {text} on "
+    "rank {ranks[1]}",
+    Remark.DISTRIBUTION: "initial values differ in distribution: {samples}",
+    Remark.LOST: "initial values are lost: {samples}",
+    Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
+}
+
+
+def note_text(note: Note) -> str:
+    """What is said of a tensor beside its outcome."""
+    samples = "; in the reference ".join(map(_sample, note.samples))
+    ranks: Any = note.ranks if note.what is Remark.SAME_START else on_ranks(note.ranks)
+    return _NOTES[note.what].format(
+        value=note.value, limit=note.limit, ranks=ranks, text=note.text, samples=samples
+    )
+
+
+def _sample(one: Sample) -> str:
+    return f"mean {one.mean:.3g}, std {one.std:.3g}" if one.std else f"all {one.mean:.6g}"
+
+
+def same_start_text(number: int, first: Verdict) -> str:
+    """The notice about parameters of different layers whose initial values are equal."""
+    return f"{number} parameters begin with another layer's numbers: {first.name}: {first.note}"
+
+
+def too_few_text(found: TooFew) -> str:
+    """Why too few tensors were checked, and the flag that accepts it."""
+    most = ", ".join(
+        f"{reason.value if reason else 'no reason known'} ({count:,})"
+        for reason, count in found.reasons
+    )
+    percent = 100 * found.unchecked / found.judged
+    return (
+        f"could not check enough: {found.unchecked:,} of {found.judged:,} tensors "
+        f"({percent:.1f} %) are unchecked, more than {100 * found.allowed:.4g} %; "
+        f"most: {most}; "
+        f"--ttrace-allow-unchecked {math.ceil(percent) / 100:g} accepts it"
+    )

@@ -2,10 +2,10 @@
 """All ranks check, or all give up: they agree before and after each collective of ours.
 
 A rank that failed must not leave the others in a collective. So every part of a check ends at a
-numbered point where all ranks meet, over the job's key-value store, with a few messages per rank
-and no collective of the job's backend. A rank that fails says so at once, which wakes everyone who
-waits at a point. What cannot be agreed on (Megatron's own step failed on one rank, or the training
-state could not be put back) ends the job: a thread on every rank sees that while steps are traced.
+numbered point where all ranks meet. They do so over the job's key-value store, with a few messages
+per rank and no collective. A rank that fails announces it at once, which wakes all ranks that wait
+at a point. Some failures end the job (Megatron's own step failed on one rank, or the training state
+could not be restored): while steps are traced, a thread on every rank watches for that.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ import torch.distributed as dist
 
 from megatron_ttrace.errors import ExitCode, TTraceError, one_line
 from megatron_ttrace.runtime import channel
+from megatron_ttrace.trace import codec
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
 _WATCH_SECONDS = 1.0
 _BEAT_SECONDS = 5.0
 _SAY_AFTER_SECONDS = 10.0
 _FAREWELL_SECONDS = 5.0
 _RANKS_PER_SECOND = 2000
-"""How many ranks may ask the store in a second while they wait."""
+"""Ranks that may poll the store per second while they wait."""
 
 _OK, _FAILED = "ok", "failed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a check, or a job, ended: the first failure of any rank.
+    """Why a check or a job ended: the first failure of any rank.
 
     Attributes:
-        rank: that failed.
-        host: it runs on.
-        what: it was doing.
+        rank: the rank that failed.
+        host: its host.
+        what: what it was doing.
         why: the error, in one line (a reference's last lines may follow).
         of_everyone: whether the reason concerns the whole job, not this rank.
     """
@@ -65,37 +66,22 @@ class Cause:
 
     @classmethod
     def of_message(cls, text: str) -> Cause:
-        """What another rank announced.
-
-        Raises:
-            ValueError: when it is not a cause.
-        """
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"not a cause: {text[:80]!r}")
-        return cls(
-            int(found["rank"]),
-            str(found["host"]),
-            str(found["what"]),
-            str(found["why"]),
-            bool(found["of_everyone"]),
-        )
+        """The cause that another rank announced. Raises ``ValueError`` when it is not one."""
+        return codec.decode(cls, json.loads(text))
 
 
-class GivenUpError(TTraceError):
-    """The check is over on every rank; training can go on."""
-
+class _CausedError(TTraceError):
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.line)
         self.cause = cause
 
 
-class EndError(TTraceError):
+class GivenUpError(_CausedError):
+    """The check is over on every rank; training can continue."""
+
+
+class EndError(_CausedError):
     """The job must end: a rank is lost, or its training state."""
-
-    def __init__(self, cause: Cause) -> None:
-        super().__init__(cause.line)
-        self.cause = cause
 
 
 class Ranks:
@@ -113,9 +99,9 @@ class Ranks:
 
         Args:
             timeout: seconds without a sign of life after which a rank counts as lost.
-            store: key-value store of all ranks; the job's own without one.
-            rank: this rank; that of the process group without one.
-            size: number of ranks; that of the process group without one.
+            store: key-value store of all ranks; by default the job's own.
+            rank: this rank; by default that of the process group.
+            size: number of ranks; by default that of the process group.
         """
         ready = dist.is_initialized()
         self.rank = rank if rank is not None else (dist.get_rank() if ready else 0)
@@ -127,23 +113,27 @@ class Ranks:
         self._counts = {"check": 0, "back": 0}
         self._given_up: GivenUpError | None = None
 
-    def together(self, what: str, work: Callable[[], Any] | None = None) -> Any:
+    def meet(self, what: str) -> None:
+        """Wait for all ranks. Raises as :meth:`together`."""
+        self.together(what, lambda: None)
+
+    def together[T](self, what: str, work: Callable[[], T]) -> T:
         """Do something on every rank; return when all ranks have.
 
         Raises:
             GivenUpError: on every rank, when it failed on any.
-            EndError: when there is nobody left to agree with.
+            EndError: when the other ranks cannot be reached.
         """
         if self._given_up is not None:
             raise self._given_up
         try:
-            value = None if work is None else work()
+            value = work()
         except (GivenUpError, EndError):
             raise
         except Exception as error:
             raise self.give_up(error, what) from error
         except BaseException as error:
-            self.give_up(error, what)  # interrupted: the others need not wait
+            self.give_up(error, what)  # interrupted: the others should not wait
             raise
         self._arrive("check", what)
         return value
@@ -170,10 +160,10 @@ class Ranks:
         return json.loads(self._ask(lambda: self._store.get(_key(key))).decode())
 
     def exchange(self, what: str, value: Callable[[], Any], device: torch.device) -> list[Any]:
-        """Everybody's JSON value, by rank, on every rank.
+        """The JSON values of all ranks, by rank, on every rank.
 
         Raises:
-            GivenUpError: on every rank, when any had none to give.
+            GivenUpError: on every rank, when any could not provide one.
             EndError: when the collective failed.
         """
         text = self.together(what, lambda: channel.encode(value()))
@@ -190,14 +180,14 @@ class Ranks:
             ]
 
     def _gather(self, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A collective: who fails in it has left the others there."""
+        """A collective: a rank that fails in it leaves the others waiting in it."""
         try:
             return channel.gather(tensor)
         except Exception as error:
             raise self.end(error, what) from error
 
     def give_up(self, error: BaseException, what: str) -> GivenUpError | EndError:
-        """Announce that this rank failed; returns what is to be raised."""
+        """Announce that this rank failed; returns the error to raise."""
         if isinstance(error, GivenUpError | EndError):
             return error
         if self._given_up is None:
@@ -207,7 +197,7 @@ class Ranks:
         return self._given_up
 
     def end(self, error: BaseException, what: str) -> EndError:
-        """Announce that the job must end; returns what is to be raised."""
+        """Announce that the job must end; returns the error to raise."""
         if isinstance(error, EndError):
             return error
         cause = self._announce("fatal", self._cause(error, what))
@@ -216,18 +206,18 @@ class Ranks:
         return EndError(cause)
 
     def all_back(self) -> None:
-        """Wait until every rank has put its training state back.
+        """Wait until every rank has restored its training state.
 
         Raises:
-            EndError: when one does not come.
+            EndError: when one does not arrive.
         """
         self._arrive("back", "restoring the training state")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this context the process ends as soon as another rank says that the job must.
+        """Within this context the process ends as soon as another rank announces that the job must.
 
-        This rank may be in a collective of Megatron's that the other will never join.
+        This rank may be in a collective of Megatron's that the other rank will never join.
         """
         if self.size == 1:
             yield
@@ -242,7 +232,7 @@ class Ranks:
             over.set()
 
     def farewell(self) -> None:
-        """Let rank 0, which may keep the store, go last."""
+        """Let rank 0, which may hold the store, leave last."""
         if self.size == 1:
             return
         with contextlib.suppress(Exception):
@@ -321,7 +311,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _heartbeat(self) -> Iterator[None]:
-        """Tell the others now and then that this rank is alive: its work may take long."""
+        """Tell the others regularly that this rank is alive: its work may take long."""
         over = threading.Event()
 
         def beat() -> None:
@@ -336,17 +326,17 @@ class Ranks:
             over.set()
 
     def _announce(self, key: str, cause: Cause) -> Cause:
-        """Leave the cause for the others; returns that of whoever was first."""
+        """Leave the cause for the others; returns the one that was announced first."""
         if self.size == 1:
             return cause
         try:
             text = json.dumps(dataclasses.asdict(cause))
             return Cause.of_message(self._store.compare_set(_key(key), "", text).decode())
-        except Exception:  # noqa: BLE001 - a lost store: then there is nobody to tell
+        except Exception:  # noqa: BLE001 - the store is lost: there is no rank to tell
             return cause
 
     def _wake(self) -> None:
-        """Nobody waits for this rank, neither where it may have arrived nor at the next point."""
+        """Let no rank wait for this one, neither at the current point nor at the next."""
         if self.size == 1:
             return
         count = self._counts["check"]
@@ -377,7 +367,7 @@ class Ranks:
 
 
 def say_end(cause: Cause, rank: int) -> None:
-    """Say why the job ends, where somebody will read it."""
+    """Print why the job ends, on rank 0 and on the rank that failed."""
     if rank in (0, cause.rank):
         print(f"ttrace: {cause.line}; the job ends", file=sys.stderr, flush=True)
     sys.stdout.flush()

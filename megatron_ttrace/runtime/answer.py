@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer of a running job: all ranks' findings concluded, written and sent to trackers."""
+"""The answer of a running job: concluded from all ranks' findings, written and sent to trackers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.wire import decode
-from megatron_ttrace.mcore import provenance
+from megatron_ttrace.mcore import balancing, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
@@ -24,8 +24,7 @@ from megatron_ttrace.trace.store import seal
 
 def answer(
     comparison: Comparison,
-    heard: Sequence[tuple[dict[str, Any], Any]],
-    directory: Path,
+    findings: Sequence[tuple[dict[str, Any], Any]],
     *,
     model: TracedModel,
     args: MegatronArguments,
@@ -33,33 +32,21 @@ def answer(
     timings: dict[str, float],
     notices: Sequence[str],
 ) -> tuple[Summary, list[Verdict]]:
-    """Conclude; called on one rank.
-
-    Args:
-        comparison: of this rank.
-        heard: each rank's mesh and findings.
-        directory: where the ranks kept tensors; it is sealed if there are any.
-        model: this rank's part.
-        args: Megatron's.
-        settings: of the check.
-        timings: for the report.
-        notices: for the report.
-    """
+    """Conclude, on one rank; ``findings`` are each rank's mesh and measurements, as JSON."""
     config = config_of(model, args, settings)
+    directory = settings.directory / "candidate"
     if any(directory.glob("*.index.jsonl")):
-        seal(
-            directory,
-            {
-                "role": "candidate",
-                "complete": settings.save_candidate,
-                "meshes": [mesh for mesh, _ in heard],
-                "config": config,
-            },
-        )
+        meta = {
+            "role": "candidate",
+            "complete": settings.save_candidate,
+            "meshes": [mesh for mesh, _ in findings],
+            "config": config.on(model.mesh),
+        }
+        seal(directory, meta)
     summary, verdicts = conclude(
         comparison.reference,
         comparison.tolerances,
-        {rank: decode(message) for rank, (_, message) in enumerate(heard)},
+        {rank: decode(message) for rank, (_, message) in enumerate(findings)},
         candidate=directory,
         mesh=model.mesh,
         config=config,
@@ -70,24 +57,24 @@ def answer(
     return dataclasses.replace(summary, run=provenance.collect(args)), verdicts
 
 
-def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> dict[str, Any]:
+def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> RunConfig:
     """The candidate's configuration, for the report and for ``ttrace compare``."""
-    return {
-        **model.mesh.describe(),
-        "sequence_parallel": bool(args.sequence_parallel),
-        "distributed_optimizer": bool(args.use_distributed_optimizer),
-        "dtype": "bf16" if args.bf16 else str(args.params_dtype).removeprefix("torch."),
-        "layers": args.num_layers,
-        "hidden": args.hidden_size,
-        "seq_length": args.seq_length,
-        "dispatcher": dispatcher(args),
-        "iterations": list(settings.iterations),
-        "isolate": isolates(args, settings),
-        "init": settings.init,
-        "reference": str(settings.directory / "reference"),
-        "arithmetic": _arithmetic(model, args, settings).to_json(),
-        "requested": Requested.of(args, model.chunks).to_json(),
-    }
+    return RunConfig(
+        sequence_parallel=bool(args.sequence_parallel),
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+        dtype="bf16" if args.bf16 else str(args.params_dtype).removeprefix("torch."),
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        seq_length=args.seq_length,
+        dispatcher=dispatcher(args),
+        own_tokens=tuple(balancing.depends_on_layout(args)),
+        iterations=tuple(settings.iterations),
+        isolate=isolates(args, settings),
+        init=settings.init,
+        reference=str(settings.directory / "reference"),
+        arithmetic=_arithmetic(model, args, settings),
+        requested=Requested.of(args, model.chunks),
+    )
 
 
 def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings) -> Arithmetic:
@@ -113,12 +100,11 @@ def publish(summary: Summary, verdicts: list[Verdict], settings: Settings) -> No
 
     from megatron_ttrace import report
 
-    wandb = get_wandb_writer()
     report.publish(
         summary,
         verdicts,
         settings.directory,
-        wandb_run=getattr(wandb, "run", None),
+        wandb_run=getattr(get_wandb_writer(), "run", None),
         tensorboard=get_tensorboard_writer(),
         wandb=settings.wandb,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package offers to Python programs; ``ttrace check`` and ``ttrace compare`` call it too.
+"""The Python API, which ``ttrace check`` and ``ttrace compare`` call too.
 
 Importing this module imports neither torch nor Megatron.
 """
@@ -7,12 +7,12 @@ Importing this module imports neither torch nor Megatron.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags, inputs, provenance
@@ -84,16 +84,16 @@ def check(
     """Run a Megatron training script on this machine and check it, as ``ttrace check`` does.
 
     The script runs exactly as ``python SCRIPT`` would in this directory and environment, once per
-    rank, up to the last traced iteration. Where no reference is given, one is made first.
+    rank, up to the last traced iteration. If no reference is given, one is made first.
 
     A check that finished without being able to decide (too many tensors unchecked, tracing failed)
     returns a report whose verdict is ``Result.COULD_NOT_CHECK``; the reason is among
-    ``report.summary.notices``. Everything else that the command ends with exit code 2 raises.
+    ``report.summary.notices``. All other cases in which the command returns exit code 2 raise.
 
     Args:
         script: a Megatron training script, for instance ``pretrain_gpt.py`` of a checkout. It need
             not call :func:`enable`.
-        arguments: the script's arguments. Any ``--ttrace-*`` flag may stand among them and takes
+        arguments: the script's arguments. Any ``--ttrace-*`` flag may be among them and takes
             precedence over the parameters below.
         nproc_per_node: number of ranks, all on this machine.
         directory: where traces and reports are written (``--ttrace-dir``). What an earlier check
@@ -131,11 +131,10 @@ def check(
             nproc=nproc_per_node,
             environment={**recorded, **(environment or {})},
             fork=fork,
-            say=progress or _silent,
+            say=progress,
         )
     except NoAnswerError as error:
-        report = _undecided(error.directory, error.run)
-        if report is None:
+        if (report := _undecided(error.directory, error.run)) is None:
             raise
         return report
 
@@ -164,19 +163,19 @@ def compare(
         The report; its verdict is ``Result.COULD_NOT_CHECK`` if too many tensors are unchecked.
 
     Raises:
-        TTraceError: when a trace is missing, damaged, or not of the role that is asked for, or when
-            the report cannot be written.
+        TTraceError: when a trace is missing, damaged or of the other role, or when the report
+            cannot be written.
     """
     import io
 
     from rich.console import Console
 
     from megatron_ttrace.compare import tolerance
+    from megatron_ttrace.compare.configuration import RunConfig
     from megatron_ttrace.compare.offline import epsilon_of, measure_saved, meshes_of
     from megatron_ttrace.report import publish
     from megatron_ttrace.runtime.conclusion import conclude
     from megatron_ttrace.trace import shared
-    from megatron_ttrace.trace.sanitise import clean
     from megatron_ttrace.trace.store import TraceReader
 
     if not 0 <= allow_unchecked <= 1:
@@ -193,23 +192,17 @@ def compare(
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
     epsilon_of(trusted)
     meshes = meshes_of(tested)
-    try:
+    with consistent(theirs, ours):
         summary, verdicts = conclude(
             trusted,
             tolerance.of_reference(trusted),
             measure_saved(trusted, tested),
             candidate=ours,
             mesh=meshes[0],
-            config=_config(tested.meta.get("config")),
+            config=RunConfig.from_json(tested.meta.get("config")),
             timings={"measure": time.monotonic() - began},
             allow_unchecked=allow_unchecked,
         )
-    except (ArithmeticError, ValueError) as error:
-        # Numbers that are each in range, and not of one run.
-        raise TTraceError(
-            f"{ours} and {theirs} contradict themselves or each other "
-            f"({clean(error)}): run the traced job again"
-        ) from error
     folder = Path(output) if output is not None else ours.parent
     run = tested.meta["run"]
     with shared.claim_report(folder, run):
@@ -222,6 +215,24 @@ def compare(
             run_id=run,
         )
     return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
+
+
+@contextlib.contextmanager
+def consistent(reference: Path, candidate: Path) -> Iterator[None]:
+    """Report numbers of saved traces that are each in range but do not belong to one run.
+
+    Raises:
+        TTraceError: when a calculation with them fails.
+    """
+    from megatron_ttrace.trace.sanitise import clean
+
+    try:
+        yield
+    except (ArithmeticError, ValueError) as error:
+        raise TTraceError(
+            f"{candidate} and {reference} contradict themselves or each other "
+            f"({clean(error)}): run the traced job again"
+        ) from error
 
 
 def load_report(directory: PathLike) -> Report:
@@ -249,27 +260,20 @@ def run_check(
     nproc: int,
     environment: Mapping[str, str],
     fork: bool,
-    say: Callable[[str], None],
+    say: Callable[[str], None] | None,
 ) -> Report:
-    """Run a check to its end; what :func:`check` and ``ttrace check`` share.
+    """Run a check to its end, for :func:`check` and ``ttrace check``.
 
-    Args:
-        script: what to run.
-        arguments: its arguments, with any of our flags among them.
-        before: values of our flags that ``arguments`` may override.
-        nproc: number of ranks.
-        environment: added to each rank's.
-        fork: whether ranks may be forked from this process.
-        say: told what happens, line by line.
+    ``before`` holds values of our flags, which flags among ``arguments`` override.
 
     Raises:
         TTraceError: when there is no answer, or it is "could not check".
     """
     if not 1 <= nproc <= flags.MOST_RANKS:
         raise TTraceError(f"--nproc-per-node {nproc}: give 1 to {flags.MOST_RANKS} ranks")
-    ours, theirs = split(arguments, before)
+    ours, theirs = flags.split(arguments, before)
     flags.settings_from_args(ours)
-    # Nothing is to be put in order yet, and imports swallow Ctrl-C.
+    # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():
         from megatron_ttrace.processes import job as jobs
         from megatron_ttrace.runtime import PRELOADED
@@ -287,7 +291,7 @@ def run_check(
         flags=tuple(_words(ours)),
         environment=dict(environment),
     )
-    summary = jobs.run(job, fork=fork, say=say)
+    summary = jobs.run(job, fork=fork, say=say or (lambda line: None))
     from megatron_ttrace.report import files
 
     written, verdicts = files.load_report(job.directory)
@@ -301,26 +305,9 @@ def run_check(
     )
 
 
-def split(
-    arguments: Sequence[str], before: argparse.Namespace
-) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags and the script's arguments.
-
-    Args:
-        arguments: both, mixed.
-        before: values that our flags have already; those in ``arguments`` win.
-
-    Raises:
-        TTraceError: when one of our flags cannot have its value.
-    """
-    parser = flags.Parser(prog="ttrace check", add_help=False, allow_abbrev=False)
-    flags.add_arguments(parser)
-    return parser.parse_known_args(list(arguments), before)
-
-
 def _words(ours: argparse.Namespace) -> list[str]:
-    """Our flags as words again, without those that a check sets itself, and without defaults."""
-    defaults = vars(flags.add_arguments(argparse.ArgumentParser()).parse_args([]))
+    """Our flags as words again, without defaults and without those that a check sets itself."""
+    defaults = vars(flags.split([])[0])
     words = []
     for name, value in vars(ours).items():
         flag = "--" + name.replace("_", "-")
@@ -332,7 +319,7 @@ def _words(ours: argparse.Namespace) -> list[str]:
 
 
 def _undecided(directory: Path, run: str) -> Report | None:
-    """The report of a run that ended without a verdict, if it wrote one that says so."""
+    """The report of a run whose ranks failed, if it is complete and says "could not check"."""
     from megatron_ttrace.report import files
 
     try:
@@ -341,22 +328,3 @@ def _undecided(directory: Path, run: str) -> Report | None:
         return load_report(directory)
     except TTraceError:
         return None
-
-
-def _config(found: Any) -> dict[str, Any]:
-    """The candidate's configuration, as far as the comparison reads it.
-
-    Raises:
-        CodecError: when it is not one.
-    """
-    from megatron_ttrace.compare.exactness import Arithmetic
-    from megatron_ttrace.trace import codec
-
-    config = codec.decoder(dict[str, Any])(found)
-    if isinstance(config.get("arithmetic"), Mapping):
-        Arithmetic.from_json(config["arithmetic"])
-    return dict(config)
-
-
-def _silent(line: str) -> None:
-    del line

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The candidate's side: find a reference, compare every rank in place, judge, report.
+"""The candidate's side of a check: find a reference, compare on every rank, judge, report.
 
-The session says when; how is said in requirements.py (which runs are refused), start/handover.py (a
-loaded start), comparison.py (traced steps) and answer.py (the verdict and where it goes).
+This file decides when; how is in ``requirements.py`` (which runs are refused), ``start/handoff.py``
+(a start that was loaded), ``comparison.py`` (traced steps) and ``answer.py`` (the verdict).
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import quiet
-from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
+from megatron_ttrace.mcore import loss_scale, quiet
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import answer, launch, requirements
 from megatron_ttrace.runtime.agreement import Ranks
-from megatron_ttrace.runtime.comparison import Comparison, layout_of, microbatch_numbers
-from megatron_ttrace.runtime.session import Session
-from megatron_ttrace.runtime.start.handover import Started, hand_over
+from megatron_ttrace.runtime.comparison import (
+    Comparison,
+    gradient_factor,
+    layout_of,
+    microbatch_numbers,
+)
+from megatron_ttrace.runtime.session import DataIterator, Session
+from megatron_ttrace.runtime.start.handoff import Started, hand_over
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 
 class CandidateSession(Session):
-    """Checks the run it is part of."""
+    """Checks the run that it is part of."""
 
     def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
         super().__init__(args, settings, ranks)
@@ -44,25 +49,33 @@ class CandidateSession(Session):
             print("ttrace: dropout is switched off in the traced steps", flush=True)
         for text in requirements.notices(args, settings):
             self._notice(text)
-        shared.require(settings.directory, self._agree(self._prepare_directory))
+        run = ranks.from_one(0, "preparing the check", lambda: shared.prepare(settings.directory))
+        shared.require(settings.directory, run)
         if not self.is_loaded:
             # Before the model is built: on a GPU the reference needs the memory.
             self._find_reference(None)
 
-    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Scheduler) -> None:
-        """A run that starts from a checkpoint hands its state to the reference first."""
+    def begin(
+        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    ) -> None:
+        """Hand the state of a run that starts from a checkpoint to the reference first."""
         super().begin(chunks, optimizer, scheduler)
         for name in (name for names in self.model.names for name in names.unused):
-            self._notice(f"{name} of the last stage is in no computation: not traced")
+            self._notice(f"{name} of the last stage is unused in the forward pass: not traced")
         if self._comparison is None:
-            self._find_reference(self._hand_over(scheduler))
+            directory = self.settings.directory / "start"
+            started = hand_over(
+                self.model, directory, self.args, scheduler, self.ranks, self.device
+            )
+            self.start, self.start_step = directory, started.step
+            self._find_reference(started)
         if self.not_initial:
             self._notice(self.not_initial)
-        self._measure_initial()
+        self.comparison.initial(self.settings.iterations[0], self.initial)
 
     @property
     def comparison(self) -> Comparison:
-        """What is compared with what, once there is a reference."""
+        """This rank's comparison, once there is a reference."""
         assert self._comparison is not None, "the reference comes first"
         return self._comparison
 
@@ -71,27 +84,12 @@ class CandidateSession(Session):
         """Whether this run starts from a checkpoint."""
         return requirements.starts_from_checkpoint(self.args)
 
-    def _measure_initial(self) -> None:
-        self.comparison.initial(self.settings.iterations[0], self.initial)
-
-    def _hand_over(self, scheduler: Scheduler) -> Started:
-        started = hand_over(
-            self.model,
-            self.settings.directory / "start",
-            self.args,
-            scheduler,
-            self.ranks,
-            self.device,
-        )
-        self.start, self.start_step = self.settings.directory / "start", started.step
-        return started
-
     def traces(self, step: int) -> bool:
         """Whether a block of traced iterations starts with this step."""
         return any(block[0] == step for block in self.blocks())
 
-    def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
-        """Rehearse the block of traced iterations that starts with this step, if one does."""
+    def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
+        """Rehearse the block of traced iterations that starts with this step."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         block = next(block for block in self.blocks() if block[0] == step)
@@ -99,62 +97,77 @@ class CandidateSession(Session):
         count = get_num_microbatches()
         served = Served(iterator, count * len(block))
         try:
-            self.ranks.together("fetching the batches")
+            self.ranks.meet("fetching the batches")
             if step == 1 and self.args.overlap_grad_reduce:
                 self._warm_up(run, served)
             with self.rehearsal(restore=not self.settings.exit_after):
                 self.equal_start()
+                scale = self._scale_loss(block[0])
                 self.serve(served)
                 for position, iteration in enumerate(block):
                     batches = served.batches[position * count : (position + 1) * count]
-                    self._check(iteration, run, batches, count)
+                    self._check(iteration, run, batches, count, scale)
         finally:
             served.serve()
         self._timings["traced steps"] = time.monotonic() - began
         if block[-1] != self.settings.iterations[-1]:
             return None
         self.finished = True
-        return int(self._conclude())
+        return self._conclude()
 
     def _warm_up(self, run: Callable[[], Any], served: Served) -> None:
-        """Make one step that nobody looks at.
+        """Make one step that is not traced.
 
-        In the first one Megatron learns in which order gradients become ready, and reduces them
-        all at the end (``is_first_batch`` in megatron/core/distributed/param_and_grad_buffer.py).
-        What runs in a whole training, and what can go wrong in it, begins with the second.
+        In its first step Megatron learns the order in which gradients become ready, and reduces
+        them all at the end (``is_first_batch`` in
+        megatron/core/distributed/param_and_grad_buffer.py). All later steps reduce them with
+        overlap, which is what can go wrong.
         """
         with self.rehearsal(restore=True):
             self.serve(served)
-            self.ranks.together("warming up")
+            self.ranks.meet("warming up")
             self.step(run)
-            self.ranks.together("warming up")
+            self.ranks.meet("warming up")
+
+    def _scale_loss(self, iteration: int) -> float:
+        """Use a loss scale with which the reference does not overflow; returns the ratio of both.
+
+        The notice is for a scale that was lowered: what the candidate's own would do is unchecked.
+        """
+        scales: dict[str, float] = self.comparison.reference.meta.get("loss_scales", {})
+        theirs = scales.get(str(iteration))
+        own = loss_scale.get(self.model.optimizer)
+        if theirs is None or own is None:
+            return 1.0
+        mine = loss_scale.of_candidate(theirs, gradient_factor(self.args, self.model.mesh))
+        loss_scale.put(self.model.optimizer, mine)
+        if theirs < own:
+            self._notice(
+                f"the loss scale {own:g} overflows on a single device as well: "
+                f"the traced step uses {theirs:g}"
+            )
+        return mine / theirs
 
     def _check(
-        self, iteration: int, run: Callable[[], Any], batches: list[Batch], count: int
+        self,
+        iteration: int,
+        run: Callable[[], Any],
+        batches: list[Batch],
+        count: int,
+        scale: float,
     ) -> None:
-        self.comparison.step(
-            iteration,
-            layout_of(self.model, self.args),
-            batches,
-            self._numbers(iteration, batches, count),
-            lambda sink, numbers: self.rehearse(run, sink, numbers),
+        comparison, mesh = self.comparison, self.model.mesh
+        layout = layout_of(self.model, self.args, scale)
+        numbers = microbatch_numbers(
+            comparison.reference, iteration, batches, count, mesh, self.ranks, self.device
         )
-
-    def _numbers(self, iteration: int, batches: list[Batch], count: int) -> list[int]:
-        reference = self.comparison.reference
-        return microbatch_numbers(
-            reference, iteration, batches, count, self.model.mesh, self.ranks, self.device
-        )
-
-    def _prepare_directory(self) -> str:
-        return shared.prepare(self.settings.directory)
+        with comparison.step(iteration, layout, batches, numbers) as sink:
+            self.rehearse(run, sink, numbers)
 
     def _find_reference(self, started: Started | None) -> None:
         began = time.monotonic()
-        told = dataclasses.asdict(started) if started else None
-        directory, checksum = self._agree(
-            lambda: launch.ensure(self.args, self.settings, started=told),
-            "the reference run",
+        directory, checksum = self.ranks.from_one(
+            0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
         )
         self._comparison = Comparison(
             TraceReader(Path(directory), announced=checksum),
@@ -163,11 +176,7 @@ class CandidateSession(Session):
             isolate=requirements.isolates(self.args, self.settings),
         )
         self._timings["reference"] = time.monotonic() - began
-        self.ranks.together("reading the reference")
-
-    def _agree(self, work: Callable[[], Any], what: str = "preparing the check") -> Any:
-        """Do something on rank 0; all ranks get its result, a JSON value, or give up."""
-        return self.ranks.from_one(0, what, work)
+        self.ranks.meet("reading the reference")
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
@@ -175,31 +184,30 @@ class CandidateSession(Session):
             print(f"ttrace: {text}", flush=True)
 
     def _conclude(self) -> ExitCode:
-        """Bring everybody's findings together and report; the last rank does what one must do.
+        """Collect all ranks' findings and report them from the last rank.
 
-        The last rank is where Megatron keeps its W&B and TensorBoard writers.
+        Megatron keeps its W&B and TensorBoard writers there.
         """
         began = time.monotonic()
-        heard = self.ranks.exchange("handing over what was measured", self._findings, self.device)
+        findings = self.ranks.exchange(
+            "collecting the measurements",
+            lambda: [dataclasses.asdict(self.model.mesh), self.comparison.findings()],
+            self.device,
+        )
         self._timings["gather"] = time.monotonic() - began
+
+        def report() -> int:
+            summary, verdicts = answer.answer(
+                self.comparison,
+                findings,
+                model=self.model,
+                args=self.args,
+                settings=self.settings,
+                timings=self._timings,
+                notices=self._notices,
+            )
+            answer.publish(summary, verdicts, self.settings)
+            return summary.verdict.exit_code
+
         last = dist.get_world_size() - 1
-        return ExitCode(
-            self.ranks.from_one(last, "writing the report", lambda: self._report(heard))
-        )
-
-    def _findings(self) -> list[Any]:
-        return [dataclasses.asdict(self.model.mesh), self.comparison.findings()]
-
-    def _report(self, heard: list[Any]) -> int:
-        summary, verdicts = answer.answer(
-            self.comparison,
-            heard,
-            self.settings.directory / "candidate",
-            model=self.model,
-            args=self.args,
-            settings=self.settings,
-            timings=self._timings,
-            notices=self._notices,
-        )
-        answer.publish(summary, verdicts, self.settings)
-        return int(summary.verdict.exit_code)
+        return ExitCode(self.ranks.from_one(last, "writing the report", report))

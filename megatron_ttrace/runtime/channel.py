@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks talk to each other about the check: JSON, never pickle.
+"""How ranks exchange data about the check: JSON, never pickle.
 
-``torch.distributed``'s object collectives pickle. Here text travels as byte tensors over the job's
-own backend. Ranks agree beforehand that all of them take part (``agreement.py``).
+The object collectives of ``torch.distributed`` use pickle. Here text is sent as byte tensors over
+the job's own backend. Ranks agree beforehand that all of them take part (``agreement.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_ttrace.errors import TTraceError
 
 
 def encode(value: Any) -> bytes:
-    """A JSON value as it travels."""
+    """A JSON value as bytes."""
     return json.dumps(value).encode()
 
 
@@ -30,18 +30,14 @@ def buffer(text: bytes, size: int, device: torch.device) -> torch.Tensor:
 
 
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Everybody's tensor, by rank, on every rank: a collective."""
+    """The tensors of all ranks, by rank, on every rank: a collective."""
     everyone = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, tensor)
     return everyone
 
 
 def decode(text: bytes, rank: int) -> Any:
-    """The JSON value in what a rank sent.
-
-    Raises:
-        TTraceError: when there is none.
-    """
+    """The JSON value that a rank sent. Raises ``TTraceError`` when it is damaged."""
     try:
         return json.loads(text.decode())
     except ValueError as error:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traced steps of a candidate on one rank: compared as they run, findings collected."""
+"""The traced steps of a candidate on one rank, compared while they run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import encode
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.partials import partials
+from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.trace.captured import Batch
@@ -27,19 +29,15 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 
 class Comparison:
-    """What one rank finds out, from the first traced step to the last."""
+    """What one rank measures, from the first traced step to the last.
+
+    Failed tensors are kept with ``writer``; with ``keep_all`` the others are kept, too. With
+    ``isolate`` every module is given the reference's inputs.
+    """
 
     def __init__(
         self, reference: TraceReader, writer: TraceWriter, *, keep_all: bool, isolate: bool
     ) -> None:
-        """Prepare.
-
-        Args:
-            reference: the trusted trace.
-            writer: where failed tensors are kept.
-            keep_all: keep the others too.
-            isolate: feed every module the reference's inputs.
-        """
         self.reference = reference
         self.tolerances = tolerance.of_reference(reference)
         self._writer = writer
@@ -48,7 +46,7 @@ class Comparison:
         self._measured: list[Measured] = []
 
     def initial(self, iteration: int, found: Sequence[Initial]) -> None:
-        """Initial values belong to the run; they are told with the first traced iteration."""
+        """Record the initial values of the run, with the first traced iteration."""
         for one in found:
             key = TraceKey(iteration, STEP_LEVEL, Kind.INITIAL, one.name)
             where = one.placement, one.boxes, one.logical_shape
@@ -65,22 +63,17 @@ class Comparison:
                 )
                 self._writer.add(entry, None)
 
+    @contextmanager
     def step(
-        self,
-        iteration: int,
-        layout: RankLayout,
-        batches: Sequence[Batch],
-        numbers: Sequence[int],
-        rehearse: Callable[[StepSink, Sequence[int]], None],
-    ) -> None:
-        """Compare one traced step, and the tokens that it is fed.
+        self, iteration: int, layout: RankLayout, batches: Sequence[Batch], numbers: Sequence[int]
+    ) -> Iterator[StepSink]:
+        """Compare one traced step, which runs in this context and is captured into the sink.
 
         Args:
             iteration: of the step.
             layout: of this rank.
-            batches: this rank's microbatches; none on ranks without data.
+            batches: this rank's microbatches, of which tokens are compared; none without data.
             numbers: the reference's number of each microbatch.
-            rehearse: runs the step, captured into a sink.
         """
         sink = CompareSink(
             self.reference,
@@ -94,18 +87,21 @@ class Comparison:
         for number, batch in zip(numbers, batches, strict=False):
             for name, value in batch.items():
                 sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
-        rehearse(sink, numbers)
+        yield sink
         self._measured += sink.measured
 
     def findings(self) -> Any:
-        """Everything that was measured, to be sent to the rank that judges; files are closed."""
+        """Everything that was measured, as JSON for the rank that judges; closes the files."""
         if self._keep_all or len(self._writer):
             self._writer.close()
         return encode(self._measured)
 
 
-def layout_of(model: TracedModel, args: MegatronArguments) -> RankLayout:
-    """What the comparison must know of this rank's part of the model."""
+def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -> RankLayout:
+    """This rank's part of the model, as far as the comparison needs it.
+
+    ``scale`` is the candidate's loss scale relative to the reference's.
+    """
     return RankLayout(
         model.mesh,
         args.seq_length,
@@ -116,9 +112,12 @@ def layout_of(model: TracedModel, args: MegatronArguments) -> RankLayout:
             for names in model.names
             for name, module in names.modules.items()
             if getattr(module, "reduce_scatter_embeddings", False)
-            # What contains it has that attribute too, and turns nothing.
+            # Modules that contain it have that attribute too, but do not transpose.
             and hasattr(module, "vocab_start_index")
         ),
+        stacked_outputs(model.names),
+        head_rows(model.names),
+        scale,
         dispatcher(args),
         partials(model.names),
     )
@@ -145,13 +144,13 @@ def microbatch_numbers(
     ranks: Ranks,
     device: torch.device,
 ) -> list[int]:
-    """The reference's microbatch numbers; ranks without data hear them from those with."""
+    """The reference's microbatch numbers; ranks without data get them from ranks with data."""
     dp, dp_rank = mesh.size("dp"), mesh.at("dp")
 
     def matched() -> list[Any]:
         mine = match(batches, reference, iteration, dp, dp_rank) if batches else None
         return [dp_rank, mine]
 
-    heard = ranks.exchange("matching microbatches", matched, device)
-    known = [numbers for rank, numbers in heard if rank == dp_rank and numbers is not None]
+    everyone = ranks.exchange("matching microbatches", matched, device)
+    known = [numbers for rank, numbers in everyone if rank == dp_rank and numbers is not None]
     return known[0] if known else [local * dp + dp_rank for local in range(count)]

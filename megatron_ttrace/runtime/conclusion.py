@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_ttrace.compare import exactness, exercised, experts, initial
 from megatron_ttrace.compare.configuration import RunConfig
@@ -30,6 +28,7 @@ from megatron_ttrace.trace.records import (
     Reason,
     Result,
     Summary,
+    TooFew,
     TraceKey,
     Verdict,
 )
@@ -46,10 +45,9 @@ def conclude(
     *,
     candidate: Path,
     mesh: Mesh,
-    config: dict[str, Any],
+    config: RunConfig,
     timings: dict[str, float],
     notices: Sequence[str] = (),
-    errors: Sequence[str] = (),
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain.
@@ -57,20 +55,17 @@ def conclude(
     Args:
         reference: the trusted trace.
         tolerances: of the reference.
-        measured: what each rank found.
-        candidate: where the candidate's failed (or all) tensors were kept.
-        mesh: of any rank of the candidate; only its sizes count.
-        config: of the candidate, for the report; what is decided on is validated.
-        timings: for the report; what is done here is added.
+        measured: of each rank.
+        candidate: directory of the candidate's failed (or all) tensors.
+        mesh: of any rank of the candidate; only the sizes are used.
+        config: of the candidate.
+        timings: for the report, which adds those of this function.
         notices: for the report.
-        errors: of the tracing itself; with any, the answer is "could not check".
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
-
-    Raises:
-        CodecError: when the configuration is damaged.
     """
-    job = RunConfig.from_json(config)
+    from megatron_ttrace.report import wording  # only the rank that judges needs it
+
     began = time.monotonic()
     eps = float(reference.meta["epsilon"])
     keys = [key for key in reference if key.kind is not Kind.INITIAL]
@@ -87,31 +82,28 @@ def conclude(
             },
             tolerances,
             eps,
-            functools.partial(_unjudged, mesh, job.dispatcher),
+            functools.partial(_unjudged, mesh, config),
         ),
     ]
-    verdicts, exact = exactness.examine(verdicts, job.arithmetic)
+    verdicts, exact = exactness.examine(verdicts, config.arithmetic)
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured)
-    culprits = tuple(localise(verdicts, explainer.explain, isolated=job.isolate))
+    culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
-        said.append("no computed tensor could be judged: every one of them is unchecked")
+        said.append("no computed tensor could be judged: all of them are unchecked")
     elif not culprits and (too_few := not_enough(verdicts, allow_unchecked)):
         result = Result.COULD_NOT_CHECK
-        said.append(too_few)
-    if errors:
-        result = Result.COULD_NOT_CHECK
-        said.append(f"tracing failed on {len(errors)} rank(s): {errors[0]}")
-    observed = exercised.observe(reference, tolerances, job.requested)
+        said.append(wording.too_few_text(too_few))
+    observed = exercised.observe(reference, tolerances, config.requested)
     summary = Summary(
         verdict=result,
         counts=dict(Counter(verdict.verdict.value for verdict in verdicts)),
         culprits=culprits,
-        config=config,
+        config=config.on(mesh),
         versions=versions.installed(),
         timings={
             **timings,
@@ -122,41 +114,33 @@ def conclude(
         notices=tuple(said),
         exactness=exact,
         residuals=residuals(verdicts, culprits, explainer.evidence),
-        not_exercised=exercised.unexercised(job.requested, observed, mesh, verdicts),
+        not_exercised=exercised.unexercised(config.requested, observed, mesh, verdicts),
     )
     return summary, verdicts
 
 
-def not_enough(verdicts: Sequence[Verdict], allowed: float) -> str:
-    """Why too few tensors were checked, and what would accept it; empty where enough were.
+def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
+    """Whether too few tensors were checked; ``None`` where enough were.
 
     The share is of the tensors that the step computes (:func:`exercised.share`).
     """
     unchecked, judged = exercised.share(verdicts)
     if unchecked <= allowed * judged:
-        return ""
+        return None
     reasons = Counter(
         one.reason
         for one in verdicts
         if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
     )
-    most = ", ".join(
-        f"{reason.value if reason else 'no reason known'} ({number:,})"
-        for reason, number in reasons.most_common(_REASONS)
-    )
-    accepted = math.ceil(100 * unchecked / judged) / 100
-    return (
-        f"could not check enough: {unchecked:,} of {judged:,} tensors "
-        f"({100 * unchecked / judged:.1f} %) are unchecked, more than {100 * allowed:.4g} %; "
-        f"most: {most}; "
-        f"--ttrace-allow-unchecked {accepted:g} accepts it"
-    )
+    return TooFew(unchecked, judged, allowed, tuple(reasons.most_common(_REASONS)))
 
 
-def _unjudged(mesh: Mesh, dispatcher: str, key: TraceKey) -> Reason | None:
-    return Reason.DISPATCHED if experts.is_beyond(key, mesh, dispatcher) else None
+def _unjudged(mesh: Mesh, job: RunConfig, key: TraceKey) -> Reason | None:
+    if key.kind is Kind.ROUTING and key.index in job.own_tokens:
+        return Reason.OWN_TOKENS
+    return Reason.DISPATCHED if experts.is_beyond(key, mesh, job.dispatcher) else None
 
 
 def _is_evidence(verdict: Verdict) -> bool:
-    """Whether a pass says anything about the computation: tokens and start values are given."""
+    """Whether this pass says anything about the computation; start values and tokens are inputs."""
     return verdict.verdict is Outcome.PASS and verdict.direction is not Direction.START

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``enable()``: flags into Megatron's parser, the CPU backend where needed, hooks on ``--ttrace``.
+"""``enable()``: adds our flags to Megatron's parser, and the CPU backend if there is no GPU.
 
-Megatron's ``parse_args`` (megatron/training/arguments.py) is the one place that every entry
-script passes before anything is built, in all supported releases. Releases differ in who calls it
-(0.17: ``initialize_megatron``; 0.18+: ``parse_and_validate_args``), so the wrapped function
-replaces the original in every module that imported it by name.
+All entry scripts call Megatron's ``parse_args`` (megatron/training/arguments.py) before anything is
+built, in all supported releases. Its callers differ (0.17: ``initialize_megatron``; 0.18 and later:
+``parse_and_validate_args``), so the wrapped function replaces the original in every module that
+imported it by name.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ttrace import cpu
@@ -35,7 +36,9 @@ def enable() -> None:
     activate()
     with exits_on_user_error(unexpected=_is_checked()):
         if _is_checked():
-            _check_versions()
+            from megatron_ttrace.mcore.versions import check_supported
+
+            check_supported()
         _wrap_parse_args()
 
 
@@ -45,57 +48,47 @@ def is_enabled() -> bool:
 
 
 def activate() -> None:
-    """The part of :func:`enable` that must come before anything of Megatron is imported."""
+    """The part of :func:`enable` that must run before Megatron is imported."""
     with exits_on_user_error(unexpected=_is_checked()):
         provenance.begin()
-        if cpu.needed(_early_flags(sys.argv[1:]).ttrace_device):
+        if cpu.needed(_early_flags().ttrace_device):
             cpu.activate()
 
 
-class exits_on_user_error:  # noqa: N801 - reads as a statement
-    """Turns a :class:`TTraceError` into one line on stderr and exit code 2.
+@contextlib.contextmanager
+def exits_on_user_error(*, unexpected: bool = False) -> Iterator[None]:
+    """Turn a :class:`TTraceError` into one line on standard error and exit code 2.
 
     Args:
-        unexpected: whether other errors are turned, too. Python's own exit code for them is 1,
-            which would say that the run diverged.
+        unexpected: whether other errors are turned too. Python's own exit code for them is 1, which
+            would mean that the run diverged.
     """
-
-    def __init__(self, *, unexpected: bool = False) -> None:
-        self._unexpected = unexpected
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TTraceError):
-            line = str(error)
-        elif self._unexpected and isinstance(error, Exception):
-            if os.environ.get(DEBUG):
-                traceback.print_exception(error)
-            line = f"could not begin: {one_line(error)} (set {DEBUG}=1 for the traceback)"
-        else:
-            return
-        print(f"ttrace: {line}", file=sys.stderr, flush=True)
-        raise SystemExit(int(ExitCode.COULD_NOT_CHECK)) from None
+    try:
+        yield
+        return
+    except TTraceError as error:
+        line = str(error)
+    except Exception as error:
+        if not unexpected:
+            raise
+        if os.environ.get(DEBUG):
+            traceback.print_exception(error)
+        line = f"could not start: {one_line(error)} (set {DEBUG}=1 for the traceback)"
+    print(f"ttrace: {line}", file=sys.stderr, flush=True)
+    raise SystemExit(int(ExitCode.COULD_NOT_CHECK))
 
 
 def _is_checked() -> bool:
     """Whether this process belongs to a run under check."""
-    return bool(_early_flags(sys.argv[1:]).ttrace)
+    return bool(_early_flags().ttrace)
 
 
-def _early_flags(argv: list[str]) -> argparse.Namespace:
-    """The two flags that must be known before Megatron's parser can exist."""
+def _early_flags() -> argparse.Namespace:
+    """The two flags that are needed before Megatron's parser exists."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ttrace", action="store_true")
     parser.add_argument("--ttrace-device", default="auto")
-    return parser.parse_known_args(argv)[0]
-
-
-def _check_versions() -> None:
-    from megatron_ttrace.mcore.versions import check_supported
-
-    check_supported()
+    return parser.parse_known_args()[0]
 
 
 def _wrap_parse_args() -> None:
@@ -122,7 +115,7 @@ def _wrap_parse_args() -> None:
 
 
 def _prepare(args: argparse.Namespace) -> argparse.Namespace:
-    """Between Megatron's parsing and its validation: derive, adapt, install."""
+    """Between Megatron's parsing and its validation: adapt arguments, wrap the training loop."""
     is_first = int(os.environ.get("RANK", "0")) == 0
     settings = flags.settings_from_args(args) if args.ttrace else None
     if settings is not None:
@@ -137,14 +130,14 @@ def _prepare(args: argparse.Namespace) -> argparse.Namespace:
 
         reference_arguments.apply(args, settings)
     if cpu.needed(args.ttrace_device):
-        # Megatron parses more than once (ft_integration.setup): say it once.
+        # Megatron parses more than once (ft_integration.setup): print it once.
         line = cpu.banner(cpu.adapt_arguments(args))
         if is_first and line not in _said:
             _said.add(line)
             print(line, flush=True)
     if settings is None and args.ttrace_bug is not None and "bug" not in _said:
         _said.add("bug")
-        # A known bug can also be trained with, unwatched: that is how it looks to a user today.
+        # A known bug also works in training without a check, as users meet it.
         from megatron_ttrace.runtime import injection
 
         injection.put_in(args.ttrace_bug)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one point at which a fault is put into the run under test.
 
-A run knows of no fault. Whoever enables the checker offers a function that puts one in by its name;
-it is called on the candidate's ranks only, after Megatron parsed its arguments and before it builds
-anything. The reference is never asked.
+The runtime knows no faults. ``enable()`` offers a function that puts one in by its name. It is
+called on the candidate's ranks only, never in a reference run, after Megatron has parsed its
+arguments and before it builds anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _offered: list[Callable[[str], None]] = []
 
 
 def offer(put_in: Callable[[str], None]) -> None:
-    """Say how a fault is put into this process; the last offer counts."""
+    """Register how a fault is put into this process; the last offer counts."""
     _offered[:] = [put_in]
 
 
@@ -24,7 +24,7 @@ def put_in(name: str) -> None:
     """Put the named fault into this process.
 
     Raises:
-        TTraceError: when nothing was offered, or what was offered does not know the name.
+        TTraceError: when no function was offered, or it does not know the name.
     """
     if not _offered:
         raise TTraceError(f"--ttrace-bug {name}: call megatron_ttrace.enable() in the script first")

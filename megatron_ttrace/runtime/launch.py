@@ -9,13 +9,14 @@ of the cache, others that want the same entry wait for it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +26,52 @@ from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import overrides_of
-from megatron_ttrace.processes.child import free_port, run_subprocess
+from megatron_ttrace.processes import forkserver
+from megatron_ttrace.processes.child import environment_of, run_subprocess
 from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, tail
-from megatron_ttrace.trace import shared
+from megatron_ttrace.runtime.start.handoff import Started
+from megatron_ttrace.trace import codec, shared
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.sealing import CHECKSUM
 from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
 
 _POLL_SECONDS = 0.2
 _BUILDING, _OLD = ".building-", ".old-"
-_LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_")
 
-Runner = Callable[[Sequence[str], dict[str, str], Path, float], int]
-"""Runs a command line with an environment, a log file and a time limit; returns the exit code."""
+ORDER = "overrides.json"
 
 
-def ensure(
-    args: MegatronArguments, settings: Settings, *, started: dict[str, Any] | None = None
-) -> tuple[str, str]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The instructions for a reference run, in its :data:`ORDER` file.
+
+    Attributes:
+        overrides: Megatron's arguments that it takes over (``mcore/reference_arguments.py``).
+        fingerprint: digest of ``identity``.
+        identity: of the job that the reference is made for.
+        directory: where the trace is written.
+        started: the candidate's start if it was loaded from a checkpoint.
+    """
+
+    overrides: dict[str, Any]
+    fingerprint: str
+    identity: dict[str, Any]
+    directory: str
+    started: Started | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Order:
+        """From the file."""
+        return codec.decode(cls, json.loads(path.read_text(encoding="utf-8")))
+
+
+def ensure(args: MegatronArguments, settings: Settings, started: Started | None) -> tuple[str, str]:
     """Find or make a reference trace that fits this candidate. Called on rank 0 only.
 
     Args:
         args: the candidate's validated arguments.
         settings: of the check.
-        started: where the candidate's start state lies and where in the data and the schedule it
-            stands, when it began from a checkpoint.
+        started: the candidate's start if it was loaded from a checkpoint.
 
     Returns:
         Its directory, and the checksum of the ``meta.json`` that was verified with all its files.
@@ -59,7 +81,8 @@ def ensure(
     """
     wanted = fingerprint.identity(args, settings)
     if started is not None:
-        wanted["start"] = {name: value for name, value in started.items() if name != "directory"}
+        told = dataclasses.asdict(started)
+        wanted["start"] = {name: value for name, value in told.items() if name != "directory"}
     if settings.reference is not None:
         meta = verify(settings.reference)
         theirs = meta.get("identity", {})
@@ -94,19 +117,16 @@ def ensure(
 
 
 def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float) -> str | None:
-    """Find a reference at ``home`` or make one there.
+    """Find the reference with fingerprint ``name`` at ``home``, or make it there.
 
     Args:
-        home: where it belongs.
+        home: its directory.
         name: its fingerprint.
         make: makes it in a directory that it is given.
         patience: seconds to wait for another run that is making the same one.
 
     Returns:
         The checksum of its ``meta.json``; ``None`` when another run kept it locked too long.
-
-    Raises:
-        TTraceError: when it cannot be made.
     """
     checksum, _ = _look(home, name)
     if checksum:
@@ -121,10 +141,7 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
             lock.sign()
             checksum, flaw = _look(home, name)
             if checksum:
-                print(
-                    f"ttrace: using the reference that another run has just made ({name})",
-                    flush=True,
-                )
+                print(f"ttrace: using the reference that another run made ({name})", flush=True)
                 return checksum
             if flaw:
                 print(f"ttrace: the reference made earlier cannot be used: {flaw}", flush=True)
@@ -146,9 +163,9 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
 
 
 def _look(home: Path, name: str) -> tuple[str, str]:
-    """The checksum of a reference that was verified and fits, else empty and what is wrong.
+    """The checksum of a reference that was verified and fits, else empty, and its flaw.
 
-    Nothing is wrong where there is none, or one of another configuration.
+    An absent reference has no flaw, nor has one of another configuration.
     """
     try:
         if read_meta(home).get("fingerprint") != name:
@@ -160,15 +177,13 @@ def _look(home: Path, name: str) -> tuple[str, str]:
 
 
 def _wait(lock: Lock, name: str, patience: float) -> bool:
-    """Take a lock, after another run has given it back; false when that takes too long."""
+    """Take a lock, after another run has released it; false when that takes too long."""
     until = time.monotonic() + patience
     is_told = False
     while not lock.acquire():
         if not is_told:
-            print(
-                f"ttrace: waiting for the reference {name}, which {lock.holder()} is making",
-                flush=True,
-            )
+            maker = lock.holder()
+            print(f"ttrace: waiting for the reference {name}, which {maker} is making", flush=True)
             is_told = True
         if time.monotonic() > until:
             print(f"ttrace: waited {patience:.0f} s for it: making a separate copy", flush=True)
@@ -178,18 +193,18 @@ def _wait(lock: Lock, name: str, patience: float) -> bool:
 
 
 def _require_ours(home: Path) -> None:
-    """Refuse to replace a directory that somebody else made."""
+    """Refuse to replace a directory that is not a reference."""
     if home.is_symlink() or not home.exists():
         return
     names = os.listdir(home) if home.is_dir() else ["a file"]
-    if names and not {META, "overrides.json"} & set(names):
+    if names and not {META, ORDER} & set(names):
         raise TTraceError(
             f"{home} is not a ttrace reference: remove it, or choose another directory"
         )
 
 
 def _sweep(parent: Path, own: str) -> None:
-    """Remove what killed builds left, unless its entry is locked; ``own`` is, by this process."""
+    """Remove what killed builds left behind, unless locked; ``own`` is locked by this process."""
     for path in [*parent.glob(f".*{_BUILDING}*"), *parent.glob(f".*{_OLD}*")]:
         name = path.name[1:].partition(_BUILDING)[0].partition(_OLD)[0]
         lock = Lock(parent / f".{name}.lock")
@@ -199,9 +214,9 @@ def _sweep(parent: Path, own: str) -> None:
 
 
 def _move(aside: Path, home: Path, name: str) -> str:
-    """Verify a finished reference and put it in its place; returns its checksum.
+    """Verify a finished reference and move it to ``home``; returns its checksum.
 
-    What was there is moved away, never changed.
+    An older directory there is moved away, never changed.
     """
     checksum, flaw = _look(aside, name)
     if not checksum:
@@ -217,7 +232,7 @@ def _move(aside: Path, home: Path, name: str) -> str:
     try:
         aside.rename(home)
     except OSError:
-        # Where the file system has no locks another process may have been faster.
+        # On a file system without locks another process may have been faster.
         checksum, _ = _look(home, name)
         if not checksum:
             raise
@@ -231,35 +246,33 @@ def _make(
     wanted: dict[str, Any],
     args: MegatronArguments,
     settings: Settings,
-    started: dict[str, Any] | None,
+    started: Started | None,
 ) -> None:
     home.mkdir()
-    overrides = home / "overrides.json"
-    atomic_write(
-        overrides,
-        json.dumps(
-            {
-                "overrides": overrides_of(args),
-                "fingerprint": name,
-                "identity": wanted,
-                "directory": str(home.resolve()),
-                "started": started,
-            },
-            default=str,
-        ),
+    order = Order(
+        overrides=overrides_of(args),
+        fingerprint=name,
+        identity=wanted,
+        directory=str(home.resolve()),
+        started=started,
     )
+    atomic_write(home / ORDER, json.dumps(dataclasses.asdict(order), default=str))
     command = [
         *_program(),
         *sys.argv[1:],
         *shlex.split(settings.reference_args),
-        *("--ttrace-role", "reference", "--ttrace-overrides", str(overrides)),
+        *("--ttrace-role", "reference", "--ttrace-overrides", str(home / ORDER)),
     ]
     log = settings.directory / "reference.log"
     print(f"ttrace: making the reference on one device (log: {log})", flush=True)
     began = time.monotonic()
-    code = runner()(command, _environment(), log, settings.timeout)
-    if code != 0 and port_was_taken(log):
-        code = runner()(command, _environment(), log, settings.timeout)
+    own = {"RANK": "0", "LOCAL_RANK": "0", shared.VARIABLE: shared.run_id()}
+    # A new process, unless the launcher forks for us.
+    run = forkserver.request if forkserver.available() else run_subprocess
+    for _ in range(2):
+        code = run(command, environment_of(1, own), log, settings.timeout)
+        if code == 0 or not port_was_taken(log):
+            break
     if code != 0:
         died = died_of(log) if code > 0 else ""
         if died:
@@ -272,13 +285,6 @@ def _make(
     print(f"ttrace: reference made in {time.monotonic() - began:.1f} s", flush=True)
 
 
-def runner() -> Runner:
-    """How to start the reference run: a fresh process, unless a launcher forks for us."""
-    from megatron_ttrace.processes import forkserver
-
-    return forkserver.request if forkserver.available() else run_subprocess
-
-
 def _program() -> list[str]:
     if scripts.is_program:
         return scripts.command(sys.argv[0])
@@ -288,25 +294,8 @@ def _program() -> list[str]:
     return [sys.executable, sys.argv[0]]
 
 
-def _environment() -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_LAUNCHER_VARIABLES)
-    }
-    return kept | {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        shared.VARIABLE: shared.run_id(),
-    }
-
-
 def _link(directory: Path, home: Path) -> None:
-    """Let ``directory`` be a link to ``home``, whatever it was before."""
+    """Make ``directory`` a link to ``home``, whatever it was before."""
     try:
         target = home.resolve()
         if directory.is_symlink() and directory.readlink() == target:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two places of Megatron's training loop that a traced run goes through.
+"""The two functions of Megatron's training loop that a traced run wraps.
 
 ``pretrain`` calls the module globals ``setup_model_and_optimizer`` and (through ``train``)
-``train_step`` of megatron/training/training.py, in all supported releases. Both are wrapped;
-nothing else of Megatron is touched.
+``train_step`` of megatron/training/training.py, in all supported releases.
 
-A traced step is a *rehearsal*: start values in, Megatron's own ``train_step`` on the iteration's
-real batches, verdicts out; then everything a step changes is put back and the real training step
-runs. So a traced run trains bitwise like an untraced one. With ``--ttrace-exit`` there is nothing
-to come back to and nothing is put back.
+A traced step is a *rehearsal*: start values are put in, Megatron's own ``train_step`` runs on the
+iteration's real batches, then everything that a step changes is restored and the real training step
+runs. So a traced run trains bitwise like an untraced one. With ``--ttrace-exit`` nothing is
+restored.
 """
 
 from __future__ import annotations
@@ -19,15 +18,18 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.errors import DEBUG, ExitCode
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime.agreement import Cause, EndError, GivenUpError, Ranks, say_end
 
+if TYPE_CHECKING:
+    from megatron_ttrace.runtime.session import Session
+
 
 def install(args: argparse.Namespace, settings: Settings) -> None:
-    """Wrap the two functions for this run; a second parsing of the command line changes nothing."""
+    """Wrap the two functions for this run, once: Megatron may parse its arguments again."""
     import megatron.training.training as training
 
     if getattr(training.train_step, "is_watched", False):
@@ -54,20 +56,17 @@ def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callabl
 
 
 class _Watch:
-    """One run under watch. Errors of ours end the watch on all ranks, loudly, not the training."""
+    """One run under check. An error of ours ends the check on all ranks, but not the training."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._session: Any = None
+        self._session: Session | None = None
         self._step = 0
-        self._agreed: Ranks | None = None
 
-    @property
+    @functools.cached_property
     def _ranks(self) -> Ranks:
         # Not earlier: the process group must exist. Not twice: points are numbered.
-        if self._agreed is None:
-            self._agreed = Ranks(self._settings.timeout)
-        return self._agreed
+        return Ranks(self._settings.timeout)
 
     def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         session = self._attempt("preparing the check", self._make_session)
@@ -93,7 +92,7 @@ class _Watch:
                 self._session = None
         return step()
 
-    def _make_session(self) -> Any:
+    def _make_session(self) -> Session:
         from megatron.training import get_args
 
         from megatron_ttrace.runtime.candidate import CandidateSession
@@ -102,8 +101,8 @@ class _Watch:
         kind = ReferenceSession if self._settings.role == "reference" else CandidateSession
         return kind(get_args(), self._settings, self._ranks)
 
-    def _attempt(self, what: str, work: Callable[[], Any]) -> Any:
-        """Run a part of the watch on all ranks; when it fails on any, all give up (or exit)."""
+    def _attempt[T](self, what: str, work: Callable[[], T]) -> T | None:
+        """Run a part of the check on all ranks; if it fails on any, all give up or exit."""
         try:
             return self._ranks.together(what, work)
         except EndError as error:
@@ -115,14 +114,14 @@ class _Watch:
             self._give_up(error.cause)
         return None
 
-    def _alone(self, what: str, work: Callable[[], Any]) -> Any:
-        """Run a part of the watch that needs no other rank; the others hear if it fails."""
+    def _alone[T](self, what: str, work: Callable[[], T]) -> T | None:
+        """Run a part of the check that needs no other rank; all ranks learn if it fails."""
         try:
             return work()
         except Exception as failed:  # noqa: BLE001 - raised again below, where all ranks hear it
             error = failed
 
-        def fail() -> None:
+        def fail() -> T:
             raise error
 
         return self._attempt(what, fail)
@@ -137,14 +136,14 @@ class _Watch:
             self._leave(ExitCode.COULD_NOT_CHECK)
 
     def _leave(self, code: int) -> None:
-        """End this process with the contract's exit code, without Megatron's farewell.
+        """End this process with the contract's exit code, without Megatron's shutdown.
 
-        ``os._exit`` after flushing: interpreter shutdown with live process groups can hang or
-        change the exit code, and every file of ours is closed by now.
+        ``os._exit`` after flushing: the interpreter's shutdown with live process groups can hang or
+        change the exit code. All files of ours are closed by now.
         """
         if code != ExitCode.COULD_NOT_CHECK:
             try:
-                self._ranks.together("leaving")
+                self._ranks.meet("leaving")
             except (GivenUpError, EndError) as error:
                 if self._ranks.rank in (0, error.cause.rank):
                     print(f"ttrace: {error}", file=sys.stderr, flush=True)
@@ -156,6 +155,6 @@ class _Watch:
 
 
 def _show(error: BaseException) -> None:
-    """Where an unexpected error came from, for who asks; only its own rank knows."""
+    """Print where an unexpected error came from, with ``TTRACE_DEBUG`` and on its own rank."""
     if os.environ.get(DEBUG) and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)

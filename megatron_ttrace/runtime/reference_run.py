@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +20,16 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
+from megatron_ttrace.mcore import loss_scale
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime import low_precision
 from megatron_ttrace.runtime.agreement import Ranks
+from megatron_ttrace.runtime.launch import Order
 from megatron_ttrace.runtime.perturb import perturbed
-from megatron_ttrace.runtime.session import Session
-from megatron_ttrace.runtime.start.handover import Started
+from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
@@ -43,30 +43,30 @@ class ReferenceSession(Session):
         super().__init__(args, settings, ranks)
         if settings.overrides is None:
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
-        self._order = json.loads(Path(settings.overrides).read_text(encoding="utf-8"))
-        self._directory = Path(self._order["directory"])
+        self._order = Order.read(settings.overrides)
+        self._directory = Path(self._order.directory)
+        self._loss_scales: dict[str, float] = {}
 
-    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Scheduler) -> None:
-        """Take over the candidate's place in the data and the schedule, if it has one."""
+    def begin(
+        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    ) -> None:
+        """Continue where the candidate stands in the data and the schedule, if it was loaded."""
         super().begin(chunks, optimizer, scheduler)
-        started = self._order.get("started")
-        if started is None:
-            return
-        handed = Started(**started)
-        self.start, self.start_step = Path(handed.directory), handed.step
-        handed.resume(self.args, scheduler)
+        if started := self._order.started:
+            self.start, self.start_step = Path(started.directory), started.step
+            started.resume(self.args, scheduler)
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the candidate hands its own start over."""
-        return self._order.get("started") is not None
+        """Whether the candidate hands over its own start."""
+        return self._order.started is not None
 
     def traces(self, step: int) -> bool:
         """Everything is done before the first step."""
         return step == 1
 
-    def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
-        """Do everything at the first step: the batches of untraced ones are fetched and left."""
+    def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
+        """Do everything at the first step; the batches of untraced steps are skipped."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         count = get_num_microbatches()
@@ -89,17 +89,18 @@ class ReferenceSession(Session):
             self._directory,
             {
                 "role": "reference",
-                "fingerprint": self._order["fingerprint"],
-                "identity": self._order["identity"],
+                "fingerprint": self._order.fingerprint,
+                "identity": self._order.identity,
                 "microbatches": count,
                 "fp8": low_precision.uses_fp8(self.args),
+                "loss_scales": self._loss_scales,
                 "by_module": low_precision.is_isolated(self.args),
                 "epsilon": tolerance.epsilon(
                     torch.bfloat16 if self.args.bf16 else self.args.params_dtype
                 ),
             },
         )
-        return int(ExitCode.EQUIVALENT)
+        return ExitCode.EQUIVALENT
 
     def _block(
         self,
@@ -116,6 +117,20 @@ class ReferenceSession(Session):
             self.serve(served)
             start = Snapshot(self.model.chunks, self.model.optimizer)
             schedule = copy.copy(vars(self._scheduler))
+
+            def again() -> None:
+                start.restore()
+                # Otherwise a replay's second step would have the learning rate of a later one.
+                vars(self._scheduler).update(schedule)
+                low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
+                self.serve(served)
+
+            scale = self._fitting_loss_scale(len(block), run, again)
+            if scale is not None:
+                self._loss_scales[str(block[0])] = scale
+                again()
+                loss_scale.put(self.model.optimizer, scale)
+                start = Snapshot(self.model.chunks, self.model.optimizer)
             for position, iteration in enumerate(block):
                 sink = WriteSink(writer, iteration)
                 batches = served.batches[position * count : (position + 1) * count]
@@ -127,11 +142,7 @@ class ReferenceSession(Session):
             reader = TraceReader(self._directory, sealed=False)
             layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
             for seed in range(1, self.settings.seeds + 1):
-                start.restore()
-                # Else a replay's second step would have the learning rate of a later one.
-                vars(self._scheduler).update(schedule)
-                low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
-                self.serve(served)
+                again()
                 with perturbed(self.model.names, seed):
                     for iteration in block:
                         replay = self._replay(reader, iteration, layout, seed)
@@ -141,20 +152,47 @@ class ReferenceSession(Session):
         if len(writer) == 0:
             raise TTraceError("the reference run traced nothing")
 
+    def _fitting_loss_scale(
+        self, steps: int, run: Callable[[], Any], again: Callable[[], None]
+    ) -> float | None:
+        """A loss scale with which no gradient overflows: this run's own, or a lower one.
+
+        Args:
+            steps: that are traced in a row.
+            run: Megatron's training step.
+            again: puts the start of these steps back.
+        """
+        optimizer = self.model.optimizer
+        own = scale = loss_scale.get(optimizer)
+        if own is None or scale is None:
+            return None
+        while self._overflows(scale, steps, run) and scale > 1.0:
+            scale = max(scale / loss_scale.STEP, 1.0)
+            again()
+        return scale if scale == own else scale / loss_scale.ROOM
+
+    def _overflows(self, scale: float, steps: int, run: Callable[[], Any]) -> bool:
+        loss_scale.put(self.model.optimizer, scale)
+        for _ in range(steps):
+            self.step(run)
+            if loss_scale.overflowed(self.model.optimizer):
+                return True
+        return False
+
     def _replay(
         self, reader: TraceReader, iteration: int, layout: RankLayout, seed: int
     ) -> CompareSink:
         if not low_precision.is_isolated(self.args):
             return CompareSink(reader, iteration, layout)
-        wobble = low_precision.wobble(self.model.names, seed)
-        return CompareSink(reader, iteration, layout, isolate=True, perturb=wobble)
+        perturbation = low_precision.input_perturbation(self.model.names, seed)
+        return CompareSink(reader, iteration, layout, isolate=True, perturb=perturbation)
 
 
 def _distance(one: Measured) -> float:
     """``||replay - reference|| / ||reference||``.
 
-    A replay that routes another number of tokens to an expert has another shape there: infinitely
-    far, so that the tensor is blind.
+    Infinite if the replay routes another number of tokens to an expert, so that shapes differ: the
+    tensor is then blind.
     """
     return math.inf if one.sums is None else relative_error(one.sums, rms=0.0)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which runs cannot be traced, and what the user is told of those that can."""
+"""Which runs cannot be traced, and notices about those that can."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import balancing
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
@@ -14,9 +14,6 @@ from megatron_ttrace.runtime import low_precision
 
 SHRUNK = "TTRACE_SHRUNK"
 """Environment variable: what the job under check stands for, if that is a larger one."""
-
-Refusal = Callable[[MegatronArguments, Settings], str]
-"""Why a run cannot be traced; empty when this is no reason."""
 
 
 def starts_from_checkpoint(args: MegatronArguments) -> bool:
@@ -32,50 +29,57 @@ def isolates(args: MegatronArguments, settings: Settings) -> bool:
     return settings.isolate or low_precision.is_isolated(args)
 
 
-def _refused(args: MegatronArguments, settings: Settings) -> str:
-    return next(iter(decisions.refusals(args)), "")
-
-
-def _rampup(args: MegatronArguments, settings: Settings) -> str:
+def require(args: MegatronArguments, settings: Settings) -> None:
+    """Raise ``TTraceError`` for a run that cannot be traced."""
+    for why in decisions.refusals(args):
+        raise TTraceError(why)
     if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
-        return "--rampup-batch-size: only --ttrace-iterations 1 can be traced"
-    return ""
-
-
-def _torch_fsdp2(args: MegatronArguments, settings: Settings) -> str:
+        raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
     if getattr(args, "use_torch_fsdp2", False):
-        return (
+        raise TTraceError(
             "--use-torch-fsdp2: its sharded weights are not captured; check the same job with "
             "--use-megatron-fsdp or --use-distributed-optimizer"
         )
-    return ""
-
-
-def _loaded_fsdp(args: MegatronArguments, settings: Settings) -> str:
+    if settings.role == "candidate" and getattr(args, "cuda_graph_impl", "none") != "none":
+        raise TTraceError(
+            "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
+            "--cuda-graph-impl none"
+        )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
-        return "--use-megatron-fsdp with --load: a loaded start is not handed over"
-    return ""
-
-
-REFUSALS: tuple[Refusal, ...] = (_refused, _rampup, _torch_fsdp2, _loaded_fsdp)
-
-
-def require(args: MegatronArguments, settings: Settings) -> None:
-    """Refuse a run that cannot be traced.
-
-    Raises:
-        TTraceError: with the first reason.
-    """
-    for refusal in REFUSALS:
-        if why := refusal(args, settings):
-            raise TTraceError(why)
+        raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        raise TTraceError(
+            "--overlap-moe-expert-parallel-comm: runs the layers of two microbatches in turns, "
+            "outside of the model's forward pass, where they cannot be told apart: check the same "
+            "job without it"
+        )
+    if getattr(args, "fim_data", False) and getattr(args, "data_parallel_size", 1) > 1:
+        raise TTraceError(
+            "--fim-data with data parallelism: each rank rearranges samples at random in the order "
+            "in which it reads them, so another layout trains on others: check the same job "
+            "without it"
+        )
+    if balancing.depends_on_layout(args) and getattr(
+        args, "moe_pad_expert_input_to_capacity", False
+    ):
+        raise TTraceError(
+            "--moe-pad-expert-input-to-capacity with sequence or context parallelism: every rank "
+            "fills up each expert's input with its own tokens, a single device with others: check "
+            "the same job without it"
+        )
 
 
 def notices(args: MegatronArguments, settings: Settings) -> list[str]:
-    """What the report says about how this run is checked."""
+    """How this run is checked, for the report."""
     found = []
     if isolates(args, settings) and not settings.isolate:
         found.append(low_precision.NOTICE)
+    if options := balancing.depends_on_layout(args):
+        found.append(
+            f"{' and '.join(options.values())}: looks at all tokens of a rank, which has a part of "
+            "a microbatch in this layout: another choice than a single device's by design; both "
+            "runs take the reference's"
+        )
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")
     if told := os.environ.get(SHRUNK):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run checks of small jobs one after the other: one Case, one Runner, for everything that does so.
+"""Run checks of small jobs one after the other, for everything that evaluates the checker.
 
-Where there is no GPU, Megatron is imported once and ranks are forks of this process. Cases in one
-directory share references.
+Without a GPU, Megatron is imported once and ranks are forks of this process. Cases in one directory
+share references.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_ttrace.mcore import provenance
+from megatron_ttrace.mcore.flags import split
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.report import files
 from megatron_ttrace.resources import launch_dir
@@ -23,16 +24,9 @@ NO_WANDB = "--ttrace-no-wandb"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job to check.
+    """A job to check, as ``processes.job.Job`` describes it.
 
-    Attributes:
-        name: of its directory, below the runner's.
-        arguments: of the training script, without ours.
-        nproc: number of ranks.
-        flags: further ``--ttrace-*`` flags.
-        script: a training script; ``None`` for the runner's.
-        environment: added to each rank's environment.
-        limit: seconds after which the job is ended, or ``None``.
+    Its directory is ``name`` below the runner's; without a ``script`` it runs the runner's.
     """
 
     name: str
@@ -46,18 +40,13 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checked:
-    """A case that was run to its end.
-
-    Attributes:
-        job: what was run.
-        summary: the answer.
-    """
+    """A case that was run to its end."""
 
     job: jobs.Job
     summary: Summary
 
     def verdicts(self) -> list[Verdict]:
-        """Read from its report."""
+        """The verdicts in its report."""
         return files.load_report(self.job.directory)[1]
 
 
@@ -69,18 +58,16 @@ class Runner:
         directory: Path,
         *,
         flags: tuple[str, ...] = (NO_WANDB,),
-        device: str = "auto",
         script: Path | None = None,
         shares: bool = True,
     ) -> None:
         """Import Megatron, if ranks can be forked.
 
         Args:
-            directory: where to work.
+            directory: working directory.
             flags: ``--ttrace-*`` flags of all cases.
-            device: of all cases.
             script: of all cases that name none; by default our own ``pretrain_gpt.py``.
-            shares: whether references are kept in one place, for all cases.
+            shares: whether all cases share their references.
         """
         self.directory = directory
         self._flags = flags
@@ -88,6 +75,7 @@ class Runner:
         self._environment: dict[str, str] = {}
         if shares:
             self._environment["TTRACE_CACHE"] = str((directory / "references").resolve())
+        device = split(flags)[0].ttrace_device
         self.forks = jobs.prepare(device, self._script, modules=PRELOADED)
 
     def job(self, case: Case) -> jobs.Job:
@@ -103,19 +91,15 @@ class Runner:
         )
 
     def run(self, case: Case, say: Callable[[str], None] = lambda line: None) -> Checked:
-        """Run a case to its end.
-
-        Args:
-            case: what to check.
-            say: told what happens, line by line.
+        """Run a case to its end; ``say`` is called with each line of progress.
 
         Raises:
             OutOfTimeError: when it took longer than its limit; its ranks are ended.
             TTraceError: when there is no answer, with the reason.
         """
         job = self.job(case)
-        # A report names the command that repeats this check, not the one that runs many: what is
-        # evaluated (a known bug, a mutant) must not be known to the check.
+        # The report names the command that repeats this check, not the one that runs many: a check
+        # must not see which known bug or mutant is evaluated.
         command = {provenance.COMMAND: provenance.command_line(job.checking())}
         job = dataclasses.replace(job, environment={**job.environment, **command})
         return Checked(job, jobs.run(job, fork=self.forks, say=say))

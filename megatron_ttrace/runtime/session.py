@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a candidate's and a reference's traced runs have in common: equal starts, rehearsals."""
+"""What the traced runs of a candidate and of a reference share: equal starts, rehearsals."""
 
 from __future__ import annotations
 
+import abc
 import copy
 import os
 import traceback
@@ -18,7 +19,7 @@ from megatron_ttrace.capture.initial import Initial, initial_values, uninitialis
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.errors import DEBUG, TTraceError, one_line
 from megatron_ttrace.mcore import quiet
-from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.mesh import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
@@ -32,9 +33,12 @@ from megatron_ttrace.runtime.start.moments import awaken, prime
 from megatron_ttrace.runtime.start.parameters import fill
 from megatron_ttrace.runtime.start.tokens import spread_batch
 
+type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
+"""What Megatron gives to ``train_step``; a list has one iterator per virtual-pipeline chunk."""
 
-class Session:
-    """One side of a check. Subclasses decide what a captured tensor becomes."""
+
+class Session(abc.ABC):
+    """One side of a check. Subclasses decide what becomes of a captured tensor."""
 
     is_reference = False
 
@@ -60,10 +64,12 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """Of this rank's tensors."""
         return next(self.model.chunks[0].parameters()).device
 
-    def begin(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Scheduler) -> None:
+    def begin(
+        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    ) -> None:
         """Called when Megatron has built model and optimizer."""
         from megatron.core.utils import get_model_config
 
@@ -81,21 +87,21 @@ class Session:
         if not self.not_initial:
             self.initial = initial_values(self._model)
 
+    @abc.abstractmethod
     def traces(self, step: int) -> bool:
-        """Whether something is to be done before Megatron's ``step``-th training step."""
-        raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
+        """Whether :meth:`before_step` is to be called before Megatron's ``step``-th step."""
 
-    def before_step(self, step: int, run: Callable[[], Any], iterator: Any) -> int | None:
-        """Called before a step that :meth:`traces` names; an exit code when that is all."""
-        raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
+    @abc.abstractmethod
+    def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
+        """Do the work before a step; returns an exit code when the check is finished."""
 
     @property
+    @abc.abstractmethod
     def is_loaded(self) -> bool:
         """Whether this side starts from a checkpoint."""
-        raise NotImplementedError("a session is a CandidateSession or a ReferenceSession")
 
     def blocks(self) -> list[list[int]]:
-        """The traced iterations in runs of consecutive ones; each run is rehearsed in one go."""
+        """The traced iterations as runs of consecutive ones; each run is one rehearsal."""
         found: list[list[int]] = []
         for iteration in self.settings.iterations:
             if found and found[-1][-1] == iteration - 1:
@@ -130,7 +136,7 @@ class Session:
         config = get_model_config(self.model.chunks[0])
         for parameter, place in self.model.places():
             part = parts.get(parameter)
-            # Rounded to the model's precision first, as main weights that are copies are.
+            # Rounded to the model's precision first, like main weights that are copies.
             target = part.stepped.to(part.weights.dtype) if part else parameter
             fill(
                 place.flat(*part.range) if part else place,
@@ -152,7 +158,7 @@ class Session:
             served.serve()
 
     def rehearse(self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int]) -> None:
-        """One traced training step; all ranks enter it, and leave it without an error of ours.
+        """Run one traced training step, on all ranks.
 
         Raises:
             GivenUpError: on every rank, when tracing failed on any.
@@ -174,8 +180,8 @@ class Session:
         """Megatron's own training step.
 
         Raises:
-            EndError: when it fails. The other ranks may be in a collective that this one left:
-                there is no way back into training.
+            EndError: when it fails. The other ranks may wait in a collective that this one left,
+                so training cannot go on.
         """
         try:
             return run()
@@ -186,10 +192,10 @@ class Session:
 
     @contextmanager
     def rehearsal(self, *, restore: bool) -> Iterator[None]:
-        """Within this context training steps do not count; afterwards all is as it was.
+        """Within this context training steps do not count; afterwards all state is restored.
 
         Raises:
-            EndError: when it could not be made so, on any rank: nobody trains on.
+            EndError: when restoring failed on any rank: no rank trains on.
         """
         with self.ranks.watching(), ExitStack() as kept:
             try:
@@ -201,7 +207,7 @@ class Session:
                 raise
             except BaseException as error:
                 self.ranks.give_up(error, "in the traced steps")
-                # An interrupted process ends: it does not wait for the others.
+                # An interrupted process does not wait for the others.
                 self._put_back(kept, waits=restore and isinstance(error, Exception))
                 raise
             else:
@@ -217,12 +223,12 @@ class Session:
         )
         snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
         scheduler = copy.copy(vars(self._scheduler))
-        # What puts back may talk to other ranks: either all come to that or none.
-        self.ranks.together("saving the training state")
+        # Restoring may communicate: either all ranks do it or none.
+        self.ranks.meet("saving the training state")
         if snapshot is not None:
             kept.callback(snapshot.restore)
         kept.callback(vars(self._scheduler).update, scheduler)
-        # A gather that the optimizer's step began would write over what is put back.
+        # A gather that the optimizer's step began would overwrite what is restored.
         kept.callback(self._settle)
 
     def _put_back(self, kept: ExitStack, *, waits: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What capture hands to a sink, and what is known of it beforehand."""
+"""Types of what capture passes to a sink."""
 
 from __future__ import annotations
 

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen dataclasses to JSON values and back, validated from their type hints.
 
-What is read may have been damaged, or written by somebody else, so nothing is converted: a number
-is no text and a boolean no number. The exceptions are what JSON cannot say: tuples are lists,
-enumerations their values, and floats that are not finite the strings ``"inf"``, ``"-inf"`` and
-``"nan"``. Fields that a record lacks are left out: a file may say more than one record (its run, a
-checksum), and a later version more than this one.
+A file may be damaged, or written by somebody else, so nothing is converted: a string is not a
+number, nor is a boolean. The exceptions are what JSON lacks: tuples are lists, enumerations are
+their values, and floats that are not finite are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
+Unknown fields are ignored: a file may hold more than one record (its run, a checksum), and a later
+version more than this one.
 
 pydantic would do most of this. It refuses lone surrogates, which the names of a foreign model's
-modules may hold, takes lists for tuples strictly only from text, and costs every command 90 ms.
+modules may contain, accepts lists for tuples in strict mode only from text, and costs every command
+90 ms.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
+import os
 import re
 import stat
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO, Self
 
 LINE_LIMIT = 16 << 20
 """Bytes of a line, the most that is read of one."""
@@ -34,26 +37,27 @@ DEPTH_LIMIT = 32
 """Nesting of values whose type is not known (:data:`typing.Any`)."""
 _DIGITS = 20
 """Digits of the largest 64-bit integer."""
+_NOT_FINITE = ("inf", "-inf", "nan")
 _NUMBER = re.compile(r"-?(?:inf|nan|[0-9]{1,40}(?:\.[0-9]{1,40})?(?:e[+-]?[0-9]{1,4})?)")
 
 Decoder = Callable[[Any], Any]
 
 
 class CodecError(ValueError):
-    """A value that is not what its field wants; the message begins with the field's path."""
+    """A value that does not fit its field; the message begins with the field's path."""
 
     def __init__(self, reason: str, path: str = "") -> None:
         self.reason, self.path = reason, path
         super().__init__(f"{path.removeprefix('.')}: {reason}" if path else reason)
 
     def inside(self, step: str) -> CodecError:
-        """The same error, seen from the value that contains this one."""
+        """The same error, with the path from the value that contains this one."""
         return CodecError(self.reason, step + self.path)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a number may be; for ``Annotated``.
+    """The range of a number; for ``Annotated``.
 
     ``nan``: whether NaN is allowed; ``text``: whether any float may be written as a string.
     """
@@ -74,6 +78,23 @@ Word = Annotated[int, Bounds(0, (1 << 64) - 1)]
 """64 bits, unsigned: a checksum."""
 Size = Annotated[float, Bounds(0.0, math.inf)]
 """An error, a tolerance, a duration; infinite where it has no bound."""
+LISTED = "listed"
+"""``Annotated[R, LISTED]``: a record R that is written as a list of its fields."""
+
+
+class Record:
+    """Base of the dataclasses that are written as JSON objects."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object, its fields in the contract's order."""
+        return encode(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
+        return decode(cls, data)
 
 
 def parse(text: str | bytes) -> Any:
@@ -83,7 +104,7 @@ def parse(text: str | bytes) -> Any:
     64 bits do not hold.
 
     Raises:
-        CodecError: when the text is no such JSON.
+        CodecError: when the text is not such JSON.
     """
     if len(text) > FILE_LIMIT:
         raise CodecError(f"{len(text)} bytes are too many")
@@ -111,12 +132,10 @@ def read(path: Path, most: int = FILE_LIMIT) -> bytes:
         CodecError: when it is not a regular file (a pipe would be waited for), or larger than
             ``most`` bytes.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise CodecError("not a regular file")
-    if found.st_size > most:
-        raise CodecError(f"{found.st_size} bytes, more than the {most} that are read")
-    with path.open("rb") as file:
+    with _regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise CodecError(f"{size} bytes, more than the {most} that are read")
         return file.read(most + 1)
 
 
@@ -127,15 +146,19 @@ def lines(path: Path) -> Iterator[Any]:
         OSError: when the file cannot be read.
         CodecError: as :func:`read` and :func:`parse`.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CodecError("not a regular file")
-    with path.open("rb") as file:
+    with _regular(path) as file:
         while line := file.readline(LINE_LIMIT + 1):
             if len(line) > LINE_LIMIT:
                 raise CodecError(f"longer than {LINE_LIMIT} bytes")
             if not line.endswith(b"\n"):
                 raise CodecError("truncated (no end of line)")
             yield parse(line)
+
+
+def _regular(path: Path) -> BinaryIO:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CodecError("not a regular file")
+    return path.open("rb")
 
 
 def encode(value: Any) -> Any:
@@ -161,13 +184,19 @@ def decode[T](wanted: Callable[..., T], value: Any) -> T:
     """The inverse of :func:`encode`.
 
     Fields with a default may be absent. The fields of a record in a field with the metadata
-    ``flat`` stand beside the others. A record with a method ``contradiction`` is asked whether its
-    fields agree with each other; an empty answer says so.
+    ``flat`` are beside the others. If a record has a method ``contradiction``, that returns why its
+    fields contradict each other; an empty answer accepts them.
 
     Raises:
         CodecError: with the path of the offending field.
     """
     found: T = decoder(wanted)(value)
+    return found
+
+
+def decode_list[T](wanted: Callable[..., T], values: Any) -> T:
+    """A record that was written as the list of its fields. Raises ``CodecError``."""
+    found: T = decoder(Annotated[wanted, LISTED])(values)
     return found
 
 
@@ -177,11 +206,13 @@ def decoder(wanted: Any) -> Decoder:
     origin, args = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
         bounds = next((one for one in args[1:] if isinstance(one, Bounds)), None)
+        if LISTED in args:
+            return _listed(args[0])
         return _number(args[0], bounds) if bounds else decoder(args[0])
     if origin in (typing.Union, types.UnionType):
         return _either(args)
     if origin is tuple:
-        return _list(decoder(args[0])) if args[1:] == (...,) else _fixed(tuple(map(decoder, args)))
+        return _list(decoder(args[0])) if args[1:] == (...,) else _fixed(args)
     if origin is dict:
         return _dict(decoder(args[1]))
     if wanted is int:
@@ -195,7 +226,7 @@ def decoder(wanted: Any) -> Decoder:
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         return _enum(wanted)
     if isinstance(wanted, type) and issubclass(wanted, tuple) and hasattr(wanted, "_fields"):
-        return _named(wanted)
+        return _listed(wanted)
     if dataclasses.is_dataclass(wanted):
         return _record(wanted)
     raise TypeError(f"{wanted}: no record can hold this")
@@ -217,8 +248,6 @@ def _record(wanted: Any) -> Decoder:
     agree = getattr(wanted, "contradiction", None)
 
     def decode_record(value: Any) -> Any:
-        if type(value) is wanted:
-            value = {field.name: getattr(value, field.name) for field, _ in fields}
         if not isinstance(value, dict):
             raise _wrong("an object", value)
         if not value.keys() >= required:
@@ -241,7 +270,7 @@ def _record(wanted: Any) -> Decoder:
     return decode_record
 
 
-def _number(wanted: type, bounds: Bounds) -> Decoder:
+def _number(wanted: type[int] | type[float], bounds: Bounds) -> Decoder:
     is_float, least, most = wanted is float, bounds.least, bounds.most
     what = "a number" if is_float else "an integer"
     if math.isfinite(least):
@@ -249,19 +278,15 @@ def _number(wanted: type, bounds: Bounds) -> Decoder:
         what += f" from {least} to {limit}" if limit else f" of at least {least:g}"
 
     def decode_number(value: Any) -> Any:
-        kind = type(value)
-        if is_float:
-            if kind is str and (value in ("inf", "-inf", "nan") or bounds.text):
-                value = float(value) if _NUMBER.fullmatch(value) else None
-            elif kind is int and -(1 << 64) < value < 1 << 64:
-                value = float(value)
-            elif kind is not float:
-                raise _wrong(what, value)
-            if value is not None and (least <= value <= most or (bounds.nan and value != value)):
-                return value
-            raise _wrong(what, value)
-        if kind is int and least <= value <= most:
-            return value
+        found: Any = value
+        if is_float and type(value) is int and -(1 << 64) < value < 1 << 64:
+            found = float(value)
+        elif is_float and type(value) is str and (value in _NOT_FINITE or bounds.text):
+            found = float(value) if _NUMBER.fullmatch(value) else None
+        is_nan = bounds.nan and found != found
+        is_wanted = type(found) is wanted
+        if is_wanted and (least <= found <= most or is_nan):
+            return found
         raise _wrong(what, value)
 
     return decode_number
@@ -276,39 +301,36 @@ def _either(args: tuple[Any, ...]) -> Decoder:
 
 
 def _list(convert: Decoder) -> Decoder:
-    def decode_list(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, (list, tuple)):
-            raise _wrong("a list", value)
-        found: list[Any] = []
-        try:
-            for item in value:
-                found.append(convert(item))
-        except CodecError as error:
-            raise error.inside(f"[{len(found)}]") from None
-        return tuple(found)
-
-    return decode_list
+    return lambda value: _items(itertools.repeat(convert), value)
 
 
-def _named(wanted: Callable[..., Any]) -> Decoder:
-    """A ``NamedTuple``, written as a list in the order of its fields."""
-    decode_list = _fixed(tuple(map(decoder, typing.get_type_hints(wanted).values())))
-    return lambda value: wanted(*decode_list(value))
+def _fixed(hints: Iterable[Any]) -> Decoder:
+    converts = tuple(map(decoder, hints))
 
-
-def _fixed(converts: tuple[Decoder, ...]) -> Decoder:
     def decode_fixed(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or len(value) != len(converts):
             raise _wrong(f"a list of {len(converts)}", value)
-        found: list[Any] = []
-        try:
-            for convert, item in zip(converts, value, strict=True):
-                found.append(convert(item))
-        except CodecError as error:
-            raise error.inside(f"[{len(found)}]") from None
-        return tuple(found)
+        return _items(converts, value)
 
     return decode_fixed
+
+
+def _listed(wanted: Callable[..., Any]) -> Decoder:
+    """A record (or ``NamedTuple``) that is written as a list, in the order of its fields."""
+    decode_list = _fixed(typing.get_type_hints(wanted, include_extras=True).values())
+    return lambda value: wanted(*decode_list(value))
+
+
+def _items(converts: Iterable[Decoder], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong("a list", value)
+    found: list[Any] = []
+    try:
+        for item, convert in zip(value, converts, strict=False):
+            found.append(convert(item))
+    except CodecError as error:
+        raise error.inside(f"[{len(found)}]") from None
+    return tuple(found)
 
 
 def _dict(convert: Decoder) -> Decoder:
@@ -327,11 +349,9 @@ def _dict(convert: Decoder) -> Decoder:
 
 
 def _exactly(wanted: type) -> Decoder:
-    what = "text" if wanted is str else "true or false"
-
     def decode_exactly(value: Any) -> Any:
         if type(value) is not wanted:
-            raise _wrong(what, value)
+            raise _wrong("text" if wanted is str else "true or false", value)
         return value
 
     return decode_exactly
@@ -341,7 +361,7 @@ def _enum(wanted: type[Enum]) -> Decoder:
     members = {one.value: one for one in wanted}
 
     def decode_enum(value: Any) -> Enum:
-        if (type(value) is not str and type(value) is not wanted) or value not in members:
+        if type(value) is not str or value not in members:
             raise _wrong(f"one of {', '.join(map(str, members))}", value)
         return members[value]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found out about the cause of a failure, as enums and numbers.
+"""What is found out about a failed tensor, as enums and numbers.
 
-Nothing here is text for people: ``report/explanations.py`` makes all of it.
+Nothing here is text for people: ``report/`` makes all of it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,68 @@ class Cause(StrEnum):
     COPY = "copy"
     ATTENTION_MASK = "attention_mask"
     ATTENTION_BLOCK = "attention_block"
+
+
+class Remark(StrEnum):
+    """What is said of a tensor beside its outcome; report/wording.py has the sentences."""
+
+    DISPATCHED = "dispatched"
+    OWN_TOKENS = "own tokens"
+    EXTRA = "extra"
+    EMPTY = "empty"
+    MISSING = "missing"
+    NONFINITE = "nonfinite"
+    UNCOVERED = "uncovered"
+    UNEVEN = "uneven"
+    REPLICAS = "replicas"
+    REPLICAS_ROUNDED = "replicas_rounded"
+    UNDEFINED = "undefined"
+    BLIND = "blind"
+    ROUTED = "routed"
+    DROPPED = "dropped"
+    SHAPE = "shape"
+    NOT_BITWISE = "not_bitwise"
+    ONE_RUN = "one_run"
+    OTHER_SHAPE = "other_shape"
+    REFERENCE_NONFINITE = "reference_nonfinite"
+    OVERLAP = "overlap"
+    INCOMPLETE = "incomplete"
+    FEW_VALUES = "few_values"
+    ONE_VALUE = "one_value"
+    INITIAL_REPLICAS = "initial_replicas"
+    SAME_START = "same_start"
+    DISTRIBUTION = "distribution"
+    LOST = "lost"
+    NOT_THE_REFERENCES = "not_the_references"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """Mean and standard deviation of some values; ``std`` is 0 for equal ones."""
+
+    mean: float
+    std: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """A remark with what belongs to it.
+
+    Attributes:
+        what: the remark.
+        value: what was counted or measured.
+        limit: what that is to be compared with.
+        ranks: the ranks concerned.
+        text: a name, or the message of an error.
+        samples: the candidate's and the reference's values.
+    """
+
+    what: Remark
+    value: float = 0.0
+    limit: float = 0.0
+    ranks: tuple[int, ...] = ()
+    text: str = ""
+    samples: tuple[Sample, ...] = ()
 
 
 FACTORS = (Cause.FACTOR, Cause.TOO_LARGE, Cause.TOO_SMALL)
@@ -164,7 +226,7 @@ class WrongCopies(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Weights:
+class ShareWeights:
     """How often the shares of a gradient that came through ``module`` count, where not once.
 
     ``by_axis``: the numbers are those of data-parallel ranks, else of microbatches.
@@ -177,10 +239,10 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shares(Finding):
+class UnequalShares(Finding):
     """Microbatches' shares of a gradient do not count once each: by group of ranks, by module."""
 
-    by_ranks: tuple[tuple[tuple[int, ...], tuple[Weights, ...]], ...]
+    by_ranks: tuple[tuple[tuple[int, ...], tuple[ShareWeights, ...]], ...]
     per_rank: bool = False
 
 
@@ -193,11 +255,17 @@ class Addend(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OtherTime(Finding):
-    """The value of another iteration or, if ``iteration`` is ``None``, of another microbatch."""
+class OtherMicrobatch(Finding):
+    """The value of another microbatch."""
 
     microbatch: int
-    iteration: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherIteration(Finding):
+    """The value of another iteration."""
+
+    iteration: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +288,7 @@ Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Offset(Finding):
+class OffsetRows(Finding):
     """``rank`` holds indices ``held`` of a dim where ``own`` belong; ``dim`` is what they are.
 
     ``shift`` is the distance if it is that of all ranks; without one the values are another rank's.
@@ -233,7 +301,7 @@ class Offset(Finding):
     shift: int | None = None
 
 
-class Order(StrEnum):
+class RowOrder(StrEnum):
     """In what order right rows stand."""
 
     REPEATED = "repeated"
@@ -243,10 +311,10 @@ class Order(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reordered(Finding):
+class ReorderedRows(Finding):
     """``moved`` of ``total`` rows are not in their place; they form ``blocks``."""
 
-    order: Order
+    order: RowOrder
     dim: str
     moved: int
     total: int

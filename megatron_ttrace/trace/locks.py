@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks that the kernel releases however their holder dies.
 
-``flock`` belongs to an open file description, which a forked child shares. A child of a holder
-closes its copy, so that a process that outlives the holder never keeps the lock. Programs that are
-started do not inherit it at all.
+``flock`` belongs to an open file description, which a forked child shares. A child closes its copy,
+so that it cannot keep the lock after the holder's end. Programs that are started do not inherit it.
+filelock has no shared locks of this kind, and its children keep the lock.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Lock:
-    """An advisory lock on a file that is made where it is missing, and never removed.
+    """An advisory lock on a file, which is created if missing, and never removed.
 
-    ``supported`` is false after :meth:`acquire` where the file system has no locks: everybody then
+    ``supported`` is false after :meth:`acquire` if the file system has no locks; every process then
     gets the lock.
     """
 
@@ -51,9 +51,9 @@ class Lock:
         """Take the lock if it is free; returns whether it is held now.
 
         Raises:
-            OSError: when the file cannot be made.
+            OSError: when the file cannot be created.
         """
-        # What a link led to would be overwritten by whoever signs.
+        # Signing would overwrite the target of a symbolic link.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(self.path, flags, 0o666)
         try:
@@ -71,7 +71,7 @@ class Lock:
         return True
 
     def sign(self) -> None:
-        """Leave word of who holds the lock. Raises ``OSError``, e.g. on a full disk."""
+        """Write into the file who holds the lock. Raises ``OSError``, e.g. on a full disk."""
         assert self._handle is not None
         note = {
             "pid": os.getpid(),
@@ -84,7 +84,7 @@ class Lock:
         os.fsync(self._handle)
 
     def holder(self) -> str:
-        """Who holds the lock, in words, as far as its holder has signed."""
+        """Who holds the lock, in words, if the holder has signed."""
         from megatron_ttrace.trace.sanitise import clean
 
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed records that travel between the steps, and the words they are made of.
+"""The typed records that the steps exchange.
 
 Every line of output is one of these records; terminal, HTML, W&B and JSONL only render them. The
 field names of :class:`Verdict` and :class:`Summary` are a contract (docs/flags-and-files.md).
@@ -12,11 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Bounds, Count, Rank, Size
+from megatron_ttrace.trace.codec import Bounds, Count, Rank, Record, Size
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.unexercised import NotExercised
 
@@ -57,31 +57,20 @@ class Direction(StrEnum):
 
 
 _DIRECTION = {
-    Kind.INITIAL: Direction.START,
-    Kind.TOKENS: Direction.START,
-    Kind.PARAM: Direction.START,
-    Kind.INPUT: Direction.FORWARD,
-    Kind.OUTPUT: Direction.FORWARD,
-    Kind.ROUTING: Direction.FORWARD,
-    Kind.LOSS: Direction.FORWARD,
-    Kind.GRAD_OUTPUT: Direction.BACKWARD,
-    Kind.GRAD_INPUT: Direction.BACKWARD,
-    Kind.MAIN_GRAD: Direction.GRADIENT,
-    Kind.GRAD_NORM: Direction.GRADIENT,
-    Kind.PARAM_DELTA: Direction.UPDATE,
-    Kind.EXP_AVG: Direction.UPDATE,
-    Kind.EXP_AVG_SQ: Direction.UPDATE,
-    Kind.BUFFER: Direction.UPDATE,
+    kind: direction
+    for direction, kinds in {
+        Direction.START: (Kind.INITIAL, Kind.TOKENS, Kind.PARAM),
+        Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.LOSS),
+        Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
+        Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.GRAD_NORM),
+        Direction.UPDATE: (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.BUFFER),
+    }.items()
+    for kind in kinds
 }
 
 
-def direction_of(kind: Kind, index: int) -> Direction:
-    """The direction of a tensor: its kind's, but for parameters after the step (index 1)."""
-    return Direction.UPDATE if kind is Kind.PARAM and index else kind.direction
-
-
 class Outcome(StrEnum):
-    """What was found out about one tensor. Nothing is dropped: every key ends in one of these."""
+    """What was found out about one tensor. No tensor is dropped: each has one of these."""
 
     PASS = "pass"  # noqa: S105 - a verdict, not a password
     DIVERGED = "diverged"
@@ -100,7 +89,7 @@ class Outcome(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a tensor has its outcome, where the outcome does not say it; ``note`` has the details."""
+    """Why a tensor has its outcome, if the outcome leaves it open; ``note`` has the details."""
 
     BLIND = "blind"
     """Unchecked: rounding alone moves it so far that a bug would not show."""
@@ -108,10 +97,26 @@ class Reason(StrEnum):
     """Unchecked: it holds NaN in both runs."""
     DISPATCHED = "dispatched"
     """Unchecked: its rows went through a token dispatcher that cannot be followed."""
+    OWN_TOKENS = "own tokens"
+    """Unchecked: a choice that depends on all tokens that a rank has, here a part of them."""
     INITIAL_VALUES = "initial values"
     """Unchecked: there is no distribution to compare."""
     TWIN = "twin"
-    """Initial values that are bit by bit those of another part or parameter."""
+    """Initial values that are bitwise equal to those of another part or parameter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TooFew:
+    """More tensors are unchecked than are allowed to be.
+
+    ``unchecked`` of the ``judged`` ones, where the share ``allowed`` may be; ``reasons`` are the
+    most frequent ones, each with its number of tensors.
+    """
+
+    unchecked: int
+    judged: int
+    allowed: float
+    reasons: tuple[tuple[Reason | None, int], ...]
 
 
 STEP_LEVEL = -1
@@ -123,8 +128,9 @@ Microbatch = Annotated[int, Bounds(STEP_LEVEL, (1 << 63) - 1)]
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
-SCORES, CHOICE = 0, 1
-"""Indices of a router's ``routing`` tensors: scores that experts are chosen by, and the choice."""
+SCORES, CHOICE, KEPT = 0, 1, 2
+"""Indices of a router's ``routing`` tensors: scores that experts are chosen by, the choice, and
+what is left of it within the experts' capacity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -147,7 +153,7 @@ class TraceKey:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Record):
     """One line of ``verdicts.jsonl``.
 
     ``rel_err`` is the relative error of the worst rank, ``rel_err_eps`` the same in machine
@@ -181,31 +187,18 @@ class Verdict:
     @property
     def direction(self) -> Direction:
         """Where in the step the tensor stands; a parameter is read before the step and after it."""
-        return direction_of(self.kind, self.index)
-
-    @classmethod
-    def of(cls, key: TraceKey, **said: Any) -> Self:
-        """What is said of one tensor."""
-        return cls(key.iteration, key.microbatch, key.kind, key.name, key.index, **said)
+        after = self.kind is Kind.PARAM and self.index
+        return Direction.UPDATE if after else self.kind.direction
 
     @property
     def is_luck(self) -> bool:
-        """Whether the margin of a pass says how random numbers fell, not how near a fault is."""
+        """Whether the margin of a pass depends on random numbers, not on how near a fault is."""
         return self.kind is Kind.INITIAL and self.verdict is Outcome.PASS
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object in the contract's field order; infinities and NaN become strings."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError`` on a foreign line."""
-        return codec.decode(cls, data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Culprit:
-    """A localised module: where the error is born, as opposed to where it is merely seen.
+class Culprit(Record):
+    """A localised module: where an error originates, as opposed to where it is only seen.
 
     ``reason`` is the chain of evidence in one sentence, ``explanation`` a hypothesis about the
     cause that was tested on the shards, or "unknown"; ``cause`` and ``axes`` are its sort and the
@@ -233,7 +226,7 @@ class Culprit:
     axes: tuple[str, ...] = ()
 
     def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
-        """The failure that stands for this module: its own tensor's, or its parameter's."""
+        """The failure that represents this module: its own tensor's, or its parameter's."""
         inside = f"{self.name}."
         return max(
             (
@@ -252,15 +245,6 @@ class Culprit:
             default=None,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
-
 
 class Result(StrEnum):
     """The one answer of a check."""
@@ -276,11 +260,11 @@ class Result(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Exactness:
-    """Whether what this layout computes in the reference's order is bitwise the reference's.
+class Exactness(Record):
+    """Whether what this layout computes in the reference's order is bitwise equal to it.
 
-    ``expected`` tensors must be equal to the last bit, ``lost`` are not; ``first`` of these is
-    named with its ranks and its relative error. No tolerance enters: rounding is no excuse here.
+    ``expected`` tensors must be bitwise equal, ``lost`` of them are not; ``first`` is the first of
+    these, with its ranks and its relative error. There is no tolerance.
     """
 
     expected: Count
@@ -295,15 +279,6 @@ class Exactness:
             return f"{self.lost} lost of {self.expected} expected"
         return ""
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Element:
@@ -316,7 +291,7 @@ class Element:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Residual:
+class Residual(Record):
     """What the error of a failed tensor looks like.
 
     Attributes:
@@ -338,15 +313,6 @@ class Residual:
     worst: tuple[Element, ...]
     boxes: tuple[tuple[Rank, str], ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
@@ -362,7 +328,7 @@ class Code:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(Record):
     """Enough to know which run this was and to repeat it.
 
     Attributes:
@@ -395,18 +361,9 @@ class Run:
         """Why this names no run; empty if it does."""
         return "" if _RUN_ID.fullmatch(self.id) else "id: expected 16 hexadecimal digits"
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Record):
     """The content of ``summary.json``.
 
     ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
@@ -448,12 +405,3 @@ class Summary:
                     f"{found[name]} verdicts are {name!r}, {self.counts.get(name, 0)} were counted"
                 )
         return ""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object for ``summary.json``."""
-        return codec.encode(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """The inverse of :meth:`to_json`. Raises ``CodecError``."""
-        return codec.decode(cls, data)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and notes are data from a foreign model: make them harmless before they are shown.
+"""Names and notes come from a foreign model: make them harmless before they are shown.
 
-A module may be called anything, including terminal escapes, markup, or 10,000 characters. Every
-sink passes text through :func:`clean` first and then through its own quoting (autoescape in HTML,
-``rich.text.Text`` in the terminal, ElementTree in XML). ``verdicts.jsonl`` keeps names as they are:
-JSON's own escapes are enough there, and a lossless file can be read back.
+A module name may contain terminal escapes, markup, or 10,000 characters. Every renderer passes text
+through :func:`clean` and then through its own quoting (autoescape in HTML, ``rich.text.Text`` in
+the terminal, ElementTree in XML). ``verdicts.jsonl`` keeps names as they are: JSON's escapes are
+enough, and a lossless file can be read back.
 """
 
 from __future__ import annotations

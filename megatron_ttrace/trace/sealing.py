@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON files that hold their own checksum, and checksums of other files.
 
-A sealed file begins with the line ``{"checksum": "<32 hexadecimal digits>",``. The digits are the
-XXH3-128 of all bytes that follow this line. Bytes are compared, not values: a flipped bit is
-noticed also where the parsed document would be the same, in the first line as well as after it.
+A sealed file begins with the line ``{"checksum": "<32 hexadecimal digits>",``: the XXH3-128 of all
+bytes after this line. Bytes are compared, not values, so a flipped bit is noticed even if the
+document parses to the same value.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -18,9 +19,6 @@ from typing import Any
 import xxhash
 
 CHECKSUM = "checksum"
-_DIGITS = 32
-_BUFFER = 4 << 20
-"""Bytes read at a time: small enough to be hashed while they are in the CPU's cache."""
 _THREADS = 4
 _WORTH_THREADS = 32 << 20
 """Bytes above which threads cost less than they save."""
@@ -68,15 +66,9 @@ def checksum_of(data: bytes) -> str:
 
 def checksum_of_file(path: Path) -> tuple[int, str]:
     """Size in bytes and XXH3-128 of a file. Raises ``OSError``."""
-    digest = xxhash.xxh3_128()
-    size = 0
-    buffer = bytearray(_BUFFER)
-    view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-            size += count
-    return size, digest.hexdigest()
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return file.tell(), digest.hexdigest()
 
 
 def checksums_of_files(paths: Iterable[Path]) -> list[tuple[int, str]]:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``--ttrace-dir``: it belongs to one run, and is the same for the ranks of all nodes.
+"""The ``--ttrace-dir``: it belongs to one run, and all nodes must see the same one.
 
-A run has an id of 16 hexadecimal digits that every file of it carries. ``ttrace check`` makes it
-and hands it to its ranks in the environment (:data:`VARIABLE`). Under ``torchrun`` or Slurm rank 0
-makes it. Whoever makes it holds two things:
+A run has an id of 16 hexadecimal digits, which is in each of its files. ``ttrace check`` generates
+it and passes it to the ranks in the environment (:data:`VARIABLE`); under ``torchrun`` or Slurm,
+rank 0 generates it. The directory contains:
 
-- ``.lock``: an exclusive lock, held by the launcher (or rank 0) alone as long as it lives. Its
-  forked children close their copies, so a stray process never blocks the next run.
-- ``.ranks``: a lock that all ranks share as long as they live. A launcher that was killed may
-  leave ranks behind that still write: the next run waits for them for a moment, then refuses.
-
-``.ttrace-run`` holds the id. Ranks of other nodes look for it there.
+- ``.lock``: an exclusive lock of the launcher (or of rank 0), held until it ends. Forked children
+  close their copies, so a stray process never blocks the next run.
+- ``.ranks``: a lock that all ranks share until they end. If the launcher was killed, ranks may be
+  left that still write; the next run waits a few seconds for them, then refuses the directory.
+- ``.ttrace-run``: the id, where ranks of other nodes read it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
@@ -32,7 +31,7 @@ LOCK = ".lock"
 RANKS = ".ranks"
 VARIABLE = "TTRACE_RUN_ID"
 _ATTEMPTS, _PAUSE = 20, 0.5
-"""Network file systems show other nodes' files after some seconds."""
+"""Network file systems may show other nodes' files only after some seconds."""
 _LEFTOVER = 5.0
 """Seconds to wait for ranks whose launcher is gone. The kernel ends them within milliseconds."""
 
@@ -42,14 +41,14 @@ _TRACES = ("candidate", "start")
 _OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
 _OF_LOGS = re.compile(r"rank-\d+\.log|.*\.request\.json")
 
-_run: str | None = None
+_run = ""
 _held: dict[Path, list[Lock]] = {}
 """Locks of this process, by directory."""
 
 
 def _forget() -> None:
     global _run
-    _run = None
+    _run = ""
     _held.clear()
 
 
@@ -59,16 +58,9 @@ os.register_at_fork(after_in_child=_forget)
 
 def run_id() -> str:
     """The id of the run that this process belongs to, 16 hexadecimal digits."""
-    if _run is None:
-        named = _named()
-        _adopt(named or secrets.token_hex(8))
-    assert _run is not None
-    return _run
-
-
-def _adopt(run: str) -> None:
     global _run
-    _run = run
+    _run = _run or _named() or secrets.token_hex(8)
+    return _run
 
 
 def _named() -> str:
@@ -81,14 +73,20 @@ class Claim:
     """A directory that is held for one run; a context manager that gives it back.
 
     Attributes:
-        directory: the ``--ttrace-dir``.
         run: the id of the run.
+        lock: on the directory.
     """
 
-    def __init__(self, directory: Path, run: str, lock: Lock) -> None:
-        self.directory = directory
-        self.run = run
-        self._lock = lock
+    def __init__(self, directory: Path, run: str, clean: Callable[[Path], None]) -> None:
+        with _writing(directory):
+            self.run = run
+            self.lock = lock_of(directory)
+            try:
+                self.lock.sign()
+                clean(directory)
+            except BaseException:
+                self.lock.release()
+                raise
 
     def __enter__(self) -> Claim:
         return self
@@ -98,7 +96,7 @@ class Claim:
 
     def release(self) -> None:
         """Let the next run have the directory."""
-        self._lock.release()
+        self.lock.release()
 
 
 def claim(directory: Path) -> Claim:
@@ -107,22 +105,18 @@ def claim(directory: Path) -> Claim:
     Raises:
         TTraceError: when another run uses it, or it cannot be written.
     """
-    with _writing(directory):
-        lock = lock_of(directory)
-        try:
-            _await_ranks(directory)
-            lock.sign()
-            clean_up(directory)
-            run = secrets.token_hex(8)
-            _mark(directory, run)
-        except BaseException:
-            lock.release()
-            raise
-        return Claim(directory, run, lock)
+    run = secrets.token_hex(8)
+
+    def clean(directory: Path) -> None:
+        _await_ranks(directory)
+        _clean_up(directory)
+        _mark(directory, run)
+
+    return Claim(directory, run, clean)
 
 
 def require_free(directory: Path) -> None:
-    """Refuse a directory that another run uses now, before anything slow is done.
+    """Refuse a directory that another run uses, before anything slow is done.
 
     Raises:
         TTraceError: when it is in use, or cannot be written.
@@ -140,15 +134,7 @@ def claim_report(directory: Path, run: str) -> Claim:
     Raises:
         TTraceError: when a run uses the directory, or it cannot be written.
     """
-    with _writing(directory):
-        lock = lock_of(directory)
-        try:
-            lock.sign()
-            remove_reports(directory)
-        except BaseException:
-            lock.release()
-            raise
-        return Claim(directory, run, lock)
+    return Claim(directory, run, _remove_reports)
 
 
 def lock_of(directory: Path) -> Lock:
@@ -176,7 +162,7 @@ def lock_of(directory: Path) -> Lock:
 
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Errors of the file system as errors that a user can fix."""
+    """Report errors of the file system as errors that a user can fix."""
     try:
         yield
     except OSError as error:
@@ -198,12 +184,9 @@ def _await_ranks(directory: Path) -> None:
     ranks.release()
 
 
-def clean_up(directory: Path) -> None:
-    """Remove the files that an earlier run left, and no others. Raises ``OSError``.
-
-    The reference stays: it is used again where it fits.
-    """
-    remove_reports(directory)
+def _clean_up(directory: Path) -> None:
+    """Remove the files of an earlier run, but not its reference. Raises ``OSError``."""
+    _remove_reports(directory)
     _unlink(directory / "reference.log")
     _unlink(directory / "reference.request.json")
     for name in _TRACES:
@@ -211,8 +194,8 @@ def clean_up(directory: Path) -> None:
     _remove_listed(directory / "logs", _OF_LOGS)
 
 
-def remove_reports(directory: Path) -> None:
-    """Remove the report that an earlier run left, half-written ones too. Raises ``OSError``."""
+def _remove_reports(directory: Path) -> None:
+    """Remove the report of an earlier run, half-written files too. Raises ``OSError``."""
     for name in _REPORTS:
         _unlink(directory / name)
         for half in directory.glob(f".{name}.*"):
@@ -238,7 +221,7 @@ def _remove_listed(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def prepare(directory: Path) -> str:
-    """Called on rank 0: claim the directory unless the launcher has; returns the run's id.
+    """On rank 0: claim the directory unless the launcher has done so; returns the run's id.
 
     Raises:
         TTraceError: when another run uses it, it cannot be written, or it is no longer what the
@@ -258,7 +241,7 @@ def prepare(directory: Path) -> str:
                 f"it again (if no ttrace check started this run, unset {VARIABLE})"
             )
         run = own.run
-        _held[directory.resolve()] = [own._lock]
+        _held[directory.resolve()] = [own.lock]
     _join(directory, run)
     return run
 
@@ -282,7 +265,7 @@ def require(directory: Path, mark: str) -> None:
 
 
 def _mark(directory: Path, run: str) -> None:
-    """Leave a run's id, in a new file: a link would lead elsewhere, and a FIFO would wait."""
+    """Write a run's id to a new file: an existing one may be a link or a FIFO."""
     _unlink(directory / MARK)
     with (directory / MARK).open("x", encoding="utf-8") as file:
         file.write(run)
@@ -302,14 +285,15 @@ def _marked(directory: Path) -> str:
 
 
 def _join(directory: Path, run: str) -> None:
-    """Belong to a run: take its id and a share of the ranks' lock."""
-    _adopt(run)
+    """Join a run: take its id and a share of the ranks' lock."""
+    global _run
+    _run = run
     held = _held.setdefault(directory.resolve(), [])
     if any(lock.path.name == RANKS for lock in held):
         return
     lock = Lock(directory / RANKS)
     with _writing(directory):
-        # Whoever claims the directory tries this lock for a moment.
+        # A process that claims the directory holds this lock for a moment.
         for _ in range(100):
             if lock.acquire(shared=True):
                 held.append(lock)

@@ -9,21 +9,21 @@ Layout of a trace directory::
     tolerances.jsonl             (reference) how far perturbed replays moved each tensor
     overrides.json               (reference) what the run that made it was told
 
-An index line names the tensor's key, where its data lies (``file``, ``tensor``), or, where the very
-same tensor was seen before under another name, the line it repeats (``same_as``). A candidate's
+An index line names the tensor's key and where its data is (``file``, ``tensor``), or, if the same
+tensor was seen before under another name, the line that it repeats (``same_as``). A candidate's
 line also holds its placement, boxes and gradient factor, so that it can be compared offline.
 
 ``meta.json`` holds the id of the run, and size and XXH3-128 checksum of every other file. Its first
-line holds the checksum of all bytes after this line (``trace/sealing.py``). So no bit of a trace
-can change unnoticed:
+line holds the checksum of all bytes after this line (``trace/sealing.py``). So a changed bit is
+always noticed:
 
-- :func:`verify` reads every file once. Whoever decides to use a trace calls it: rank 0 for a
-  reference that was made earlier, ``ttrace compare`` for both traces.
-- A rank that is told which ``meta.json`` rank 0 verified (``announced``) checks that it reads this
-  very one, and verifies the files that it parses. It does not read the tensors again.
+- :func:`verify` reads every file once. Rank 0 calls it for a reference that was made earlier,
+  ``ttrace compare`` for both traces.
+- The other ranks are told which ``meta.json`` rank 0 verified (``announced``). They check that they
+  read the same one and verify the files that they parse, but do not read all tensors again.
 
-A file that has the name of a trace file and is not listed in ``meta.json`` is refused.
-No pickle anywhere: safetensors and JSON only.
+A file with the name of a trace file that ``meta.json`` does not list is refused.
+There is no pickle: safetensors and JSON only.
 """
 
 from __future__ import annotations
@@ -42,14 +42,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, decode, encode, read_index
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, brief, encode, read_index
 from megatron_ttrace.trace.records import TraceKey
-from megatron_ttrace.trace.sealing import (
-    CHECKSUM,
-    checksums_of_files,
-    open_sealed,
-    seal_json,
-)
+from megatron_ttrace.trace.sealing import CHECKSUM, checksums_of_files, open_sealed, seal_json
 from megatron_ttrace.trace.shared import run_id
 
 __all__ = [
@@ -72,11 +69,15 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 _SEALED_SUFFIXES = (".safetensors", ".jsonl")
 _SEALED_NAMES = ("overrides.json",)
 
-_encode, _decode = encode, decode
+_ERRORS_OF_NOISE = (
+    *(SafetensorError, OSError, ValueError, TypeError, LookupError),
+    *(AttributeError, RuntimeError, OverflowError, MemoryError),
+)
+"""What safetensors may raise at a header of noise."""
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a small file so that readers see all of it or nothing of it."""
+    """Write a small file so that readers see either all of it or none of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -85,8 +86,8 @@ def atomic_write(path: Path, text: str) -> None:
 class TraceWriter:
     """Appends tensors of one rank to a trace directory.
 
-    Data is copied when it is added (training may overwrite it at once) and written in chunks, so
-    that memory stays bounded.
+    Data is copied when it is added, because training may overwrite it, and written in chunks to
+    bound the memory.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -96,6 +97,7 @@ class TraceWriter:
         self._chunk: dict[str, torch.Tensor] = {}
         self._chunk_bytes = 0
         self._chunks = 0
+        self._awaits_gpu = False
         directory.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
@@ -106,10 +108,13 @@ class TraceWriter:
         number = len(self._lines)
         if data is not None:
             name = str(number)
-            self._chunk[name] = data.detach().to("cpu", copy=True).contiguous()
+            # A GPU fills pinned memory while training goes on; _flush waits for that.
+            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            self._chunk[name] = host.copy_(data.detach(), non_blocking=True)
+            self._awaits_gpu |= data.is_cuda
             self._chunk_bytes += self._chunk[name].nbytes
             entry = dataclasses.replace(entry, file=self._file_name(), tensor=name)
-        self._lines.append(_encode(entry))
+        self._lines.append(encode(entry))
         if self._chunk_bytes >= _CHUNK_BYTES:
             self._flush()
         return number
@@ -127,6 +132,9 @@ class TraceWriter:
 
     def _flush(self) -> None:
         if self._chunk:
+            if self._awaits_gpu:
+                torch.cuda.synchronize()
+                self._awaits_gpu = False
             save_file(self._chunk, self.directory / self._file_name())
             self._chunk, self._chunk_bytes = {}, 0
             self._chunks += 1
@@ -139,14 +147,12 @@ def seal(directory: Path, meta: dict[str, Any]) -> None:
         path.name: {"bytes": size, "xxh3_128": digest}
         for path, (size, digest) in zip(paths, checksums_of_files(paths), strict=True)
     }
-    atomic_write(
-        directory / META,
-        seal_json({"format": FORMAT, **meta, "run": run_id(), "files": files}),
-    )
+    document = {"format": FORMAT, **meta, "run": run_id(), "files": files}
+    atomic_write(directory / META, seal_json(document))
 
 
 def _trace_files(directory: Path) -> list[Path]:
-    """Everything in a directory that is a trace's by its name."""
+    """The files of a directory that have the name of a trace file."""
     return sorted(
         path
         for path in directory.iterdir()
@@ -162,30 +168,20 @@ def read_meta(directory: Path) -> dict[str, Any]:
     """
     path = directory / META
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_META + 1)
-        if len(data) > _MAX_META:
-            raise ValueError(f"longer than {_MAX_META} bytes")
+        data = codec.read(path, _MAX_META)
         _check_format(directory, data)
         meta = open_sealed(data)
         files = _listed(meta)
     except FileNotFoundError:
-        raise TTraceError(
-            f"{directory} does not contain a complete trace (no meta.json): "
-            "run the traced job again"
-        ) from None
+        raise _unusable(directory, "does not contain a complete trace (no meta.json)") from None
     except (OSError, ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise TTraceError(f"{path} cannot be read ({reason}): run the traced job again") from error
+        raise _unusable(path, f"cannot be read ({brief(error)})") from error
     for name, (size, _) in files.items():
         found = directory / name
         if not found.is_file():
-            raise TTraceError(f"{found} is missing: run the traced job again")
-        if found.stat().st_size != size:
-            raise TTraceError(
-                f"{found} is truncated ({found.stat().st_size} of {size} bytes): "
-                "run the traced job again"
-            )
+            raise _unusable(found, "is missing")
+        if (there := found.stat().st_size) != size:
+            raise _unusable(found, f"is truncated ({there} of {size} bytes)")
     for found in _trace_files(directory):
         if found.name not in files:
             raise TTraceError(
@@ -195,37 +191,47 @@ def read_meta(directory: Path) -> dict[str, Any]:
     return meta
 
 
+def _unusable(path: Path, reason: str) -> TTraceError:
+    return TTraceError(f"{path} {reason}: run the traced job again")
+
+
 def _check_format(directory: Path, data: bytes) -> None:
-    """Name another version's trace as such. It need not be sealed as ours are."""
+    """Refuse another version's trace, which may be sealed in another way."""
     document = json.loads(data)
     if not isinstance(document, dict):
         raise ValueError("not an object")
     written = document.get("format")
     if written != FORMAT:
         shown = written if type(written) is int else "unknown"
-        raise TTraceError(
-            f"{directory} was written in trace format {shown}, this version reads "
-            f"{FORMAT}: run the traced job again"
+        raise _unusable(
+            directory, f"was written in trace format {shown}, this version reads {FORMAT}"
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _File:
+    bytes: Count
+    xxh3_128: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Meta:
+    run: str
+    files: dict[str, _File]
+
+    def contradiction(self) -> str:
+        for name, file in self.files.items():
+            if name != Path(name).name or name.startswith(".") or "\0" in name:
+                return "a file name with a path in it"
+            if not _DIGEST.fullmatch(file.xxh3_128):
+                return "a file without its checksum"
+        return ""
+
+
 def _listed(meta: dict[str, Any]) -> dict[str, tuple[int, str]]:
-    """Size and checksum by file name. Raises ``ValueError`` unless all of it makes sense."""
-    files = meta.get("files")
-    if not isinstance(files, dict):
-        raise ValueError("no list of files")
-    if not isinstance(meta.get("run"), str):
-        raise ValueError("no id of a run")
-    listed = {}
-    for name, about in files.items():
-        if (name != Path(name).name or name.startswith(".")) or "\0" in name:
-            raise ValueError("a file name with a path in it")
-        size = about.get("bytes") if isinstance(about, dict) else None
-        digest = about.get("xxh3_128") if isinstance(about, dict) else None
-        if type(size) is not int or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise ValueError("a file without its size and checksum")
-        listed[name] = (size, digest)
-    return listed
+    """Size and checksum by file name. Raises ``CodecError`` unless all of it makes sense."""
+    files = codec.decode(_Meta, meta).files
+    return {name: (file.bytes, file.xxh3_128) for name, file in files.items()}
 
 
 def verify(directory: Path) -> dict[str, Any]:
@@ -244,18 +250,14 @@ def _verify(directory: Path, meta: dict[str, Any], names: Iterable[str]) -> None
     files = _listed(meta)
     for path in paths:
         if path.name not in files:
-            raise TTraceError(f"{path} is missing: run the traced job again")
+            raise _unusable(path, "is missing")
     try:
         found = checksums_of_files(paths)
     except OSError as error:
-        raise TTraceError(
-            f"{directory} cannot be read ({error.strerror or error}): run the traced job again"
-        ) from error
+        raise _unusable(directory, f"cannot be read ({error.strerror or error})") from error
     for path, one in zip(paths, found, strict=True):
         if one != files[path.name]:
-            raise TTraceError(
-                f"{path} is damaged (its checksum does not match): run the traced job again"
-            )
+            raise _unusable(path, "is damaged (its checksum does not match)")
 
 
 class TraceReader:
@@ -268,7 +270,7 @@ class TraceReader:
 
         Args:
             directory: of the trace.
-            sealed: ``False`` reads one that this very process is still writing.
+            sealed: ``False`` reads one that this process is still writing.
             announced: checksum of the ``meta.json`` of a trace that another rank verified. Then
                 only the files that are parsed are verified, else all.
 
@@ -287,14 +289,12 @@ class TraceReader:
                     "or this node sees another directory; run the check again"
                 )
         files = self.meta["files"] if sealed else None
-        names = sorted(files) if files is not None else sorted(os.listdir(directory))
-        indices = [name for name in names if INDEX_FILE.fullmatch(name)]
+        names = sorted(os.listdir(directory) if files is None else files)
+        indices = {name: found for name in names if (found := INDEX_FILE.fullmatch(name))}
         if announced is not None:
             _verify(directory, self.meta, indices)
-        for name in indices:
-            match = INDEX_FILE.fullmatch(name)
-            assert match is not None
-            self.ranks[int(match[1])] = read_index(directory / name, files)
+        for name, found in indices.items():
+            self.ranks[int(found[1])] = read_index(directory / name, files)
         self._where = {
             entry.key: (rank, number)
             for rank, entries in self.ranks.items()
@@ -303,7 +303,7 @@ class TraceReader:
 
     @property
     def checksum(self) -> str:
-        """The checksum of a sealed trace's ``meta.json``, which stands for the whole trace."""
+        """The checksum of a sealed trace's ``meta.json``, which identifies the whole trace."""
         return str(self.meta[CHECKSUM])
 
     def verify(self, name: str) -> None:
@@ -324,13 +324,13 @@ class TraceReader:
         return self.resolve(rank, number)
 
     def primary(self, key: TraceKey) -> TraceKey:
-        """The first name under which this very tensor was traced."""
+        """The first name under which this tensor was traced."""
         rank, number = self._where[key]
         entry = self.ranks[rank][number]
         return self.ranks[rank][entry.same_as].key if entry.same_as >= 0 else key
 
     def resolve(self, rank: int, number: int) -> Entry:
-        """The entry at a line, pointing at the data of the line it repeats, if it repeats one."""
+        """The entry at a line; if it repeats another line, with that line's data."""
         entry = self.ranks[rank][number]
         if entry.same_as < 0:
             return entry
@@ -347,26 +347,16 @@ class TraceReader:
         if not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
         try:
-            handle = self._handles.get(entry.file)
-            if handle is None:
-                handle = safe_open(path, framework="pt")
-                self._handles[entry.file] = handle
-            tensor: torch.Tensor = handle.get_tensor(entry.tensor)
-        # What the library raises at a header of noise depends on the noise.
-        except (SafetensorError, OSError, ValueError, TypeError, LookupError) as error:
-            raise _damaged(path, error) from error
-        except (AttributeError, RuntimeError, OverflowError, MemoryError) as error:
-            raise _damaged(path, error) from error
+            if entry.file not in self._handles:
+                self._handles[entry.file] = safe_open(path, framework="pt")
+            tensor: torch.Tensor = self._handles[entry.file].get_tensor(entry.tensor)
+        except _ERRORS_OF_NOISE as error:
+            raise _unusable(path, f"is damaged ({brief(error)})") from error
         same = (
             math.prod(entry.shape) == tensor.numel()
             if entry.same_as >= 0
-            else (tuple(tensor.shape) == entry.shape)
+            else tuple(tensor.shape) == entry.shape
         )
         if not same or str(tensor.dtype) != f"torch.{entry.dtype}":
-            raise _damaged(path, "it holds another tensor than the index says")
+            raise _unusable(path, "is damaged (it holds another tensor than the index says)")
         return tensor
-
-
-def _damaged(path: Path, reason: object) -> TTraceError:
-    text = str(reason).splitlines()[0][:160] if str(reason) else type(reason).__name__
-    return TTraceError(f"{path} is damaged ({text}): run the traced job again")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of what a check says nothing about, because it did not act in the traced steps."""
+"""The record of features that a check does not cover: they had no effect in the traced steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Unexercised(StrEnum):
-    """Something that the job asks for and that did not act in the traced steps."""
+    """A feature that the job requests and that had no effect in the traced steps."""
 
     ONE_RANK = "one_rank"
     SCHEDULE = "schedule"
@@ -33,7 +33,7 @@ class Unexercised(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotExercised:
-    """One thing that passes whether it is right or wrong.
+    """A feature that passes whether it is right or wrong.
 
     ``value`` is what was measured of it and ``limit`` what that is to be compared with, where there
     are such numbers (docs/flags-and-files.md); ``names`` are the modules or parameters concerned.

@@ -7,8 +7,8 @@ from torch import nn
 
 from megatron_ttrace.capture.step import place_buffer
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.plan import describe
+from tests.placement.meshes import mesh_of
 
 
 class Model(nn.Module):

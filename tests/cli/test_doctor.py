@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says of this machine, and of one that lacks something."""
+"""``ttrace doctor`` on this machine, and on machines that lack something."""
 
 import json
 from argparse import Namespace
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ttrace import cpu
 from megatron_ttrace.cli import doctor
 from megatron_ttrace.errors import TTraceError
 from tests.integration.jobs import ttrace
@@ -19,14 +18,8 @@ SUBJECTS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _backend() -> None:
-    """The doctor imports Megatron; for the tests after it in this process, on the CPU backend."""
-    cpu.activate()
-
-
 def test_this_machine(tmp_path: Path) -> None:
-    """Everything is looked at, on one screen, with no warning of anybody's around it."""
+    """All subjects on one screen, without warnings of other packages."""
     done = ttrace("doctor", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -62,12 +55,12 @@ def test_what_is_missing_is_told(
 def test_a_machine_with_nothing_gets_an_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No torch, or one whose libraries do not load: a finding each, and no traceback."""
+    """No torch, or one whose libraries do not load: one finding each, and no traceback."""
 
     def broken(name: str) -> None:
         raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=broken))
     assert doctor.run(Namespace(json=True)) == 2
     told = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert set(told) == SUBJECTS
@@ -77,7 +70,7 @@ def test_a_machine_with_nothing_gets_an_answer(
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool, gloo: bool = True) -> None:
-    """A machine with so many GPUs, and these backends."""
+    """A machine with this many GPUs and these backends."""
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=141 << 30)
     modules = {
         "torch": SimpleNamespace(
@@ -92,11 +85,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool, gloo: boo
             is_nccl_available=lambda: nccl,
         ),
     }
-    monkeypatch.setattr(doctor.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=modules.__getitem__))
 
 
 def test_what_will_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs where there are some, the CPU elsewhere; ranks that cannot talk are told."""
+    """GPUs if there are any, otherwise the CPU; missing backends are reported."""
     pretend(monkeypatch, 0, nccl=False)
     assert "CPU over gloo" in doctor._checks([]).found
     pretend(monkeypatch, 8, nccl=True)

@@ -5,6 +5,7 @@ import pytest
 
 from megatron_ttrace import __main__
 from megatron_ttrace.cli import matrix
+from megatron_ttrace.evaluation.matrix.suite import MatrixRow
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.report import files
 from megatron_ttrace.trace.records import Exactness, Result, Summary
@@ -13,7 +14,7 @@ from tests.report.synthetic_report import make_verdict
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What would have been run; every check finds one tensor at a margin of 0.3."""
+    """The jobs that would run; every check finds one tensor with a margin of 0.3."""
     found = []
 
     def run(job, *, fork, say=None):
@@ -31,7 +32,7 @@ def ran(monkeypatch):
 
 
 def test_every_configuration_with_every_seed(ran, tmp_path, capsys):
-    """Names tell them apart, directories too; the total has the worst margin and exactness."""
+    """Names and directories differ by seed; the total has the worst margin and exactness."""
     words = ["matrix", "tp2/gpt/*", "--seeds", "1,7", "--directory", str(tmp_path)]
     assert __main__.main(words) == 0
     assert [job.arguments[-2:] for job in ran] == [("--seed", "1")] * 2 + [("--seed", "7")] * 2
@@ -44,7 +45,7 @@ def test_every_configuration_with_every_seed(ran, tmp_path, capsys):
 
 
 def test_one_seed_keeps_the_plain_names(ran, tmp_path, capsys):
-    """As the list has them."""
+    """With one seed, names are those of the list."""
     assert (
         __main__.main(["matrix", "tp2/gpt/fp32", "--seed", "3", "--directory", str(tmp_path)]) == 0
     )
@@ -63,6 +64,6 @@ def test_bad_seeds(seeds, capsys):
 
 
 def test_a_line_tells_of_lost_exactness():
-    """Beside the worst margin."""
-    row = matrix.Row("pp2", Result.EQUIVALENT, 9, 0, 0.1, "w", 1.0, exact=5, inexact=2)
+    """A line shows lost exactness beside the worst margin."""
+    row = MatrixRow("pp2", Result.EQUIVALENT, 9, 0, 0.1, "w", 1.0, exact=5, inexact=2)
     assert "2 of 5 not bitwise" in matrix._line(row)

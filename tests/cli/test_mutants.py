@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace mutants``, in processes of its own: it switches the CPU backend on."""
+"""``ttrace mutants``, in separate processes: it activates the CPU backend."""
 
 import json
 from pathlib import Path
@@ -21,6 +21,7 @@ def ttrace(*words, timeout=280):
 
 
 def test_list():
+    """As JSON and as text."""
     code, output, _ = ttrace("list", "--only", DOUBLED, "--json")
     assert code == 0
     (mutant,) = json.loads(output)
@@ -40,6 +41,7 @@ def test_list():
     ],
 )
 def test_wrong_use(words, message):
+    """A clear message, exit code 2, no traceback."""
     code, _, errors = ttrace(*words)
     assert code == 2
     assert message in errors
@@ -48,7 +50,7 @@ def test_wrong_use(words, message):
 
 @pytest.mark.slow
 def test_one_mutant(tmp_path):
-    """Found in a job that runs its line: the output of what it doubles is the culprit."""
+    """It is found in a job that runs its line, at the module whose collective it doubles."""
     out = tmp_path / "mutants.json"
     words = ["--layout", "tp2", "--directory", str(tmp_path), "--json", str(out)]
     code, output, errors = ttrace("run", "--only", DOUBLED, *words)
@@ -74,7 +76,7 @@ def test_one_mutant(tmp_path):
 
 @pytest.mark.slow
 def test_overlap_is_seen(tmp_path):
-    """In its first step a run reduces gradients without overlap; what is traced is a later one."""
+    """Overlap starts with the second step, and the traced step has it."""
     out = tmp_path / "mutants.json"
     words = ["--layout", "dp2", "--directory", str(tmp_path), "--json", str(out)]
     code, _, errors = ttrace("run", "--only", "*.register_grad_ready:drop-collective:*", *words)
@@ -85,7 +87,7 @@ def test_overlap_is_seen(tmp_path):
 
 @pytest.mark.slow
 def test_not_reached(tmp_path):
-    """A fault in a line that no job runs is no mutant."""
+    """A fault in a line that no job runs is not a mutant."""
     words = ["--layout", "tp2", "--directory", str(tmp_path)]
     code, _, errors = ttrace("run", "--only", UNREACHED, *words)
     assert code == 2

@@ -15,7 +15,6 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exercised import Observed, Requested, observe, share, unexercised
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.records import (
     CHOICE,
@@ -27,6 +26,7 @@ from megatron_ttrace.trace.records import (
 )
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
+from tests.placement.meshes import mesh_of
 from tests.report.synthetic_report import make_verdict
 
 BUSY = Observed(

@@ -11,10 +11,10 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.placement.meshes import mesh_of
 
 LAYER = "decoder.layers.0.mlp.experts"
 ROUTER = "decoder.layers.0.mlp.router"
@@ -233,7 +233,7 @@ def test_another_choice(reference):
     sink.routed(1, ROUTER, scores(1), 1 - chosen(1)[:, None], None)  # recomputed: judged once
     found = by_place(judged(reference, {0: sink.measured}))
     assert found[0, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.PASS
-    assert found[0, Kind.ROUTING, ROUTER, CHOICE].note == "1 of 8 tokens routed otherwise"
+    assert found[0, Kind.ROUTING, ROUTER, CHOICE].note == "1 of 8 tokens are routed differently"
     assert found[0, Kind.ROUTING, ROUTER, SCORES].verdict is Outcome.DIVERGED
     assert found[1, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.DIVERGED
 

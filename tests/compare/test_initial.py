@@ -15,11 +15,12 @@ from megatron_ttrace.compare.initial import FEW, LIMIT, cause, distance, judge, 
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments, moments_of
-from megatron_ttrace.placement.mesh import SINGLE, mesh_of
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step, describe, plan
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
+from tests.placement.meshes import mesh_of
 
 EPS = 2.0**-23
 SHAPE = (64, 64)
@@ -224,7 +225,7 @@ def test_equal_shards():
     part = drawn(2, 32, 64)
     verdict = verdict_of(REFERENCE, *shards(part, part))
     assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (0, 1))
-    assert "on rank 0 are bit by bit those of another part of it on rank 1" in verdict.note
+    assert "on rank 0 are bitwise equal to those of another part of it on rank 1" in verdict.note
     assert cause(verdict) is Cause.RANDOM_STATE
 
 
@@ -237,7 +238,7 @@ def test_equal_experts(leaf):
     apart = {**reference_of(drawn(5, *SHAPE), names[0]), **reference_of(data, names[1])}
     found = verdicts_of(apart, *holders)
     assert {one.verdict for one in found.values()} == {Outcome.DIVERGED}
-    assert f"bit by bit those of {names[1]} on rank 1" in found[names[0]].note
+    assert f"bitwise equal to those of {names[1]} on rank 1" in found[names[0]].note
     meant = {**reference_of(data, names[0]), **reference_of(data, names[1])}
     assert {one.verdict for one in verdicts_of(meant, *holders).values()} == {Outcome.PASS}
 
@@ -250,7 +251,7 @@ def test_equal_layers():
     holders = [held(rank, data, name=name) for rank, name in enumerate(names)]
     found = verdicts_of(apart, *holders)
     assert {one.verdict for one in found.values()} == {Outcome.PASS}
-    assert f"bit by bit those of {names[1]} on rank 1" in found[names[0]].note
+    assert f"bitwise equal to those of {names[1]} on rank 1" in found[names[0]].note
     [told] = notices(list(found.values()))
     assert told.startswith(f"2 parameters begin with another layer's numbers: {names[0]}: ")
     assert not notices([verdict_of(REFERENCE, held(0, data))])
@@ -278,14 +279,18 @@ def test_not_finite():
 @pytest.mark.parametrize(
     ("expected", "holders", "why"),
     [
-        ({}, [held(0, drawn(2, *SHAPE))], "only one of the runs has it"),
-        (REFERENCE, [], "only one of the runs has it"),
-        (REFERENCE, [held(0, drawn(2, 4, 4), (4, 4))], "the whole tensor is (64, 64)"),
-        (REFERENCE, shards(drawn(2, 32, 64), drawn(3, 32, 64))[:1], "not all of it"),
+        ({}, [held(0, drawn(2, *SHAPE))], "only one of the runs has them"),
+        (REFERENCE, [], "only one of the runs has them"),
+        (
+            REFERENCE,
+            [held(0, drawn(2, 4, 4), (4, 4))],
+            "(64, 64) in the reference",
+        ),
+        (REFERENCE, shards(drawn(2, 32, 64), drawn(3, 32, 64))[:1], "incomplete"),
         (
             REFERENCE,
             [*shards(drawn(2, 32, 64), drawn(3, 32, 64)), held(2, drawn(4, *SHAPE))],
-            "its parts overlap",
+            "parts overlap",
         ),
         (reference_of(drawn(1, 7)), [held(0, drawn(2, 7), (7,))], "fewer than 8"),
         (reference_of(drawn(1, 7)), [held(0, torch.zeros(7), (7,))], "fewer than 8"),

@@ -13,14 +13,12 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import Sums, local_view, logical_view, measure, relative_error
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Tolerance, is_exact
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.flat_shard import FlatShard
-from megatron_ttrace.placement.mesh import mesh_of
-from megatron_ttrace.placement.plan import Step, describe, local_shape, plan
-from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.placement.zigzag import ZigZag
+from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
+from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
+from tests.placement.by_hand import local_shape
+from tests.placement.meshes import mesh_of
 
 EPS = 2.0**-7
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
@@ -39,7 +37,7 @@ class Known:
 
     def of(self, key):
         """The same for all that is not given itself."""
-        return Tolerance(0.0 if is_exact(key) else self.value, self.rms, self.value)
+        return Tolerance(0.0 if is_exact(key) else self.value, self.rms)
 
 
 def tolerances(tolerance=0.01):
@@ -47,11 +45,11 @@ def tolerances(tolerance=0.01):
     return Known(tolerance)
 
 
-def found(error=0.0, boxes=WHOLE, *, key=KEY, checksum=1, nonfinite=0, problem="", note=""):
+def found(error=0.0, boxes=WHOLE, *, key=KEY, checksum=1, nonfinite=0, problem=None):
     """What a rank with reference elements of one measured: relative error ``error``."""
     n = sum(box.numel for box in boxes)
     sums = Sums(n, n * error**2, n, n, n, error, nonfinite, checksum)
-    return Measured(key, "tp:Shard(0)", boxes, SHAPE, None if problem else sums, problem, note)
+    return Measured(key, "tp:Shard(0)", boxes, SHAPE, None if problem else sums, problem)
 
 
 def verdict_of(*ranks, limits=None, key=KEY):
@@ -89,7 +87,7 @@ def test_replica_conflict():
     verdict = verdict_of(found(0.001, checksum=1), found(0.5, checksum=2))
     assert verdict.verdict is Outcome.REPLICA_CONFLICT
     assert verdict.ranks == (1,)
-    assert verdict.note == "replicas differ between ranks 0, 1"
+    assert verdict.note == "replicas differ on ranks 0-1"
 
 
 def test_replicas_that_agree_and_are_wrong_have_simply_diverged():
@@ -108,7 +106,7 @@ def test_replicas_may_differ_in_rounding():
     """Different bits within the tolerance pass, with a note."""
     verdict = verdict_of(found(0.001, checksum=1), found(0.002, checksum=2))
     assert verdict.verdict is Outcome.PASS
-    assert verdict.note == "replicas differ in rounding on ranks 0, 1"
+    assert verdict.note == "replicas differ in rounding on ranks 0-1"
 
 
 def test_missing():
@@ -147,7 +145,7 @@ def test_uneven_replicas_are_noted():
 
 def test_shape():
     """One rank's tensor cannot be placed: its own words are passed on."""
-    verdict = verdict_of(found(), found(problem="shape", note="(3,) is not an even part of (4,)"))
+    verdict = verdict_of(found(), Measured.misfit(KEY, SHAPE, "(3,) is not an even part of (4,)"))
     assert verdict.verdict is Outcome.SHAPE
     assert (verdict.ranks, verdict.note) == ((1,), "(3,) is not an even part of (4,)")
 

@@ -13,11 +13,10 @@ from megatron_ttrace.compare import measure as measuring
 from megatron_ttrace.compare.measure import Sums, checksum, local_view, logical_view, measure
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.boxes import whole as undivided
-from megatron_ttrace.placement.flat_shard import FlatShard
-from megatron_ttrace.placement.mesh import SINGLE, mesh_of
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.placement.placements import FlatShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, plan
-from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.placement.zigzag import ZigZag
+from tests.placement.meshes import mesh_of
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 inf, nan = math.inf, math.nan
@@ -196,7 +195,7 @@ def test_ranks_add_up_to_the_whole(placement):
     for rank in range(2):
         mesh = mesh_of(rank, 2, **{placement.axis: 2})
         boxes = plan((8, 6), (placement,), mesh)
-        local = torch.cat([logical_view(other, box) for box in boxes], placement.rule.dim)
+        local = torch.cat([logical_view(other, box) for box in boxes], placement.placement.dim)
         total += measure(local, logical, boxes)
     close(total, by_numpy(other, logical))
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from megatron_ttrace.compare import planning
-from megatron_ttrace.compare.planning import Match, Misfit, Planner, RankLayout
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import Match, Planner, RankLayout
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.placement.meshes import mesh_of
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a", 0)
 GRAD = TraceKey(1, 0, Kind.GRAD_INPUT, "a", 0)
@@ -54,11 +55,11 @@ def test_misfits(reference):
     """What the reference lacks, and what fits no layout."""
     planner = Planner(reference, 1, LAYOUT)
     stranger = dataclasses.replace(KEY, name="b")
-    assert planner.plan(stranger, (4,)) == [Misfit(stranger, (4,), "extra", "not in the reference")]
+    assert planner.plan(stranger, (4,)) == [Measured.stranger(stranger, (4,))]
     [misfit] = planner.plan(KEY, (5, 1, 6))
     assert (misfit.problem, misfit.logical_shape) == ("shape", (8, 1, 6))
     [misfit] = planner.plan(KEY, (6,), ((6,), ()))
-    assert (misfit.problem, misfit.note) == (
+    assert (misfit.problem, misfit.note.text) == (
         "shape",
         "the whole tensor is (6,), in the reference (8, 1, 6)",
     )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.routing import Groups, choice
+from megatron_ttrace.compare.routing import Groups, choice, left
 
 
 def relative(sums):
@@ -92,3 +92,28 @@ def test_scores_that_are_no_numbers():
     scores[0, 0] = math.nan
     sums, _ = choice(scores, (-scores).topk(2).indices, scores.topk(2).indices)
     assert sums.nonfinite > 0
+
+
+def test_what_is_left_within_the_capacity():
+    """Nothing for equal maps; one assignment's probability for one that is dropped instead."""
+    probabilities = torch.tensor([[0.9, 0.0], [0.5, 0.0], [0.4, 1.0]])
+    reference = torch.tensor([[1, 0], [1, 0], [0, 1]]).bool()
+    sums, others = left(probabilities, reference, reference)
+    assert (sums.diff, others) == (0.0, 0)
+    ours = torch.tensor([[1, 0], [0, 0], [1, 1]]).bool()
+    sums, others = left(probabilities, ours, reference)
+    assert others == 2
+    assert sums.diff == pytest.approx((0.4 - 0.5) ** 2 / 2)
+    fewer = torch.tensor([[1, 0], [0, 0], [0, 1]]).bool()
+    assert left(probabilities, fewer, reference)[0].diff == pytest.approx(0.5**2)
+
+
+def test_rounding_within_the_capacity():
+    """Probabilities that differ by rounding leave a regret of no more than that."""
+    exact = torch.rand(50, 3, dtype=torch.float64)
+    ours = exact + 1e-6 * torch.randn(50, 3, dtype=torch.float64)
+    kept = [
+        torch.zeros(50, 3).bool().scatter(0, one.topk(20, 0).indices, True) for one in (ours, exact)
+    ]
+    sums, _ = left(ours, *kept)
+    assert sums.diff <= float((ours - exact).square().sum())

@@ -16,13 +16,12 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.flat_shard import FlatShard
-from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.placements import FlatShard, Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.places import step_level
+from tests.placement.meshes import mesh_of
 
 S, H = 8, 6
 OUT = (0, Kind.OUTPUT, "decoder.layers.0.mlp", 0)
@@ -159,8 +158,8 @@ def test_extra_and_misshapen_tensors_are_findings(reference, tensors):
         ("shape", None),
         ("shape", None),
     ]
-    assert sink.measured[1].note == "(5, 1, 6) is not an even part of (8, 1, 6)"
-    assert sink.measured[2].note == "the whole tensor is (6, 6), in the reference (24, 6)"
+    assert sink.measured[1].note.text == "(5, 1, 6) is not an even part of (8, 1, 6)"
+    assert sink.measured[2].note.text == "the whole tensor is (6, 6), in the reference (24, 6)"
 
 
 def test_another_iteration_is_another_tensor(reference, tensors):
@@ -196,7 +195,7 @@ def test_a_repeated_name_of_something_extra(reference, tensors):
     first = (0, Kind.OUTPUT, "unheard.of", 0)
     sink.tensor((first, OUT), tensors[OUT])
     sink.repeat(first, (0, Kind.INPUT, "unheard.of", 1), tensors[OUT])
-    assert [one.problem for one in sink.measured] == ["extra", "", "extra"]
+    assert [one.problem for one in sink.measured] == ["extra", None, "extra"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -342,4 +341,4 @@ def test_empty_ranges_survive_saving(tmp_path, reference, tensors):
     writer.close()
     seal(tmp_path / "candidate", {})
     [found] = measure_saved(reference, TraceReader(tmp_path / "candidate"))[0]
-    assert (found.problem, found.sums.n) == ("", 0)
+    assert (found.problem, found.sums.n) == (None, 0)

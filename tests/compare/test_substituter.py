@@ -7,9 +7,9 @@ import torch
 from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.substituter import Substituter, makers_of
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.placement.meshes import mesh_of
 
 OUT = (0, Kind.OUTPUT, "a", 0)
 KEY = TraceKey(1, *OUT)

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.measured import Measured, Problem
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Kind, TraceKey
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)
@@ -53,8 +54,8 @@ findings = st.builds(
     boxes=st.lists(boxes, max_size=2).map(tuple),
     logical_shape=st.lists(dims, max_size=3).map(tuple),
     sums=st.none() | sums,
-    problem=st.sampled_from(["", "extra", "shape"]),
-    note=st.text(max_size=9),
+    problem=st.none() | st.sampled_from(Problem),
+    note=st.none() | st.builds(Note, st.sampled_from(Remark), text=st.text(max_size=9)),
     moments=st.none() | moments,
 )
 
@@ -71,12 +72,12 @@ def test_round_trip(measured):
     assert same(decode(json.loads(sent)), measured)
 
 
-def test_layouts_travel_once():
+def test_parts_travel_once():
     """A thousand tensors of one layout cost a number each, not their boxes."""
     box = Box((0, 0), (4, 4), (0, 0))
     one = Measured(TraceKey(1, 0, Kind.OUTPUT, "a"), "Replicate", (box,), (4, 4), Sums(n=16))
     message = encode([one] * 1000)
-    assert len(message["layouts"]) == 1
+    assert len(message["parts"]) == 1
     assert decode(json.loads(json.dumps(message))) == [one] * 1000
 
 

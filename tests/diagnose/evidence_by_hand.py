@@ -8,11 +8,12 @@ import torch
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
-from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placements, plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text
 from megatron_ttrace.trace.findings import Explanation, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
+from tests.placement.meshes import mesh_of
 
 WEIGHT = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight", 0)
 OUTPUT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.linear_fc2", 0)
@@ -49,7 +50,7 @@ def evidence_of(
         key=key,
         reference=reference,
         parts=[],
-        tolerance=Tolerance(tolerance, rms, tolerance),
+        tolerance=Tolerance(tolerance, rms),
         meshes=ranks,
         held={mesh.rank: plan(reference.shape, placement, mesh) for mesh in ranks},
         whole=stored.get,
@@ -70,14 +71,9 @@ def evidence_of(
 
 def failed(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Verdict:
     """The verdict of a tensor that fails."""
-    numbers = (1.0, 1.0, 1e-4, 1e4)
-    return Verdict.of(
-        key,
-        verdict=outcome,
-        **dict(zip(("rel_err", "rel_err_eps", "tolerance", "margin"), numbers, strict=True)),
-        ranks=(0,),
-        placement="Replicate",
-        shape=(16, 8),
+    return Verdict(
+        *(key.iteration, key.microbatch, key.kind, key.name, key.index, outcome),
+        *(1.0, 1.0, 1e-4, 1e4, (0,), "Replicate", (16, 8)),
     )
 
 

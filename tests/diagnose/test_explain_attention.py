@@ -11,8 +11,8 @@ from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose import attention
 from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.diagnose.explain import test as explain
+from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Step, plan
-from megatron_ttrace.placement.zigzag import ZigZag
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.diagnose.evidence_by_hand import evidence_of, meshes, text, values

@@ -9,8 +9,8 @@ import torch
 from megatron_ttrace.diagnose import replicas, shares, sources
 from megatron_ttrace.diagnose.explain import test as explain
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
+from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, hint, meshes, text, values

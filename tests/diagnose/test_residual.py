@@ -9,8 +9,8 @@ import torch
 
 from megatron_ttrace.diagnose import residual
 from megatron_ttrace.diagnose.residual import HIGHEST, LOWEST, residuals
+from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.records import Kind, Outcome, Residual, TraceKey, Verdict
 from tests.diagnose.evidence_by_hand import evidence_of, meshes, values
 from tests.report.synthetic_report import culprit_of

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_ttrace import __main__
 from megatron_ttrace.compare.tolerance import SAFETY, Moved, Tolerances
-from megatron_ttrace.evaluation.growth import SERIES, growth
-from megatron_ttrace.evaluation.growth_plot import svg
+from megatron_ttrace.evaluation.growth import SERIES, growth, svg
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 EPS = 2.0**-23

@@ -16,12 +16,12 @@ from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.planting import SHAPES, WHOLE_SIZE, Field, random_box, sweep
-from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.places import step_level
+from tests.placement.meshes import mesh_of
 
 OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)
 GRAD = (0, Kind.GRAD_OUTPUT, "decoder.layers.0", 0)

@@ -18,25 +18,23 @@ from tests.faults.faults import Family, Fault, Promise, Signal, Stream, Target
 from tests.faults.harness import Experiment
 from tests.faults.judging import Problem, Row
 from tests.faults.processes import ROOT, Command, Started
+from tests.integration.jobs import python
 
 SEED = 1
 
 
-def inject(out: Path, *words: str, seed: int = SEED, timeout: float) -> dict[str, Row]:
-    """Run a campaign in a process of its own; its rows by fault."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.campaign", "--seed", str(seed), "--out", out, *words],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def inject(
+    out: Path, *words: str, seed: int = SEED, timeout: float, cold: bool = True
+) -> dict[str, Row]:
+    """Run a campaign in a process of its own; its rows by fault.
+
+    Faults of commands that start cold need to know how long such a start takes.
+    """
+    command = ["-m", "tests.faults.campaign", "--seed", str(seed), "--out", str(out), *words]
+    done = python(*command, cwd=ROOT, timeout=timeout, cold=cold)
     print(done.stdout[-20000:])
     file = out / "results.jsonl"
-    assert file.is_file(), done.stdout[-3000:]
+    assert file.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
     return {row.id: row for row in campaign.read(file)}
 
 
@@ -44,7 +42,7 @@ def inject(out: Path, *words: str, seed: int = SEED, timeout: float) -> dict[str
 def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     """The representative faults, injected."""
     out = tmp_path_factory.mktemp("faults")
-    return inject(out, "--representative", timeout=280)
+    return inject(out, "--representative", timeout=280, cold=False)
 
 
 @pytest.mark.parametrize("fault", representative(SEED), ids=lambda fault: fault.id)

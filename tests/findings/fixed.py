@@ -16,6 +16,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet  # noqa: E402
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.tensor_parallel.mappings import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
 )
@@ -95,6 +97,43 @@ def sinks():
     DotProductAttention.__init__ = fixed
 
 
+def delta_net_start():
+    """Draw a delta net's filters from the random state of this tensor-parallel rank."""
+    reset = GatedDeltaNet.reset_parameters
+
+    def fixed(self):
+        with get_cuda_rng_tracker().fork():
+            self.conv1d.reset_parameters()
+        reset(self)
+
+    GatedDeltaNet.reset_parameters = fixed
+
+
+def delta_net_norm():
+    """Sum the gradient of a delta net's norm over the ranks, each of which has some heads."""
+    build = GatedDeltaNet.__init__
+
+    def fixed(self, *args, **keywords):
+        build(self, *args, **keywords)
+        norm = self.out_norm
+        forward = norm.forward
+        weight = norm.weight
+
+        def summed(*inputs):
+            shared = copy_to_tensor_model_parallel_region(weight)
+            del norm._parameters["weight"]
+            norm.weight = shared
+            try:
+                return forward(*inputs)
+            finally:
+                del norm.weight
+                norm.weight = weight
+
+        norm.forward = summed
+
+    GatedDeltaNet.__init__ = fixed
+
+
 def frozen():
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     from megatron.core.models.gpt import GPTModel
@@ -115,6 +154,8 @@ FIXS = {
     "predicted-tokens": predicted_tokens,
     "indexer": indexer,
     "sinks": sinks,
+    "delta-net-start": delta_net_start,
+    "delta-net-norm": delta_net_norm,
     "train-only-sinks": frozen,
 }
 

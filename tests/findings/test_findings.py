@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.evaluation.matrix import configurations as matrix
-from megatron_ttrace.evaluation.matrix.documents import uneven_documents
+from megatron_ttrace.evaluation.suites import Data, data_arguments
 from tests.integration.jobs import TINY, environment, ttrace
 
 SCRIPT = Path(__file__).with_name("fixed.py")
@@ -22,6 +22,8 @@ MLA = (
 )
 SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type allgather"
 
+DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
+
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
@@ -32,6 +34,8 @@ SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type al
         ("", "predicted-tokens", f"{CP} --mtp-num-layers 1"),
         ("train-only-sinks", "sinks", SINKS),
         ("", "indexer", SPARSE),
+        ("", "delta-net-start", f"{DELTA} --sequence-parallel"),
+        ("delta-net-start", "delta-net-norm", DELTA),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
@@ -39,8 +43,7 @@ def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
     job = [*TINY, *arguments.split()]
     if "--eod-mask-loss" in job:
         job.remove("--mock-data")
-        job += ["--data-path", str(uneven_documents(tmp_path / "documents", 64))]
-        job += ["--split", "100,0,0"]
+        job += data_arguments(Data.DOCUMENTS, tmp_path, 64)
     found = []
     for fixes in (before, f"{before} {fix}"):
         done = ttrace(

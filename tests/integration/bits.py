@@ -47,7 +47,9 @@ def training_log(losses, *args, **kwargs):
     values = [float(value).hex() for value in losses.values()]
     untouched = originals == (training.setup_model_and_optimizer, training.train_step)
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        print("BITS", given["iteration"], *values, float(given["norm"]).hex(), flush=True)
+        # A step that an overflow skips has none.
+        norm = "skipped" if given["norm"] is None else float(given["norm"]).hex()
+        print("BITS", given["iteration"], *values, norm, flush=True)
         print("LOOP", "untouched" if untouched else "watched", flush=True)
     return log(losses, *args, **kwargs)
 

@@ -30,7 +30,7 @@ def ttrace(
     *words: object, cwd: Path, timeout: float = 280, cold: bool = False, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does; ``cold`` in a fresh interpreter (see tests/warm.py)."""
-    return _python("-m", "megatron_ttrace", *words, cwd=cwd, timeout=timeout, cold=cold, **more)
+    return python("-m", "megatron_ttrace", *words, cwd=cwd, timeout=timeout, cold=cold, **more)
 
 
 def torchrun(
@@ -42,12 +42,13 @@ def torchrun(
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", nproc]
         launcher += ["--master-port", "0", "--rdzv-backend", "c10d"]
         launcher += ["--rdzv-endpoint", "127.0.0.1:0"]
-    return _python(*launcher, *words, cwd=cwd, timeout=280, cold=cold, **more)
+    return python(*launcher, *words, cwd=cwd, timeout=280, cold=cold, **more)
 
 
-def _python(
+def python(
     *words: object, cwd: Path, timeout: float, cold: bool, **more: str
 ) -> subprocess.CompletedProcess[str]:
+    """Run ``python WORDS``."""
     if not cold:
         return warm.run(words, cwd=cwd, env=environment(**more), timeout=timeout)
     return subprocess.run(

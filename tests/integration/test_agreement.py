@@ -50,17 +50,17 @@ def on_all(work: Callable[[Ranks], Any], *, timeout: float = 30.0) -> list[Any]:
 
 
 def boom() -> None:
-    """What nobody expects."""
+    """An unexpected error."""
     raise ValueError("one\nbad  thing")
 
 
 def test_all_did() -> None:
-    """Everybody keeps what it made."""
+    """Every rank keeps its own result."""
     assert on_all(lambda ranks: ranks.together("work", lambda: ranks.rank**2)) == [0, 1, 4]
 
 
 def test_one_rank_works_for_all() -> None:
-    """What one found out all hear, whatever JSON it is."""
+    """All ranks get the result of one, any JSON value."""
     found = on_all(lambda ranks: ranks.from_one(2, "work", lambda: {"of": ranks.rank}))
     assert found == [{"of": 2}] * SIZE
 
@@ -68,13 +68,13 @@ def test_one_rank_works_for_all() -> None:
 @pytest.mark.parametrize("sick", range(SIZE))
 @pytest.mark.parametrize("where", ["before", "within", "after", "nested"])
 def test_one_failed(sick: int, where: str) -> None:
-    """Wherever it fails: all give up, for its reason, and so do all later points."""
+    """Wherever one fails, all give up for its reason, and all later points fail too."""
 
     def work(ranks: Ranks) -> None:
         def parts() -> None:
             if ranks.rank == sick and where == "before":
                 boom()
-            ranks.together("one", boom if ranks.rank == sick and where == "within" else None)
+            ranks.together("one", boom if ranks.rank == sick and where == "within" else int)
             if ranks.rank == sick and where == "after":
                 boom()
             ranks.from_one(0, "two", lambda: 1)
@@ -83,7 +83,7 @@ def test_one_failed(sick: int, where: str) -> None:
 
         with pytest.raises(GivenUpError):
             ranks.together("all", parts)
-        ranks.together("more")
+        ranks.meet("more")
 
     began = time.monotonic()
     found = on_all(work)
@@ -96,14 +96,14 @@ def test_one_failed(sick: int, where: str) -> None:
 
 
 def test_an_interrupted_rank() -> None:
-    """It ends as it was told to, and the others do not wait for it."""
+    """An interrupted rank ends, and the others do not wait for it."""
 
     def stop() -> None:
         raise SystemExit(3)
 
     def work(ranks: Ranks) -> str:
         if ranks.rank != 1:
-            ranks.together("work")
+            ranks.meet("work")
         with pytest.raises(SystemExit):
             ranks.together("work", stop)
         return "left"
@@ -127,11 +127,11 @@ def test_a_result_that_cannot_be_told() -> None:
 
 
 def test_a_lost_rank() -> None:
-    """Who does not come is named, after the time-out."""
+    """A rank that does not arrive is named after the time-out."""
 
     def work(ranks: Ranks) -> None:
         if ranks.rank != 1:
-            ranks.together("work")
+            ranks.meet("work")
 
     found = on_all(work, timeout=0.3)
     assert found[1] is None
@@ -140,18 +140,18 @@ def test_a_lost_rank() -> None:
 
 
 def test_long_work_is_no_lost_rank() -> None:
-    """A rank that says now and then that it lives may take longer than the time-out."""
+    """A rank that sends signs of life may take longer than the time-out."""
     found = on_all(lambda ranks: ranks.from_one(0, "work", lambda: time.sleep(1.5)), timeout=0.5)
     assert found == [None] * SIZE
 
 
 def test_nobody_trains_on() -> None:
-    """When one cannot put its state back, the others learn that at the next point."""
+    """If one rank cannot restore its state, the others learn it at the next point."""
 
     def work(ranks: Ranks) -> None:
         if ranks.rank == 2:
             raise ranks.end(ValueError("no memory"), "putting back")
-        ranks.together("next")
+        ranks.meet("next")
 
     found = on_all(work)
     assert all(isinstance(error, EndError) for error in found)
@@ -159,16 +159,16 @@ def test_nobody_trains_on() -> None:
 
 
 def test_a_lost_store() -> None:
-    """The process that kept the store is gone: the job ends, in one line."""
+    """The process that held the store is gone: the job ends, with one line."""
     ranks = Ranks(30.0, store=Lost(), rank=1, size=SIZE)
     with pytest.raises(EndError, match="lost the connection"):
-        ranks.together("work")
+        ranks.meet("work")
     ranks.give_up(ValueError("x"), "work")
     ranks.farewell()
 
 
 def test_one_rank() -> None:
-    """Nobody to agree with, and no store."""
+    """A single rank needs no store."""
     ranks = Ranks(1.0)
     assert ranks.together("work", lambda: 5) == 5
     assert ranks.from_one(0, "work", lambda: 6) == 6
@@ -179,7 +179,7 @@ def test_one_rank() -> None:
 
 
 def test_rank_0_goes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps the store while others still read."""
+    """It holds the store while others still read from it."""
     monkeypatch.setattr(agreement, "_FAREWELL_SECONDS", 20.0)
     left: list[int] = []
 
@@ -200,13 +200,13 @@ json_values = st.recursive(
 
 @given(st.integers(0, 9), st.text(), st.text(), st.text(), st.booleans())
 def test_a_cause_travels(rank: int, host: str, what: str, why: str, whole: bool) -> None:
-    """What is announced is what arrives."""
+    """A cause is received as it was announced."""
     cause = Cause(rank, host, what, why, whole)
     assert Cause.of_message(json.dumps(vars(cause))) == cause
 
 
 @given(json_values)
 def test_what_is_not_a_cause(value: Any) -> None:
-    """Anything else is refused with an ordinary error."""
+    """Any other value is refused with an ordinary error."""
     with pytest.raises((ValueError, KeyError, TypeError)):
         Cause.of_message(json.dumps(value))

@@ -23,10 +23,11 @@ def bits_of(mode: str, *words: object, cwd: Path, cold: bool = False) -> list[st
     return sorted(set(found))
 
 
-def test_without_the_flag_nothing_is_hooked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_without_the_flag_nothing_is_hooked(tmp_path: Path, cold: bool) -> None:
     """A run without --ttrace is bitwise a run without this package's integration."""
     bare = bits_of("bare", *ZERO, cwd=tmp_path, cold=True)
-    absent = bits_of("enabled", *ZERO, cwd=tmp_path, cold=True)
+    absent = bits_of("enabled", *ZERO, cwd=tmp_path, cold=cold)
     assert bare == absent
 
 
@@ -59,8 +60,10 @@ STEP = [
         (ZERO, ["--bf16"]),
         pytest.param(STEP, ["--bf16"], marks=pytest.mark.nightly),
         (FSDP, ["--bf16"]),
+        pytest.param(ZERO, ["--fp16"], marks=pytest.mark.nightly),
+        pytest.param(ZERO, ["--fp16", "--initial-loss-scale", "1024"], marks=pytest.mark.nightly),
     ],
-    ids=["fp32", "bf16", "step-bf16", "fsdp-bf16"],
+    ids=["fp32", "bf16", "step-bf16", "fsdp-bf16", "fp16-skipped", "fp16"],
 )
 def test_a_traced_run_trains_the_same(
     tmp_path: Path, sharding: list[str], dtype: list[str]

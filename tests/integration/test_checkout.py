@@ -49,7 +49,8 @@ def check(
 ) -> subprocess.CompletedProcess[str]:
     """Check a tiny job with two tensor-parallel ranks."""
     words = ["check", "--nproc-per-node", 2, "--ttrace-dir", directory, *flags, "--", script]
-    return ttrace(*words, *TINY, "--tensor-model-parallel-size", 2, cwd=cwd)
+    # A fresh command imports the checkout's Megatron once, and forks its ranks.
+    return ttrace(*words, *TINY, "--tensor-model-parallel-size", 2, cwd=cwd, cold=True)
 
 
 @pytest.fixture(scope="module")

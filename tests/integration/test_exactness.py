@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ttrace.compare.exactness import NOTE
+from megatron_ttrace.report.wording import note_text
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, seal
 from tests.integration.jobs import SCRIPT, TINY, ttrace
@@ -52,4 +53,6 @@ def test_one_bit(tmp_path: Path) -> None:
     assert lost["ranks"] == [1]
     assert lost["rel_err"] < 1e-6
     verdicts = [json.loads(line) for line in (out / "verdicts.jsonl").open()]
-    assert NOTE in next(v["note"] for v in verdicts if str(KEY.name) == v["name"] and v["rel_err"])
+    assert note_text(Note(Remark.NOT_BITWISE)) in next(
+        v["note"] for v in verdicts if str(KEY.name) == v["name"] and v["rel_err"]
+    )

@@ -47,7 +47,7 @@ FAULTS = {
     ),
     "decoder.layers.1.mlp.linear_fc1": (
         *("diverged", [0, 1]),
-        "bit by bit those of another part of it on rank 1$",
+        "bitwise equal to those of another part of it on rank 1$",
         "tensor_parallel/random.py",
     ),
     "decoder.final_layernorm": (

@@ -31,7 +31,7 @@ PROMISED = (
 
 def rows_of(*words: object, cwd: Path) -> list[dict]:
     """The rows of a matrix run."""
-    done = ttrace("matrix", "--json", *words, cwd=cwd, timeout=3500)
+    done = ttrace("matrix", "--json", "--directory", cwd, *words, cwd=cwd, timeout=3500)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert rows, done.stderr[-3000:]
     return rows
@@ -57,38 +57,38 @@ def test_enough_is_promised() -> None:
 
 
 @pytest.mark.parametrize("pattern", PROMISED)
-def test_the_promised_layouts(tmp_path: Path, pattern: str) -> None:
+def test_the_promised_layouts(work: Path, pattern: str) -> None:
     """Every layout the README promises, both models, fp32 and bf16."""
-    assert not alarms(rows_of(pattern, cwd=tmp_path))
+    assert not alarms(rows_of(pattern, cwd=work))
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [1234, 7])
-def test_the_whole_matrix(tmp_path: Path, seed: int) -> None:
+def test_the_whole_matrix(work: Path, seed: int) -> None:
     """Everything, on two seeds."""
-    assert not alarms(rows_of("--all", "--seed", seed, cwd=tmp_path))
+    assert not alarms(rows_of("--all", "--seed", seed, cwd=work))
 
 
-def test_isolated_layouts(tmp_path: Path) -> None:
+def test_isolated_layouts(work: Path) -> None:
     """With every module fed from the reference a healthy run stays healthy."""
-    rows = rows_of("tp2/gpt/*", "--ttrace-flags=--ttrace-isolate", cwd=tmp_path)
+    rows = rows_of("tp2/gpt/*", "--ttrace-flags=--ttrace-isolate", cwd=work)
     assert not alarms(rows)
 
 
 @pytest.mark.parametrize("flags", ["--ttrace-iterations 1-3", "--ttrace-init megatron"])
-def test_other_starts(tmp_path: Path, flags: str) -> None:
+def test_other_starts(work: Path, flags: str) -> None:
     """Later steps and Megatron's own start values are judged as well, and raise no alarm."""
-    [row] = rows_of("tp2/gpt/fp32", f"--ttrace-flags={flags}", cwd=tmp_path)
+    [row] = rows_of("tp2/gpt/fp32", f"--ttrace-flags={flags}", cwd=work)
     assert not alarms([row])
     assert row["tensors"] > (2000 if "iterations" in flags else 600)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_several_iterations(tmp_path: Path) -> None:
+def test_several_iterations(work: Path) -> None:
     """No drift into alarms over five steps, no tensor going blind."""
     some = [f"{layout}/{model}/*" for layout in LAYOUTS for model in ("gpt", "llama")]
-    rows = rows_of(*some, "--ttrace-flags=--ttrace-iterations 1-5", cwd=tmp_path)
+    rows = rows_of(*some, "--ttrace-flags=--ttrace-iterations 1-5", cwd=work)
     assert len(rows) >= 20
     assert not alarms(rows)

@@ -4,13 +4,12 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.integration.jobs import ROOT, SCRIPT, TINY, environment
 
 OURS = "megatron_ttrace"
@@ -55,7 +54,7 @@ PLACES = {
     f"{STORE}TraceReader.__init__": "trains",
     f"{OURS}.compare.tolerance:of_reference": "trains",
     f"{SESSION}begin": "trains",
-    f"{CANDIDATE}CandidateSession._measure_initial": "trains",
+    f"{COMPARISON}Comparison.initial": "trains",
     f"{CAPTURE}batches:Served.__init__": "trains",
     f"{SESSION}_keep": "trains",
     f"{OPTIMIZER}Snapshot.__init__": "trains",
@@ -63,7 +62,7 @@ PLACES = {
     f"{SESSION}_fill": "trains",
     f"{SESSION}serve": "trains",
     f"{CANDIDATE}CandidateSession._check": "trains",
-    f"{CANDIDATE}CandidateSession._numbers": "trains",
+    f"{CANDIDATE}microbatch_numbers": "trains",
     f"{CANDIDATE}CandidateSession.traces": "trains",
     f"{COMPARISON}match": "trains",
     f"{SINK}__init__": "trains",
@@ -78,7 +77,7 @@ PLACES = {
     f"{CAPTURE}step:StepTap._losses": "trains",
     f"{SESSION}_settle": "ends",
     f"{OPTIMIZER}Snapshot.restore": "ends",
-    f"{CANDIDATE}CandidateSession._findings": "trains",
+    f"{COMPARISON}Comparison.findings": "trains",
     f"{COMPARISON}encode": "trains",
     f"{OURS}.runtime.channel:gather": "ends",
     f"{OURS}.runtime.channel:buffer": "trains",
@@ -91,13 +90,13 @@ LONG = [
     *((ZERO, f"{place}@{rank}", end) for place, end in PLACES.items() for rank in (0, 1)),
     # Only the first tensor-parallel rank has batches to match.
     *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
-    (ZERO, f"{CANDIDATE}CandidateSession._prepare_directory@0", "trains"),
+    (ZERO, f"{OURS}.trace.shared:prepare@0", "trains"),
     (ZERO, f"{OURS}.runtime.launch:ensure@0", "trains"),
     (ZERO, f"{ANSWER}publish@1", "trains"),
     (ZERO, f"{SINK}tensor@1=70", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._update@0=2", "trains"),
     (ZERO, f"{STORE}TraceReader.tensor@1=3!full", "trains"),
-    (ZERO, f"{CANDIDATE}CandidateSession._findings@1!full", "trains"),
+    (ZERO, f"{COMPARISON}Comparison.findings@1!full", "trains"),
     (ZERO, f"{SESSION}_fill@0!memory", "trains"),
     (ZERO, f"{CANDIDATE}CandidateSession._check@1!kill", "dies"),
     (ZERO, f"{OURS}.trace.shared:require@0!kill", "dies"),
@@ -170,14 +169,9 @@ def train(folder: Path, wanted: list[tuple[tuple[str, ...], str]]) -> list[Done]
     folder.mkdir(exist_ok=True)
     order = folder / "jobs.json"
     order.write_text(json.dumps(jobs))
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "faults_driver.py"), str(order)],
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    driver = [HERE / "faults_driver.py", order]
+    ran = warm.run(driver, env=environment(), cwd=ROOT, timeout=200 * len(jobs))
+    assert ran.returncode == 0, ran.stderr
     return [Done(**json.loads(line)) for line in ran.stdout.splitlines()]
 
 

@@ -56,6 +56,6 @@ def test_experts(tmp_path: Path) -> None:
 
 
 def test_known_bugs(tmp_path: Path) -> None:
-    """A forward and a gradient bug: the healthy jobs pass, the sick ones are found."""
+    """A forward and a gradient bug: the healthy jobs pass, the faulty ones are found."""
     done = ttrace("bugs", "run", "01", "11", cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.processes.ranks import free_port
+from megatron_ttrace.processes.child import free_port
 from megatron_ttrace.trace import shared
 from tests.integration.jobs import SCRIPT, TINY, environment
 

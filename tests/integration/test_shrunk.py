@@ -17,9 +17,7 @@ BUGS = catalogue.load_catalogue()
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory):
     """One for all."""
-    return Runner(
-        tmp_path_factory.mktemp("shrunk"), flags=("--ttrace-device", "cpu", NO_WANDB), device="cpu"
-    )
+    return Runner(tmp_path_factory.mktemp("shrunk"), flags=("--ttrace-device", "cpu", NO_WANDB))
 
 
 @pytest.mark.nightly
@@ -40,6 +38,6 @@ def test_the_same_culprit(runner, bug):
         nproc=job.axes.ranks,
         flags=(*layout.flags, "--ttrace-bug", bug.id),
     )
-    findings = expect.examine(runner.run(case).summary, bug.expected)
-    assert findings.detected
-    assert findings.localised, findings.problem
+    found = expect.assess(runner.run(case).summary, bug.expected)
+    assert found.detected
+    assert found.localised, found.problem

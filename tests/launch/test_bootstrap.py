@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bootstrap.sh finds a Python that runs, and makes an environment once, with a stand-in for pip."""
+"""bootstrap.sh finds a working Python and makes an environment once, with a stand-in for pip."""
 
 import shutil
 import subprocess
@@ -68,7 +68,7 @@ class Machine:
         )
 
     def fake_installs(self) -> None:
-        """Let the stand-in be found, whose sys.executable would lead past it."""
+        """Let the stand-in be found although its sys.executable is the real one."""
         python = self.add(f"python{VERSION}", FAKE_PYTHON)
         script = self.checkout / "launch" / "bootstrap.sh"
         text = script.read_text()
@@ -100,7 +100,7 @@ def test_too_old(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", [f"python{VERSION}", "python3", "python"])
 def test_on_path(machine: Machine, name: str) -> None:
-    """Under whatever name it is on PATH; the real interpreter is printed."""
+    """It is found under any name on PATH; the real interpreter is printed."""
     machine.add(name, RUNS)
     done = machine.run("python")
     assert done.returncode == 0, done.stderr
@@ -108,14 +108,14 @@ def test_on_path(machine: Machine, name: str) -> None:
 
 
 def test_shim_that_does_not_run(machine: Machine) -> None:
-    """pyenv's shim answers for versions that are not switched on: the version itself is used."""
+    """pyenv's shim also exists for inactive versions: the version itself is used."""
     machine.add(f"python{VERSION}", "#!/bin/bash\necho 'pyenv: command not found' >&2\nexit 127\n")
     machine.add("python", RUNS, machine.home / ".pyenv" / "versions" / f"{VERSION}.9" / "bin")
     assert machine.run("python").returncode == 0
 
 
 def test_pyenv_root(machine: Machine, tmp_path: Path) -> None:
-    """pyenv can live elsewhere than at home."""
+    """pyenv need not be in the home directory."""
     machine.add("python", RUNS, tmp_path / "pyenv" / "versions" / f"{VERSION}.0" / "bin")
     assert machine.run("python").returncode == 2
     assert machine.run("python", PYENV_ROOT=str(tmp_path / "pyenv")).returncode == 0
@@ -129,7 +129,7 @@ def test_uv(machine: Machine) -> None:
 
 
 def test_named(machine: Machine) -> None:
-    """TTRACE_PYTHON is used or refused, never passed over."""
+    """TTRACE_PYTHON is used or refused, never ignored."""
     good = machine.add("mine", RUNS, machine.home)
     assert machine.run("python", TTRACE_PYTHON=str(good)).returncode == 0
     machine.add("python3", RUNS)
@@ -139,7 +139,7 @@ def test_named(machine: Machine) -> None:
 
 
 def test_second_run_installs_nothing(machine: Machine) -> None:
-    """Pinned, once; again only when what it was made from has changed."""
+    """Pinned versions are installed once, and again only if the requirements changed."""
     machine.fake_installs()
     first = machine.run("venv")
     assert first.returncode == 0, first.stderr
@@ -156,7 +156,7 @@ def test_second_run_installs_nothing(machine: Machine) -> None:
 
 
 def test_half_made_environment_is_made_again(machine: Machine) -> None:
-    """What an interrupted install left behind is not trusted."""
+    """An interrupted installation is repeated."""
     machine.fake_installs()
     fails = Path(f"{machine.log}.fails")
     fails.touch()
@@ -169,7 +169,7 @@ def test_half_made_environment_is_made_again(machine: Machine) -> None:
 
 
 def test_foreign_environment_is_left_alone(machine: Machine) -> None:
-    """A .venv that someone else made is neither used nor removed."""
+    """A .venv that was not made by this script is neither used nor removed."""
     theirs = machine.add("python", RUNS, machine.checkout / ".venv" / "bin")
     done = machine.run("venv")
     assert done.returncode == 2
@@ -179,7 +179,7 @@ def test_foreign_environment_is_left_alone(machine: Machine) -> None:
 
 
 def test_a_release_is_put_beside_the_environment_once(machine: Machine) -> None:
-    """Alone, without what it depends on; its folder is printed for PYTHONPATH."""
+    """Only that package, without its dependencies; its folder is printed for PYTHONPATH."""
     machine.add("mv", f'#!/bin/bash\nexec {shutil.which("mv")} "$@"\n')
     # --target DIR is the last word but one.
     installs = FAKE_PYTHON.replace('-m pip "*) ', '-m pip "*) mkdir "${@: -2:1}"; ')
@@ -208,7 +208,7 @@ def test_what_is_no_release_is_refused(machine: Machine, release: str) -> None:
 
 
 def test_usage(machine: Machine) -> None:
-    """Anything else says what there is."""
+    """A wrong argument shows the usage."""
     done = machine.run("help")
     assert done.returncode == 2
     assert "usage:" in done.stderr

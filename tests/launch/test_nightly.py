@@ -47,7 +47,7 @@ def test_the_active_environment_is_used(tmp_path: Path) -> None:
 
 
 def test_two_nights_at_once(tmp_path: Path) -> None:
-    """The second leaves the first alone, with one line."""
+    """A second night does not disturb the first, and says so in one line."""
     (tmp_path / "out").mkdir()
     with (tmp_path / "out" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -105,7 +105,7 @@ def test_slurm_outside_a_checkout(tmp_path: Path) -> None:
 
 
 def test_the_workflow_is_well_formed() -> None:
-    """YAML, with the steps in an order in which the history survives a bad night."""
+    """Valid YAML, with the steps in an order that keeps the history of a bad night."""
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load((ROOT / "launch" / "nightly-github.yml").read_text())
     steps = workflow["jobs"]["nightly"]["steps"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""check.slurm starts one torchrun a node and ends with the check's own exit code."""
+"""check.slurm starts one torchrun per node and ends with the check's own exit code."""
 
 import os
 import subprocess

@@ -19,16 +19,18 @@ import pytest
 import torch
 
 from megatron_ttrace.capture.modules import ModuleTap
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import parameters, places, roles, versions
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.conclusion import conclude
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Result, Summary, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.placement.meshes import mesh_of
 
 S, B, H, F, TP = 8, 2, 6, 8, 2
 LAYERS = 2
@@ -232,7 +234,7 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
         {rank: sink.measured for rank, sink in enumerate(sinks)},
         candidate=folder / "candidate",
         mesh=meshes[0],
-        config={},
+        config=RunConfig(),
         timings={},
     )
 
@@ -245,7 +247,7 @@ def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told of the new module: three rows of tables, all in mcore/."""
+    """What is declared of the new module: three rows of tables, all in mcore/."""
     monkeypatch.setattr(roles, "FIRST_OF_GATED", (*roles.FIRST_OF_GATED, "gate_up"))
     monkeypatch.setitem(parameters.UNMARKED, "channel_scales", 0)
     place = places.Place("core/made/up.py:FusedGatedLinear", name=r"\.gate_up$")
@@ -290,7 +292,7 @@ def test_a_fault_in_it_is_localised(tmp_path: Path) -> None:
 
 
 def test_without_the_rows_it_is_not_supported(tmp_path: Path) -> None:
-    """Nothing else in the package knows how it is divided: a right run is no pass then."""
+    """Nothing else in the package knows how it is divided: then a correct run does not pass."""
     summary, _ = check(tmp_path)
     assert summary.verdict is Result.DIVERGED
     assert {culprit.name.partition(".gate_up")[0] for culprit in summary.culprits} == {

@@ -4,6 +4,8 @@
 import argparse
 import dataclasses
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,16 @@ def test_the_layout_goes_the_model_stays(tmp_path):
     assert args.global_batch_size == 16
     assert args.make_vocab_size_divisible_by == 256
     assert not hasattr(args, "use_torch_fsdp2")
+
+
+def test_pipeline_stages_leave_the_pattern_of_layers(tmp_path):
+    """A hybrid model's pattern says where stages end; what stands behind a slash is kept."""
+    args = candidate(hybrid_layer_pattern="M-|M*/MM")
+    apply(args, SETTINGS)
+    assert args.hybrid_layer_pattern == "M-M*/MM"
+    chosen = candidate(hybrid_layer_pattern="M-|M*")
+    apply(chosen, dataclasses.replace(SETTINGS, reference_args="--hybrid-layer-pattern M-|M*"))
+    assert chosen.hybrid_layer_pattern == "M-|M*"
 
 
 def test_reference_args_win():
@@ -153,7 +165,7 @@ def test_changed_data_is_other_data(tmp_path):
 
 
 def test_differences_in_words():
-    """A user who gives a foreign reference is told what is foreign about it."""
+    """The message says how a reference of another run differs."""
     ours = fingerprint.identity(candidate(), SETTINGS)
     theirs = fingerprint.identity(candidate(lr=0.5), dataclasses.replace(SETTINGS, seeds=9))
     assert fingerprint.differences(ours, ours) == []
@@ -161,3 +173,34 @@ def test_differences_in_words():
         "lr is 0.001 here and 0.5 there",
         "seeds is 2 here and 9 there",
     ]
+
+
+def test_another_megatron():
+    """A reference that another Megatron made is told from one that only lies elsewhere."""
+    ours = fingerprint.identity(candidate(), SETTINGS)
+    moved = {**ours, "told": {"megatron": "/there"}}
+    assert fingerprint.other_megatron(ours, moved) == ""
+    changed = {**moved, "code": {**ours["code"], "megatron.core": "0" * 16}}
+    said = fingerprint.other_megatron(ours, changed)
+    assert "/there" in said
+    assert ours["told"]["megatron"] in said
+    assert "--ttrace-allow-other-megatron" in said
+
+
+def test_modules_beside_the_script(tmp_path, monkeypatch):
+    """By where their files really lie, through links of folders and of files."""
+    folder, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    for name in ("job", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.py").touch()
+    (tmp_path / "again").symlink_to("job")
+    (folder / "far.py").symlink_to(elsewhere / "own.py")
+    (folder / "deep.py").touch()
+    (elsewhere / "near.py").symlink_to(folder / "deep.py")
+    paths = [tmp_path / "again" / "own.py", folder / "far.py", elsewhere / "near.py"]
+    for number, path in enumerate(paths):
+        module = types.ModuleType("made_up")
+        module.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, f"made_up_{number}", module)
+    found = fingerprint._beside(folder / "train.py")
+    assert found == [folder / "deep.py", folder / "own.py"]

@@ -39,7 +39,7 @@ def test_like_python(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str,
         return json.loads(done.stdout)
 
     wanted = output(script, "a", "--b")
-    assert output(*scripts.command(script, ["a", "--b"])[1:]) == wanted
+    assert output(*scripts.command(script)[1:], "a", "--b") == wanted
     assert scripts.search_path(script) == wanted[0]
 
 
@@ -105,7 +105,7 @@ def test_our_flags_without_enable(tmp_path: Path) -> None:
     (training / "arguments.py").write_text(PARSER)
     (tmp_path / "train.py").write_text(TRAIN)
     done = subprocess.run(
-        scripts.command("train.py", ["--ttrace", "--help"]),
+        [*scripts.command("train.py"), "--ttrace", "--help"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": ""},
         capture_output=True,

@@ -11,7 +11,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.placements import FlatShard
+from megatron_ttrace.placement.plan import Placements
+from tests.placement.meshes import mesh_of
 
 
 def meshes(**sizes: int) -> Iterator[Mesh]:
@@ -29,8 +32,13 @@ def chunk(whole: np.ndarray, dim: int, rank: int, size: int) -> np.ndarray:
     return np.split(whole, size, axis=dim)[rank]
 
 
-def gated_chunk(whole: np.ndarray, dim: int, rank: int, size: int, blocks: int = 2) -> np.ndarray:
+def gated_chunk(
+    whole: np.ndarray, dim: int, rank: int, size: int, blocks: int | tuple[int, ...] = 2
+) -> np.ndarray:
     """Every block split by itself, then stacked: what a rank's gated ``linear_fc1`` holds."""
+    if not isinstance(blocks, int):
+        share = whole.shape[dim] // sum(blocks)
+        blocks = [int(end) * share for end in np.cumsum(blocks)[:-1]]
     parts = [chunk(block, dim, rank, size) for block in np.split(whole, blocks, axis=dim)]
     return np.concatenate(parts, axis=dim)
 
@@ -72,3 +80,13 @@ class Assembled:
             self.values[there] = part
             self.holders[there] += 1
         assert (used == 1).all()
+
+
+def local_shape(shape: tuple[int, ...], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
+    """The shape that a rank's tensor must have: each axis divides its dim evenly."""
+    left = list(shape)
+    for step in placement:
+        if isinstance(step.placement, FlatShard):
+            return (step.placement.end - step.placement.start,)
+        left[step.placement.dim] //= mesh.size(step.axis)
+    return tuple(left)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.placement.bucket_shard import bucket_shard
 from megatron_ttrace.placement.coverage import coverage
-from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.placements import FlatShard
 from megatron_ttrace.placement.plan import Step, plan
+from tests.placement.meshes import mesh_of
 
 TABLE = [
     # offset, elements, bucket, ranks, what every rank keeps
@@ -26,16 +26,16 @@ TABLE = [
 @pytest.mark.parametrize(("offset", "numel", "bucket", "size", "expected"), TABLE)
 def test_what_every_rank_keeps(offset, numel, bucket, size, expected):
     """A parameter is cut where the bucket is, wherever that is."""
-    found = [bucket_shard(offset, numel, bucket, rank, size) for rank in range(size)]
+    found = [FlatShard.of_bucket(offset, numel, bucket, rank, size) for rank in range(size)]
     assert [(part.start, part.end) for part in found] == expected
 
 
 def test_what_does_not_fit_is_refused():
     """An unpadded bucket; a parameter beyond its end."""
     with pytest.raises(ValueError, match="a bucket of 7 is not divisible by 2"):
-        bucket_shard(0, 7, 7, 0, 2)
+        FlatShard.of_bucket(0, 7, 7, 0, 2)
     with pytest.raises(ValueError, match=r"6\.\.9 exceeds a bucket of 8"):
-        bucket_shard(6, 3, 8, 0, 2)
+        FlatShard.of_bucket(6, 3, 8, 0, 2)
 
 
 shapes = st.lists(
@@ -69,7 +69,7 @@ def test_against_megatron_fsdp(shapes, size, factor):
         )
         for number, shape in enumerate(shapes):
             item = items[number]
-            ours = bucket_shard(item.global_data_index, item.size, bucket.size, rank, size)
+            ours = FlatShard.of_bucket(item.global_data_index, item.size, bucket.size, rank, size)
             start, end = fsdp.DataParallelBuffer._get_item_slice_in_shard(theirs, number)
             nothing = ours.end - ours.start == end - start == 0
             assert nothing or (ours.start, ours.end) == (start, end)

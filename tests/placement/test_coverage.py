@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
-from megatron_ttrace.placement.flat_shard import FlatShard
-from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.placement.placements import BlockShard, FlatShard
 from megatron_ttrace.placement.plan import Step, plan
+from tests.placement.meshes import mesh_of
 
 
 def box(logical, extent):

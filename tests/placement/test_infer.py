@@ -6,10 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.placement.infer import NoPlacementError, infer_activation
-from megatron_ttrace.placement.mesh import mesh_of
-from megatron_ttrace.placement.plan import describe, local_shape, plan
-from tests.placement.by_hand import Assembled, chunk, gated_chunk, meshes, numbered, zigzag
+from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
+from megatron_ttrace.placement.plan import describe, plan
+from tests.placement.by_hand import (
+    Assembled,
+    chunk,
+    gated_chunk,
+    local_shape,
+    meshes,
+    numbered,
+    zigzag,
+)
+from tests.placement.meshes import mesh_of
 
 S, B, H = 16, 2, 12
 """Sequence, batch, hidden."""
@@ -24,7 +32,7 @@ def infer(local, logical, gated=False, seq_length=S, **sizes):
             logical,
             mesh_of(0, world, **sizes),
             seq_length=seq_length,
-            gated=gated,
+            blocks=2 if gated else 1,
         )
     )
 
@@ -124,9 +132,37 @@ def test_the_inferred_placement_merges_to_the_logical_tensor(data):
         elif inner != "none":
             local = chunk(local, 2 if inner == "hidden" else 0, mesh.at("tp"), tp)
         placement = infer_activation(
-            local.shape, logical.shape, mesh, seq_length=seq, gated=inner == "gated"
+            local.shape, logical.shape, mesh, seq_length=seq, blocks=2 if inner == "gated" else 1
         )
         assert local_shape(logical.shape, placement, mesh) == local.shape
         merged.write(local, plan(logical.shape, placement, mesh))
     np.testing.assert_array_equal(merged.values, logical)
     assert (merged.holders == (tp if inner == "none" else 1)).all()
+
+
+@given(
+    tokens=st.integers(1, 5),
+    heads=st.integers(1, 3),
+    tp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2]),
+)
+def test_rows_of_heads(tokens, heads, tp, cp):
+    """All tokens on every rank, its heads one after the other, as ``reshape`` puts them."""
+    whole = numbered(tokens * heads * tp * cp, 2)
+    assembled = Assembled(whole.shape)
+    for mesh in meshes(tp=tp, cp=cp):
+        cut = whole.reshape(tokens, heads * tp * cp, 2)
+        cut = chunk(chunk(cut, 1, mesh.at("tp"), tp), 1, mesh.at("cp"), cp)
+        local = cut.reshape(-1, 2)
+        placement = infer_head_rows(local.shape, whole.shape, heads * tp * cp, mesh)
+        assembled.write(local, plan(whole.shape, placement, mesh))
+    assert (assembled.values == whole).all()
+    assert (assembled.holders == 1).all()
+
+
+def test_rows_of_heads_that_do_not_fit():
+    """A wrong number of rows is a sentence."""
+    with pytest.raises(NoPlacementError, match="does not match a division of 4 heads"):
+        infer_head_rows((8, 2), (8, 2), 4, mesh_of(0, 2, tp=2))
+    with pytest.raises(NoPlacementError, match="not a multiple of 3 heads"):
+        infer_head_rows((4, 2), (8, 2), 3, mesh_of(0, 2, tp=2))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.mcore.mesh import current_mesh
-from megatron_ttrace.placement.mesh import AXES, DEFAULT_ORDER, SINGLE, mesh_of
+from megatron_ttrace.placement.mesh import AXES, SINGLE
+from tests.placement.meshes import DEFAULT_ORDER, mesh_of
 
 parallel_state = pytest.importorskip("megatron.core.parallel_state")
 

@@ -3,12 +3,9 @@
 
 import pytest
 
-from megatron_ttrace.placement.block_shard import BlockShard
 from megatron_ttrace.placement.boxes import Box, Segment, whole
-from megatron_ttrace.placement.flat_shard import FlatShard
-from megatron_ttrace.placement.partial import Partial, describe_partial
-from megatron_ttrace.placement.shard import Shard
-from megatron_ttrace.placement.zigzag import ZigZag
+from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
+from megatron_ttrace.placement.plan import describe_partial
 
 
 def kept(rule, total, rank, size):
@@ -33,8 +30,6 @@ TABLE = [
     (ZigZag(0), 8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
     (ZigZag(0), 8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
     (ZigZag(0), 8, 4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
-    (Partial(), 3, 2, [[0, 1, 2], [0, 1, 2]]),
-    (Partial("avg"), 2, 3, [[0, 1], [0, 1], [0, 1]]),
 ]
 
 
@@ -107,7 +102,6 @@ def test_flat_shard_of_scalars_and_vectors():
         (BlockShard(0), "BlockShard(0, 2)"),
         (ZigZag(0), "ZigZag(0)"),
         (FlatShard(3, 9), "FlatShard(3, 9)"),
-        (Partial("avg"), "Partial(avg)"),
     ],
 )
 def test_the_words_of_reports(rule, text):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_ttrace.mcore.roles import is_partial
 from megatron_ttrace.placement.boxes import Segment, length
 from megatron_ttrace.placement.infer import NoPlacementError
-from megatron_ttrace.placement.mesh import mesh_of
 from megatron_ttrace.placement.token_index import (
     NOBODY,
     TokenIndex,
@@ -18,6 +17,7 @@ from megatron_ttrace.placement.token_index import (
     token_positions,
 )
 from megatron_ttrace.trace.records import Kind
+from tests.placement.meshes import mesh_of
 
 
 def index(*rows):

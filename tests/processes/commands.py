@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that are interrupted: started in a session of their own, and what is left of them."""
+"""Commands to interrupt: started in a session of their own; their remaining processes."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ _FRESH = (
 
 
 class Command:
-    """A running command, which its descendants carry the mark of."""
+    """A running command; its descendants carry a mark in their environment."""
 
     def __init__(self, *words: object, cwd: Path, **more: object) -> None:
         self.mark = uuid.uuid4().hex
@@ -40,7 +40,7 @@ class Command:
         )
 
     def ctrl_c(self) -> None:
-        """As a terminal does: the whole group in the foreground gets it."""
+        """Signal the whole foreground group, as a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def end(self, timeout: float = 60) -> tuple[int, str, str]:
@@ -49,14 +49,14 @@ class Command:
         return self.process.returncode, out or "", errors or ""
 
     def left(self, seconds: float = 5.0) -> list[str]:
-        """Descendants that still run after so long, with their command lines."""
+        """Descendants that still run after this time, with their command lines."""
         deadline = time.monotonic() + seconds
         while (found := self.running()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in found]
 
     def running(self) -> list[int]:
-        """Process ids of everything that carries the mark; zombies do not run."""
+        """Process ids of everything that carries the mark, without zombies."""
         wanted = f"{_MARK}={self.mark}".encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forked ranks behave like started ones; a forked rank can ask for a reference run."""
+"""Forked ranks behave like started ones; a forked rank can request a reference run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def in_fresh_process(tmp_path, code, *arguments):
-    """Run ``code`` in a small process of its own: it forks, and pytest must not be forked."""
+    """Run ``code`` in a small process: it forks, and pytest must not be forked."""
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(code))
     done = subprocess.run(
@@ -59,7 +59,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     ],
 )
 def test_exit_codes(tmp_path, ending, code, says):
-    """As the interpreter gives them; words and tracebacks are in the log."""
+    """Exit codes as the interpreter's; messages and tracebacks are in the log."""
     (tmp_path / "child.py").write_text(f"import os, sys\nprint('here', flush=True)\n{ending}\n")
     assert int(in_fresh_process(tmp_path, PARENT)) == code
     log = (tmp_path / "log").read_text()
@@ -68,7 +68,7 @@ def test_exit_codes(tmp_path, ending, code, says):
 
 
 def test_a_fork_looks_like_a_started_script(tmp_path):
-    """Its own arguments, name, folder and environment, and a process group of its own."""
+    """Its own arguments, name, folder, environment and process group."""
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     (tmp_path / "child.py").write_text(
         "import json, os, sys, beside\n"
@@ -83,7 +83,7 @@ def test_a_fork_looks_like_a_started_script(tmp_path):
 
 
 def test_a_rank_asks_and_is_answered(tmp_path):
-    """The request travels by file: command lines outgrow a packet."""
+    """The request is sent in a file: command lines can be larger than a packet."""
     requests = forkserver.Requests()
     try:
         assert requests.poll() is None

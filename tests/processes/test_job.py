@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One answer or one reason out of many logs."""
+"""One answer, or one reason from many logs."""
 
 import os
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +12,11 @@ import pytest
 from megatron_ttrace.__main__ import build_parser
 from megatron_ttrace.cli import check
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import flags
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.processes import ranks
 from megatron_ttrace.processes.job import Job
 from megatron_ttrace.report import files
-from megatron_ttrace.runtime import api
 from megatron_ttrace.trace.records import Result
 
 TRACEBACK = """\
@@ -80,7 +79,7 @@ def test_exceptions_of_any_rank_and_module(tmp_path, line):
 
 
 def test_the_first_to_die_is_the_cause(tmp_path):
-    """Rank 0 lost its connection because rank 1 died before."""
+    """Rank 0 lost its connection because rank 1 died first."""
     logs = "RuntimeError: Connection closed by peer\n", "AssertionError: heads do not divide\n"
     for rank, text in enumerate(logs):
         log = ranks.log_of(tmp_path, rank)
@@ -101,7 +100,7 @@ def test_killed_without_last_words(tmp_path):
 
 @pytest.mark.parametrize("crash_first", [True, False])
 def test_a_crash_and_who_lost_it(tmp_path, crash_first):
-    """Who lost the connection to a rank that crashed is not the cause; who failed before it is."""
+    """A rank that lost its connection to a crashed one is not the cause; an earlier failure is."""
     ranks.log_of(tmp_path, 0).write_text("step 1\n")
     ranks.log_of(tmp_path, 1).write_text("ttrace: rank 1: lost the connection; the job ends\n")
     ends = [ranks.End(0, -signal.SIGSEGV, 1), ranks.End(1, 2, 2)]
@@ -112,7 +111,7 @@ def test_a_crash_and_who_lost_it(tmp_path, crash_first):
 
 
 def test_a_log_without_room(tmp_path):
-    """A rank that could not write its last words: that is the reason."""
+    """A rank that could not write to its log: that is the reason."""
     ranks.log_of(tmp_path, 0).symlink_to("/dev/full")
     found = jobs._why([1], tmp_path)
     assert found.startswith("rank 0 failed with exit code 1: ")
@@ -120,14 +119,14 @@ def test_a_log_without_room(tmp_path):
 
 
 def test_a_log_with_room(tmp_path):
-    """Looking for room changes no log."""
+    """The test for space changes no log."""
     log = ranks.log_of(tmp_path, 0)
     assert why(tmp_path, [1], "step 1\n").endswith("step 1")
     assert log.read_text() == "step 1\n"
 
 
 def test_no_log_at_all(tmp_path):
-    """Even then there is a sentence."""
+    """There is a reason even without a log."""
     assert jobs._why([3], tmp_path).startswith("rank 0 failed with exit code 3")
     assert jobs._why([0, 0], tmp_path).startswith("the job ended without a result")
 
@@ -182,14 +181,14 @@ def test_an_answer(tmp_path, result, code):
     ],
 )
 def test_an_answer_that_is_not_believed(tmp_path, text, says):
-    """Exit codes and the summary of this very run must agree; else one line says why."""
+    """Exit codes and the summary of this run must agree; otherwise one line says why."""
     with pytest.raises(TTraceError, match=says) as caught:
         jobs.run(job(tmp_path, f"{ANSWER}\n{text}"), fork=False)
     assert "\n" not in str(caught.value)
 
 
 def test_two_at_once(tmp_path):
-    """The second is refused, and the first's files are left alone."""
+    """The second is refused, and the files of the first are not touched."""
     text = (
         f"{ANSWER}\nimport pathlib, time\n"
         "while not pathlib.Path('go').exists(): time.sleep(0.05)\nanswer(Result.DIVERGED)\n"
@@ -215,14 +214,14 @@ def test_an_answer_of_an_earlier_run_is_no_answer(tmp_path):
 
 
 def test_ranks_that_disagree_have_no_answer(tmp_path):
-    """One says equivalent, the other died with the code of diverged."""
+    """One rank says equivalent, the other died with the exit code of diverged."""
     text = "import os, sys; sys.exit(int(os.environ['RANK']))"
     with pytest.raises(TTraceError, match="rank 1 failed with exit code 1"):
         jobs.run(job(tmp_path, text, nproc=2), fork=False)
 
 
 def test_bad_input(tmp_path):
-    """A script that is not there, a directory that cannot be."""
+    """A missing script, an impossible directory."""
     absent = Job(tmp_path / "none.py", (), 1, tmp_path / "out")
     with pytest.raises(TTraceError, match="no such script"):
         jobs.run(absent, fork=False)
@@ -231,11 +230,6 @@ def test_bad_input(tmp_path):
     blocked = Job(blocked.script, (), 1, tmp_path / "file" / "out")
     with pytest.raises(TTraceError, match=r"is not writable .*: choose another"):
         jobs.run(blocked, fork=False)
-
-
-def test_ranks_run_with_this_interpreter():
-    """The one that has Megatron."""
-    assert ranks.python() == sys.executable
 
 
 def test_out_of_time(tmp_path):
@@ -256,8 +250,9 @@ def test_the_isolating_command_is_one_that_check_reads():
     job = Job(Path("a.py"), ("--lr", "1e-3"), 2, Path("out"), ("--ttrace-bug=11",))
     program, *words = job.isolating()
     args = build_parser().parse_args(words)
-    ours, theirs = api.split(args.script[2:], check.before(args))
+    ours, theirs = flags.split(args.command_words[2:], check.before(args))
     assert program == "ttrace"
-    assert (args.command, args.nproc_per_node, args.script[:2]) == ("check", 2, ["--", "a.py"])
+    assert (args.command, args.nproc_per_node) == ("check", 2)
+    assert args.command_words[:2] == ["--", "a.py"]
     assert (ours.ttrace_isolate, ours.ttrace_bug, ours.ttrace_dir) == (True, "11", "out-isolated")
     assert theirs == ["--lr", "1e-3"]

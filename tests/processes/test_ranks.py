@@ -13,13 +13,13 @@ from megatron_ttrace.processes.ranks import log_of, run_ranks
 
 @pytest.fixture(autouse=True)
 def long_grace(monkeypatch):
-    """A machine that is slow for a moment ends nobody."""
+    """A slow machine ends no rank: a long grace time."""
     monkeypatch.setattr(ranks, "_GRACE_SECONDS", 30.0)
 
 
 @pytest.fixture
 def short_grace(long_grace, monkeypatch):
-    """Nobody waits five seconds for a rank that hangs for good."""
+    """A short grace time, for ranks that hang."""
     monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.2)
 
 
@@ -37,18 +37,18 @@ def run(tmp_path, code, nproc=2, **others):
 
 
 def log(tmp_path, rank):
-    """What a rank wrote."""
+    """The output of a rank."""
     return log_of(tmp_path / "logs", rank).read_text()
 
 
 def test_exit_codes_in_the_order_of_ranks(tmp_path):
-    """Whoever ends first."""
+    """Exit codes are in the order of ranks."""
     code = "time.sleep(0.1 * (2 - rank)); sys.exit(rank)"
     assert run(tmp_path, code, nproc=2) == [0, 1]
 
 
 def test_no_exit_code_is_lost(tmp_path):
-    """A rank that is done before the next one is started is still ours to reap."""
+    """A rank that ends before the next is started keeps its exit code."""
     for _ in range(3):
         assert run(tmp_path, "os._exit(rank + 1)", nproc=4) == [1, 2, 3, 4]
 
@@ -64,14 +64,14 @@ def test_every_rank_knows_its_place(tmp_path, monkeypatch):
 
 
 def test_all_ranks_meet_at_one_port(tmp_path):
-    """The same free port for all."""
+    """All ranks get the same free port."""
     assert run(tmp_path, "print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])") == [0, 0]
     assert log(tmp_path, 0) == log(tmp_path, 1)
     assert int(log(tmp_path, 0).split()[1]) > 1023
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path, short_grace):
-    """The survivors wait for it for ever; they are ended and have no code."""
+    """Ranks that wait for a dead one are killed and have no code."""
     began = time.monotonic()
     code = "sys.exit(7) if rank == 1 else time.sleep(60)"
     assert run(tmp_path, code, nproc=3) == [None, 7, None]
@@ -79,26 +79,26 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, short_grace):
 
 
 def test_survivors_may_end_by_themselves(tmp_path):
-    """Within the grace time they leave with a code of their own."""
+    """Ranks that end within the grace time keep their code."""
     code = "sys.exit(7) if rank == 1 else (time.sleep(0.3), sys.exit(5))"
     assert run(tmp_path, code) == [5, 7]
 
 
 def test_a_rank_killed_by_a_signal(tmp_path, short_grace):
-    """The code is the negative signal, as Python has it."""
+    """The code is the negative signal number, as in Python."""
     code = "os.kill(os.getpid(), signal.SIGSEGV) if rank == 0 else time.sleep(60)"
     assert run(tmp_path, code) == [-signal.SIGSEGV, None]
 
 
 def test_a_rank_that_hangs_when_the_others_are_done_is_ended(tmp_path, short_grace):
-    """An orderly end is a common one."""
+    """If one rank ends early, the others are killed after a while."""
     began = time.monotonic()
     assert run(tmp_path, "time.sleep(60) if rank == 1 else None") == [0, None]
     assert time.monotonic() - began < 55
 
 
 def test_nothing_survives_the_job(tmp_path, short_grace):
-    """The children of ranks are ended with the job, those of a rank that left, too."""
+    """The children of ranks are killed with the job, also those of a rank that ended."""
     code = (
         "import subprocess\n"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
@@ -132,7 +132,7 @@ def alive(pid):
 
 
 def test_an_interrupted_job_leaves_no_ranks(tmp_path):
-    """Ctrl-C (here: an error in the progress line) ends them all."""
+    """Ctrl-C (here: an error in the progress callback) kills all ranks."""
     calls = []
 
     def progress():
@@ -146,7 +146,7 @@ def test_an_interrupted_job_leaves_no_ranks(tmp_path):
 
 
 def test_output_of_both_streams_is_kept(tmp_path):
-    """A traceback ends up in the rank's log; an old log is overwritten."""
+    """A traceback is written to the rank's log; an old log is overwritten."""
     (tmp_path / "logs").mkdir()
     log_of(tmp_path / "logs", 0).write_text("of an earlier run\n")
     assert run(tmp_path, "print('out'); raise ValueError('err')", nproc=1) == [1]

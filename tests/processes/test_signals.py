@@ -44,7 +44,7 @@ REFERENCE = "import time\nprint('runs', flush=True)\ntime.sleep(60)\n"
 
 
 def start(tmp_path: Path, how: str) -> Command:
-    """Three ranks, the first of which has a reference run."""
+    """Three ranks, one of them with a reference run."""
     for name, text in (("rank", RANK), ("reference", REFERENCE), ("launcher", LAUNCHER)):
         (tmp_path / f"{name}.py").write_text(text)
     return Command(sys.executable, tmp_path / "launcher.py", tmp_path, how, cwd=tmp_path)
@@ -59,7 +59,7 @@ def until(condition, seconds: float = 40.0) -> None:
 
 
 def says(path: Path, text: str) -> bool:
-    """Whether a log has got so far."""
+    """Whether a log contains a text."""
     return path.is_file() and text in path.read_text()
 
 
@@ -77,7 +77,7 @@ def says(path: Path, text: str) -> bool:
 def test_nothing_outlives_the_launcher(
     tmp_path: Path, how: str, number: int, code: int, line: str
 ) -> None:
-    """However it dies: ranks and reference are gone at once."""
+    """However the launcher dies, ranks and reference die at once."""
     command = start(tmp_path, how)
     until(lambda: says(tmp_path / "log", "runs"))
     until(lambda: len(command.running()) >= 5)
@@ -88,7 +88,7 @@ def test_nothing_outlives_the_launcher(
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_a_signal_while_ranks_are_started_is_not_lost(tmp_path: Path, how: str) -> None:
-    """At three moments around the first fork."""
+    """Signals at three moments around the first fork."""
     for moment in range(3):
         command = start(tmp_path, how)
         assert command.process.stdout is not None
@@ -101,7 +101,7 @@ def test_a_signal_while_ranks_are_started_is_not_lost(tmp_path: Path, how: str) 
 
 
 def test_the_reference_dies_with_its_rank(tmp_path: Path) -> None:
-    """As under torchrun: nobody else knows of it."""
+    """A reference that a rank started dies with it, as under torchrun."""
     (tmp_path / "reference.py").write_text(REFERENCE)
     script = (
         "import os, sys; from pathlib import Path\n"
@@ -119,7 +119,7 @@ def test_the_reference_dies_with_its_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", [0.0, 0.03, 0.1])
 def test_no_traceback_while_importing(tmp_path: Path, moment: float) -> None:
-    """From the first instruction of ours; before it Python itself starts."""
+    """One line from our first instruction on; before it Python itself starts."""
     code = (
         "import sys\nfrom megatron_ttrace.__main__ import main\n"
         "from megatron_ttrace.processes import signals\n"
@@ -154,7 +154,7 @@ with signals.orderly():
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_an_interruption_that_others_swallow(tmp_path: Path, twice: bool) -> None:
-    """It takes effect all the same, at once when it comes again."""
+    """A swallowed signal still takes effect, a second one at once."""
     command = Command(sys.executable, "-c", SWALLOWED, cwd=tmp_path)
     assert command.process.stdout is not None
     assert command.process.stdout.readline() == "ready\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every wait has an end, and says what it waits for."""
+"""Every wait is limited, and says what it waits for."""
 
 import os
 import signal
@@ -20,14 +20,14 @@ SLEEPS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
 
 
 class Clock:
-    """Time that passes when a test wants."""
+    """A clock that a test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(waiting.time, "monotonic", lambda: self.now)
 
     def look(self, patience: Patience, seconds: float, *waited: Waited) -> None:
-        """Look every half a second."""
+        """Look every half second."""
         for _ in range(int(2 * seconds)):
             self.now += 0.5
             patience.look(waited)
@@ -45,7 +45,7 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rank(tmp_path: Path, number: int = 0) -> Waited:
-    """This very process as a rank."""
+    """This process as a rank."""
     return Waited(f"rank {number}", os.getpid(), tmp_path / f"{number}.log")
 
 
@@ -54,7 +54,7 @@ def reference(tmp_path: Path) -> Waited:
 
 
 def test_silent_ranks(tmp_path: Path, clock: Clock) -> None:
-    """A log that grows is a sign of life of all of them."""
+    """A log that grows is a sign of life of all ranks."""
     several = rank(tmp_path), rank(tmp_path, 1)
     patience = Patience(100.0)
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_silent_ranks(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_reference_that_takes_too_long(tmp_path: Path, clock: Clock) -> None:
-    """What it writes buys it no time; the ranks that wait for it are not blamed."""
+    """Its output extends no limit; the ranks that wait for it are not blamed."""
     one = reference(tmp_path)
     patience = Patience(100.0)
     clock.look(patience, 90, rank(tmp_path))
@@ -81,7 +81,7 @@ def test_a_reference_that_takes_too_long(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_what_is_waited_for_is_said(tmp_path: Path, clock: Clock) -> None:
-    """Twice as late each time."""
+    """Messages at intervals that double."""
     said: list[str] = []
     clock.look(Patience(1800.0, said.append), 250, rank(tmp_path), reference(tmp_path))
     assert [line.partition(" (log")[0].split("): ")[1] for line in said] == [
@@ -91,7 +91,7 @@ def test_what_is_waited_for_is_said(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_machine_that_slept(tmp_path: Path, clock: Clock) -> None:
-    """Only time in which we run counts."""
+    """Only time in which this process runs counts."""
     patience = Patience(100.0)
     clock.look(patience, 2, rank(tmp_path))
     clock.now += 100_000
@@ -107,7 +107,7 @@ def job(tmp_path: Path, code: str, timeout: int = 60, **others: object) -> Job:
 
 
 def test_ranks_that_hang(tmp_path: Path) -> None:
-    """They are ended."""
+    """Silent ranks are ended."""
     with pytest.raises(OutOfTimeError, match=r"rank 0 .*, rank 1 .* produced no output for"):
         jobs.run(job(tmp_path, SLEEPS, timeout=1, nproc=2), fork=True)
     pids = [int(ranks.log_of(tmp_path / "out/logs", number).read_text()) for number in (0, 1)]
@@ -115,7 +115,7 @@ def test_ranks_that_hang(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said while it lasts, and it is the cause when the others give up."""
+    """A stopped rank is reported at once, and is the cause when the others give up."""
     monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.2)
     said: list[str] = []
     code = (
@@ -130,7 +130,7 @@ def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_reference_that_hangs_without_a_fork_server(tmp_path: Path, stopped: bool) -> None:
-    """It is ended and named."""
+    """A reference that hangs is ended and named."""
     stop = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)\n" if stopped else ""
     command = [sys.executable, "-c", f"{stop}{SLEEPS}"]
     how = "is stopped, and nothing happened for" if stopped else "did not end within"
@@ -141,7 +141,7 @@ def test_a_reference_that_hangs_without_a_fork_server(tmp_path: Path, stopped: b
 
 
 def test_a_rank_that_was_killed_is_the_cause(tmp_path: Path) -> None:
-    """Not the one that lost its connection to it."""
+    """The crashed rank is the cause, not the one that lost its connection to it."""
     code = (
         "import os, signal, sys, time\n"
         "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -154,7 +154,7 @@ def test_a_rank_that_was_killed_is_the_cause(tmp_path: Path) -> None:
 def test_variables_of_other_launchers_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks would wait for an agent's store that is not theirs."""
+    """torchrun's variables are removed: ranks would wait for the agent's store."""
     foreign = {"TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK", "SLURM_PROCID", "ROLE_NAME"}
     for name in foreign:
         monkeypatch.setenv(name, "1")
@@ -172,7 +172,7 @@ def test_variables_of_other_launchers_are_left_out(
 
 
 def test_nobody_reads_the_terminal(tmp_path: Path) -> None:
-    """A rank that asks gets no answer, instead of being stopped for asking."""
+    """A rank that reads from the terminal gets end of file instead of being stopped."""
     command = [sys.executable, str(tmp_path / "train.py")]
     (tmp_path / "train.py").write_text("import os; print(os.read(0, 9), flush=True)")
     for fork in (False, True):
@@ -181,27 +181,27 @@ def test_nobody_reads_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_command_line_error(tmp_path: Path) -> None:
-    """argparse's own line."""
+    """argparse's own message is the reason."""
     code = "import argparse; argparse.ArgumentParser(prog='train.py').parse_args(['--none'])"
     with pytest.raises(TTraceError, match="rank 0 failed: error: unrecognized arguments: --none"):
         jobs.run(job(tmp_path, code, nproc=2), fork=True)
 
 
 def test_an_assertion_without_words(tmp_path: Path) -> None:
-    """Then it is where it was raised."""
+    """For an error without text, the line that raised it."""
     with pytest.raises(TTraceError, match=r"^rank 0 failed: AssertionError: assert 1 == 2 "):
         jobs.run(job(tmp_path, "assert 1 == 2", nproc=1), fork=False)
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
-    """What cannot be started says so."""
+    """A program that cannot be started is reported."""
     log = tmp_path / "log"
     assert child.run_subprocess(["/nowhere/python"], {}, log) == 1
     assert log.read_text() == "/nowhere/python: No such file or directory\n"
 
 
 def test_signals_of_a_started_process(tmp_path: Path) -> None:
-    """As a shell would start it: nothing is held back."""
+    """No signal is blocked or ignored, as from a shell."""
     code = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

@@ -13,8 +13,8 @@ from megatron_ttrace.trace.findings import (
     FailingRanks,
     Finding,
     Grounds,
-    Shares,
-    Weights,
+    ShareWeights,
+    UnequalShares,
 )
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.report.synthetic_report import make_verdict
@@ -31,14 +31,14 @@ def types_of_findings() -> set[type]:
 def test_every_type_of_finding_has_a_renderer() -> None:
     """A new type needs a sentence."""
     assert len(types_of_findings()) > 15
-    assert set(explanations._RENDERERS) == types_of_findings()
+    assert {Finding, *explanations._RENDERERS} == types_of_findings()
 
 
-@pytest.mark.parametrize("enum", ["Order", "MaskOrder", "CastOperand", "Grounds"])
+@pytest.mark.parametrize("enum", ["RowOrder", "MaskOrder", "CastOperand", "Grounds"])
 def test_every_member_has_words(enum: str) -> None:
     """No enumeration is rendered in part."""
     tables = {
-        "Order": explanations._ORDERS,
+        "RowOrder": explanations._ORDERS,
         "MaskOrder": explanations._MASKS,
         "CastOperand": explanations._OPERANDS,
         "Grounds": explanations._GROUNDS,
@@ -60,8 +60,7 @@ def test_what_is_around_a_culprit() -> None:
     before = make_verdict("a.a", Kind.INPUT, index=4)
     text = explanations.reason_text(Grounds.OUTPUT_WITHOUT_INPUTS, VERDICT, before)
     assert text == (
-        "it has no traced inputs, and its output fails; a.a input.4, computed just before it, "
-        "passes"
+        "it has no traced inputs, and its output fails; the tensor before it (a.a input.4) passes"
     )
     text = explanations.reason_text(Grounds.MAIN_GRAD, VERDICT, alike=[VERDICT, before, before])
     assert text.endswith("of a.b does not; 1 of 3 of its kind fail")
@@ -94,9 +93,9 @@ def test_initial_values_are_explained_by_their_note() -> None:
 
 def test_shares_of_several_modules_and_ranks() -> None:
     """Each group of ranks has its own part of the sentence."""
-    one = Weights("a", False, ((1, 0.0), (2, 0.0)), True)
-    two = Weights("b", True, ((0, 1.5),), False)
-    shares = Shares(Cause.WEIGHTS, ("dp",), by_ranks=(((0,), (one, two)), ((1, 2), (two,))))
+    one = ShareWeights("a", False, ((1, 0.0), (2, 0.0)), True)
+    two = ShareWeights("b", True, ((0, 1.5),), False)
+    shares = UnequalShares(Cause.WEIGHTS, ("dp",), by_ranks=(((0,), (one, two)), ((1, 2), (two,))))
     text = explanations.explanation_text(Explanation(shares), VERDICT)
     assert text == (
         "on rank 0 a's share of microbatch 1..2 is missing; b's shares count unequally (dp 0: "

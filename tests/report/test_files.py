@@ -50,29 +50,29 @@ def test_a_line_has_the_fields_of_the_contract(tmp_path: Path) -> None:
 def test_infinities_travel(tmp_path: Path) -> None:
     """The files are strict JSON, infinities and NaN come back."""
     verdict = make_verdict(verdict=Outcome.NONFINITE, rel_err=math.inf)
-    files.write_verdicts(tmp_path / "v", [verdict])
-    assert files.read_verdicts(tmp_path / "v") == [verdict]
-    json.loads((tmp_path / "v").read_text(), parse_constant=pytest.fail)
+    write((make_summary([verdict]), [verdict]), tmp_path)
+    assert files.load_report(tmp_path)[1] == [verdict]
+    json.loads((tmp_path / files.VERDICTS).read_text(), parse_constant=pytest.fail)
 
 
 def test_a_summary_takes_any_configuration(tmp_path: Path) -> None:
     """Configuration and timings may hold NaN, paths and tuples; the file stays JSON."""
     summary = make_summary([make_verdict()])
     summary.config.update(path=Path("/x"), ratio=math.nan, sizes=(1, 2))
-    files.write_summary(tmp_path / "s", summary)
-    json.loads((tmp_path / "s").read_text(), parse_constant=pytest.fail)
-    assert files.read_summary(tmp_path / "s").config["sizes"] == [1, 2]
+    write((summary, [make_verdict()]), tmp_path)
+    json.loads((tmp_path / files.SUMMARY).read_text(), parse_constant=pytest.fail)
+    assert files.load_report(tmp_path)[0].config["sizes"] == [1, 2]
 
 
 @given(name=st.text(st.characters(codec=None), max_size=60), note=st.text(max_size=30))
 @settings(max_examples=60, deadline=None)
 def test_any_name_survives(name: str, note: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Names are kept as they are, line separators and lone surrogates included."""
-    path = tmp_path_factory.mktemp("names") / files.VERDICTS
+    folder = tmp_path_factory.mktemp("names")
     verdict = make_verdict(name, Kind.OUTPUT, note=note)
-    files.write_verdicts(path, [verdict, verdict])
-    assert files.read_verdicts(path) == [verdict, verdict]
-    assert path.read_bytes().count(b"\n") == 2
+    write((make_summary([verdict, verdict]), [verdict, verdict]), folder)
+    assert files.load_report(folder)[1] == [verdict, verdict]
+    assert (folder / files.VERDICTS).read_bytes().count(b"\n") == 2
 
 
 @pytest.mark.parametrize(

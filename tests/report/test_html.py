@@ -136,9 +136,19 @@ def test_colours(outcome: Outcome, rel_err: float | None, expected: int) -> None
     assert figures.colour_class(verdict) == expected
 
 
+def curves_of(verdicts: list[Verdict]) -> list[figures.Curve]:
+    """The curves of a check."""
+    return figures.curves(verdicts, table.heat_map(verdicts))
+
+
+def ranks_of(found: figures.RankMap) -> list[figures.RankCell]:
+    """All ranks, row by row."""
+    return [cell for _, stages in found.rows for stage in stages for cell in stage]
+
+
 def test_curves_run_from_embedding_to_output(diverged: Check) -> None:
     """All four directions, one x axis: the depth of the model."""
-    found = figures.curves(diverged[1])
+    found = curves_of(diverged[1])
     assert [curve.title.split(":")[0] for curve in found] == [
         "forward",
         "backward",
@@ -161,9 +171,9 @@ def test_curves_survive_extremes() -> None:
             [(0.0, 1e-300), (float("inf"), 1e300), (float("nan"), None), (1e-3, 0.0)] * 500
         )
     ]
-    (curve,) = figures.curves(verdicts)
+    (curve,) = curves_of(verdicts)
     assert len(curve.points) <= 300
-    assert figures.curves([make_verdict(rel_err=0.0, tolerance=0.0)]) == []
+    assert curves_of([make_verdict(rel_err=0.0, tolerance=0.0)]) == []
 
 
 @pytest.mark.parametrize(
@@ -182,22 +192,23 @@ def test_curves_survive_extremes() -> None:
 )
 def test_rank_layout(config: dict, place: dict[int, str] | None) -> None:
     """Ranks lie where Megatron puts them; what cannot be drawn is left out."""
-    found = figures.layout_figure(config, [], [])
+    found = figures.rank_map(config, [], [])
     if place is None:
         assert found is None
         return
     assert found is not None
-    assert len({(box.x, box.y) for box in found.boxes}) == int(config["world_size"])
+    cells = {cell.rank: cell for cell in ranks_of(found)}
+    assert sorted(cells) == list(range(int(config["world_size"])))
     for rank, words in place.items():
-        assert words in found.boxes[rank].title
+        assert words in cells[rank].title
 
 
 def test_failing_ranks_are_marked(diverged: Check) -> None:
     """Ranks of the culprit and of other failures stand out."""
     conflict = dataclasses.replace(diverged[1][-1], ranks=(0,))
-    found = figures.layout_figure(diverged[0].config, [*diverged[1], conflict], [1, 3])
+    found = figures.rank_map(diverged[0].config, [*diverged[1], conflict], [1, 3])
     assert found is not None
-    assert [box.state for box in found.boxes] == ["failing", "culprit", "fine", "culprit"]
+    assert [one.state for one in ranks_of(found)] == ["failing", "culprit", "fine", "culprit"]
 
 
 @pytest.fixture(scope="module")

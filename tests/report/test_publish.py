@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -16,12 +17,13 @@ from rich.console import Console
 
 from megatron_ttrace.cli import report as cli
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.report import files, html, junit, publish, tensorboard
+from megatron_ttrace.report import files, html, junit, publish, table, tensorboard
 from megatron_ttrace.trace.records import Outcome, Result, Summary, Verdict
 from tests.report.synthetic_report import make_summary, make_verdict
 from tests.trace.test_sanitise import HOSTILE, check_with
 
 Check = tuple[Summary, list[Verdict]]
+ROOT = Path(__file__).parents[2]
 
 
 class Writer:
@@ -49,6 +51,24 @@ def test_all_files_are_written(diverged: Check, tmp_path: Path) -> None:
     assert names == {"verdicts.jsonl", "summary.json", "report.html", "junit.xml"}
     assert files.load_report(tmp_path / "new" / "dir") == diverged
     assert writer.scalars[("ttrace/failures", 1)] == 809
+
+
+def test_the_documented_example(
+    diverged: Check,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """docs/reports.md reads a report through the public API."""
+    published(diverged, tmp_path / "ttrace-out")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(compile(example, "docs/reports.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == [
+        "diverged ['embedding.word_embeddings']",
+        "809 tensors fail, worst margin 51.2",
+    ]
 
 
 def test_a_broken_sink_is_loud_and_harmless(
@@ -99,7 +119,7 @@ def test_tensorboard_has_no_infinities() -> None:
     writer = Writer()
     verdicts = [make_verdict(verdict=Outcome.MISSING, rel_err=None, tolerance=None, iteration=7)]
     tensorboard.log(make_summary(verdicts), verdicts, writer)
-    assert writer.scalars[("ttrace/worst_margin", 7)] == tensorboard.UNMEASURED_MARGIN
+    assert writer.scalars[("ttrace/worst_margin", 7)] == table.UNMEASURED_MARGIN
 
 
 def test_tensorboard_tags_are_harmless() -> None:

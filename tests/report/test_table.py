@@ -40,27 +40,36 @@ from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_
     ],
 )
 def test_names_fall_into_layers(name: str, layer: str, tail: str) -> None:
-    """Every name has a group and a column."""
-    assert table.layer_of(name) == layer
-    assert table.tail_of(name) == tail
+    """Every name has a layer and a column."""
+    assert table.split_name(name, {"decoder", "mtp"}) == (layer, tail)
 
 
-def test_depth_order_is_natural() -> None:
-    """Layer 10 follows layer 9, and the model reads from embedding to loss."""
-    names = ["output_layer", "grad_norm", "decoder.layers.10", "loss", "decoder.final_layernorm"]
-    names += ["decoder.layers.9", "decoder.layers.2", "embedding", "tokens", "mtp.layers.0"]
-    assert table.depth_order(names) == [
+def test_layers_are_in_the_order_of_execution() -> None:
+    """By their outputs: the model itself, which is given its inputs first, ends last."""
+    kinds = {"model": Kind.INPUT, "tokens": Kind.TOKENS, "output_layer.weight": Kind.PARAM}
+    names = ["output_layer.weight", "tokens", "model", "embedding", "decoder.layers.2.mlp"]
+    names += ["decoder.layers.10", "decoder.final_layernorm", "output_layer"]
+    verdicts = [make_verdict(name, kinds.get(name, Kind.OUTPUT)) for name in names]
+    verdicts += [make_verdict("model"), make_verdict("loss", Kind.LOSS)]
+    layers = table.heat_map(verdicts).layers
+    assert layers == (
         "tokens",
         "embedding",
         "decoder.layers.2",
-        "decoder.layers.9",
         "decoder.layers.10",
         "decoder.final_layernorm",
-        "mtp.layers.0",
         "output_layer",
+        "model",
         "loss",
-        "grad_norm",
-    ]
+    )
+    rows = sorted(table.layer_rows(verdicts), key=lambda row: row.depth)
+    assert tuple(dict.fromkeys(row.layer for row in rows)) == layers
+
+
+def test_stacks_are_found_in_the_names() -> None:
+    """What stands in front of numbered layers; a layer without a number is none."""
+    names = ("a.layers.0", "b.c.layers.12.mlp", "layers.3", "d.layers.x", "e")
+    assert table.stacks_of(map(make_verdict, names)) == {"a", "b.c", ""}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +125,8 @@ def test_an_unmeasured_failure_comes_first() -> None:
         ]
     )
     assert [row.layer for row in rows] == ["decoder.layers.1", "decoder.layers.0"]
-    assert rows[0].group.margin == math.inf
+    assert table.margin_of(rows[0].group.worst) == math.inf
+    assert table.layer_margins(rows)["decoder.layers.1"] == table.UNMEASURED_MARGIN
 
 
 def test_heat_map_keeps_the_worst_of_each_cell() -> None:
@@ -163,11 +173,6 @@ def test_tally_adds_up() -> None:
     counted = table.tally(verdicts)
     assert set(counted) == {"pass", "unchecked"}
     assert sum(counted.values()) == len(verdicts)
-
-
-def test_a_long_number_in_a_name_sorts() -> None:
-    """int() refuses more than 4300 digits; a name may have them."""
-    assert table.depth_order(["a" + "9" * 5000, "a2"]) == ["a2", "a" + "9" * 5000]
 
 
 def test_a_parameter_after_the_step_is_part_of_the_update() -> None:

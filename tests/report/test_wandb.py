@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.report import html
+from megatron_ttrace.report import html, table
 from megatron_ttrace.report import wandb as sink
 from megatron_ttrace.trace.records import Outcome, Summary, Verdict
 from tests.report.synthetic_report import make_summary, make_verdict
@@ -186,10 +186,10 @@ def test_failures_without_a_number_sort_last(tmp_path: Path) -> None:
     """A missing layer is a huge margin; nothing in the table is infinite."""
     verdicts = [make_verdict(verdict=Outcome.MISSING, rel_err=None, tolerance=None)]
     summary = make_summary(verdicts)
-    assert sink.summary_fields(summary, verdicts)["ttrace/worst_margin"] == sink.UNMEASURED_MARGIN
+    assert sink.summary_fields(summary, verdicts)["ttrace/worst_margin"] == table.UNMEASURED_MARGIN
     assert "is missing from the candidate" in sink.alert_text(summary, verdicts)[1]
     sink.log(summary, verdicts, tmp_path / "none", directory=tmp_path)
-    assert tables(run_folder(tmp_path))["ttrace_verdicts"]["data"][0][7] == sink.UNMEASURED_MARGIN
+    assert tables(run_folder(tmp_path))["ttrace_verdicts"]["data"][0][7] == table.UNMEASURED_MARGIN
 
 
 class Broken:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one answer: it needs evidence."""
+"""The answer of a check needs evidence."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.placement.boxes import product, whole
-from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.runtime.conclusion import _is_evidence, conclude, not_enough
 from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
+from tests.placement.meshes import mesh_of
 
 
 def verdict(kind: Kind, outcome: Outcome, index: int = 0) -> Verdict:
@@ -46,7 +48,7 @@ def test_only_computed_tensors_that_pass_are_evidence(kind, outcome, index, expe
 
 @pytest.fixture
 def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for them imports Megatron, which takes many seconds."""
+    """Collecting the versions imports Megatron, which takes many seconds."""
     monkeypatch.setattr(versions, "installed", dict)
 
 
@@ -69,7 +71,7 @@ class Job:
         seal(directory / "reference", {"role": "reference", "epsilon": epsilon("float32")})
 
     def answer(self, allowed: float, *, error: float = 0.0) -> Summary:
-        """What is concluded; ``error`` is the relative error of the last tensor."""
+        """The conclusion; ``error`` is the relative error of the last tensor."""
         found = [
             Measured(key, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
             for key in self.keys
@@ -82,7 +84,7 @@ class Job:
             {0: found},
             candidate=self.directory / "candidate",
             mesh=mesh_of(0, 2, tp=2),
-            config={},
+            config=RunConfig(),
             timings={},
             allow_unchecked=allowed,
         )
@@ -91,7 +93,7 @@ class Job:
 
 @pytest.mark.usefixtures("no_versions")
 def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
-    """Three of twelve are blind: how many, why, and what would accept it; a quarter does."""
+    """Three of twelve are blind: the notice says how many, why, and which share accepts it."""
     job = Job(tmp_path, blind=3, seen=9)
     summary = job.answer(0.10)
     assert summary.verdict is Result.COULD_NOT_CHECK
@@ -108,7 +110,7 @@ def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_versions")
 def test_a_divergence_stays_one(tmp_path: Path) -> None:
-    """However little was checked: what was found is wrong."""
+    """A divergence stays one, however little was checked."""
     summary = Job(tmp_path, blind=9, seen=3).answer(0.10, error=0.5)
     assert summary.verdict is Result.DIVERGED
     assert summary.notices == ()
@@ -116,10 +118,10 @@ def test_a_divergence_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_versions")
 def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
-    """Everything is blind: allowing that is no check."""
+    """If everything is blind, no allowed share makes it a pass."""
     summary = Job(tmp_path, blind=3, seen=0).answer(1.0)
     assert summary.verdict is Result.COULD_NOT_CHECK
-    assert "every one of them is unchecked" in summary.notices[0]
+    assert "all of them are unchecked" in summary.notices[0]
 
 
 @given(
@@ -128,12 +130,12 @@ def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     allowed=st.floats(0, 1),
 )
 def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float) -> None:
-    """Who types what the notice says gets no such notice again."""
+    """With the share that the notice suggests there is no such notice."""
     verdicts = [verdict(Kind.OUTPUT, Outcome.UNCHECKED)] * blind
     verdicts += [verdict(Kind.OUTPUT, Outcome.PASS)] * seen
     told = not_enough(verdicts, allowed)
     assert bool(told) == (blind > allowed * (blind + seen))
     if told:
-        named = float(told.split("--ttrace-allow-unchecked ")[1].split()[0])
+        named = float(too_few_text(told).split("--ttrace-allow-unchecked ")[1].split()[0])
         assert named <= 1
         assert not not_enough(verdicts, named)

@@ -23,14 +23,14 @@ DATA = "rank-00000.0000.safetensors"
 
 
 class Maker:
-    """Makes a small reference of the given values, and counts."""
+    """Makes a small reference of the given values, and counts how often."""
 
     def __init__(self, value: float = 1.0) -> None:
         self.value = value
         self.made = 0
 
     def __call__(self, aside: Path) -> None:
-        """What the reference run does in the directory that it is given."""
+        """Stands in for the reference run."""
         self.made += 1
         aside.mkdir()
         writer = TraceWriter(aside, 0)
@@ -40,7 +40,7 @@ class Maker:
 
 
 def obtain(home: Path, make: Callable[[Path], None], patience: float = 5.0) -> bool:
-    """Find or make; what is returned stands for the very trace that lies there."""
+    """Find or make; the checksum returned is that of the trace on disk."""
     checksum = launch._obtain(home, NAME, make, patience)
     if checksum is not None:
         assert TraceReader(home, announced=checksum).checksum == checksum
@@ -54,12 +54,12 @@ def value_of(home: Path) -> float:
 
 
 def visible(folder: Path) -> list[str]:
-    """What is in a folder, without locks."""
+    """The content of a folder, without locks."""
     return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".lock"))
 
 
 def test_made_once(tmp_path: Path) -> None:
-    """The second time it is found; nothing else is left."""
+    """The second time it is found; no other files are left."""
     make = Maker()
     home = tmp_path / "cache" / NAME
     assert obtain(home, make)
@@ -74,7 +74,7 @@ def test_made_once(tmp_path: Path) -> None:
 def test_a_damaged_one_is_made_again(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One flipped bit, one line; whoever has the damaged file open keeps what he has."""
+    """One flipped bit, one line; a process that has the damaged file open keeps its content."""
     home = tmp_path / NAME
     obtain(home, Maker(1.0))
     with (home / name).open("r+b") as file:
@@ -96,7 +96,7 @@ def test_a_damaged_one_is_made_again(
 
 
 def test_one_of_another_configuration_is_replaced(tmp_path: Path) -> None:
-    """As in a directory that is used for one job after the other."""
+    """A reference of another configuration is replaced."""
     home = tmp_path / "reference"
     Maker(1.0)(home)
     seal(home, {"role": "reference", "fingerprint": "another"})
@@ -126,7 +126,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 
 
 def test_somebody_elses_directory(tmp_path: Path) -> None:
-    """A folder of that name that we did not make is neither replaced nor removed."""
+    """A folder of that name that is not a reference is neither replaced nor removed."""
     home = tmp_path / "reference"
     home.mkdir()
     (home / "thesis.tex").write_text("")
@@ -138,7 +138,7 @@ def test_somebody_elses_directory(tmp_path: Path) -> None:
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
-    """What was there stays, and the lock is free."""
+    """The old reference stays, and the lock is released."""
     home = tmp_path / NAME
 
     def fail(aside: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_killed_builds(tmp_path: Path) -> None:
-    """They are removed, but for those of an entry that somebody is building now."""
+    """Leftovers are removed, except those of an entry that is being built."""
     left = [f".{NAME}.building-1", f".{NAME}.old-1", ".dead.building-1", ".alive.building-1"]
     for name in left:
         (tmp_path / name).mkdir()
@@ -188,7 +188,7 @@ def building(lock: Path) -> Iterator[int]:
 
 
 def test_waiting_for_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said for whom, and the wait has an end."""
+    """The message names the other process, and the wait is limited."""
     make = Maker()
     with building(tmp_path / f".{NAME}.lock") as other:
         assert not obtain(tmp_path / NAME, make, patience=0.3)
@@ -202,7 +202,7 @@ def test_waiting_for_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_second_uses_what_the_first_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs that want the same entry at the same time: one makes it, both have it."""
+    """Two runs need the same entry at the same time: one makes it, both use it."""
     monkeypatch.setattr(launch, "_POLL_SECONDS", 0.01)
     home = tmp_path / NAME
     started, go = threading.Event(), threading.Event()
@@ -223,7 +223,7 @@ def test_the_second_uses_what_the_first_made(
 
 
 def test_without_locks_the_faster_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry that appeared meanwhile is verified and used."""
+    """An entry that appeared in the meantime is verified and used."""
     home = tmp_path / NAME
 
     def slowly(aside: Path) -> None:
@@ -243,7 +243,7 @@ def test_without_locks_the_faster_one_wins(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    """One line; an entry that is there is used all the same."""
+    """One line; an existing entry is still used."""
     (tmp_path / "file").write_text("")
     with pytest.raises(TTraceError, match="cannot be written") as caught:
         obtain(tmp_path / "file" / NAME, Maker())

@@ -7,15 +7,15 @@ import torch
 from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu.te import offering, quantize
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.runtime.perturb import jitter, perturbed, split_head
+from megatron_ttrace.runtime.perturb import perturb, perturbed, split_head
 from tests.capture.recorder import Model, batch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_jitter_moves_every_element_by_about_an_epsilon(dtype):
+def test_perturb_moves_every_element_by_about_an_epsilon(dtype):
     """Up or down at random, in the tensor's own dtype."""
     ones = torch.ones(1000, dtype=dtype)
-    moved = jitter(ones, torch.Generator().manual_seed(1))
+    moved = perturb(ones, torch.Generator().manual_seed(1))
     assert moved.dtype == dtype
     change = (moved.double() - 1) / epsilon(dtype)
     if dtype is torch.float64:
@@ -35,7 +35,7 @@ def run(model, seed):
 
 
 def test_a_seed_is_one_perturbation():
-    """The same seed again is the same replay, another one is another."""
+    """The same seed gives the same replay, another seed another one."""
     first, again, other = (run(Model(), seed) for seed in (1, 1, 2))
     assert torch.equal(first[0], again[0])
     assert all(map(torch.equal, first[1], again[1]))
@@ -43,7 +43,7 @@ def test_a_seed_is_one_perturbation():
 
 
 def test_the_replay_stays_close():
-    """Gradients move by rounding, not by more, and every one of them moves."""
+    """All gradients move, by no more than rounding."""
     plain = Model()
     ids, labels = batch()
     plain(ids, labels=labels).backward()
@@ -55,7 +55,7 @@ def test_the_replay_stays_close():
 
 @pytest.mark.parametrize("emulated", [True, False])
 def test_fp8_is_rounded_with_another_scale(monkeypatch, emulated):
-    """An epsilon is far less than FP8's steps; where FP8 is the hardware's, scales are too."""
+    """Scales are perturbed too, unless FP8 is the hardware's."""
     monkeypatch.setattr(offering, "_emulated", emulated)
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
     plain = quantize.current_scaling(x, torch.float8_e4m3fn)
@@ -66,7 +66,7 @@ def test_fp8_is_rounded_with_another_scale(monkeypatch, emulated):
 
 
 def test_no_hook_is_left():
-    """Whatever happens inside."""
+    """No hook is left, whatever happens inside."""
     model = Model()
     with pytest.raises(ValueError, match="inside"), perturbed([canonical_names(model)], 1):
         raise ValueError("inside")
@@ -87,7 +87,7 @@ class Head(torch.nn.Module):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_heads_gradient_is_added_up_in_two_parts(dtype, tied):
-    """In 16 bits only; what is small beside the target's row is lost part by part."""
+    """In 16 bits only, where values that are small beside the target's row are lost."""
     step = epsilon(dtype)
     above = torch.tensor([[1.0, 0.3 * step, 0.3 * step]], dtype=dtype)
     head = Head(torch.ones(3, 1, dtype=dtype))
@@ -104,7 +104,7 @@ def test_the_heads_gradient_is_added_up_in_two_parts(dtype, tied):
 
 
 def test_others_that_read_the_hidden_states_keep_their_share():
-    """The head's part of the gradient changes, by rounding; what else is in it stays."""
+    """The head's part of the gradient changes by rounding; the rest stays."""
     generator = torch.Generator().manual_seed(1)
     head = Head(torch.randn(64, 8, generator=generator).bfloat16())
     hidden = torch.randn(4, 8, generator=generator).bfloat16().requires_grad_()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that cannot be traced are refused with a reason; others are told how they are checked."""
+"""Runs that cannot be traced are refused with a reason; notices say how others are checked."""
 
 import argparse
 from pathlib import Path
@@ -12,12 +12,13 @@ from megatron_ttrace.runtime import low_precision, requirements
 
 
 def arguments(**values):
-    """Megatron's, of a run that asks for nothing."""
-    return argparse.Namespace(**{"rampup_batch_size": None, "load": None, **values})
+    """Megatron's arguments of a plain run."""
+    plain = {"rampup_batch_size": None, "load": None, "num_experts": None}
+    return argparse.Namespace(**{**plain, **values})
 
 
 def settings(**values):
-    """Ours."""
+    """Our settings."""
     return Settings(directory=Path("unused"), **values)
 
 
@@ -25,12 +26,27 @@ REFUSED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
     ({"use_torch_fsdp2": True}, {}, "--use-torch-fsdp2"),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
+    ({"overlap_moe_expert_parallel_comm": True}, {}, "--overlap-moe-expert-parallel-comm"),
+    ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
+    ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
+    (
+        {
+            "num_experts": 4,
+            "sequence_parallel": True,
+            "tensor_model_parallel_size": 2,
+            "context_parallel_size": 1,
+            "moe_expert_capacity_factor": 1.0,
+            "moe_pad_expert_input_to_capacity": True,
+        },
+        {},
+        "--moe-pad-expert-input-to-capacity",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("given", "asked", "words"), REFUSED)
 def test_refused(given, asked, words, monkeypatch):
-    """In one line."""
+    """The reason is one line."""
     monkeypatch.setattr(requirements, "starts_from_checkpoint", lambda args: bool(args.load))
     with pytest.raises(TTraceError, match=words) as refused:
         requirements.require(arguments(**given), settings(**asked))
@@ -42,19 +58,20 @@ ACCEPTED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
     ({"use_megatron_fsdp": True}, {}),
     ({"load": "there"}, {}),
+    ({"cuda_graph_impl": "none"}, {}),
 ]
 
 
 @pytest.mark.parametrize(("given", "asked"), ACCEPTED)
 def test_accepted(given, asked, monkeypatch):
-    """What comes near to a refusal is none."""
+    """Similar runs are not refused."""
     monkeypatch.setattr(requirements, "starts_from_checkpoint", lambda args: bool(args.load))
     requirements.require(arguments(**given), settings(**asked))
 
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_low_precision_isolates_and_says_so(asks, monkeypatch):
-    """Unless the user asked for it."""
+    """There is a notice unless the user requested isolation."""
     monkeypatch.setattr(low_precision.te, "emulated", lambda: True)
     chosen = settings(isolate=asks)
     assert requirements.isolates(arguments(fp8="hybrid"), chosen)
@@ -66,6 +83,6 @@ def test_low_precision_isolates_and_says_so(asks, monkeypatch):
 
 
 def test_another_megatrons_reference_is_told():
-    """Where it was allowed."""
+    """There is a notice where another Megatron was allowed."""
     chosen = settings(reference=Path("there"), allow_other_megatron=True)
     assert len(requirements.notices(arguments(), chosen)) == 1

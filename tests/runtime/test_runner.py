@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one runner of small jobs, without running one."""
+"""The runner of small jobs, without running one."""
 
 import dataclasses
 import json
@@ -9,12 +9,12 @@ import pytest
 from megatron_ttrace.mcore import provenance
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.runtime import PRELOADED
-from megatron_ttrace.runtime.runner import NO_WANDB, Case, Runner
+from megatron_ttrace.runtime.runner import Case, Runner
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What is asked of the processes; none is started."""
+    """Calls to ``prepare``; no process is started."""
     calls = []
 
     def prepare(device, script, *, modules):
@@ -28,7 +28,7 @@ def asked(monkeypatch):
 
 def test_a_case_becomes_a_job(asked, tmp_path):
     """Its own flags and environment come after the runner's; references are shared."""
-    runner = Runner(tmp_path, flags=(NO_WANDB, "--a"), device="cpu")
+    runner = Runner(tmp_path, flags=("--ttrace-device", "cpu", "--a"))
     case = Case(
         name="one", arguments=("--x", "1"), nproc=2, flags=("--b",), environment={"K": "v"}, limit=3
     )
@@ -43,7 +43,7 @@ def test_a_case_becomes_a_job(asked, tmp_path):
         arguments=("--x", "1"),
         nproc=2,
         directory=tmp_path / "one",
-        flags=(NO_WANDB, "--a", "--b"),
+        flags=("--ttrace-device", "cpu", "--a", "--b"),
         environment={"TTRACE_CACHE": str(tmp_path / "references"), "K": "v"},
         limit=3,
     )

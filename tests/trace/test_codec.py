@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.placement.mesh import Mesh, mesh_of
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, CodecError, Count, Size
+from tests.placement.meshes import mesh_of
 
 
 class Colour(StrEnum):

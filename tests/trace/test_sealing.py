@@ -58,7 +58,6 @@ def test_other_bytes_of_the_same_values(change: object) -> None:
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and checksums in the given order, by one thread or several."""
-    monkeypatch.setattr(sealing, "_BUFFER", 100)
     contents = [b"", b"a", bytes(1000), b"b" * 100, b"c" * 201]
     paths = [tmp_path / str(number) for number in range(len(contents))]
     for path, content in zip(paths, contents, strict=True):

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,14 @@ InitMethod = Callable[[torch.Tensor], Any]
 def default_init(tensor: torch.Tensor) -> torch.Tensor:
     """Draw weights as TransformerEngine does when it is given no initialiser."""
     return torch.nn.init.normal_(tensor, mean=0.0, std=0.023)
+
+
+class ParameterInit(NamedTuple):
+    """How a parameter gets its initial value, and its place among the FP8 tensors."""
+
+    init_fn: InitMethod
+    get_rng_state_tracker: Callable[[], Any] | None
+    fp8_meta_index: int | None = None
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
@@ -34,7 +42,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.parallel_mode: str | None = None
         self.rng_tracker_name: str | None = None
         self.get_rng_state_tracker: Callable[[], Any] | None = None
-        self._initialisers: dict[str, tuple[InitMethod, bool]] = {}
+        self.primary_weights_in_fp8 = False
+        self.param_init_meta: dict[str, ParameterInit] = {}
         self._fp8 = fp8_modules.ModuleState(self)
 
     # Parameters
@@ -54,31 +63,33 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.register_parameter(name, parameter)
-        self._initialisers[name] = (init, tracked)
+        tracker = self.get_rng_state_tracker if tracked else None
+        self.param_init_meta[name] = ParameterInit(init, tracker)
         if not parameter.is_meta:
             self._initialise(name)
         return parameter
 
     def _initialise(self, name: str) -> None:
-        init, tracked = self._initialisers[name]
+        how = self.param_init_meta[name]
         context: Any = nullcontext()
-        if tracked and self.get_rng_state_tracker is not None:
-            tracker = self.get_rng_state_tracker()
+        if how.get_rng_state_tracker is not None:
             names = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
-            context = tracker.fork(*names)
+            context = how.get_rng_state_tracker().fork(*names)
         with torch.no_grad(), context:
-            init(getattr(self, name))
+            how.init_fn(getattr(self, name))
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Give every parameter that lies on the meta device memory and an initial value."""
+        """Give every parameter an initial value, and memory if it lies on the meta device."""
         if defer_init:
             return
         for name, parameter in list(self.named_parameters(recurse=False)):
-            if parameter.is_meta and name in self._initialisers:
+            if name not in self.param_init_meta:
+                continue
+            if parameter.is_meta:
                 real = torch.nn.Parameter(torch.empty_like(parameter, device="cpu"))
                 real.__dict__.update(parameter.__dict__)
                 self.register_parameter(name, real)
-                self._initialise(name)
+            self._initialise(name)
 
     def mark_partitioned(self, parameter: torch.nn.Parameter, partitioned: bool, dim: int) -> None:
         """Tell Megatron along which dim a parameter is cut over the tensor-parallel ranks."""

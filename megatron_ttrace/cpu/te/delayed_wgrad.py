@@ -42,12 +42,3 @@ def now_or_later(queue: Queue | None, compute: Callable[[], torch.Tensor]) -> to
         return compute()
     queue.put(compute)
     return None
-
-
-def refuse_fused_accumulation(wanted: bool) -> None:
-    """Adding to ``main_grad`` inside the matrix product needs a kernel."""
-    if wanted:
-        raise NotImplementedError(
-            "gradient accumulation fusion needs TransformerEngine's kernels: "
-            "use --no-gradient-accumulation-fusion"
-        )

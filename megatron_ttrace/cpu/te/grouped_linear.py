@@ -132,7 +132,6 @@ class GroupedLinear(TransformerEngineBaseModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        delayed_wgrad.refuse_fused_accumulation(fuse_wgrad_accumulation)
         dtype = params_dtype or torch.get_default_dtype()
         self.num_gemms = num_gemms
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features

@@ -150,7 +150,6 @@ class LayerNormLinear(TransformerEngineBaseModule):
     ) -> None:
         tracker_name = getattr(self, "rng_tracker_name", None)
         super().__init__()
-        delayed_wgrad.refuse_fused_accumulation(fuse_wgrad_accumulation)
         if return_layernorm_output_gathered:
             raise NotImplementedError("the gathered norm output is not returned on a CPU")
         dtype = params_dtype or torch.get_default_dtype()

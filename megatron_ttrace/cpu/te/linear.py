@@ -187,7 +187,6 @@ class Linear(TransformerEngineBaseModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        delayed_wgrad.refuse_fused_accumulation(fuse_wgrad_accumulation)
         dtype = params_dtype or torch.get_default_dtype()
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features

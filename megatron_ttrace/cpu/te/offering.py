@@ -3,9 +3,9 @@
 
 import importlib
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+
+from megatron_ttrace.cpu.stand_in import offer
 
 #: What Megatron takes this for: the version that has all of the interface implemented here.
 VERSION = "2.10.0"
@@ -102,17 +102,6 @@ def emulated() -> bool:
     return _emulated
 
 
-def _offer(name: str, contents: dict[str, Any]) -> None:
-    module = ModuleType(name, "Standing in for NVIDIA TransformerEngine on a CPU.")
-    module.__dict__.update(contents)
-    module.__path__ = []
-    module.__spec__ = ModuleSpec(name, None, is_package=True)
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)
-
-
 def install() -> None:
     """Offer everything, unless the real TransformerEngine is there."""
     global _emulated
@@ -123,7 +112,7 @@ def install() -> None:
         for home, words in homes.items():
             module = importlib.import_module(f"{_PACKAGE}.{home}")
             contents |= {word: getattr(module, word) for word in words.split()}
-        _offer(name, contents)
+        offer(name, contents)
     engine: Any = sys.modules["transformer_engine"]
     engine.__version__ = VERSION
     _emulated = True

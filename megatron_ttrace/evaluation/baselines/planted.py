@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which share of planted errors each rule finds."""
+"""The share of planted errors that each rule finds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections import Counter
 
 import torch
 
-from megatron_ttrace.evaluation.baselines.rules import RULES, Job
+from megatron_ttrace.evaluation.baselines.rules import RULES, RunFacts
 from megatron_ttrace.evaluation.baselines.statistics import merged, statistics
 from megatron_ttrace.evaluation.baselines.tally import OURS
 from megatron_ttrace.evaluation.planting import WHOLE_SIZE, Field
 
 SIZES = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 4e-2, 0.5)
-"""Relative errors of one rank's part, as noise in a random box of it; 0 shows false alarms."""
+"""Relative errors of one rank's part, as noise in a random box; 0 shows false alarms."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Column:
+class PlantedColumn:
     """One sort of error: ``found[rule]`` is the share that the rule flags."""
 
     sort: str
@@ -27,27 +27,31 @@ class Column:
     found: dict[str, float]
 
 
-def columns(field: Field, trials: int, seed: int = 1) -> list[Column]:
-    """Plant ``trials`` errors of each sort; all rules but ours judge the merged tensor."""
-    generator = torch.Generator().manual_seed(seed)
+def columns(field: Field, trials: int) -> list[PlantedColumn]:
+    """Plant ``trials`` errors of each sort. All rules but ours judge the merged tensor."""
+    generator = torch.Generator().manual_seed(1)
+    facts = RunFacts(field.layers, field.epsilon)
     sorts = [(f"{size:g}", "noise", size) for size in SIZES]
     sorts += [(f"box: {shape}", shape, math.nan) for shape in WHOLE_SIZE]
     return [
-        Column(name, trials, _shares(field, shape, size, trials, generator))
+        PlantedColumn(name, trials, _shares(field, shape, size, trials, generator, facts))
         for name, shape, size in sorts
     ]
 
 
 def _shares(
-    field: Field, shape: str, size: float, trials: int, generator: torch.Generator
+    field: Field,
+    shape: str,
+    size: float,
+    trials: int,
+    generator: torch.Generator,
+    facts: RunFacts,
 ) -> dict[str, float]:
-    job = Job(*field.job)
     flagged: Counter[str] = Counter()
     for _ in range(trials):
-        rank, entry, local, _ = field.spoil(shape, size, generator, relative=True)
-        whole = field.whole(entry.key)
-        stats = statistics(merged(field.pieces(entry.key, rank, local), whole), whole)
-        flagged.update(rule.name for rule in RULES if rule.flags(entry.key, stats, job))
-        if field.verdict(entry.key, rank, local).verdict.is_failure:
-            flagged[OURS] += 1
+        spoilt = field.spoil(shape, size, generator, relative=True)
+        whole = field.whole(spoilt.key)
+        stats = statistics(merged(field.shards(spoilt), whole), whole)
+        flagged.update(rule.name for rule in RULES if rule.flags(spoilt.key, stats, facts))
+        flagged[OURS] += field.verdict(spoilt.key, spoilt.rank, spoilt.local).verdict.is_failure
     return {rule: flagged[rule] / trials for rule in (*(r.name for r in RULES), OURS)}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules by which others say "the same". Each is written from its published definition.
+"""Other tools' rules for "the same", each written from its published definition.
 
-docs/rivals.md says where each comes from and what it lets through.
+docs/baselines.md names the sources, and what each rule misses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MSPROBE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Job:
+class RunFacts:
     """What a rule may know of the run: number of layers, machine epsilon of the compute dtype."""
 
     layers: int
@@ -30,10 +30,10 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """``flags(key, stats, job)``: whether the tool would call the tensor different."""
+    """``flags(key, stats, run)``: whether the tool would call the tensor different."""
 
     name: str
-    flags: Callable[[TraceKey, Stats, Job], bool]
+    flags: Callable[[TraceKey, Stats, RunFacts], bool]
 
 
 def rel_diff(stats: Stats) -> float:
@@ -42,8 +42,8 @@ def rel_diff(stats: Stats) -> float:
     return stats.diff / total if total else 0.0
 
 
-def _beyond(threshold: float) -> Callable[[TraceKey, Stats, Job], bool]:
-    return lambda key, stats, job: stats.nonfinite > 0 or rel_diff(stats) > threshold
+def _beyond(threshold: float) -> Callable[[TraceKey, Stats, RunFacts], bool]:
+    return lambda key, stats, run: stats.nonfinite > 0 or rel_diff(stats) > threshold
 
 
 def theorem_bound(exponent: float, epsilon: float) -> float:
@@ -51,24 +51,24 @@ def theorem_bound(exponent: float, epsilon: float) -> float:
     return THEOREM_K * math.pow(THEOREM_C, exponent) * epsilon
 
 
-def _theorem_fixed(key: TraceKey, stats: Stats, job: Job) -> bool:
+def _theorem_fixed(key: TraceKey, stats: Stats, run: RunFacts) -> bool:
     """One bound for every layer: that of the first of 32."""
     del key
-    bound = theorem_bound(THEOREM_LAYERS + 1, job.epsilon)
+    bound = theorem_bound(THEOREM_LAYERS + 1, run.epsilon)
     return stats.nonfinite > 0 or stats.relative_error > bound
 
 
-def _theorem_depth(key: TraceKey, stats: Stats, job: Job) -> bool:
-    """``C^(L + 1 - l)`` with the model's own number of layers and the tensor's own layer."""
-    bound = theorem_bound(job.layers + 1 - depth(key, job.layers), job.epsilon)
+def _theorem_depth(key: TraceKey, stats: Stats, run: RunFacts) -> bool:
+    """``C^(L + 1 - l)`` with the model's number of layers L and the tensor's layer l."""
+    bound = theorem_bound(run.layers + 1 - depth(key, run.layers), run.epsilon)
     return stats.nonfinite > 0 or stats.relative_error > bound
 
 
 def depth(key: TraceKey, layers: int) -> int:
     """l of a tensor: 1 to L for layers, 0 before them, L + 1 after them.
 
-    The theorem is about gradients, whose errors pile up from the loss backwards; what the forward
-    pass computes gets the loosest bound, that of l = 0.
+    The theorem bounds gradients, whose errors accumulate from the loss backwards. Tensors of the
+    forward pass get the loosest bound, that of l = 0.
     """
     gradients = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT, Kind.MAIN_GRAD)
     if key.kind not in gradients:
@@ -79,13 +79,12 @@ def depth(key: TraceKey, layers: int) -> int:
     return 0 if "embedding" in key.name else layers + 1
 
 
-def _msprobe(key: TraceKey, stats: Stats, job: Job) -> bool:
-    """Largest, smallest, mean and norm: any relative difference above one half.
+def _msprobe(key: TraceKey, stats: Stats, run: RunFacts) -> bool:
+    """Whether the largest, smallest or mean element or the norm differ by more than half.
 
-    Without a number on both sides, or with zero in the reference, there is no relative difference,
-    and nothing is flagged.
+    NaN on either side, or zero in the reference, is not flagged: there is no relative difference.
     """
-    del key, job
+    del key, run
     pairs = [
         *zip(stats.extremes, stats.reference_extremes, strict=True),
         (math.sqrt(stats.candidate), math.sqrt(stats.reference)),
@@ -93,14 +92,14 @@ def _msprobe(key: TraceKey, stats: Stats, job: Job) -> bool:
     return not stats.nonfinite and any(r != 0.0 and abs(c - r) / abs(r) > MSPROBE for c, r in pairs)
 
 
-def _msprobe_outputs(key: TraceKey, stats: Stats, job: Job) -> bool:
-    """As the tool does since 26.2: what modules hand out, forward and backward, and no more."""
-    return key.kind in (Kind.OUTPUT, Kind.GRAD_INPUT) and _msprobe(key, stats, job)
+def _msprobe_outputs(key: TraceKey, stats: Stats, run: RunFacts) -> bool:
+    """As the tool does since 26.2: modules' outputs and input gradients only."""
+    return key.kind in (Kind.OUTPUT, Kind.GRAD_INPUT) and _msprobe(key, stats, run)
 
 
-def _assert_close(key: TraceKey, stats: Stats, job: Job) -> bool:
-    """A single element beyond ``atol + rtol |r|``."""
-    del key, job
+def _assert_close(key: TraceKey, stats: Stats, run: RunFacts) -> bool:
+    """Whether a single element is beyond ``atol + rtol |r|``."""
+    del key, run
     return stats.nonfinite > 0 or stats.far > 0
 
 

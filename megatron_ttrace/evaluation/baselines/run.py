@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run known bugs and healthy configurations with everything saved, and apply the rules."""
+"""Run known bugs and healthy configurations with all tensors saved, and apply the rules."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.baselines.tally import Flagged, Pair, apply
 from megatron_ttrace.evaluation.bugs import suite
 from megatron_ttrace.evaluation.bugs.catalogue import Bug
-from megatron_ttrace.evaluation.matrix.configurations import Configuration, arguments_of
+from megatron_ttrace.evaluation.matrix.configurations import Configuration
 from megatron_ttrace.report import files
-from megatron_ttrace.runtime.runner import Case, Runner
+from megatron_ttrace.runtime.runner import NO_WANDB, Runner
 from megatron_ttrace.trace.records import Summary, TraceKey
 
-SAVE = "--ttrace-save-candidate"
+_SAVE = "--ttrace-save-candidate"
 
 
 @dataclasses.dataclass
 class Collected:
-    """What all runs gave; ``problems`` are cases that could not be run."""
+    """The results of all runs; ``problems`` are cases that could not be run."""
 
     cases: list[Pair] = dataclasses.field(default_factory=list)
     healthy: dict[str, Flagged] = dataclasses.field(default_factory=dict)
@@ -43,61 +43,54 @@ def bugs(
     say: Callable[[str], None],
     found: Collected,
 ) -> None:
-    """Every bug's job with and without it; healthy runs that bugs share count once."""
-    variant = dataclasses.replace(variant, flags=(*variant.flags, SAVE))
+    """Run every bug's jobs with and without it; healthy runs that bugs share count once."""
+    variant = dataclasses.replace(variant, flags=(*variant.flags, _SAVE))
     known: dict[Path, Flagged] = {}
     for number, row in enumerate(suite.run(chosen, variant, directory, say)):
         name = f"{row.bug.id}/{'bf16' if variant.bf16 else 'fp32'}/{number}"
-        if row.healthy is None or row.sick is None:
+        if row.healthy is None or row.faulty is None:
             found.problems.append(f"{name}: {row.error}")
             continue
-        at = directory_of(row.healthy)
+        at = _directory_of(row.healthy)
         if at not in known:
             known[at] = apply(at)
             found.healthy[f"{name} without the bug"] = known[at]
-        sick = directory_of(row.sick)
-        found.cases.append(Pair(name, known[at], apply(sick), _culprit(row.bug, sick)))
-        shutil.rmtree(sick / "candidate", ignore_errors=True)
+        faulty = _directory_of(row.faulty)
+        found.cases.append(Pair(name, known[at], apply(faulty), _culprit(row.bug, faulty)))
+        shutil.rmtree(faulty / "candidate", ignore_errors=True)
 
 
 def matrix(
     chosen: Sequence[Configuration], directory: Path, say: Callable[[str], None], found: Collected
 ) -> None:
-    """Healthy configurations."""
-    runner = Runner(directory)
+    """Run healthy configurations."""
+    runner = Runner(directory, flags=(NO_WANDB, _SAVE))
     for one in chosen:
         say(one.name)
-        case = Case(
-            name=one.name.replace("/", "-"),
-            arguments=arguments_of(one, directory),
-            nproc=one.nproc,
-            flags=(SAVE,),
-        )
-        home = directory / case.name
+        case = one.case(directory)
         try:
             runner.run(case)
-            found.healthy[one.name] = apply(home)
+            found.healthy[one.name] = apply(directory / case.name)
         except TTraceError as error:
             found.problems.append(f"{one.name}: {error}")
-        shutil.rmtree(home / "candidate", ignore_errors=True)
+        shutil.rmtree(directory / case.name / "candidate", ignore_errors=True)
 
 
-def directory_of(summary: Summary) -> Path:
+def _directory_of(summary: Summary) -> Path:
     """The ``--ttrace-dir`` of a finished check."""
     return Path(RunConfig.from_json(summary.config).reference).parent
 
 
 def _culprit(bug: Bug, directory: Path) -> frozenset[TraceKey]:
-    """The tensors where the bug is born: module (or its parameters), kind and index."""
-    _, verdicts = files.load_report(directory)
+    """The tensors in which the bug starts: of the expected module (or its parameters)."""
     wanted = bug.expected
     return frozenset(
         verdict.key
-        for verdict in verdicts
-        if any(
+        for verdict in files.load_report(directory)[1]
+        if verdict.kind is wanted.kind
+        and wanted.index in (None, verdict.index)
+        and any(
             fnmatchcase(name, wanted.module)
             for name in (verdict.name, verdict.name.rpartition(".")[0])
         )
-        and verdict.kind is wanted.kind
-        and wanted.index in (None, verdict.index)
     )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rivals' rules need to know of a tensor: sums, extremes, and elements out of bounds.
+"""What the rules need to know of a tensor: sums, extremes, and elements out of bounds.
 
-The rivals compare whole tensors, so the candidate's shards are put together first. Where ranks hold
-replicas, the one that differs most stands for all of them: a rule is given the best chance to see
-an error.
+Other tools compare whole tensors, so the candidate's shards are merged first. Of replicas, the one
+that differs most is used, so that a rule has the best chance to see an error.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from megatron_ttrace.compare.measure import local_view, logical_view
-from megatron_ttrace.evaluation.planting import Piece
+from megatron_ttrace.evaluation.planting import SavedShard
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
 
@@ -25,7 +24,7 @@ ASSERT_CLOSE = {
     torch.float32: (1.3e-6, 1e-5),
     torch.float64: (1e-7, 1e-7),
 }
-"""(rtol, atol) of ``torch.testing.assert_close``, as its documentation has them by dtype."""
+"""(rtol, atol) of ``torch.testing.assert_close`` by dtype, from its documentation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class Stats:
     diff: float
     reference: float
     candidate: float
-    dot: float
     extremes: tuple[float, float, float]
     reference_extremes: tuple[float, float, float]
     far: int
@@ -55,14 +53,14 @@ class Stats:
 
 
 def statistics(candidate: torch.Tensor, reference: torch.Tensor) -> Stats:
-    """Compare two whole tensors of one shape; NaN in ``candidate`` marks what no rank holds."""
+    """Compare two whole tensors of one shape; what no rank holds is NaN in ``candidate``."""
     dtype = reference.dtype
     c, r = candidate.reshape(-1).double(), reference.reshape(-1).double()
     finite = torch.isfinite(c) & torch.isfinite(r)
     bad = int((~torch.isfinite(c) & torch.isfinite(r)).sum())
     c, r = c[finite], r[finite]
     if not c.numel():
-        return Stats(0, 0.0, 0.0, 0.0, 0.0, (0.0,) * 3, (0.0,) * 3, 0, bad)
+        return Stats(0, 0.0, 0.0, 0.0, (0.0,) * 3, (0.0,) * 3, 0, bad)
     d = c - r
     rtol, atol = ASSERT_CLOSE.get(dtype, ASSERT_CLOSE[torch.bfloat16])
     return Stats(
@@ -70,7 +68,6 @@ def statistics(candidate: torch.Tensor, reference: torch.Tensor) -> Stats:
         diff=float(d.dot(d)),
         reference=float(r.dot(r)),
         candidate=float(c.dot(c)),
-        dot=float(c.dot(r)),
         extremes=(float(c.max()), float(c.min()), float(c.mean())),
         reference_extremes=(float(r.max()), float(r.min()), float(r.mean())),
         far=int((d.abs() > atol + rtol * r.abs()).sum()),
@@ -97,12 +94,12 @@ def of_saved(reference: TraceReader, candidate: TraceReader) -> Iterator[tuple[T
         ]
         if entries and getattr(torch, there.dtype).is_floating_point:
             whole = reference.tensor(there)
-            pieces = (Piece(candidate.tensor(e), e.boxes, e.factor) for e in entries)
+            pieces = (SavedShard(candidate.tensor(e), e.boxes, e.factor) for e in entries)
             yield key, statistics(merged(pieces, whole), whole)
 
 
-def merged(pieces: Iterable[Piece], whole: torch.Tensor) -> torch.Tensor:
-    """The candidate's tensor put together from its boxes; of replicas the worst."""
+def merged(pieces: Iterable[SavedShard], whole: torch.Tensor) -> torch.Tensor:
+    """The candidate's tensor, merged from its boxes; of replicas, the one that differs most."""
     found = torch.full(whole.shape, math.nan, dtype=torch.float64)
     worst: dict[object, float] = {}
     for piece in pieces:

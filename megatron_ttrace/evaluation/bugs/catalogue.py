@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.evaluation.suites import Data
 from megatron_ttrace.resources import patches_dir
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Direction, Kind, Outcome
 
-_ID = re.compile(r"\d\d[a-z]?")
+_FILE = re.compile(r"(\d\d[a-z]?)-(.+)")
 _ABBREVIATIONS = {
     "--tensor-model-parallel-size": "TP",
     "--pipeline-model-parallel-size": "PP",
@@ -41,25 +43,29 @@ class SourcePatch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """A job in which the bug shows: ranks, and arguments on top of the suite's small model.
+class BugLayout:
+    """A job that shows the bug.
 
-    ``flags`` are ``--ttrace-*`` flags that the check needs besides. ``healthy`` are arguments for
-    the healthy run only, where a Megatron without the bug refuses the layout as it is. ``data`` is
-    ``mock``, or ``uneven``: sequences differ much in what a loss mask leaves. ``models`` limits the
-    layout to some of the suite's models, where another one cannot run it.
+    Attributes:
+        nproc: number of ranks.
+        arguments: Megatron's, in addition to those of the suite's small model.
+        healthy: further arguments of the healthy run, if Megatron without the bug rejects the
+            layout.
+        flags: ``--ttrace-*`` flags of both runs.
+        data: what it is trained on.
+        models: those of the suite's models that can run it.
     """
 
     nproc: int
     arguments: tuple[str, ...]
     healthy: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
-    data: str = "mock"
+    data: Data = Data.MOCK
     models: tuple[str, ...] = ("gpt", "llama")
 
     @property
     def short(self) -> str:
-        """In the field's abbreviations (``TP 2 SP``); arguments that have none are left out."""
+        """The usual abbreviations (``TP 2 SP``); arguments without one are left out."""
         words: list[str] = []
         taken = False
         for word in self.arguments:
@@ -77,15 +83,15 @@ class Expected:
     """What the report must say.
 
     Attributes:
-        module: pattern (fnmatch) of the canonical name; some culprit must match it.
+        module: pattern (fnmatch) of the canonical name of a culprit.
         kind: of that culprit's tensor.
         direction: in which it went wrong.
         verdicts: any of these.
-        index: number of that tensor, when only this one may be named.
+        index: number of that tensor, if only this one may be named.
         only: pattern that the names of all culprits must match; empty: that of ``module``.
-            ``{last}`` in it is the number of the model's last layer.
-        cause: what must be found out about it, or ``None`` where nothing must.
-        axes: of the mesh that the finding must speak of.
+            ``{last}`` stands for the number of the model's last layer.
+        cause: that the finding must have; ``None`` for any or no finding.
+        axes: mesh axes that must be among the finding's.
     """
 
     module: str
@@ -100,7 +106,7 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bug:
-    """One known bug. ``axis`` names what it takes to trigger it, in words."""
+    """One known bug. ``axis`` says in words what triggers it."""
 
     id: str
     name: str
@@ -108,13 +114,13 @@ class Bug:
     upstream: tuple[str, ...]
     confidence: str
     axis: str
-    layouts: tuple[Layout, ...]
+    layouts: tuple[BugLayout, ...]
     patches: tuple[SourcePatch, ...]
     expected: Expected
 
 
 def folder() -> Path:
-    """Where the bugs are described."""
+    """Where the descriptions are."""
     return patches_dir() / "bugs"
 
 
@@ -125,14 +131,13 @@ def load_catalogue() -> list[Bug]:
         TTraceError: when a description is damaged, with its file.
     """
     bugs = [read_bug(path) for path in sorted(folder().glob("*.toml"))]
-    ids = [bug.id for bug in bugs]
-    if len(set(ids)) != len(ids):
+    if len({bug.id for bug in bugs}) != len(bugs):
         raise TTraceError(f"{folder()}: two bugs have the same id")
     return bugs
 
 
 def find(bugs: Sequence[Bug], wanted: str) -> Bug:
-    """The bug with an id.
+    """The bug with an id or a name.
 
     Raises:
         TTraceError: when there is none.
@@ -151,48 +156,33 @@ def read_bug(path: Path) -> Bug:
         TTraceError: when it is damaged.
     """
     try:
-        with path.open("rb") as file:
-            return _bug(tomllib.load(file), path)
-    except (KeyError, ValueError, TypeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        match = _FILE.fullmatch(path.stem)
+        if not match:
+            raise ValueError("the file's name should be NN-name.toml")
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data |= {
+            "id": match[1],
+            "name": match[2],
+            "layouts": [_layout(layout) for layout in data.pop("layout")],
+            "patches": [_known(SourcePatch, patch) for patch in data.pop("patch")],
+            "expected": _known(Expected, data["expected"]),
+        }
+        return codec.decode(Bug, _known(Bug, data))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise TTraceError(f"{path}: not a valid description of a bug ({reason})") from error
 
 
-def _bug(data: dict[str, Any], path: Path) -> Bug:
-    number, _, name = path.stem.partition("-")
-    if not _ID.fullmatch(number) or not name:
-        raise ValueError("the file's name should be NN-name.toml")
-    expected = dict(data.pop("expected"))
-    return Bug(
-        id=number,
-        name=name,
-        title=data.pop("title"),
-        upstream=tuple(data.pop("upstream")),
-        confidence=data.pop("confidence"),
-        axis=data.pop("axis"),
-        layouts=tuple(_layout(dict(layout)) for layout in data.pop("layout")),
-        patches=tuple(SourcePatch(**patch) for patch in data.pop("patch")),
-        expected=Expected(
-            module=expected.pop("module"),
-            kind=Kind(expected.pop("kind")),
-            direction=Direction(expected.pop("direction")),
-            verdicts=tuple(Outcome(word) for word in expected.pop("verdicts")),
-            cause=Cause(expected.pop("cause")) if "cause" in expected else None,
-            axes=tuple(expected.pop("axes", ())),
-            **expected,
-        ),
-        **data,
-    )
+def _layout(data: dict[str, Any]) -> dict[str, Any]:
+    for key in ("arguments", "healthy", "flags"):
+        if key in data:
+            data[key] = shlex.split(data[key])
+    return _known(BugLayout, data)
 
 
-def _layout(data: dict[str, Any]) -> Layout:
-    if data.get("data", "mock") not in ("mock", "uneven"):
-        raise ValueError(f"data is {data['data']!r}, neither 'mock' nor 'uneven'")
-    return Layout(
-        nproc=data.pop("nproc"),
-        arguments=tuple(shlex.split(data.pop("arguments"))),
-        healthy=tuple(shlex.split(data.pop("healthy", ""))),
-        flags=tuple(shlex.split(data.pop("flags", ""))),
-        models=tuple(data.pop("models", Layout.__dataclass_fields__["models"].default)),
-        **data,
-    )
+def _known(record: type, data: dict[str, Any]) -> dict[str, Any]:
+    """Reject misspelt keys, which the codec would ignore."""
+    known = {field.name for field in dataclasses.fields(record)}
+    if unknown := data.keys() - known:
+        raise ValueError(f"unknown key {min(unknown)!r}")
+    return data

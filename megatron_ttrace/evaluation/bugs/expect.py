@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold a finished report against what a known bug should have led to.
+"""Compare a finished report with what a known bug should lead to.
 
-The checker never imports this: what is expected is looked at when the verdict is final.
+The checker never imports this: expectations are read when the verdict is final.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Findings:
-    """How a report fares; ``explained`` is ``None`` where no explanation is asked for.
+class Assessment:
+    """How a report compares with the expectation.
 
-    ``margin`` is the smallest among the culprits with one.
+    Attributes:
+        detected: whether the run was found diverged.
+        localised: whether the expected culprit is named, and no other.
+        explained: whether its cause is the expected one; ``None`` if none is expected.
+        margin: the smallest of the culprits' margins.
+        problem: what is not as expected, in words.
     """
 
     detected: bool
@@ -35,23 +40,29 @@ class Findings:
         return self.detected and self.localised and self.explained is not False
 
 
-def examine(summary: Summary, expected: Expected) -> Findings:
-    """Compare a sick run's report with the expectation."""
+def assess(summary: Summary, expected: Expected) -> Assessment:
+    """Compare the report of a run with the bug with the expectation."""
     detected = summary.verdict is Result.DIVERGED
     culprits = summary.culprits
     right = [culprit for culprit in culprits if _matches(culprit, expected)]
     allowed = (expected.only or expected.module).replace("{last}", str(_last_layer(summary)))
     strays = [culprit for culprit in culprits if not fnmatchcase(culprit.name, allowed)]
-    explained = (
-        None if expected.cause is None else any(_explains(culprit, expected) for culprit in right)
-    )
-    margins = [culprit.margin for culprit in culprits if culprit.margin is not None]
-    return Findings(
+    explained = None if expected.cause is None else any(_explains(c, expected) for c in right)
+    problem = ""
+    if not detected:
+        problem = "found equivalent"
+    elif not right:
+        problem = f"names {_named(culprits) or 'no module'}"
+    elif strays:
+        problem = f"also names {_named(strays)}"
+    elif explained is False:
+        problem = f"explains it as: {right[0].explanation}"
+    return Assessment(
         detected=detected,
         localised=bool(right) and not strays,
         explained=explained,
-        margin=min(margins) if margins else None,
-        problem=_problem(detected, culprits, right, strays, explained),
+        margin=min((c.margin for c in culprits if c.margin is not None), default=None),
+        problem=problem,
     )
 
 
@@ -74,24 +85,5 @@ def _explains(culprit: Culprit, expected: Expected) -> bool:
     return culprit.cause is expected.cause and set(expected.axes) <= set(culprit.axes)
 
 
-def _problem(
-    detected: bool,
-    culprits: tuple[Culprit, ...],
-    right: list[Culprit],
-    strays: list[Culprit],
-    explained: bool | None,
-) -> str:
-    if not detected:
-        return "found equivalent"
-    if not right:
-        named = ", ".join(_short(culprit) for culprit in culprits[:3])
-        return f"names {named or 'no module'}"
-    if strays:
-        return f"also names {', '.join(_short(culprit) for culprit in strays[:3])}"
-    if explained is False:
-        return f"explains it as: {right[0].explanation}"
-    return ""
-
-
-def _short(culprit: Culprit) -> str:
-    return f"{culprit.name} {culprit.kind} ({culprit.direction}, {culprit.verdict})"
+def _named(culprits: list[Culprit] | tuple[Culprit, ...]) -> str:
+    return ", ".join(f"{c.name} {c.kind} ({c.direction}, {c.verdict})" for c in culprits[:3])

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put a known bug into this process: change functions of modules that may be imported already.
 
-The ranks of a check can be forks of a process that has Megatron imported, so others hold references
-to its classes and functions. Therefore no object is replaced: the module's source is changed and
-compiled, and each function whose body differs gets the new code (``function.__code__``). Everyone
-who calls the function runs the new code from then on.
+The ranks of a check can be forks of a process that imported Megatron, so other modules may hold
+references to its classes and functions. No object is replaced: the changed source of the module is
+compiled, and each function whose body differs gets the new code (``function.__code__``). All
+callers then run the new code.
 
-Only a candidate's ranks come here. Nothing that judges knows which bug is in, or that one is.
+This happens only in the ranks of a candidate. Nothing that judges knows of the bug.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, SourcePatch
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
+Change = Callable[[str, Path], str]
+"""From a module's source, and its file for messages, to the changed source."""
 
 _introduced: set[str] = set()
 
 
 def introduce(bug_id: str) -> None:
-    """Re-create a known bug in this process; doing it twice is doing it once.
+    """Re-create a known bug in this process; a second call does nothing.
 
     Raises:
         TTraceError: when the bug is unknown, or the installed Megatron lacks the code it was in.
@@ -39,13 +41,13 @@ def introduce(bug_id: str) -> None:
     bug = catalogue.find(catalogue.load_catalogue(), bug_id)
     if bug.id in _introduced:
         return
-    _needs_emulation(bug)
+    _require_emulation(bug)
     apply(bug.patches)
     _introduced.add(bug.id)
 
 
-def _needs_emulation(bug: Bug) -> None:
-    """Bugs that TransformerEngine had live in its stand-in, which must be what is running."""
+def _require_emulation(bug: Bug) -> None:
+    """A bug of TransformerEngine is in its stand-in, which must be the one that runs."""
     from megatron_ttrace.cpu import te
 
     if all(patch.module.startswith(te.__name__) for patch in bug.patches) and not te.emulated():
@@ -59,31 +61,25 @@ def apply(patches: Sequence[SourcePatch]) -> list[tuple[FunctionType, CodeType]]
     """Change the functions that the patches touch.
 
     Returns:
-        The changed functions with the code they had, so that a test can put it back.
+        The changed functions with their former code.
 
     Raises:
         TTraceError: when a patch does not fit; then nothing was changed.
     """
-    modules = list(dict.fromkeys(patch.module for patch in patches))
-    plan = [
-        change
-        for name in modules
-        for change in _changes(
-            name, functools.partial(_patched, [patch for patch in patches if patch.module == name])
-        )
-    ]
-    return _swap(plan)
+    changes: list[tuple[FunctionType, CodeType]] = []
+    for module in dict.fromkeys(patch.module for patch in patches):
+        own = [patch for patch in patches if patch.module == module]
+        changes += _changes(module, functools.partial(_patched, own), "a known bug's patch")
+    return _swap(changes)
 
 
-def rewrite(
-    module: str, change: Callable[[str], str], what: str
-) -> list[tuple[FunctionType, CodeType]]:
-    """Change functions of one module: ``change`` makes its new source of its source.
+def rewrite(module: str, change: Change, what: str) -> list[tuple[FunctionType, CodeType]]:
+    """Change the source of one module; only bodies of functions may differ.
 
     Args:
         module: its name.
-        change: only bodies of functions may differ.
-        what: whose change this is, for messages.
+        change: makes the new source.
+        what: what the change is, for messages.
 
     Returns:
         As :func:`apply`.
@@ -91,61 +87,59 @@ def rewrite(
     Raises:
         TTraceError: when the change does not fit; then nothing was changed.
     """
-    return _swap(_changes(module, lambda name, path, old: change(old), what))
+    return _swap(_changes(module, change, what))
 
 
-def _swap(plan: Sequence[tuple[FunctionType, CodeType]]) -> list[tuple[FunctionType, CodeType]]:
-    before = [(function, function.__code__) for function, _ in plan]
-    for function, code in plan:
+def _swap(changes: Sequence[tuple[FunctionType, CodeType]]) -> list[tuple[FunctionType, CodeType]]:
+    before = [(function, function.__code__) for function, _ in changes]
+    for function, code in changes:
         function.__code__ = code
     return before
 
 
-def _patched(patches: Sequence[SourcePatch], name: str, path: Path, old: str) -> str:
+def _patched(patches: Sequence[SourcePatch], old: str, path: Path) -> str:
     new = old
     for patch in patches:
         count = old.count(patch.fragment)
         if count != 1 or new.count(patch.fragment) != 1:
             first = patch.fragment.strip().splitlines()[0]
             raise TTraceError(
-                f"{path}{_of_release(name)} has changed: the code of a known bug that begins with "
-                f"{first!r} occurs {count} times instead of once"
+                f"{path}{_of_release(patch.module)} has changed: the code of a known bug that "
+                f"begins with {first!r} occurs {count} times instead of once"
             )
         new = new.replace(patch.fragment, patch.replacement)
     return new
 
 
-def _changes(
-    name: str, change: Callable[[str, Path, str], str], what: str = "a known bug's patch"
-) -> list[tuple[FunctionType, CodeType]]:
-    module = _import(name)
+def _changes(name: str, change: Change, what: str) -> list[tuple[FunctionType, CodeType]]:
+    try:
+        module = sys.modules.get(name) or importlib.import_module(name)
+    except ImportError as error:
+        raise TTraceError(f"a known bug's module {name} cannot be imported: {error}") from error
     path = Path(inspect.getsourcefile(module) or "")
     old = path.read_text(encoding="utf-8")
-    new = change(name, path, old)
+    new = change(old, path)
     try:
         compiled = compile(new, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         raise TTraceError(f"{path}: {what} makes no valid Python: {error}") from error
     before, after = ast.parse(old), ast.parse(new)
-    pairs = list(zip(functions(before), functions(after), strict=False))
     changed = [
-        (name_, _first_line(ours), _first_line(theirs))
-        for (name_, ours), (_, theirs) in pairs
+        (qualname, _first_line(ours), _first_line(theirs))
+        for (qualname, ours), (_, theirs) in zip(functions(before), functions(after), strict=False)
         if ast.dump(ours) != ast.dump(theirs)
     ]
     if _without_bodies(before) != _without_bodies(after):
         raise TTraceError(f"{path}: {what} changes more than the bodies of functions")
-    return [
-        _pair(path, _live(module, path, name_, line), _code(compiled, name_, new_line), what)
-        for name_, line, new_line in changed
-    ]
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return sys.modules.get(name) or importlib.import_module(name)
-    except ImportError as error:
-        raise TTraceError(f"a known bug's module {name} cannot be imported: {error}") from error
+    found = []
+    for qualname, line, new_line in changed:
+        function = _live(module, path, qualname, line)
+        code = _code(compiled, qualname, new_line)
+        # The cells of outer variables (above all of super()) remain the function's own.
+        if code.co_freevars != function.__code__.co_freevars:
+            raise TTraceError(f"{path}: {what} changes the outer variables of {qualname}")
+        found.append((function, code))
+    return found
 
 
 def _of_release(name: str) -> str:
@@ -190,15 +184,6 @@ def _code(module: CodeType, name: str, line: int) -> CodeType:
                 except LookupError:
                     continue
     raise LookupError(f"{name}, line {line}")
-
-
-def _pair(
-    path: Path, function: FunctionType, code: CodeType, what: str
-) -> tuple[FunctionType, CodeType]:
-    # The cells of outer variables (of super(), above all) stay the function's own.
-    if code.co_freevars != function.__code__.co_freevars:
-        raise TTraceError(f"{path}: {what} changes the outer variables of {code.co_qualname}")
-    return function, code
 
 
 def _live(module: ModuleType, path: Path, name: str, line: int) -> FunctionType:

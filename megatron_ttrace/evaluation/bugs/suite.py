@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run each known bug twice: the job without it must be equivalent, with it diverged."""
+"""Run each known bug twice: without the bug the job must be equivalent, with it diverged."""
 
 from __future__ import annotations
 
 import dataclasses
 import string
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.evaluation.bugs.catalogue import Bug, Layout
-from megatron_ttrace.evaluation.bugs.expect import Findings, examine
-from megatron_ttrace.evaluation.bugs.uneven import uneven_corpus
+from megatron_ttrace.evaluation import suites
+from megatron_ttrace.evaluation.bugs.catalogue import Bug, BugLayout
+from megatron_ttrace.evaluation.bugs.expect import Assessment, assess
 from megatron_ttrace.runtime.runner import NO_WANDB, Case, Checked, Runner
-from megatron_ttrace.trace.records import Outcome, Result, Summary, Verdict
+from megatron_ttrace.trace.records import Result, Summary
 
 _FLAGS = ("--ttrace-device", "cpu", NO_WANDB)
 _WORDS = 60
@@ -32,14 +32,12 @@ MODELS = {
     " --group-query-attention --num-query-groups 2 --position-embedding-type rope"
     " --untie-embeddings-and-output-weights --disable-bias-linear",
 }
-"""Small models; a layout's arguments come after these and win.
+"""Small models; a layout's arguments come after these and override them.
 
-Mock data counts: with fewer words than a global batch has tokens, every rank's part of the
-vocabulary occurs. The last word ends documents, so sequences differ in what ``--eod-mask-loss``
-masks.
+Mock data counts up: with fewer words than a global batch has tokens, every rank's part of the
+vocabulary occurs. The last word ends documents, so ``--eod-mask-loss`` masks different numbers of
+tokens.
 """
-
-
 SIZES = {
     "small": "",
     "medium": "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 64"
@@ -49,7 +47,7 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """What all cases of a suite run have in common; ``flags`` are further ``--ttrace-*`` flags."""
+    """What all jobs of a run have in common; ``flags`` are further ``--ttrace-*`` flags."""
 
     model: str = "gpt"
     size: str = "small"
@@ -69,25 +67,30 @@ class Variant:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """One bug in one layout. ``error`` says why it could not be run, if so.
+class BugRow:
+    """One bug in one layout.
 
-    ``healthy_margin`` is the worst of the healthy run: what is left to a false alarm.
+    Attributes:
+        healthy: of the run without the bug.
+        faulty: of the run with it.
+        assessment: of the faulty run's report.
+        healthy_margin: the largest of the healthy run; 1 would be a false alarm.
+        error: why it could not be run, if so.
     """
 
     bug: Bug
-    layout: Layout
-    healthy: Summary | None
-    sick: Summary | None
-    findings: Findings | None
+    layout: BugLayout
     seconds: float
-    error: str = ""
+    healthy: Summary | None = None
     healthy_margin: float | None = None
+    faulty: Summary | None = None
+    assessment: Assessment | None = None
+    error: str = ""
 
     @property
     def met(self) -> bool:
-        """Whether both runs came out as they must."""
-        return self.is_healthy and self.findings is not None and self.findings.met
+        """Whether both runs came out as expected."""
+        return self.is_healthy and self.assessment is not None and self.assessment.met
 
     @property
     def is_healthy(self) -> bool:
@@ -96,17 +99,17 @@ class Row:
 
     @property
     def problem(self) -> str:
-        """What is not as it must be; empty when all is."""
+        """What is not as expected; empty if all is."""
         if self.error:
             return self.error
         if self.healthy is not None and not self.is_healthy:
             named = ", ".join(f"{c.name} {c.kind}" for c in self.healthy.culprits[:2])
             return f"the healthy run is {self.healthy.verdict}: {named}"
-        return self.findings.problem if self.findings else ""
+        return self.assessment.problem if self.assessment else ""
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
-        findings = self.findings
+        found = self.assessment
         return {
             "id": self.bug.id,
             "name": self.bug.name,
@@ -114,12 +117,12 @@ class Row:
             "layout": self.layout.short,
             "arguments": list(self.layout.arguments),
             "healthy": self.is_healthy if self.healthy else None,
-            "detected": findings.detected if findings else None,
-            "localised": findings.localised if findings else None,
-            "explained": findings.explained if findings else None,
-            "margin": None if not findings or findings.margin is None else str(findings.margin),
+            "detected": found.detected if found else None,
+            "localised": found.localised if found else None,
+            "explained": found.explained if found else None,
+            "margin": None if not found or found.margin is None else str(found.margin),
             "healthy_margin": None if self.healthy_margin is None else str(self.healthy_margin),
-            "culprits": [culprit.to_json() for culprit in self.sick.culprits] if self.sick else [],
+            "culprits": [c.to_json() for c in self.faulty.culprits] if self.faulty else [],
             "met": self.met,
             "problem": self.problem,
             "seconds": round(self.seconds, 2),
@@ -128,136 +131,117 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Totals:
-    """What a suite run comes to, by bug: the variants of one (04a, 04b) count together.
+    """The result by bug: the variants of one (04a, 04b) count together.
 
     Attributes:
         bugs: how many were run.
-        detected, localised, explained: of how many every case was.
-        twins: healthy runs found equivalent, of ``cases``.
-        weakest: smallest margin of a culprit, and whose.
-        nearest: largest margin of a healthy run, and whose.
+        detected, localised, explained: how many were so in all of their layouts.
+        healthy: healthy runs found equivalent, of ``cases``.
+        weakest: smallest margin of a culprit, and the bug's id.
+        nearest: largest margin of a healthy run, and the bug's id.
     """
 
     bugs: int
     detected: int
     localised: int
     explained: int
-    twins: int
+    healthy: int
     cases: int
     weakest: tuple[float, str] | None
     nearest: tuple[float, str] | None
 
 
-def totals(rows: Sequence[Row]) -> Totals:
+def totals(rows: Sequence[BugRow]) -> Totals:
     """Count."""
-    of_bug: dict[str, list[Row]] = {}
+    of_bug: dict[str, list[Assessment | None]] = {}
     for row in rows:
-        of_bug.setdefault(row.bug.id.rstrip(string.ascii_lowercase), []).append(row)
+        bug = row.bug.id.rstrip(string.ascii_lowercase)
+        of_bug.setdefault(bug, []).append(row.assessment)
 
-    def whole(holds: Callable[[Findings], bool | None]) -> int:
-        return sum(
-            all(row.findings is not None and holds(row.findings) for row in own)
-            for own in of_bug.values()
-        )
+    def whole(name: str) -> int:
+        return sum(all(getattr(one, name, False) for one in own) for own in of_bug.values())
 
-    found = [
-        (row.findings.margin, row.bug.id)
-        for row in rows
-        if row.findings is not None and row.findings.margin is not None
-    ]
-    healthy = [(r.healthy_margin, r.bug.id) for r in rows if r.healthy_margin is not None]
+    found = [(r.assessment.margin, r.bug.id) for r in rows if r.assessment]
     return Totals(
         bugs=len(of_bug),
-        detected=whole(lambda findings: findings.detected),
-        localised=whole(lambda findings: findings.localised),
-        explained=whole(lambda findings: findings.explained),
-        twins=sum(row.is_healthy for row in rows),
+        detected=whole("detected"),
+        localised=whole("localised"),
+        explained=whole("explained"),
+        healthy=sum(row.is_healthy for row in rows),
         cases=len(rows),
-        weakest=min(found, default=None),
-        nearest=max(healthy, default=None),
+        weakest=min(((m, bug) for m, bug in found if m is not None), default=None),
+        nearest=max(
+            ((m, r.bug.id) for r in rows if (m := r.healthy_margin) is not None), default=None
+        ),
     )
 
 
+def exit_code(rows: Sequence[BugRow]) -> ExitCode:
+    """1 if a run without a bug diverged, else 2 if a case is not as expected or was not run."""
+    alarm = any(row.healthy is not None and row.healthy.verdict is Result.DIVERGED for row in rows)
+    return suites.exit_code(alarm=alarm, met=all(row.met for row in rows))
+
+
 def run(
-    bugs: Sequence[Bug],
-    variant: Variant,
-    directory: Path,
-    say: Callable[[str], None],
-) -> Iterator[Row]:
-    """Run the cases one after the other; cases share references and healthy runs.
+    bugs: Sequence[Bug], variant: Variant, directory: Path, say: Callable[[str], None]
+) -> Iterator[BugRow]:
+    """Run the cases one after the other; they share references and healthy runs.
 
     Args:
-        bugs: the cases.
+        bugs: to run, in each of their layouts that the variant's model can run.
         variant: model and precision.
         directory: where to work.
-        say: told what happens, line by line.
+        say: called with each line of progress.
     """
     say("importing Megatron")
-    pairs = _Pairs(variant, Runner(directory, flags=(*_FLAGS, *variant.flags), device="cpu"))
+    suite = _Suite(variant, Runner(directory, flags=(*_FLAGS, *variant.flags)))
     for bug in bugs:
         for number, layout in enumerate(bug.layouts):
             if variant.model in layout.models:
                 say(f"{bug.id} {bug.name}: {' '.join(layout.arguments)}")
-                yield pairs.row(bug, layout, f"{bug.id}-{number}")
+                yield suite.row(bug, layout, f"{bug.id}-{number}")
 
 
-def exit_code(rows: Sequence[Row]) -> ExitCode:
-    """1 when a run without a bug diverged, else 2 when a case is not as expected or not run."""
-    if any(row.healthy is not None and row.healthy.verdict is Result.DIVERGED for row in rows):
-        return ExitCode.DIVERGED
-    return ExitCode.EQUIVALENT if all(row.met for row in rows) else ExitCode.COULD_NOT_CHECK
-
-
-def worst_margin(verdicts: Iterable[Verdict]) -> float:
-    """The largest margin of what was judged; that of a blind tensor says nothing, nor does luck."""
-    judged = (v.margin for v in verdicts if v.verdict is not Outcome.UNCHECKED and not v.is_luck)
-    return max((margin for margin in judged if margin is not None), default=0.0)
-
-
-class _Pairs:
-    """Runs each job with and without a bug; cases share the runs without."""
+class _Suite:
+    """Runs each job with and without a bug; bugs share the runs without."""
 
     def __init__(self, variant: Variant, runner: Runner) -> None:
         self._variant = variant
         self._runner = runner
         self._healthy: dict[object, tuple[Summary, float]] = {}
 
-    def row(self, bug: Bug, layout: Layout, name: str) -> Row:
+    def row(self, bug: Bug, layout: BugLayout, name: str) -> BugRow:
         began = time.monotonic()
-        healthy = sick = findings = margin = None
-        error = ""
+        row = BugRow(bug, layout, 0.0)
         try:
             healthy, margin = self._run_healthy(layout, name)
+            row = dataclasses.replace(row, healthy=healthy, healthy_margin=margin)
             bugged = ("--ttrace-bug", bug.id)
-            sick = self._run(layout, layout.arguments, f"{name}-sick", bugged).summary
-            findings = examine(sick, bug.expected)
+            faulty = self._run(layout, layout.arguments, f"{name}-faulty", bugged).summary
+            found = assess(faulty, bug.expected)
+            row = dataclasses.replace(row, faulty=faulty, assessment=found)
         except TTraceError as reason:
-            error = str(reason)
-        seconds = time.monotonic() - began
-        return Row(bug, layout, healthy, sick, findings, seconds, error, margin)
+            row = dataclasses.replace(row, error=str(reason))
+        return dataclasses.replace(row, seconds=time.monotonic() - began)
 
-    def _run_healthy(self, layout: Layout, name: str) -> tuple[Summary, float]:
+    def _run_healthy(self, layout: BugLayout, name: str) -> tuple[Summary, float]:
         arguments = (*layout.arguments, *layout.healthy)
-        question = (layout.nproc, arguments, layout.flags, layout.data)
-        if question not in self._healthy:
-            found = self._run(layout, arguments, f"{name}-healthy", ())
-            self._healthy[question] = found.summary, worst_margin(found.verdicts())
-        return self._healthy[question]
+        job = (layout.nproc, arguments, layout.flags, layout.data)
+        if job not in self._healthy:
+            found = self._run(layout, arguments, f"{name}-healthy")
+            margin = max(map(suites.margin_of, found.verdicts()), default=0.0)
+            self._healthy[job] = found.summary, margin
+        return self._healthy[job]
 
     def _run(
-        self, layout: Layout, arguments: Sequence[str], name: str, flags: Sequence[str]
+        self, layout: BugLayout, arguments: Sequence[str], name: str, flags: Sequence[str] = ()
     ) -> Checked:
+        data = suites.data_arguments(layout.data, self._runner.directory, _WORDS)
         return self._runner.run(
             Case(
                 name=name,
-                arguments=(*self._variant.arguments, *self._data(layout), *arguments),
+                arguments=(*self._variant.arguments, *data, *arguments),
                 nproc=layout.nproc,
                 flags=(*layout.flags, *flags),
             )
         )
-
-    def _data(self, layout: Layout) -> tuple[str, ...]:
-        if layout.data == "mock":
-            return ("--mock-data",)
-        prefix = uneven_corpus((self._runner.directory / "data" / layout.data).resolve(), _WORDS)
-        return ("--data-path", str(prefix), "--split", "100,0,0")

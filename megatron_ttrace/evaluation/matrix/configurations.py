@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrix as data: layouts x models x dtypes.
 
-Models are small, so that a check costs seconds; their shapes are awkward on purpose (heads, groups
-and layers of different numbers), so that a transposed or miscounted dim does not fit by luck.
+Models are small, so that a check takes seconds. Numbers of heads, groups and layers differ on
+purpose, so that a transposed or miscounted dim does not fit by chance.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_ttrace.evaluation.suites import Data, data_arguments
+from megatron_ttrace.resources import launch_dir
+
+if TYPE_CHECKING:
+    from megatron_ttrace.runtime.runner import Case
+
+VOCABULARY = 128
 COMMON = (
     "--hidden-size 64 --num-attention-heads 8 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 --lr-warmup-iters 0 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 128 --eval-iters 0 "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --eval-iters 0 "
     "--attention-dropout 0 --hidden-dropout 0"
 )
-VOCABULARY = 128
 
 MODELS = {
     "gpt": "--num-layers 2 --transformer-impl local",
@@ -33,7 +40,7 @@ MODELS |= {
     for name, words in MODELS.items()
 }
 """GPT-2-like (LayerNorm, GELU, learned positions, tied embeddings, biases) and Llama-like, with
-Megatron's local layers and with TransformerEngine's (emulated where there is no GPU)."""
+Megatron's local layers and with TransformerEngine's (emulated without a GPU)."""
 
 EXPERTS = (
     "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
@@ -49,8 +56,7 @@ MODELS |= {
         "--moe-router-topk-scaling-factor 2.5 --moe-z-loss-coeff 1e-3 --qk-layernorm"
     ),
 }
-"""Mixtures of experts: Mixtral-like with sequential and with grouped experts, and one with what
-DeepSeek-like models add to it."""
+"""Mixtral-like, with sequential and with grouped experts, and one with DeepSeek's additions."""
 MODELS["mla-te"] = (
     "--num-layers 2 --transformer-impl transformer_engine --normalization RMSNorm --swiglu "
     "--untie-embeddings-and-output-weights --disable-bias-linear --multi-latent-attention "
@@ -60,292 +66,346 @@ MODELS["mla-te"] = (
 MODELS["mla-q-te"] = (
     MODELS["mla-te"].replace("--q-lora-rank 24 ", "").replace(" --qk-layernorm", "")
 )
-"""DeepSeek-like: multi-head latent attention, with queries compressed or not."""
+"""DeepSeek-like: multi-head latent attention with compressed and with uncompressed queries."""
 MODELS["dsa-te"] = (
     f"{MODELS['mla-te']} --experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
     "--dsa-indexer-head-dim 16 --dsa-indexer-topk 32 --dsa-indexer-loss-coeff 0.1 "
     "--no-dsa-indexer-rotate-activation"
 )
-"""Sparse attention: an indexer beside the attention chooses which tokens are seen; here all are.
-Its rotation is a CUDA kernel."""
+"""Sparse attention, whose indexer selects all tokens here. Its rotation is a CUDA kernel."""
+
+MODELS["gdn-te"] = (
+    f"{MODELS['llama-te']} --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 2 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8"
+)
+"""Qwen3-Next-like: a gated delta net in the first layer, attention in the second."""
+
+_HYBRID = (
+    "--transformer-impl transformer_engine --normalization RMSNorm --swiglu "
+    "--group-query-attention --num-query-groups 4 --position-embedding-type none "
+    "--untie-embeddings-and-output-weights --disable-bias-linear "
+    "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec "
+    "--mamba-num-heads 8 --mamba-head-dim 16 --mamba-state-dim 8 --mamba-num-groups 2"
+)
+MODELS["hybrid"] = f"{_HYBRID} --hybrid-layer-pattern M-M*"
+MODELS["hybrid-moe"] = (
+    f"{_HYBRID} --hybrid-layer-pattern M*ME --num-experts 4 --moe-router-topk 2 "
+    "--moe-grouped-gemm --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 1e-2"
+)
+"""Mamba, attention and MLP or expert layers."""
+
+SCRIPTS = {"hybrid": "pretrain_hybrid.py", "hybrid-moe": "pretrain_hybrid.py"}
+"""Scripts of ``launch/`` that train a model; ``pretrain_gpt.py`` trains all others."""
 
 DTYPES = {"fp32": "", "bf16": "--bf16"}
 WIDE = tuple(DTYPES)
 DTYPES |= {
+    "fp16": "--fp16",
     "fp8-delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
     "fp8-tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
 }
-FP8 = tuple(name for name in DTYPES if name not in WIDE)
+FP8 = tuple(name for name in DTYPES if name.startswith("fp8"))
 """With TransformerEngine's layers only."""
+
+FLAGS = {
+    "tp2": "--tensor-model-parallel-size 2",
+    "tp4": "--tensor-model-parallel-size 4",
+    "sp": "--sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "pp4": "--pipeline-model-parallel-size 4",
+    "deep": "--num-layers 4",
+    "vpp2": "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+    "cp2": "--context-parallel-size 2",
+    "a2a": "--cp-comm-type a2a",
+    "all_gather": "--cp-comm-type all_gather",
+    "ep2": "--expert-model-parallel-size 2",
+    "ep4": "--expert-model-parallel-size 4",
+    "etp1": "--expert-tensor-parallel-size 1",
+    "alltoall": "--moe-token-dispatcher-type alltoall",
+    "zero": "--use-distributed-optimizer",
+    "overlap": "--overlap-grad-reduce --overlap-param-gather",
+    "fsdp": "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy",
+    "recompute": "--recompute-granularity",
+    "uniform": "full --recompute-method uniform --recompute-num-layers",
+    "block": "full --recompute-method block --recompute-num-layers",
+    "per-token": "--calculate-per-token-loss",
+    "mtp": "--mtp-num-layers 1",
+    "rope": "--position-embedding-type rope",
+    "sinks": "--softmax-type learnable",
+    "qk-norm": "--qk-layernorm",
+    "window": "--window-size 7,0",
+    "eod": "--eod-mask-loss",
+    "reset": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+    "decoupled": "--decoupled-lr 5e-4 --weight-decay 0.1",
+    "cpu-init": "--use-cpu-initialization",
+    "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
+    "quantile": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
+    "capacity": "--moe-expert-capacity-factor 1.0",
+    "padded": "--moe-pad-expert-input-to-capacity",
+    "hierarchical": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
+    "--cp-comm-type a2a+p2p",
+}
+"""Short words for the arguments of layouts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a job is spread.
+    """How a job is spread over ranks.
 
     Attributes:
-        name: what people call it.
+        name: its usual name.
         nproc: number of ranks.
-        arguments: Megatron's.
-        models: which models can run it.
-        data: ``mock``, or ``documents``: of very uneven length (evaluation/matrix/documents.py).
-        finding: heading in docs/findings.md of the proven fault of Megatron's for which it
-            diverges; empty for a healthy one.
+        arguments: Megatron's, with the words of :data:`FLAGS`.
+        models: of :data:`MODELS`, those that can run it.
         dtypes: of :data:`DTYPES`.
+        data: what it is trained on.
+        finding: words of a heading in docs/findings.md, if a proven fault of Megatron makes the
+            layout diverge.
     """
 
     name: str
     nproc: int
     arguments: str
     models: tuple[str, ...] = ("gpt", "llama")
-    data: str = "mock"
-    finding: str = ""
     dtypes: tuple[str, ...] = WIDE
+    data: Data = Data.MOCK
+    finding: str = ""
 
 
-TP2 = "--tensor-model-parallel-size 2"
-SP = "--sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
-ZERO = "--use-distributed-optimizer"
-FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
-CP2 = "--context-parallel-size 2"
 TE = ("gpt-te", "llama-te")
-OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
-EOD = "--eod-mask-loss"
-RESET = "--reset-position-ids --reset-attention-mask"
-SINKS = "--softmax-type learnable"
-NORMALISED = "--calculate-per-token-loss"
-MTP = "--mtp-num-layers 1"
-ROPE = "--position-embedding-type rope"
-A2A = "--cp-comm-type a2a"
 MLA = ("mla-te",)
 DSA = ("dsa-te",)
-
-EP2 = "--expert-model-parallel-size 2"
-ETP1 = "--expert-tensor-parallel-size 1"
-ALLTOALL = "--moe-token-dispatcher-type alltoall"
 MOE = ("moe", "moe-te", "moe-deep")
 GROUPED = ("moe-te", "moe-deep")
+FP32 = ("fp32",)
+FP16 = ("fp16",)
+DOCS = Data.DOCUMENTS
 
 LAYOUTS = (
     Layout("single", 1, ""),
-    Layout("tp2", 2, TP2),
-    Layout("tp2-sp", 2, f"{TP2} {SP}", ("gpt",)),
-    Layout("tp4", 4, "--tensor-model-parallel-size 4"),
-    Layout("tp2-cpu-initialization", 2, f"{TP2} --use-cpu-initialization", dtypes=("fp32",)),
-    Layout("pp2", 2, PP2),
-    Layout("pp4", 4, "--pipeline-model-parallel-size 4 --num-layers 4"),
-    Layout("pp2-vpp2", 2, f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
+    Layout("tp2", 2, "tp2"),
+    Layout("tp2-sp", 2, "tp2 sp", ("gpt",)),
+    Layout("tp4", 4, "tp4"),
+    Layout("tp2-cpu-initialization", 2, "tp2 cpu-init", dtypes=FP32),
+    Layout("pp2", 2, "pp2"),
+    Layout("pp4", 4, "pp4 deep"),
+    Layout("pp2-vpp2", 2, "pp2 vpp2"),
     Layout("dp2", 2, ""),
     Layout("dp4", 4, ""),
-    Layout("dp2-zero", 2, ZERO),
-    Layout("dp2-zero-overlap", 2, f"{ZERO} {OVERLAP}"),
-    Layout("dp4-zero", 4, ZERO),
+    Layout("dp2-zero", 2, "zero"),
+    Layout("dp2-zero-overlap", 2, "zero overlap"),
+    Layout("dp4-zero", 4, "zero"),
     Layout("dp2-overlap", 2, "--overlap-grad-reduce"),
-    Layout("tp2-pp2", 4, f"{TP2} {PP2}"),
-    Layout("tp2-dp2", 4, TP2),
-    Layout("tp2-sp-dp2", 4, f"{TP2} {SP}", ("gpt",)),
-    Layout("tp2-dp2-zero", 4, f"{TP2} {ZERO}"),
-    Layout("tp2-sp-pp2-zero", 4, f"{TP2} {SP} {PP2} {ZERO}", ("gpt",)),
-    Layout("pp2-dp2-zero", 4, f"{PP2} {ZERO}"),
-    Layout("pp2-dp2-zero-overlap", 4, f"{PP2} {ZERO} {OVERLAP}"),
+    Layout("tp2-pp2", 4, "tp2 pp2"),
+    Layout("tp2-dp2", 4, "tp2"),
+    Layout("tp2-sp-dp2", 4, "tp2 sp", ("gpt",)),
+    Layout("tp2-dp2-zero", 4, "tp2 zero"),
+    Layout("tp2-sp-pp2-zero", 4, "tp2 sp pp2 zero", ("gpt",)),
+    Layout("pp2-dp2-zero", 4, "pp2 zero"),
+    Layout("pp2-dp2-zero-overlap", 4, "pp2 zero overlap"),
     Layout(
         "pp2-vpp2-dp2-zero-step",
         4,
-        f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 {ZERO} {OVERLAP} "
-        "--overlap-param-gather-with-optimizer-step --ckpt-format torch",
+        "pp2 vpp2 zero overlap --overlap-param-gather-with-optimizer-step --ckpt-format torch",
         ("gpt",),
     ),
-    Layout(
-        "recompute-uniform",
-        2,
-        f"{TP2} --num-layers 4 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 2",
-    ),
-    Layout(
-        "recompute-block",
-        2,
-        f"{TP2} --num-layers 4 --recompute-granularity full --recompute-method block "
-        "--recompute-num-layers 1",
-    ),
-    Layout("recompute-selective", 2, f"{TP2} --recompute-granularity selective"),
-    Layout("per-token-loss", 2, "--calculate-per-token-loss"),
-    Layout("te-tp2-sp", 2, f"{TP2} {SP}", TE),
-    Layout("te-pp2", 2, PP2, TE),
-    Layout("te-dp2-zero", 2, ZERO, TE),
-    Layout("cp2", 2, CP2, TE),
-    Layout("cp2-all-gather", 2, f"{CP2} --cp-comm-type all_gather", TE),
-    Layout("cp2-a2a", 2, f"{CP2} --cp-comm-type a2a", TE),
-    Layout("tp2-sp-cp2", 4, f"{TP2} {SP} {CP2}", TE),
-    Layout("pp2-cp2", 4, f"{PP2} {CP2}", TE),
-    Layout("ep2", 2, EP2, MOE),
-    Layout("ep2-alltoall", 2, f"{EP2} {ALLTOALL}", MOE),
-    Layout("ep4-alltoall-zero", 4, f"--expert-model-parallel-size 4 {ALLTOALL} {ZERO}", GROUPED),
-    Layout("ep2-edp2-zero", 4, f"{EP2} {ZERO} {OVERLAP}", ("moe-te",)),
+    Layout("recompute-uniform", 2, "tp2 deep recompute uniform 2"),
+    Layout("recompute-block", 2, "tp2 deep recompute block 1"),
+    Layout("recompute-selective", 2, "tp2 recompute selective"),
+    Layout("per-token-loss", 2, "per-token"),
+    Layout("te-tp2-sp", 2, "tp2 sp", TE),
+    Layout("te-pp2", 2, "pp2", TE),
+    Layout("te-dp2-zero", 2, "zero", TE),
+    Layout("cp2", 2, "cp2", TE),
+    Layout("cp2-all-gather", 2, "cp2 all_gather", TE),
+    Layout("cp2-a2a", 2, "cp2 a2a", TE),
+    Layout("tp2-sp-cp2", 4, "tp2 sp cp2", TE),
+    Layout("pp2-cp2", 4, "pp2 cp2", TE),
+    Layout("ep2", 2, "ep2", MOE),
+    Layout("ep2-alltoall", 2, "ep2 alltoall", MOE),
+    Layout("ep4-alltoall-zero", 4, "ep4 alltoall zero", GROUPED),
+    Layout("ep2-edp2-zero", 4, "ep2 zero overlap", ("moe-te",)),
     Layout("moe-dp2", 2, "", ("moe",)),
-    Layout("tp2-sp-etp2", 2, f"{TP2} {SP}", GROUPED),
-    Layout("tp2-sp-etp2-alltoall", 2, f"{TP2} {SP} {ALLTOALL}", GROUPED),
-    Layout("tp2-sp-ep2", 2, f"{TP2} {SP} {EP2} {ETP1} {ALLTOALL}", GROUPED),
-    Layout("tp2-sp-ep2-etp2", 4, f"{TP2} {SP} {EP2}", GROUPED),
-    Layout("tp2-sp-ep2-etp2-alltoall", 4, f"{TP2} {SP} {EP2} {ALLTOALL}", ("moe-te",)),
-    Layout("tp2-sp-ep4", 4, f"{TP2} {SP} --expert-model-parallel-size 4 {ETP1}", ("moe-te",)),
+    Layout("tp2-sp-etp2", 2, "tp2 sp", GROUPED),
+    Layout("tp2-sp-etp2-alltoall", 2, "tp2 sp alltoall", GROUPED),
+    Layout("tp2-sp-ep2", 2, "tp2 sp ep2 etp1 alltoall", GROUPED),
+    Layout("tp2-sp-ep2-etp2", 4, "tp2 sp ep2", GROUPED),
+    Layout("tp2-sp-ep2-etp2-alltoall", 4, "tp2 sp ep2 alltoall", ("moe-te",)),
+    Layout("tp2-sp-ep4", 4, "tp2 sp ep4 etp1", ("moe-te",)),
     Layout(
         "ep2-cpu-initialization",
         2,
-        f"{EP2} --use-cpu-initialization",
+        "ep2 cpu-init",
         ("moe",),
+        FP32,
         finding="`--use-cpu-initialization` with expert parallelism",
-        dtypes=("fp32",),
     ),
-    Layout("pp2-ep2", 4, f"{PP2} {EP2} {ALLTOALL}", ("moe", "moe-deep")),
-    Layout(
-        "pp2-vpp2-ep2",
-        4,
-        f"{PP2} {EP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
-        ("moe-te",),
-    ),
-    Layout("cp2-ep2", 2, f"{CP2} {EP2}", GROUPED),
-    Layout("cp2-ep2-alltoall", 4, f"{CP2} {EP2} {ALLTOALL} {ZERO}", ("moe-te",)),
-    Layout(
-        "ep2-recompute",
-        2,
-        f"{EP2} {ALLTOALL} --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1",
-        GROUPED,
-    ),
+    Layout("pp2-ep2", 4, "pp2 ep2 alltoall", ("moe", "moe-deep")),
+    Layout("pp2-vpp2-ep2", 4, "pp2 ep2 vpp2", ("moe-te",)),
+    Layout("cp2-ep2", 2, "cp2 ep2", GROUPED),
+    Layout("cp2-ep2-alltoall", 4, "cp2 ep2 alltoall zero", ("moe-te",)),
+    Layout("ep2-recompute", 2, "ep2 alltoall recompute uniform 1", GROUPED),
     Layout(
         "ep2-recompute-moe",
         2,
-        f"{EP2} {ALLTOALL} --recompute-granularity selective --recompute-modules moe",
+        "ep2 alltoall recompute selective --recompute-modules moe",
         ("moe-te",),
     ),
-    Layout(
-        "ep2-shared-overlap",
-        2,
-        f"{EP2} {ALLTOALL} --moe-shared-expert-overlap",
-        ("moe-deep",),
-    ),
-    Layout("tp2-sp-pp2-ep2", 8, f"{TP2} {SP} {PP2} {EP2} {ETP1} {ALLTOALL}", ("moe-te",)),
-    Layout("dp2-fsdp-zero1", 2, f"{FSDP} optim", ("gpt-te",)),
-    Layout("dp2-fsdp-zero2", 2, f"{FSDP} optim_grads", TE),
-    Layout("dp2-fsdp-zero3", 2, f"{FSDP} optim_grads_params", TE),
-    Layout("dp4-fsdp-zero3-overlap", 4, f"{FSDP} optim_grads_params {OVERLAP}", ("llama-te",)),
-    Layout("tp2-sp-dp2-fsdp-zero3", 4, f"{TP2} {SP} {FSDP} optim_grads_params", ("llama-te",)),
-    Layout("cp2-fsdp-zero3", 2, f"{CP2} {FSDP} optim_grads_params", ("llama-te",)),
-    Layout("cp2-dp2", 4, CP2, ("llama-te",)),
-    Layout("cp2-zero-overlap", 2, f"{CP2} {ZERO} {OVERLAP}", ("llama-te",)),
-    Layout("cp2-dp2-zero-overlap", 4, f"{CP2} {ZERO} {OVERLAP}", ("llama-te",)),
-    Layout("tp2-sp-pp2-cp2", 8, f"{TP2} {SP} {PP2} {CP2}", ("llama-te",)),
-    Layout(
-        "tp2-sp-pp2-cp2-zero-overlap",
-        8,
-        f"{TP2} {SP} {PP2} {CP2} {ZERO} {OVERLAP}",
-        ("llama-te",),
-    ),
-    Layout("tp2-sp", 2, f"{TP2} {SP}", ("mla-te", "mla-q-te")),
-    Layout("pp2", 2, PP2, MLA),
-    Layout("cp2", 2, CP2, MLA),
-    Layout("tp2-sp-cp2", 4, f"{TP2} {SP} {CP2}", MLA),
-    Layout("tp2", 2, TP2, ("mla-te", "mla-q-te"), finding="MLA without sequence parallelism"),
-    Layout("tp2-sp", 2, f"{TP2} {SP}", DSA, dtypes=("fp32",)),
-    Layout("tp2-sp-top8", 2, f"{TP2} {SP} --dsa-indexer-topk 8", DSA, dtypes=("fp32",)),
-    Layout("pp2", 2, PP2, DSA, dtypes=("fp32",)),
+    Layout("ep2-shared-overlap", 2, "ep2 alltoall --moe-shared-expert-overlap", ("moe-deep",)),
+    Layout("tp2-sp-pp2-ep2", 8, "tp2 sp pp2 ep2 etp1 alltoall", ("moe-te",)),
+    Layout("dp2-fsdp-zero1", 2, "fsdp optim", ("gpt-te",)),
+    Layout("dp2-fsdp-zero2", 2, "fsdp optim_grads", TE),
+    Layout("dp2-fsdp-zero3", 2, "fsdp optim_grads_params", TE),
+    Layout("dp4-fsdp-zero3-overlap", 4, "fsdp optim_grads_params overlap", ("llama-te",)),
+    Layout("tp2-sp-dp2-fsdp-zero3", 4, "tp2 sp fsdp optim_grads_params", ("llama-te",)),
+    Layout("cp2-fsdp-zero3", 2, "cp2 fsdp optim_grads_params", ("llama-te",)),
+    Layout("cp2-dp2", 4, "cp2", ("llama-te",)),
+    Layout("cp2-zero-overlap", 2, "cp2 zero overlap", ("llama-te",)),
+    Layout("cp2-dp2-zero-overlap", 4, "cp2 zero overlap", ("llama-te",)),
+    Layout("tp2-sp-pp2-cp2", 8, "tp2 sp pp2 cp2", ("llama-te",)),
+    Layout("tp2-sp-pp2-cp2-zero-overlap", 8, "tp2 sp pp2 cp2 zero overlap", ("llama-te",)),
+    Layout("tp2-sp", 2, "tp2 sp", ("mla-te", "mla-q-te")),
+    Layout("pp2", 2, "pp2", MLA),
+    Layout("cp2", 2, "cp2", MLA),
+    Layout("tp2-sp-cp2", 4, "tp2 sp cp2", MLA),
+    Layout("tp2", 2, "tp2", ("mla-te", "mla-q-te"), finding="MLA without sequence parallelism"),
+    Layout("tp2-sp", 2, "tp2 sp", DSA, FP32),
+    Layout("tp2-sp-top8", 2, "tp2 sp --dsa-indexer-topk 8", DSA, FP32),
+    Layout("pp2", 2, "pp2", DSA, FP32),
     Layout(
         "cp2-all-gather",
         2,
-        f"{CP2} --cp-comm-type allgather",
+        "cp2 --cp-comm-type allgather",
         DSA,
         finding="Sparse attention's indexer under context parallelism",
     ),
-    Layout("tp2-sp-dp2-zero", 4, f"{TP2} {SP} {ZERO}", DSA, dtypes=("fp32",)),
-    Layout("tp2-sp-pp2", 4, f"{TP2} {SP} {PP2}", DSA, dtypes=("fp32",)),
-    Layout("sinks-tp2", 2, f"{TP2} {SINKS} --clip-grad 0", ("gpt", "llama-te")),
-    Layout("sinks-tp2-sp", 2, f"{TP2} {SP} {SINKS} --clip-grad 0", ("gpt", "llama-te")),
-    Layout("sinks-pp2", 2, f"{PP2} {SINKS}", ("gpt", "llama-te")),
-    Layout("sinks-cp2-a2a", 2, f"{CP2} {A2A} {SINKS}", ("gpt-te", "llama-te")),
-    Layout("qk-norm-tp2", 2, f"{TP2} --qk-layernorm", ("gpt", "llama-te")),
-    Layout("qk-norm-tp2-sp", 2, f"{TP2} {SP} --qk-layernorm", ("gpt", "llama-te")),
-    Layout("qk-norm-cp2", 2, f"{CP2} --qk-layernorm", ("llama-te",)),
-    Layout("window-tp2", 2, f"{TP2} --window-size 7,0", ("gpt", "llama-te")),
+    Layout("tp2-sp-dp2-zero", 4, "tp2 sp zero", DSA, FP32),
+    Layout("tp2-sp-pp2", 4, "tp2 sp pp2", DSA, FP32),
+    Layout("sinks-tp2", 2, "tp2 sinks --clip-grad 0", ("gpt", "llama-te")),
+    Layout("sinks-tp2-sp", 2, "tp2 sp sinks --clip-grad 0", ("gpt", "llama-te")),
+    Layout("sinks-pp2", 2, "pp2 sinks", ("gpt", "llama-te")),
+    Layout("sinks-cp2-a2a", 2, "cp2 a2a sinks", TE),
+    Layout("qk-norm-tp2", 2, "tp2 qk-norm", ("gpt", "llama-te")),
+    Layout("qk-norm-tp2-sp", 2, "tp2 sp qk-norm", ("gpt", "llama-te")),
+    Layout("qk-norm-cp2", 2, "cp2 qk-norm", ("llama-te",)),
+    Layout("window-tp2", 2, "tp2 window", ("gpt", "llama-te")),
+    Layout("window-alternating-pp2", 2, "pp2 window --window-attn-skip-freq 2", ("llama-te",)),
+    Layout("window-cp2-a2a", 2, "cp2 a2a window", ("llama-te",)),
+    Layout("window-cp2-all-gather", 2, "cp2 all_gather window", ("llama-te",)),
+    Layout("eod-dp2", 2, "eod", ("gpt",), data=DOCS),
+    Layout("eod-pp2", 2, "pp2 eod", ("gpt",), data=DOCS),
+    Layout("eod-cp2", 2, "cp2 eod", ("llama-te",), data=DOCS, finding="masks and CP"),
+    Layout("eod-per-token-dp2", 2, "eod per-token", ("gpt",), data=DOCS),
+    Layout("eod-per-token-pp2", 2, "pp2 eod per-token", ("gpt",), data=DOCS),
+    Layout("eod-per-token-cp2", 2, "cp2 eod per-token", TE, data=DOCS),
+    Layout("eod-per-token-tp2-sp-cp2", 4, "tp2 sp cp2 eod per-token", ("llama-te",), data=DOCS),
+    Layout("eod-per-token-cp2-dp2", 4, "cp2 eod per-token", ("llama-te",), data=DOCS),
+    Layout("reset-tp2", 2, "tp2 reset", ("gpt",), data=DOCS),
+    Layout("reset-dp2", 2, "reset", ("gpt",), data=DOCS),
+    Layout("reset-pp2", 2, "pp2 reset", ("gpt",), data=DOCS),
+    Layout("reset-tp2-sp", 2, "tp2 sp reset", ("gpt-te",), data=DOCS),
+    Layout("clip-tp2-dp2-zero", 4, "tp2 zero --clip-grad 0.01", ("gpt",)),
+    Layout("clip-pp2", 2, "pp2 --clip-grad 0.01", ("gpt",)),
+    Layout("decoupled-lr-tp2-pp2", 4, "tp2 pp2 decoupled", ("gpt",)),
+    Layout("decoupled-lr-dp2-zero", 2, "zero decoupled", ("gpt",)),
+    Layout("untied-tp2", 2, "tp2 --untie-embeddings-and-output-weights", ("gpt",)),
+    Layout("mtp-tp2", 2, "tp2 mtp", ("llama-te",)),
+    Layout("mtp-pp2", 2, "pp2 mtp", ("llama-te",)),
+    Layout("mtp-tied-pp2", 2, "pp2 mtp rope", ("gpt-te",)),
+    Layout("mtp-pp2-vpp2", 2, "pp2 vpp2 mtp", ("llama-te",)),
+    Layout("mtp-tp2-sp-pp2", 4, "tp2 sp pp2 mtp", ("llama-te",)),
+    Layout("mtp-cp2", 2, "cp2 mtp", ("llama-te",), finding="MTP and CP"),
+    Layout("tp2", 2, "tp2", ("gpt-te",), FP8),
+    Layout("tp2-sp", 2, "tp2 sp", TE, FP8),
+    Layout("pp2", 2, "pp2", ("gpt-te",), FP8),
+    Layout("dp2-zero", 2, "zero", ("gpt-te",), FP8),
+    Layout("cp2", 2, "cp2", TE, FP8),
+    Layout("tp2-sp-cp2", 4, "tp2 sp cp2", ("llama-te",), FP8),
+    Layout("tp2-sp-pp2-zero", 4, "tp2 sp pp2 zero", ("gpt-te",), FP8),
+    Layout("ep2", 2, "ep2", ("moe-te",), FP8),
+    Layout("tp2-sp-ep2", 2, "tp2 sp ep2 etp1 alltoall", ("moe-te",), FP8),
+    Layout("tp2-sp-etp2", 2, "tp2 sp", ("moe-te",), FP8),
+    Layout("dp2-zero-fp8-weights", 2, "zero --fp8-param-gather", ("gpt-te",), FP8[:1]),
+    Layout("tp2", 2, "tp2", ("gpt-te",), FP16),
+    Layout("dp4-zero-overlap", 4, "zero overlap", ("llama-te",), FP16),
+    Layout("pp2-constant-scale", 2, "pp2 --loss-scale 1024", ("gpt",), FP16),
+    Layout("tp2-sp", 2, "tp2 sp", ("moe-te",), FP16),
+    Layout("sinkhorn-tp2-sp", 2, "tp2 sp sinkhorn", ("moe-te",)),
+    Layout("sinkhorn-cp2", 2, "cp2 sinkhorn --moe-router-topk 1", ("moe-te",)),
+    Layout("sinkhorn-pp2-ep2", 4, "pp2 ep2 alltoall sinkhorn", ("moe-te",)),
+    Layout("capacity-tp2-sp", 2, "tp2 sp capacity", ("moe-te",)),
+    Layout("capacity-ep2", 2, "ep2 alltoall capacity", ("moe-te",)),
+    Layout("capacity-padded-ep2", 2, "ep2 alltoall capacity padded", ("moe-te",)),
+    Layout("quantile-tp2-sp", 2, "tp2 sp quantile", ("moe-te",), FP32),
+    Layout("fused-router-tp2-sp", 2, "tp2 sp --moe-router-fusion", GROUPED),
+    Layout("tp2", 2, "tp2", ("hybrid",)),
+    Layout("tp2-sp", 2, "tp2 sp", ("hybrid",)),
+    Layout("cp2", 2, "cp2", ("hybrid",)),
+    Layout("pp2-piped", 2, "pp2 --hybrid-layer-pattern M-|M*", ("hybrid",)),
+    Layout("pp2-vpp2-piped", 2, "pp2 --hybrid-layer-pattern M|-|M|*", ("hybrid",)),
+    Layout("tp2-sp-cp2-zero", 4, "tp2 sp cp2 zero", ("hybrid",)),
+    Layout("ep2", 2, "ep2", ("hybrid-moe",)),
+    Layout("tp2-sp-ep2", 2, "tp2 sp ep2 etp1 alltoall", ("hybrid-moe",)),
+    Layout("pp2", 2, "pp2", ("gdn-te",)),
+    Layout("cp2", 2, "cp2", ("gdn-te",)),
+    Layout("tp2-sp", 2, "tp2 sp", ("gdn-te",), finding="start with the same convolution"),
+    Layout("tp2", 2, "tp2", ("gdn-te",), finding="gradients of a norm are never summed"),
     Layout(
-        "window-alternating-pp2",
+        "recompute-mlp-tp2",
         2,
-        f"{PP2} --window-size 7,0 --window-attn-skip-freq 2",
+        "tp2 recompute selective --recompute-modules mlp",
         ("llama-te",),
+        FP32,
     ),
-    Layout("window-cp2-a2a", 2, f"{CP2} {A2A} --window-size 7,0", ("llama-te",)),
     Layout(
-        "window-cp2-all-gather",
+        "dp2-fsdp-zero3-recompute",
         2,
-        f"{CP2} --cp-comm-type all_gather --window-size 7,0",
+        "fsdp optim_grads_params recompute selective --recompute-modules layernorm mlp core_attn",
         ("llama-te",),
-    ),
-    Layout("eod-dp2", 2, EOD, ("gpt",), "documents"),
-    Layout("eod-pp2", 2, f"{PP2} {EOD}", ("gpt",), "documents"),
-    Layout("eod-cp2", 2, f"{CP2} {EOD}", ("llama-te",), "documents", "masks and CP"),
-    Layout("eod-per-token-dp2", 2, f"{EOD} {NORMALISED}", ("gpt",), "documents"),
-    Layout("eod-per-token-pp2", 2, f"{PP2} {EOD} {NORMALISED}", ("gpt",), "documents"),
-    Layout("eod-per-token-cp2", 2, f"{CP2} {EOD} {NORMALISED}", TE, "documents"),
-    Layout(
-        "eod-per-token-tp2-sp-cp2",
-        4,
-        f"{TP2} {SP} {CP2} {EOD} {NORMALISED}",
-        ("llama-te",),
-        "documents",
-    ),
-    Layout("eod-per-token-cp2-dp2", 4, f"{CP2} {EOD} {NORMALISED}", ("llama-te",), "documents"),
-    Layout("reset-tp2", 2, f"{TP2} {RESET} {EOD}", ("gpt",), "documents"),
-    Layout("reset-dp2", 2, f"{RESET} {EOD}", ("gpt",), "documents"),
-    Layout("reset-pp2", 2, f"{PP2} {RESET} {EOD}", ("gpt",), "documents"),
-    Layout("reset-tp2-sp", 2, f"{TP2} {SP} {RESET} {EOD}", ("gpt-te",), "documents"),
-    Layout("clip-tp2-dp2-zero", 4, f"{TP2} {ZERO} --clip-grad 0.01", ("gpt",)),
-    Layout("clip-pp2", 2, f"{PP2} --clip-grad 0.01", ("gpt",)),
-    Layout(
-        "decoupled-lr-tp2-pp2",
-        4,
-        f"{TP2} {PP2} --decoupled-lr 5e-4 --weight-decay 0.1",
-        ("gpt",),
+        FP32,
     ),
     Layout(
-        "decoupled-lr-dp2-zero",
+        "dp2-fsdp-zero3-meta",
         2,
-        f"{ZERO} --decoupled-lr 5e-4 --weight-decay 0.1",
-        ("gpt",),
-    ),
-    Layout("untied-tp2", 2, f"{TP2} --untie-embeddings-and-output-weights", ("gpt",)),
-    Layout("mtp-tp2", 2, f"{TP2} {MTP}", ("llama-te",)),
-    Layout("mtp-pp2", 2, f"{PP2} {MTP}", ("llama-te",)),
-    Layout("mtp-tied-pp2", 2, f"{PP2} {MTP} {ROPE}", ("gpt-te",)),
-    Layout(
-        "mtp-pp2-vpp2",
-        2,
-        f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 {MTP}",
+        "fsdp optim_grads_params --init-model-with-meta-device",
         ("llama-te",),
+        FP32,
     ),
-    Layout("mtp-tp2-sp-pp2", 4, f"{TP2} {SP} {PP2} {MTP}", ("llama-te",)),
-    Layout("mtp-cp2", 2, f"{CP2} {MTP}", ("llama-te",), finding="MTP and CP"),
-    Layout("tp2", 2, TP2, ("gpt-te",), dtypes=FP8),
-    Layout("tp2-sp", 2, f"{TP2} {SP}", TE, dtypes=FP8),
-    Layout("pp2", 2, PP2, ("gpt-te",), dtypes=FP8),
-    Layout("dp2-zero", 2, ZERO, ("gpt-te",), dtypes=FP8),
-    Layout("cp2", 2, CP2, TE, dtypes=FP8),
-    Layout("tp2-sp-cp2", 4, f"{TP2} {SP} {CP2}", ("llama-te",), dtypes=FP8),
-    Layout("tp2-sp-pp2-zero", 4, f"{TP2} {SP} {PP2} {ZERO}", ("gpt-te",), dtypes=FP8),
-    Layout("ep2", 2, EP2, ("moe-te",), dtypes=FP8),
-    Layout("tp2-sp-ep2", 2, f"{TP2} {SP} {EP2} {ETP1} {ALLTOALL}", ("moe-te",), dtypes=FP8),
+    Layout("defer-pp2", 2, "pp2 --defer-embedding-wgrad-compute", ("gpt-te",)),
+    Layout("cp4-hierarchical", 4, "hierarchical", ("llama-te",)),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """One job; what the fields mean says :class:`Layout`."""
+    """One job: a layout of a model in a dtype. For the fields see :class:`Layout`."""
 
     name: str
     nproc: int
     arguments: tuple[str, ...]
-    data: str = "mock"
+    data: Data = Data.MOCK
     finding: str = ""
+    script: str = "pretrain_gpt.py"
+
+    def case(self, directory: Path, name: str = "", more: tuple[str, ...] = ()) -> Case:
+        """To be run below ``directory``, under another name and with more arguments if given."""
+        from megatron_ttrace.runtime.runner import Case
+
+        data = data_arguments(self.data, directory, VOCABULARY)
+        return Case(
+            name=(name or self.name).replace("/", "-"),
+            arguments=(*self.arguments, *data, *more),
+            nproc=self.nproc,
+            script=launch_dir() / self.script,
+        )
+
+
+def arguments_of(model: str, words: str) -> tuple[str, ...]:
+    """Megatron's arguments without the data set, for a model and the words of a layout."""
+    flags = " ".join(FLAGS.get(word, word) for word in words.split())
+    return tuple(f"{COMMON} {MODELS[model]} {flags}".split())
 
 
 def configurations() -> list[Configuration]:
@@ -354,9 +414,10 @@ def configurations() -> list[Configuration]:
         Configuration(
             f"{layout.name}/{model}/{dtype}",
             layout.nproc,
-            tuple(f"{COMMON} {MODELS[model]} {layout.arguments} {DTYPES[dtype]}".split()),
+            arguments_of(model, f"{layout.arguments} {DTYPES[dtype]}"),
             layout.data,
             layout.finding,
+            SCRIPTS.get(model, "pretrain_gpt.py"),
         )
         for layout in LAYOUTS
         for model in layout.models
@@ -364,19 +425,8 @@ def configurations() -> list[Configuration]:
     ]
 
 
-def arguments_of(one: Configuration, directory: Path) -> tuple[str, ...]:
-    """A configuration's whole command line; its data set is written below ``directory``."""
-    if one.data == "mock":
-        return one.arguments
-    from megatron_ttrace.evaluation.matrix.documents import uneven_documents
-
-    prefix = uneven_documents((directory / "data" / one.data).resolve(), VOCABULARY)
-    words = [word for word in one.arguments if word != "--mock-data"]
-    return (*words, "--data-path", str(prefix), "--split", "100,0,0")
-
-
 def select(everything: Iterable[Configuration], patterns: Sequence[str]) -> list[Configuration]:
-    """Those whose name fits any of the shell patterns (``*`` also crosses the slashes)."""
+    """Those whose name matches any of the shell patterns (``*`` also matches slashes)."""
     return [
         one
         for one in everything

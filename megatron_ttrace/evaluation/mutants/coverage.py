@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which lines of Megatron's parallel code a job runs.
 
-``sys.monitoring`` tells each line once and then no more, so a job under watch is as fast as one
-without. Lines are written when they come: a rank of a check ends without farewell.
+``sys.monitoring`` reports each line once and is then silent, so a monitored job is as fast as any
+other. Lines are written as they come, because the ranks of a check end without running exit
+handlers.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 
-_NAME = "ttrace mutants"
-
 
 def record(files: Iterable[Path], log: Path) -> None:
     """From now on append ``[file, line]`` to ``log`` when a line of one of ``files`` first runs.
 
     Raises:
-        TTraceError: when other tools have taken all places.
+        TTraceError: when other tools use all places of ``sys.monitoring``.
     """
     wanted = {str(path) for path in files}
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +37,7 @@ def record(files: Iterable[Path], log: Path) -> None:
             output.write(json.dumps([code.co_filename, number]) + "\n")
         return monitoring.DISABLE
 
-    monitoring.use_tool_id(tool, _NAME)
+    monitoring.use_tool_id(tool, "ttrace mutants")
     monitoring.register_callback(tool, monitoring.events.LINE, line)
     monitoring.set_events(tool, monitoring.events.LINE)
 

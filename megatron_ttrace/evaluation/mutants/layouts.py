@@ -1,98 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs in which mutants are run: small, and together they run much of the parallel code.
+"""The jobs in which mutants are run: small, and together they execute much of the parallel code.
 
-Models and names of layouts are the matrix's; a rank more costs as much as a layer more, so most
-have two.
+Models, and the words for layouts, are those of the matrix. A rank costs as much as a layer, so most
+jobs have two.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.evaluation.matrix import configurations as matrix
+from megatron_ttrace.evaluation.matrix.configurations import Configuration, arguments_of
 
-_DEEP = "--num-layers 4"
-_VPP2 = f"{matrix.PP2} {_DEEP} --num-virtual-stages-per-pipeline-rank 2"
 _BUCKETS = "--ddp-bucket-size 20000"
 """So small that even these models have several."""
 _AUX = "--moe-aux-loss-coeff 0.1"
-"""A fault in what is added to the loss shows when enough is added."""
+"""A fault in a term of the loss is visible only if the term is large enough."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """One job.
-
-    Attributes:
-        name: of the layout.
-        nproc: number of ranks.
-        model: one of the matrix's.
-        words: Megatron's arguments for the layout.
-    """
-
-    name: str
-    nproc: int
-    model: str
-    words: str
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """All of Megatron's arguments."""
-        return tuple(f"{matrix.COMMON} {matrix.MODELS[self.model]} {self.words}".split())
+def _job(name: str, nproc: int, model: str, words: str) -> Configuration:
+    return Configuration(name, nproc, arguments_of(model, words))
 
 
 LAYOUTS = (
-    Layout("tp2", 2, "gpt", matrix.TP2),
-    Layout("tp2-sp", 2, "gpt", f"{matrix.TP2} {matrix.SP}"),
-    Layout("tp2-fp16", 2, "gpt", f"{matrix.TP2} --fp16 --loss-scale 256"),
-    Layout("te-tp2-sp", 2, "llama-te", f"{matrix.TP2} {matrix.SP}"),
-    Layout("pp2", 2, "gpt", matrix.PP2),
-    Layout("pp2-vpp2", 2, "gpt", _VPP2),
-    Layout("pp2-mtp", 2, "llama-te", f"{matrix.PP2} {matrix.MTP} --mtp-detach-heads {matrix.ZERO}"),
-    Layout("tp2-mtp", 2, "llama-te", f"{matrix.TP2} {matrix.MTP}"),
-    Layout("tp2-sp-dsa", 2, "dsa-te", f"{matrix.TP2} {matrix.SP}"),
-    Layout("dp2", 2, "gpt", f"--overlap-grad-reduce {_BUCKETS}"),
-    Layout("dp2-tokens", 2, "gpt", "--calculate-per-token-loss"),
-    Layout(
+    _job("tp2", 2, "gpt", "tp2"),
+    _job("tp2-sp", 2, "gpt", "tp2 sp"),
+    _job("tp2-fp16", 2, "gpt", "tp2 --fp16 --loss-scale 256"),
+    _job("te-tp2-sp", 2, "llama-te", "tp2 sp"),
+    _job("pp2", 2, "gpt", "pp2"),
+    _job("pp2-vpp2", 2, "gpt", "pp2 vpp2"),
+    _job("pp2-mtp", 2, "llama-te", "pp2 mtp --mtp-detach-heads zero"),
+    _job("tp2-mtp", 2, "llama-te", "tp2 mtp"),
+    _job("tp2-sp-dsa", 2, "dsa-te", "tp2 sp"),
+    _job("dp2", 2, "gpt", f"--overlap-grad-reduce {_BUCKETS}"),
+    _job("dp2-tokens", 2, "gpt", "per-token"),
+    _job(
         "dp2-accumulate",
         2,
         "gpt",
         "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all",
     ),
-    Layout("dp2-zero", 2, "gpt", matrix.ZERO),
-    Layout(
-        "dp2-zero-overlap", 2, "gpt", f"{matrix.ZERO} {matrix.OVERLAP} {_BUCKETS} {_DEEP} --bf16"
-    ),
-    Layout("cp2", 2, "llama-te", f"{matrix.CP2} {matrix.ZERO}"),
-    Layout("cp2-moe", 2, "moe-te", f"{matrix.CP2} {matrix.ALLTOALL} {_AUX}"),
-    Layout("ep2", 2, "moe", f"{matrix.EP2} {matrix.ALLTOALL} {matrix.ZERO} {_AUX}"),
-    Layout("ep2-all-gather", 2, "moe-deep", f"{matrix.EP2} {_AUX}"),
-    Layout(
+    _job("dp2-zero", 2, "gpt", "zero"),
+    _job("dp2-zero-overlap", 2, "gpt", f"zero overlap {_BUCKETS} deep --bf16"),
+    _job("cp2", 2, "llama-te", "cp2 zero"),
+    _job("cp2-moe", 2, "moe-te", f"cp2 alltoall {_AUX}"),
+    _job("ep2", 2, "moe", f"ep2 alltoall zero {_AUX}"),
+    _job("ep2-all-gather", 2, "moe-deep", f"ep2 {_AUX}"),
+    _job(
         "tp2-sp-ep2",
         2,
         "moe-deep",
-        f"{matrix.TP2} {matrix.SP} {matrix.EP2} {matrix.ETP1} {matrix.ALLTOALL} {matrix.ZERO} "
-        f"{_AUX} --moe-z-loss-coeff 0.1",
+        f"tp2 sp ep2 etp1 alltoall zero {_AUX} --moe-z-loss-coeff 0.1",
     ),
-    Layout("tp2-sp-etp2", 2, "moe-te", f"{matrix.TP2} {matrix.SP} {matrix.ALLTOALL} {_AUX}"),
-    Layout(
-        "recompute",
-        2,
-        "gpt",
-        f"{matrix.TP2} --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --distribute-saved-activations",
-    ),
-    Layout("tp2-dp2-zero", 4, "gpt", f"{matrix.TP2} {matrix.SP} {matrix.ZERO}"),
-    Layout("pp2-dp2-zero", 4, "gpt", f"{matrix.PP2} {matrix.ZERO} {matrix.OVERLAP} --bf16"),
-    Layout("pp2-vpp2-dp2", 4, "gpt", f"{_VPP2} --overlap-grad-reduce --no-align-grad-reduce"),
-    Layout("tp2-pp2", 4, "gpt", f"{matrix.TP2} {matrix.SP} {matrix.PP2}"),
-    Layout("tp2-ep2", 4, "moe-te", f"{matrix.TP2} {matrix.SP} {matrix.EP2} {_AUX}"),
-    Layout("ep2-edp2-zero", 4, "moe-te", f"{matrix.EP2} {matrix.ZERO} {matrix.OVERLAP} {_AUX}"),
-    Layout("zero-instances", 4, "gpt", f"{matrix.ZERO} --num-distributed-optimizer-instances 2"),
+    _job("tp2-sp-etp2", 2, "moe-te", f"tp2 sp alltoall {_AUX}"),
+    _job("recompute", 2, "gpt", "tp2 recompute uniform 1 --distribute-saved-activations"),
+    _job("tp2-dp2-zero", 4, "gpt", "tp2 sp zero"),
+    _job("pp2-dp2-zero", 4, "gpt", "pp2 zero overlap --bf16"),
+    _job("pp2-vpp2-dp2", 4, "gpt", "pp2 vpp2 --overlap-grad-reduce --no-align-grad-reduce"),
+    _job("tp2-pp2", 4, "gpt", "tp2 sp pp2"),
+    _job("tp2-ep2", 4, "moe-te", f"tp2 sp ep2 {_AUX}"),
+    _job("ep2-edp2-zero", 4, "moe-te", f"ep2 zero overlap {_AUX}"),
+    _job("zero-instances", 4, "gpt", "zero --num-distributed-optimizer-instances 2"),
 )
-"""All of them."""
 
 _FIRST = {
     "tensor_parallel": ("tp2-sp", "tp2", "te-tp2-sp", "tp2-dp2-zero"),
@@ -105,11 +74,11 @@ _THEN = (
     *("tp2-dp2-zero", "ep2", "tp2-sp-ep2", "pp2-dp2-zero", "cp2-moe", "pp2-mtp", "tp2-fp16"),
     *("tp2-ep2", "ep2-edp2-zero", "pp2-vpp2-dp2", "zero-instances"),
 )
-"""As different from each other as they are."""
+"""In an order in which neighbours differ much."""
 
 
-def named_layouts(names: Sequence[str]) -> list[Layout]:
-    """Those with these names; all when none is given.
+def named_layouts(names: Sequence[str]) -> list[Configuration]:
+    """Those with these names; all if none is given.
 
     Raises:
         TTraceError: when one does not exist.
@@ -121,8 +90,8 @@ def named_layouts(names: Sequence[str]) -> list[Layout]:
     return [known[name] for name in names] or list(LAYOUTS)
 
 
-def in_order(package: str, names: set[str]) -> list[Layout]:
-    """Some layouts, those first that are about a package."""
+def in_order(package: str, names: set[str]) -> list[Configuration]:
+    """The layouts with these names, those for a package of Megatron first."""
     order = [*_FIRST.get(package, ()), *_THEN, *(layout.name for layout in LAYOUTS)]
     return sorted(
         (layout for layout in LAYOUTS if layout.name in names),

@@ -7,10 +7,12 @@ import dataclasses
 from enum import StrEnum
 from typing import Any
 
+from megatron_ttrace.trace import codec
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Where a piece of source stands; as in ``ast``, lines from 1, columns in bytes from 0."""
+    """A piece of source; as in ``ast``, lines count from 1 and columns (bytes) from 0."""
 
     first_line: int
     first_column: int
@@ -23,13 +25,13 @@ class Mutant:
     """One single fault.
 
     Attributes:
-        id: stays the same while the changed statement does, wherever in its function it moves.
-        module: that holds it, e.g. ``megatron.core.tensor_parallel.mappings``.
+        id: does not change while the changed statement stays in its function.
+        module: e.g. ``megatron.core.tensor_parallel.mappings``.
         qualname: of the outermost function around it.
-        operator: what kind of fault.
+        operator: name of the operator.
         span: what is replaced.
-        fragment: the text that stands there.
-        replacement: the text that comes there.
+        fragment: its text.
+        replacement: the new text.
     """
 
     id: str
@@ -53,45 +55,26 @@ class Mutant:
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
-        return {
-            "id": self.id,
-            "module": self.module,
-            "qualname": self.qualname,
-            "operator": self.operator,
-            "line": self.span.first_line,
-            "fragment": self.fragment,
-            "replacement": self.replacement,
-        }
+        found: dict[str, Any] = codec.encode(self)
+        return {**found, "line": found.pop("span")["first_line"]}
 
 
 class Fate(StrEnum):
-    """What became of a mutant in one layout, or in all that were tried."""
+    """The result of a mutant in one layout."""
 
     DIVERGED = "diverged"
-    """The check named a culprit: killed, and nothing else would have shown it."""
+    """The check found it: killed, and nothing else would have shown it."""
     CRASHED = "crashed"
-    """The run, or the check of it, ended with an error: killed, but anyone would have noticed."""
+    """The run or its check ended with an error: killed, and visible without a check."""
     HUNG = "hung"
     """The run did not end in time: likewise."""
     SURVIVED = "survived"
     """Found equivalent to the reference."""
 
-    @property
-    def killed(self) -> bool:
-        """Whether the fault came to light."""
-        return self is not Fate.SURVIVED
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trial:
-    """One mutant in one layout.
-
-    Attributes:
-        layout: name of the layout.
-        fate: what became of it.
-        seconds: of the whole check.
-        told: the first culprit, or the error.
-    """
+class MutantTrial:
+    """One mutant in one layout; ``told`` are the first culprits, or the error."""
 
     layout: str
     fate: Fate
@@ -103,23 +86,23 @@ class Explanation(StrEnum):
     """Why a mutant survives."""
 
     EQUIVALENT = "equivalent"
-    """Proven: no number of a training step depends on what was changed, in any configuration."""
+    """Proven: in no configuration does a number of a training step depend on the change."""
     DORMANT = "dormant"
-    """Proven: likewise in every job of the campaign. A fault, but what wakes it is not there."""
+    """Proven: a fault, but without effect in the jobs of the campaign."""
     UNSEEN = "unseen"
-    """A hole: the fault is real and the check does not see it."""
+    """The fault is real, and the check does not see it."""
 
 
 HARMLESS = (Explanation.EQUIVALENT, Explanation.DORMANT)
-"""What there is nothing to find of."""
+"""A check must not find these."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """One mutant after its trials; ``explanation`` and ``why`` stand in survivors.toml."""
+class MutantRow:
+    """One mutant after its trials; ``explanation`` and ``why`` are from survivors.toml."""
 
     mutant: Mutant
-    trials: tuple[Trial, ...]
+    trials: tuple[MutantTrial, ...]
     explanation: Explanation | None = None
     why: str = ""
 
@@ -130,14 +113,13 @@ class Row:
 
     @property
     def column(self) -> str:
-        """Where it is counted: its fate, or why it survived if that is not the checker's fault."""
-        if self.fate.killed or self.explanation in (None, Explanation.UNSEEN):
-            return self.fate.value
-        return str(self.explanation)
+        """What it counts as: its fate, or why it survived if the checker is not to blame."""
+        survived = self.fate is Fate.SURVIVED
+        return str(self.explanation if survived and self.explanation in HARMLESS else self.fate)
 
     @property
     def disproved(self) -> bool:
-        """Whether the check found what should not be there to be found."""
+        """Whether the check found a mutant that is listed as harmless."""
         return self.fate is Fate.DIVERGED and self.explanation in HARMLESS
 
     def to_json(self) -> dict[str, Any]:
@@ -145,9 +127,7 @@ class Row:
         return {
             **self.mutant.to_json(),
             "fate": self.fate.value,
-            "explanation": self.explanation.value if self.explanation else None,
+            "explanation": codec.encode(self.explanation),
             "why": self.why,
-            "trials": [
-                {**dataclasses.asdict(trial), "fate": trial.fate.value} for trial in self.trials
-            ],
+            "trials": codec.encode(self.trials),
         }

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find all single faults in Megatron's parallel code. Reads source; imports and runs nothing."""
+"""Find all single faults in Megatron's parallel code, and choose a sample of them.
+
+Source is read; nothing is imported or run.
+"""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import importlib.util
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.evaluation.bugs.patching import Definition, functions
+from megatron_ttrace.evaluation.bugs.patching import functions
 from megatron_ttrace.evaluation.mutants.operators import OPERATORS
 from megatron_ttrace.evaluation.mutants.records import Mutant
 from megatron_ttrace.evaluation.mutants.source import Source, span_of
@@ -39,7 +42,11 @@ def scan() -> list[Mutant]:
 
 
 def modules() -> list[tuple[str, Path]]:
-    """Names and files of everything below :data:`PACKAGES`."""
+    """Names and files of all modules below :data:`PACKAGES`.
+
+    Raises:
+        TTraceError: when there is no Megatron.
+    """
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or spec.origin is None:
         raise TTraceError("megatron-core is not installed: see ttrace doctor")
@@ -53,7 +60,7 @@ def modules() -> list[tuple[str, Path]]:
 
 
 def _name(path: Path) -> str:
-    """A package's own file goes by the package's name: by another it would be another module."""
+    """A package's ``__init__.py`` has the package's name; with another it would be a copy."""
     parts = ("megatron.core", *path.with_suffix("").parts)
     return ".".join(parts).removesuffix(".__init__")
 
@@ -63,16 +70,11 @@ def scan_source(module: str, text: str) -> Iterator[Mutant]:
     source = Source(module, text)
     seen: Counter[str] = Counter()
     for qualname, function in functions(source.tree):
-        for node in _body(function):
+        # Only what runs when the function does: no decorators, defaults or annotations.
+        for node in (node for statement in function.body for node in ast.walk(statement)):
             for name, operator in OPERATORS.items():
                 for target, replacement in operator(node, source):
                     yield _mutant(source, qualname, name, target, replacement, seen)
-
-
-def _body(function: Definition) -> Iterator[ast.AST]:
-    """What runs when the function does: not its decorators, defaults or annotations."""
-    for statement in function.body:
-        yield from ast.walk(statement)
 
 
 def _mutant(
@@ -85,11 +87,12 @@ def _mutant(
 ) -> Mutant:
     fragment = source.of(target)
     words = (source.module, qualname, operator, _statement(source, target), fragment, replacement)
-    content = "\n".join(_plain(word) for word in words)
-    # Where the same stands twice in one function, the first has no number.
+    # Without white space, so that a line break does not change the id.
+    content = "\n".join("".join(word.split()) for word in words)
+    # Where a function has the same statement twice, the number tells them apart.
     number = seen[content]
     seen[content] += 1
-    digest = hashlib.sha256(f"{content}\n{number}".encode()).hexdigest()[:6]
+    digest = _sha256(f"{content}\n{number}")[:6]
     place = source.module.removeprefix("megatron.core.")
     return Mutant(
         id=f"{place}:{qualname}:{operator}:{digest}",
@@ -103,16 +106,30 @@ def _mutant(
 
 
 def _statement(source: Source, node: ast.AST) -> str:
-    """The first line's worth of the statement around a node."""
+    """The first line of the statement around a node."""
     inner: ast.AST | None = node
     while inner is not None and not isinstance(inner, ast.stmt):
         inner = source.parent(inner)
-    if inner is None:
-        return ""
-    text = ast.unparse(inner)
-    return text.split("\n", 1)[0]
+    return "" if inner is None else ast.unparse(inner).split("\n", 1)[0]
 
 
-def _plain(text: str) -> str:
-    """Without white space, so that a line break does not change a mutant's id."""
-    return "".join(text.split())
+def sample(mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
+    """Choose ``count`` mutants, one of each stratum in turn; the same for the same seed.
+
+    A stratum is a package and an operator. Within it, mutants are ordered by a hash of seed and id:
+    one that a release of Megatron adds or removes does not change the order of the others.
+    """
+    strata: dict[tuple[str, str], list[Mutant]] = defaultdict(list)
+    for mutant in mutants:
+        strata[mutant.operator, mutant.package].append(mutant)
+    decks = [
+        sorted(strata[key], key=lambda mutant: _sha256(f"{seed} {mutant.id}"))
+        for key in sorted(strata)
+    ]
+    rounds = max(map(len, decks), default=0)
+    dealt = [deck[turn] for turn in range(rounds) for deck in decks if turn < len(deck)]
+    return dealt[:count]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a campaign comes to."""
+"""The score of a campaign."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_ttrace.evaluation.mutants.records import Row
+from megatron_ttrace.evaluation.mutants.records import MutantRow
 
 BAR = 0.95
 """The least share of mutants that must be killed."""
@@ -20,9 +20,9 @@ class Score:
 
     Attributes:
         diverged: killed by the check.
-        crashed, hung: killed, and nobody needs a checker for that.
-        equivalent: survived and proven to be no fault.
-        dormant: survived, for no job of the campaign wakes it; counts as missed.
+        crashed, hung: killed, and visible without a check.
+        equivalent: survived, and proven not to be a fault.
+        dormant: survived, without effect in the jobs of the campaign; counts as missed.
         survived: the others.
     """
 
@@ -35,46 +35,42 @@ class Score:
 
     @property
     def killed(self) -> int:
-        """However."""
+        """By the check or without it."""
         return self.diverged + self.crashed + self.hung
 
     @property
     def score(self) -> float:
-        """Killed of all that are not proven equivalent; 1 when there are none."""
-        return _share(self.killed, self._missed)
+        """Killed of all that are not proven equivalent; 1 if there are none."""
+        return self._share(self.killed)
 
     @property
     def silent_score(self) -> float:
         """The same of those that neither crash nor hang."""
-        return _share(self.diverged, self._missed)
+        return self._share(self.diverged)
 
-    @property
-    def _missed(self) -> int:
-        return self.survived + self.dormant
+    def _share(self, killed: int) -> float:
+        counted = killed + self.survived + self.dormant
+        return killed / counted if counted else 1.0
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
-        shares = ("score", "silent_score")
         return {
             **dataclasses.asdict(self),
             "killed": self.killed,
-            **{name: round(getattr(self, name), 4) for name in shares},
+            "score": round(self.score, 4),
+            "silent_score": round(self.silent_score, 4),
         }
 
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(Score))
 
 
-def score(rows: Iterable[Row]) -> Score:
+def score(rows: Iterable[MutantRow]) -> Score:
     """Count."""
     counts = Counter(row.column for row in rows)
     return Score(*(counts[column] for column in COLUMNS))
 
 
-def passes(rows: Sequence[Row]) -> bool:
-    """Whether the bar is met and no proof of equivalence is disproved."""
+def passes(rows: Sequence[MutantRow]) -> bool:
+    """Whether the bar is met and no explanation is disproved."""
     return score(rows).score >= BAR and not any(row.disproved for row in rows)
-
-
-def _share(killed: int, survived: int) -> float:
-    return killed / (killed + survived) if killed + survived else 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module's source as operators see it, and the replacing of a piece of it. Pure."""
+"""A module's source as operators see it, and the replacement of a piece of it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ class Source:
 
     Attributes:
         module: its name.
-        text: its source.
-        tree: parsed.
+        tree: its parsed source.
     """
 
     def __init__(self, module: str, text: str) -> None:
         self.module = module
-        self.text = text
         self.tree = ast.parse(text)
         self._lines = [line.encode() for line in text.splitlines(keepends=True)]
         self._parents = {
@@ -42,11 +40,11 @@ class Source:
         return b"".join(lines).decode()
 
     def is_statement(self, node: ast.AST) -> bool:
-        """Whether a call's value is thrown away."""
+        """Whether the value of a call is ignored."""
         return isinstance(self.parent(node), ast.Expr)
 
     def replace(self, span: Span, replacement: str) -> str:
-        """The text with a piece replaced."""
+        """The whole text with a piece replaced."""
         head = self._lines[: span.first_line - 1]
         tail = self._lines[span.last_line :]
         first = self._lines[span.first_line - 1][: span.first_column]
@@ -55,7 +53,7 @@ class Source:
 
 
 def span_of(node: ast.AST) -> Span:
-    """Where a node stands."""
+    """Where a node is."""
     return Span(
         node.lineno,  # type: ignore[attr-defined]
         node.col_offset,  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.mutants.records import Explanation, Mutant
+from megatron_ttrace.trace import codec
 
 FILE = Path(__file__).with_name("survivors.toml")
 
@@ -23,30 +24,22 @@ class Survivor:
     why: str
 
 
-def load(path: Path = FILE) -> list[Survivor]:
+def load() -> list[Survivor]:
     """All explanations.
 
     Raises:
         TTraceError: when the file is damaged.
     """
     try:
-        with path.open("rb") as file:
-            tables = tomllib.load(file).get("survivor", [])
-        return [
-            Survivor(
-                ids=tuple(table["ids"]),
-                explanation=Explanation(table["explanation"]),
-                why=" ".join(table["why"].split()),
-            )
-            for table in tables
-        ]
+        tables = tomllib.loads(FILE.read_text(encoding="utf-8"))["survivor"]
+        return [codec.decode(Survivor, table) for table in tables]
     except (KeyError, ValueError, TypeError) as error:
-        raise TTraceError(f"{path}: not a valid list of explanations ({error})") from error
+        raise TTraceError(f"{FILE}: not a valid list of explanations ({error})") from error
 
 
 def explanation_of(mutant: Mutant, known: Iterable[Survivor]) -> tuple[Explanation | None, str]:
-    """What is known about a mutant."""
+    """What is known about a mutant, on one line."""
     for survivor in known:
         if mutant.id in survivor.ids:
-            return survivor.explanation, survivor.why
+            return survivor.explanation, " ".join(survivor.why.split())
     return None, ""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of a job with a mutant in it, or with its lines recorded; else ``pretrain_gpt.py``.
+"""The training script of a campaign: ``pretrain_gpt.py`` with a mutant, or with lines recorded.
 
-What is done is done here, before the training script starts, and then forgotten: flags, arguments
-and environment of the run are those of any other, so nothing that checks it, and no reference that
-it starts, can know.
+The mutant is put in before the training script starts, and its name is removed from the process.
+Flags, arguments and environment are those of any other run, so neither the checker nor a reference
+that the run starts can know of it.
 """
 
 from __future__ import annotations
@@ -13,31 +13,47 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from types import CodeType, FunctionType
 
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.evaluation.bugs import patching
 from megatron_ttrace.evaluation.mutants import coverage
-from megatron_ttrace.evaluation.mutants.records import Mutant, Span
+from megatron_ttrace.evaluation.mutants.records import Mutant
 from megatron_ttrace.evaluation.mutants.scan import modules
-from megatron_ttrace.evaluation.mutants.swap import introduce
+from megatron_ttrace.evaluation.mutants.source import Source
 from megatron_ttrace.resources import launch_dir
+from megatron_ttrace.trace import codec
 
 MUTANT = "MUTANT_TO_INTRODUCE"
 """Environment variable: a mutant, as JSON."""
 COVERAGE = "MUTANT_TO_INTRODUCE_LINES"
-"""Environment variable: folder for a file of lines per rank."""
+"""Environment variable: folder for one file of lines per rank."""
 
 
 def encode(mutant: Mutant) -> str:
-    """A mutant as text."""
-    span = mutant.span
-    lines = [span.first_line, span.first_column, span.last_line, span.last_column]
-    words = (mutant.id, mutant.module, mutant.qualname, mutant.operator)
-    return json.dumps([*words, lines, mutant.fragment, mutant.replacement])
+    """A mutant as text, for :data:`MUTANT`."""
+    return json.dumps(codec.encode(mutant))
 
 
 def decode(text: str) -> Mutant:
     """The mutant that :func:`encode` wrote."""
-    name, module, qualname, operator, span, fragment, replacement = json.loads(text)
-    return Mutant(name, module, qualname, operator, Span(*span), fragment, replacement)
+    return codec.decode(Mutant, codec.parse(text))
+
+
+def introduce(mutant: Mutant) -> list[tuple[FunctionType, CodeType]]:
+    """Put a mutant into this process; returns the changed function with its former code.
+
+    Raises:
+        TTraceError: when the installed Megatron has other code at this place.
+    """
+
+    def change(text: str, path: Path) -> str:
+        source = Source(mutant.module, text)
+        if source.between(mutant.span) != mutant.fragment:
+            raise TTraceError(f"{mutant.id}: {path} is not the file in which it was found")
+        return source.replace(mutant.span, mutant.replacement)
+
+    return patching.rewrite(mutant.module, change, "a mutant")
 
 
 def main() -> None:
@@ -45,7 +61,7 @@ def main() -> None:
     mutant = os.environ.pop(MUTANT, None)
     lines = os.environ.pop(COVERAGE, None)
     script = launch_dir() / "pretrain_gpt.py"
-    # Whoever starts a reference run starts what is here.
+    # The reference runs the program that is named here.
     sys.argv[0] = str(script)
     sys.path.insert(0, str(script.parent))
     if mutant is not None:

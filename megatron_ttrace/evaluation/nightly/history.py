@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All nights in one SQLite file, so that tonight has a yesterday."""
+"""All nights in one SQLite file."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.evaluation.nightly.records import Case, Gap, Night, Part, State
+from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
 
 _VERSION = 1
 _SCHEMA = """
@@ -41,13 +42,13 @@ CREATE INDEX cases_by_name ON cases (part, name);
 
 
 class History:
-    """The file, opened; a context manager that closes it."""
+    """The open file; a context manager that closes it."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or make it.
+        """Open the file, or create it.
 
         Raises:
-            TTraceError: when it is no history of this version, or cannot be opened.
+            TTraceError: when it is not a history of this version, or cannot be opened.
         """
         self._path = path
         try:
@@ -79,8 +80,8 @@ class History:
                 "choose another --history"
             )
 
-    def add(self, night: Night) -> int:
-        """Keep a night, whole or not at all, and return its number."""
+    def add(self, night: Night) -> None:
+        """Store a night, all of it or nothing."""
         with self._errors(), self._db:
             number = self._db.execute(
                 "INSERT INTO nights (began, seconds, exit_code, versions, options, gaps, scores)"
@@ -91,28 +92,24 @@ class History:
                     int(night.exit_code),
                     json.dumps(dict(night.versions)),
                     json.dumps(dict(night.options)),
-                    json.dumps([[gap.part, gap.reason, gap.by_choice] for gap in night.gaps]),
+                    json.dumps([dataclasses.astuple(gap) for gap in night.gaps]),
                     json.dumps(dict(night.scores)),
                 ),
             ).lastrowid
+            # The columns are the fields of a case, in their order.
             self._db.executemany(
                 "INSERT INTO cases VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (number, at, c.part, c.name, c.state, c.margin, c.seconds, c.marks, c.note)
-                    for at, c in enumerate(night.cases)
-                ],
+                [(number, at, *dataclasses.astuple(case)) for at, case in enumerate(night.cases)],
             )
-        assert number is not None
-        return number
 
     def last(self, count: int) -> list[Night]:
-        """The latest nights, the oldest of them first."""
+        """The latest nights, in the order of their dates."""
         with self._errors():
             rows = self._db.execute("SELECT id FROM nights ORDER BY id DESC LIMIT ?", (count,))
             return [self._night(number) for (number,) in reversed(rows.fetchall())]
 
     def last_good(self) -> Night | None:
-        """The latest night with nothing missed, no false alarm and no gap."""
+        """The latest night without a miss, a false alarm or a gap."""
         with self._errors():
             row = self._db.execute(
                 "SELECT id FROM nights WHERE exit_code = ? ORDER BY id DESC LIMIT 1",
@@ -125,21 +122,18 @@ class History:
             "SELECT began, seconds, versions, options, gaps, scores FROM nights WHERE id = ?",
             (number,),
         ).fetchone()
-        cases = self._db.execute(
-            "SELECT part, name, state, margin, seconds, marks, note FROM cases"
-            " WHERE night = ? ORDER BY number",
-            (number,),
-        )
+        cases = self._db.execute("SELECT * FROM cases WHERE night = ? ORDER BY number", (number,))
         return Night(
             began=began,
             seconds=seconds,
             versions=json.loads(versions),
             options=json.loads(options),
             cases=tuple(
-                Case(Part(part), name, State(state), *rest) for part, name, state, *rest in cases
+                NightCase(NightPart(part), name, State(state), *rest)
+                for _, _, part, name, state, *rest in cases
             ),
             gaps=tuple(
-                Gap(Part(part), reason, chosen) for part, reason, chosen in json.loads(gaps)
+                Gap(NightPart(part), reason, chosen) for part, reason, chosen in json.loads(gaps)
             ),
             scores=json.loads(scores),
         )

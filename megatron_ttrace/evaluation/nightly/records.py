@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a night consists of. Runner, history, page and W&B hand these to each other."""
+"""What a night consists of, for the runner, the history, the page and W&B."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.evaluation import suites
 
 
-class Part(StrEnum):
-    """What is run, in this order: what is most telling comes first, should time run out."""
+class NightPart(StrEnum):
+    """What is run, in this order: the most important first, in case time runs out."""
 
     BUGS = "bugs"
     MATRIX = "matrix"
@@ -19,34 +20,34 @@ class Part(StrEnum):
 
 
 class State(StrEnum):
-    """How a case came out."""
+    """The result of a case."""
 
     GOOD = "good"
-    """A known bug was found where it is; a healthy job was found equivalent; a mutant was killed,
+    """A known bug was found at its place; a healthy job was found equivalent; a mutant was killed,
     or is known to survive."""
     MISSED = "missed"
-    """A known bug or a mutant was not found, or elsewhere, or explained otherwise than expected."""
+    """A known bug or a mutant was not found, or not at the expected place, or explained wrongly."""
     ALARM = "false alarm"
     """A healthy job was found diverged."""
     BROKEN = "could not run"
-    """It has no result."""
+    """There is no result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Case:
-    """One line of a night.
+class NightCase:
+    """One bug, healthy job or mutant.
 
     Attributes:
-        part: what it belongs to.
+        part: that it belongs to.
         name: the same every night, e.g. ``04a dp-average-twice [DP]``.
-        state: how it came out.
-        margin: of a bug the weakest of its culprits', of a healthy job the worst; ``None`` without.
+        state: the result.
+        margin: of a bug the smallest of its culprits', of a healthy job the largest, or ``None``.
         seconds: that it took.
         marks: what was reached, e.g. ``detected, localised``.
-        note: what is wrong, or the explanation that was given.
+        note: what is wrong, or the explanation in the report.
     """
 
-    part: Part
+    part: NightPart
     name: str
     state: State
     margin: float | None = None
@@ -57,56 +58,53 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gap:
-    """A part that did not come to its end. ``by_choice``: it was switched off."""
+    """A part that is missing or incomplete. ``by_choice``: it was switched off."""
 
-    part: Part
+    part: NightPart
     reason: str
     by_choice: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Night:
-    """All that came out.
+    """All results of a night.
 
     Attributes:
         began: ISO 8601, with the offset to UTC.
-        seconds: that all of it took.
+        seconds: that it took.
         versions: of everything that can change a number.
-        options: those of the command that choose what is run.
+        options: of the command, those that choose what is run.
         cases: in the order in which they ran.
-        gaps: parts that are missing, or not whole.
-        scores: numbers of a whole part, e.g. ``mutation score``.
+        gaps: parts that are missing or incomplete.
+        scores: of a whole part, e.g. ``mutation score``.
     """
 
     began: str
     seconds: float
     versions: Mapping[str, str]
     options: Mapping[str, str]
-    cases: tuple[Case, ...]
+    cases: tuple[NightCase, ...]
     gaps: tuple[Gap, ...] = ()
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
-    def bad(self) -> tuple[Case, ...]:
+    def bad(self) -> tuple[NightCase, ...]:
         """Missed bugs and false alarms."""
         return tuple(case for case in self.cases if case.state in (State.MISSED, State.ALARM))
 
     @property
     def exit_code(self) -> ExitCode:
-        """1 for a false alarm, else 2 for a missed bug or what could not be run."""
-        if any(case.state is State.ALARM for case in self.cases):
-            return ExitCode.DIVERGED
-        if any(case.state is not State.GOOD for case in self.cases):
-            return ExitCode.COULD_NOT_CHECK
-        if not self.cases or any(not gap.by_choice for gap in self.gaps):
-            return ExitCode.COULD_NOT_CHECK
-        return ExitCode.EQUIVALENT
+        """1 for a false alarm, else 2 for a missed bug or a case that could not be run."""
+        good = bool(self.cases) and all(case.state is State.GOOD for case in self.cases)
+        complete = all(gap.by_choice for gap in self.gaps)
+        alarm = any(case.state is State.ALARM for case in self.cases)
+        return suites.exit_code(alarm=alarm, met=good and complete)
 
     @property
     def is_good(self) -> bool:
-        """Whether later nights may be held against it."""
+        """Whether later nights can be compared with it."""
         return self.exit_code is ExitCode.EQUIVALENT
 
-    def count(self, part: Part, state: State) -> int:
-        """How many cases of a part came out so."""
+    def count(self, part: NightPart, state: State) -> int:
+        """How many cases of a part have this result."""
         return sum(case.part is part and case.state is state for case in self.cases)

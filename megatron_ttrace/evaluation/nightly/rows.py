@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of a night print, turned into cases. Pure: nothing is run here."""
+"""Cases of a night from the JSON that the commands print."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ttrace.evaluation.nightly.records import Case, Part, State
+from megatron_ttrace.evaluation.nightly.records import NightCase, NightPart, State
 
-Row = Mapping[str, Any]
+Json = Mapping[str, Any]
 
 
-def known_bug(row: Row) -> Case:
-    """A row of ``ttrace bugs run --rows``: a bug in one layout, and its healthy twin."""
+def known_bug(row: Json) -> NightCase:
+    """A row of ``ttrace bugs run --rows``: a bug in one layout."""
     reached = ("detected", "localised", "explained")
     if row["healthy"] is False:
         state = State.ALARM
@@ -22,8 +22,8 @@ def known_bug(row: Row) -> Case:
         state = State.BROKEN if row["detected"] is None else State.MISSED
     culprits = row["culprits"]
     explanation = culprits[0]["explanation"] if culprits else ""
-    return Case(
-        part=Part.BUGS,
+    return NightCase(
+        part=NightPart.BUGS,
         name=f"{row['id']} {row['name']} [{row['layout']}]",
         state=state,
         margin=_number(row["margin"]),
@@ -33,10 +33,10 @@ def known_bug(row: Row) -> Case:
     )
 
 
-def configuration(row: Row) -> Case:
-    """A row of ``ttrace matrix --json``: a healthy job, or one with a proven fault of Megatron's.
+def configuration(row: Json) -> NightCase:
+    """A row of ``ttrace matrix --json``: a healthy job, or one with a proven fault of Megatron.
 
-    Such a fault must be found, like a known bug. Its margin is no healthy one's: it is left out.
+    Such a fault must be found, like a known bug. Its margin is left out: it is not a healthy one.
     """
     finding = row.get("finding", "")
     diverged = row["verdict"] == "diverged"
@@ -50,8 +50,8 @@ def configuration(row: Row) -> Case:
     if finding:
         said = "as in docs/findings.md" if diverged else "no longer present, see docs/findings.md"
         note = f"{finding}: {said}; {note}"
-    return Case(
-        part=Part.MATRIX,
+    return NightCase(
+        part=NightPart.MATRIX,
         name=row["name"],
         state=state,
         margin=None if finding or state is State.BROKEN else _number(row["worst_margin"]),
@@ -61,16 +61,16 @@ def configuration(row: Row) -> Case:
     )
 
 
-def mutants(report: Mapping[str, Any]) -> tuple[list[Case], dict[str, float]]:
+def mutants(report: Json) -> tuple[list[NightCase], dict[str, float]]:
     """The file that ``ttrace mutants run --json FILE`` writes: cases, and the scores.
 
-    A survivor that is explained is known; one that is not is a fault that was missed. So is a score
-    below the bar, even when every survivor is explained.
+    A survivor without an explanation is a fault that was missed. So is a score below the bar, even
+    if every survivor is explained.
     """
     cases = [_mutant(row) for row in report["mutants"]]
     if not report["passed"]:
         said = f"{report['score']:.1%} of {report['run']} killed, the bar is {report['bar']:.0%}"
-        cases.append(Case(Part.MUTANTS, "score", State.MISSED, note=said))
+        cases.append(NightCase(NightPart.MUTANTS, "score", State.MISSED, note=said))
     scores = {
         "mutation score": float(report["score"]),
         "mutation score, silent ones": float(report["silent_score"]),
@@ -79,7 +79,7 @@ def mutants(report: Mapping[str, Any]) -> tuple[list[Case], dict[str, float]]:
     return cases, scores
 
 
-def _mutant(row: Row) -> Case:
+def _mutant(row: Json) -> NightCase:
     survived, explanation = row["fate"] == "survived", row["explanation"]
     told = row["trials"][-1]["told"] if row["trials"] else ""
     if survived:
@@ -90,8 +90,8 @@ def _mutant(row: Row) -> Case:
         told = f"is listed as harmless ({row['why']}), but was found: {told}"
     else:
         state = State.GOOD
-    return Case(
-        part=Part.MUTANTS,
+    return NightCase(
+        part=NightPart.MUTANTS,
         name=row["id"],
         state=state,
         seconds=sum(trial["seconds"] for trial in row["trials"]),
@@ -101,5 +101,5 @@ def _mutant(row: Row) -> Case:
 
 
 def _number(value: Any) -> float | None:
-    """JSON has no infinities: they travel as strings."""
+    """Infinities are strings in JSON."""
     return None if value is None else float(value)

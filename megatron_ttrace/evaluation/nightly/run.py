@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a night: the same commands as a person would, one after the other, each in its own process.
+"""Run a night: the commands for its parts, one after the other, each in its own process.
 
-A part that crashes, or that the time runs out for, takes no other part with it; the cases that it
-had finished count.
+If a part crashes or its time runs out, the other parts still run, and its finished cases count.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation.nightly import rows
-from megatron_ttrace.evaluation.nightly.records import Case, Gap, Night, Part, State
-from megatron_ttrace.mcore import versions
+from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
+from megatron_ttrace.mcore import provenance, versions
+from megatron_ttrace.processes import logs
 from megatron_ttrace.processes.tether import tethered
 
 QUICK_BUGS = ("01", "11")
@@ -37,15 +36,15 @@ class Options:
     """What to run.
 
     Attributes:
-        parts: those that are wanted.
+        parts: to run.
         bugs: ids; empty for all.
         bugs_flags: further arguments of ``ttrace bugs run``, e.g. ``--bf16``.
         matrix: name patterns; empty for all.
         mutants: size of the sample; ``None`` for the command's own.
-        seconds: that the whole night may take; ``None``: as long as it takes.
+        seconds: time limit of the night, or ``None``.
     """
 
-    parts: tuple[Part, ...] = tuple(Part)
+    parts: tuple[NightPart, ...] = tuple(NightPart)
     bugs: tuple[str, ...] = ()
     bugs_flags: tuple[str, ...] = ()
     matrix: tuple[str, ...] = ()
@@ -53,7 +52,7 @@ class Options:
     seconds: float | None = None
 
     def described(self) -> dict[str, str]:
-        """The choice of cases, to be compared between nights."""
+        """The choice of cases, to compare it between nights."""
         return {
             "parts": " ".join(self.parts),
             "bugs": " ".join(self.bugs) or "all",
@@ -69,14 +68,14 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
     Args:
         options: what to run.
         directory: where to work; logs and outputs of the parts stay there.
-        say: told what happens, line by line.
+        say: called with each line of progress.
     """
     began, clock = datetime.datetime.now().astimezone(), time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
-    cases: list[Case] = []
+    cases: list[NightCase] = []
     gaps: list[Gap] = []
     scores: dict[str, float] = {}
-    for part in Part:
+    for part in NightPart:
         if part not in options.parts:
             gaps.append(Gap(part, "switched off", by_choice=True))
             continue
@@ -91,7 +90,7 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
         reason, code = _execute(step, left)
         found, more = _read(part, step.results)
         if code == ExitCode.COULD_NOT_CHECK and any(one.state is not State.GOOD for one in found):
-            reason = ""  # what was missed or could not be run speaks for itself
+            reason = ""  # the cases say why
         cases += found
         scores |= more
         if reason or not found:
@@ -110,21 +109,21 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """A part's command, where its output goes, and where its results are."""
+    """The command of a part, its log, and the file of its results."""
 
     arguments: tuple[str, ...]
     log: Path
     results: Path
 
 
-def _step(part: Part, options: Options, directory: Path) -> _Step:
+def _step(part: NightPart, options: Options, directory: Path) -> _Step:
     log, work = directory / f"{part}.log", ("--directory", str(directory / part))
-    if part is Part.BUGS:
+    if part is NightPart.BUGS:
         results = directory / "bugs.jsonl"
         chosen = (*(options.bugs or ("--all",)), *options.bugs_flags, "--rows", str(results))
         return _Step(("bugs", "run", *chosen, *work), log, results)
-    if part is Part.MATRIX:
-        # It prints its results, line by line.
+    if part is NightPart.MATRIX:
+        # Its results are its output.
         return _Step(("matrix", *(options.matrix or ("--all",)), "--json", *work), log, log)
     results = directory / "mutants.json"
     count = ("--count", str(options.mutants)) if options.mutants else ()
@@ -132,10 +131,9 @@ def _step(part: Part, options: Options, directory: Path) -> _Step:
 
 
 def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
-    """Run one of our commands; why it did not come to its end, if so, and its exit code.
+    """Run one of our commands; returns why it did not finish, or ``""``, and its exit code.
 
-    It dies with this process, and its ranks with it, so that none outlives a night that is cut
-    short.
+    It and its ranks end with this process, so that none survives a night that is stopped.
     """
     command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *step.arguments]
     with step.log.open("w", encoding="utf-8") as file:
@@ -159,48 +157,32 @@ def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
 
 
 def _told(log: Path, code: int) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = logs.text_of(log).strip().splitlines()
     ours = [line.removeprefix("ttrace: ") for line in lines if line.startswith("ttrace: ")]
     last = ours[-1:] or lines[-_TAIL:]
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return f"{how}: {' / '.join(last)} (log: {log})"
+    return f"{logs.how_it_ended(code)}: {' / '.join(last)} (log: {log})"
 
 
-def _read(part: Part, output: Path) -> tuple[list[Case], dict[str, float]]:
-    """The cases that a part finished; what is not whole or not ours is skipped."""
-    try:
-        text = output.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return [], {}
-    if part is Part.MUTANTS:
-        try:
+def _read(part: NightPart, output: Path) -> tuple[list[NightCase], dict[str, float]]:
+    """The cases that a part finished, and its scores; incomplete and foreign lines are skipped."""
+    text = logs.text_of(output)
+    cases: list[NightCase] = []
+    broken = contextlib.suppress(ValueError, KeyError, TypeError)
+    if part is NightPart.MUTANTS:
+        with broken:
             return rows.mutants(json.loads(text))
-        except (ValueError, KeyError, TypeError):
-            return [], {}
-    read = rows.known_bug if part is Part.BUGS else rows.configuration
-    return list(_cases(text, read)), {}
-
-
-def _cases(text: str, read: Callable[[Mapping[str, Any]], Case]) -> Iterator[Case]:
+    read = rows.known_bug if part is NightPart.BUGS else rows.configuration
     for line in text.splitlines():
         if line.startswith("{"):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                yield read(json.loads(line))
+            with broken:
+                cases.append(read(json.loads(line)))
+    return cases, {}
 
 
 def _versions() -> dict[str, str]:
-    """Everything that can change a number, the checkout's commit among them."""
+    """Everything that can change a number, including the checkout's commit."""
     found = versions.installed()
     found["machine"] = f"{platform.system()} {platform.release()} {platform.machine()}"
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        here = Path(__file__).resolve().parents[3]
-        commit = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-        if (here / ".git").exists():
-            found["megatron-ttrace commit"] = commit.stdout.strip()
+    if commit := provenance.ttrace().commit:
+        found["megatron-ttrace commit"] = commit[:12]
     return found

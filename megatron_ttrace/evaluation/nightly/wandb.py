@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One W&B run a night: a row per case, scores to plot over the nights, one alert if need be."""
+"""One W&B run per night: one row per case, scores to plot, an alert if a case is bad."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.evaluation.nightly.changes import headline
-from megatron_ttrace.evaluation.nightly.records import Night, Part, State
-from megatron_ttrace.report.wandb import TOTAL_SECONDS, UNMEASURED_MARGIN, own_run, within
+from megatron_ttrace.evaluation.nightly.records import Night, NightPart, State
+from megatron_ttrace.report.table import UNMEASURED_MARGIN
+from megatron_ttrace.report.wandb import TOTAL_SECONDS, own_run, within
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 COLUMNS = ("part", "case", "state", "reached", "margin", "seconds", "note")
@@ -17,10 +18,10 @@ _WARNING = "ttrace: WARNING: W&B logging failed, the night itself is complete"
 
 
 def log(night: Night, said: Sequence[str], page: Path, *, directory: Path) -> str:
-    """Log a night and return one line that says where it lies. Never raises.
+    """Log a night and return one line that says where the run is. Never raises.
 
     Args:
-        night: what came out.
+        night: to log.
         said: what is wrong and what changed, for the alert.
         page: the trend page to attach.
         directory: where an offline run is kept.
@@ -57,17 +58,17 @@ def _log(wandb: Any, run: Any, night: Night, said: Sequence[str], page: Path) ->
 
 
 def summary_fields(night: Night) -> dict[str, Any]:
-    """What a table of runs is sorted and plotted by."""
+    """By which a table of runs can be sorted and plotted."""
     fields: dict[str, Any] = {
         "nightly/exit_code": int(night.exit_code),
         "nightly/seconds": night.seconds,
         **{f"nightly/{name.replace(' ', '_')}": value for name, value in night.scores.items()},
     }
-    for part in Part:
+    for part in NightPart:
         for state in State:
             fields[f"nightly/{part}/{state.replace(' ', '_')}"] = night.count(part, state)
-    found = [case.margin for case in night.cases if case.part is Part.BUGS and case.margin]
-    healthy = [case.margin for case in night.cases if case.part is Part.MATRIX and case.margin]
+    found = [case.margin for case in night.cases if case.part is NightPart.BUGS and case.margin]
+    healthy = [case.margin for case in night.cases if case.part is NightPart.MATRIX and case.margin]
     if found:
         fields["nightly/weakest_culprit_margin"] = min(found)
     if healthy:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A counter-based generator: value = f(seed, canonical name, logical index).
 
-Every rank produces just its own slice, and two ranks that hold the same element produce the same
-bits. To make that certain only exact operations are used: 64-bit integer mixing (the finaliser of
+Every rank produces only its own slice, and two ranks that hold the same element produce the same
+bits. To guarantee that, only exact operations are used: 64-bit integer mixing (the finaliser of
 SplitMix64: Steele, Lea, Flood, OOPSLA 2014), a sum of eight 16-bit integers, and one correctly
-rounded float64 multiplication. The sum of eight uniform numbers (Irwin-Hall) is normal to within
-2 % everywhere inside two standard deviations and never beyond 4.9 of them. No logarithm or cosine:
+rounded float64 multiplication. The sum of eight uniform numbers (Irwin-Hall) is normal to within 2
+% inside two standard deviations and never exceeds 4.9 of them. Logarithms and cosines are not used:
 their last bit differs between the vectorised and the scalar loop of the same processor.
 """
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start values for Adam's moments.
 
-Adam's first step from empty moments is nearly the sign of the gradient: an element whose gradient
-is all rounding flips by twice the learning rate, so the update of a healthy bf16 run differs by
-20 % and shows nothing. From moments that look like the middle of a training run the update is a
-smooth function of the gradient, as accurate as it is, and a moment that is read from the wrong
-place shows.
+Adam's first step from empty moments is nearly the sign of the gradient. An element whose gradient
+is only rounding changes by twice the learning rate, so the updates of a healthy bf16 run differ by
+20 % and reveal nothing. From moments as in the middle of training the update is a smooth function
+of the gradient and as accurate as it, and a moment that is read from the wrong place becomes
+visible.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.start.generator import normal
 
 SCALE = 0.01
-"""Standard deviation of the first moment. Larger than usual gradients: the update stays linear."""
+"""Standard deviation of the first moment. Larger than usual gradients: the update is linear."""
 
 STEP = 100
-"""Steps that seem to have been made; the bias corrections then differ from one, and from zero."""
+"""Steps that Adam seems to have made; its bias corrections are then neither one nor zero."""
 
 
 def awaken(owned: Iterable[Owned], rate: float) -> None:
-    """Give optimizers that warm up from a learning rate of zero the full one.
+    """Set the full learning rate in optimizers that warm up from zero.
 
-    A first step with a rate of zero changes nothing, whatever is wrong with it. Megatron keeps the
-    rate it warms up to in the group's ``max_lr``; ``rate`` is for groups without one.
+    A step with a rate of zero changes nothing, even if it is wrong. Megatron keeps the full rate in
+    the group's ``max_lr``; ``rate`` is for groups without one.
     """
     for part in owned:
         if part.group.get("lr") == 0:
@@ -40,14 +40,9 @@ def awaken(owned: Iterable[Owned], rate: float) -> None:
 
 
 def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: int) -> None:
-    """Give every Adam-like optimizer the moments of a training run in its middle.
-
-    torch's Adam keeps its step with each parameter, the fused ones of Apex and TransformerEngine in
-    the parameter group. Other optimizers are left as they are.
-    """
+    """Give every Adam-like optimizer moments as in the middle of training; others are unchanged."""
     for place, part in owned:
-        kind = type(part.inner).__name__
-        if kind not in ("Adam", "AdamW", "FusedAdam"):
+        if type(part.inner).__name__ not in ("Adam", "AdamW", "FusedAdam"):
             continue
         where = place.flat(*part.range) if part.range else place
         first = torch.empty_like(part.main, dtype=torch.float32)
@@ -60,7 +55,16 @@ def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: in
             local_view(second, box).copy_((spread * 0.15 + 1.0) * SCALE**2)
         state = part.inner.state[part.key]
         state["exp_avg"], state["exp_avg_sq"] = like(part.key, first), like(part.key, second)
-        if kind == "FusedAdam":
-            part.group["step"] = STEP
-        else:
-            state["step"] = torch.tensor(float(STEP))
+        set_step(part, part.key, STEP)
+
+
+def set_step(part: Owned, key: torch.Tensor, step: float) -> None:
+    """Set the number of steps that Adam has made; ``key`` is the parameter in its state.
+
+    torch's Adam keeps it for each parameter, the fused ones of Apex and TransformerEngine in the
+    parameter group.
+    """
+    if type(part.inner).__name__ == "FusedAdam":
+        part.group["step"] = int(step)
+    else:
+        part.inner.state[key]["step"] = torch.tensor(float(step))

@@ -2,41 +2,47 @@
 """Start values for every parameter.
 
 ``reveal`` (default) differs from Megatron's initialiser on purpose: a bias of zero, a norm weight
-of one or a gradient that vanishes hides a bug. Weights get standard deviation GAIN/sqrt(fan-in),
-which keeps activations and attention scores of one size at any width (with Megatron's 0.02 a narrow
-model's attention is uniform and its gradients are mostly rounding); biases and norm weights vary.
-``megatron`` uses Megatron's own distributions (``--init-method-std``; biases 0, norm weights 1).
+of one or a vanishing gradient hides a bug. Weights get the standard deviation GAIN/sqrt(fan-in), so
+that activations and attention scores have the same size at any width (with Megatron's 0.02 the
+attention of a narrow model is uniform and its gradients are mostly rounding). Biases and norm
+weights vary. ``megatron`` uses Megatron's own distributions (``--init-method-std``; biases 0, norm
+weights 1).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron_ttrace.compare.measure import local_view
+from megatron_ttrace.mcore.arguments import ModelConfig
 from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.mcore.roles import STATE_SPACE
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.start.generator import normal
 
 GAIN = 0.5
 """Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth, and a
-third of its gradients are blind; at 0.5 none is. docs/measurements.md has the table. Norms of
-queries and keys stand where the gain of their projections would: their weights are of its size."""
+third of its gradients are blind; at 0.5 none is (docs/measurements.md). Norms of queries and keys
+cancel the gain of their projections, so their weights have its size instead."""
 
 EMBEDDING_GAIN = 2.0
 BIAS = 0.05
-"""Tokens must differ by more than what they have in common, the biases: gradients of queries and
-keys are differences between tokens, and what is common cancels and leaves its rounding behind."""
+"""Tokens must differ by more than their common part, the biases: gradients of queries and keys are
+differences between tokens, in which the common part cancels but its rounding does not."""
 
 
-def scale_of(name: str, shape: Sequence[int], config: Any, init: str) -> tuple[float, float]:
+def scale_of(
+    name: str, shape: Sequence[int], config: ModelConfig, init: str
+) -> tuple[float, float]:
     """(mean, standard deviation) of a parameter's start values."""
     leaf = name.rpartition(".")[2]
+    if leaf in STATE_SPACE:
+        return STATE_SPACE[leaf][init == "megatron"]
     is_weight = len(shape) >= 2
-    is_output = any(part in f".{name}" for part in (".linear_proj.", ".linear_fc2."))
+    is_output = any(part in f".{name}" for part in (".linear_proj.", ".linear_fc2.", ".out_proj."))
     depth = math.sqrt(2.0 * config.num_layers) if is_output else 1.0
     if init == "megatron":
         if is_weight:
@@ -60,7 +66,7 @@ def fill(
     mesh: Mesh,
     *,
     seed: int,
-    config: Any,
+    config: ModelConfig,
     init: str,
 ) -> None:
     """Overwrite a local parameter with its slice of the generated logical one."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that reveal: real ids, renamed so that they use the whole vocabulary.
+"""Token ids, permuted so that they use the whole vocabulary.
 
 A tensor-parallel rank holds a range of the vocabulary. Bytes of English text, or the first batch of
-any data set, leave most ranges unused, and a fault in an unused range shows nowhere. So in a traced
-step ids are renamed by a fixed bijection of the (padded) vocabulary, in both runs alike. Sequences
-keep their structure, masks and document borders were made from the true ids before.
+any data set, leave most ranges unused, and a fault in an unused range is invisible. So in a traced
+step ids are permuted within the (padded) vocabulary, in both runs alike. Sequences keep their
+structure; masks and document borders were computed from the original ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMES = ("tokens", "labels", "input_ids")
 
 
 def multiplier(vocabulary: int) -> int:
-    """A factor coprime to ``vocabulary``, near its golden section: neighbours end up far apart."""
+    """A factor coprime to ``vocabulary``, near its golden section, to move neighbours far apart."""
     factor = max(1, int(vocabulary * 0.618))
     while math.gcd(factor, vocabulary) != 1:
         factor += 1
@@ -27,13 +27,13 @@ def multiplier(vocabulary: int) -> int:
 
 
 def spread(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Rename ids ``0 .. vocabulary-1``; others (an ignored label is negative) stay as they are."""
+    """Permute ids ``0 .. vocabulary-1``; others (an ignored label is negative) are unchanged."""
     renamed = (ids * multiplier(vocabulary) + 1) % vocabulary
     return torch.where((ids >= 0) & (ids < vocabulary), renamed, ids)
 
 
 def spread_batch(item: Any, vocabulary: int) -> Any:
-    """A loader's batch with its ids renamed; anything else is returned unchanged."""
+    """A loader's batch with its ids permuted; anything else is returned unchanged."""
     if not isinstance(item, Mapping):
         return item
     return {

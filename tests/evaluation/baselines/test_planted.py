@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted errors under the rivals' rules: what each must and cannot see."""
+"""Planted errors under other tools' rules: what each must and cannot see."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_shares(saved):  # noqa: F811
 
 def test_the_command(saved, capsys):  # noqa: F811
     """As a table and as JSON."""
-    words = ["rivals", "--planted", *map(str, saved), "--trials", "2"]
+    words = ["baselines", "--planted", *map(str, saved), "--trials", "2"]
     assert __main__.main(words) == 0
     assert "| ttrace | 0% |" in capsys.readouterr().out
     assert __main__.main([*words, "--json"]) == 0

@@ -4,14 +4,14 @@
 import pytest
 import torch
 
-from megatron_ttrace.evaluation.baselines.rules import RULES, Job, depth, theorem_bound
+from megatron_ttrace.evaluation.baselines.rules import RULES, RunFacts, depth, theorem_bound
 from megatron_ttrace.evaluation.baselines.statistics import statistics
-from megatron_ttrace.evaluation.baselines.tally import OURS, Flagged, Pair, lines
+from megatron_ttrace.evaluation.baselines.tally import OURS, Flagged, Pair, rule_rows
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
 BY_NAME = {rule.name: rule for rule in RULES}
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
-BF16 = Job(32, 2.0**-7)
+BF16 = RunFacts(32, 2.0**-7)
 
 
 def noisy(error, *, scale=1.0):
@@ -109,7 +109,7 @@ def test_a_bug_counts_as_found_by_what_is_new():
         Pair("03/0", alarm, flagged(other, KEY), frozenset({KEY})),
         Pair("04a/0", alarm, flagged(other), frozenset({other})),
     ]
-    table = lines(cases, {"a": alarm, "b": flagged()})
+    table = rule_rows(cases, {"a": alarm, "b": flagged()})
     assert [line.rule for line in table] == [*BY_NAME, OURS]
     for line in table:
         assert line.missed == ("01/0", "04a/0")

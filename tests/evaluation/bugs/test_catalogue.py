@@ -7,13 +7,14 @@ import pytest
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import catalogue, patching
-from megatron_ttrace.evaluation.bugs.catalogue import Bug, Layout
+from megatron_ttrace.evaluation.bugs.catalogue import Bug, BugLayout
 
 ROOT = Path(__file__).parents[3]
 BUGS = catalogue.load_catalogue()
 
 
 def test_ids() -> None:
+    """Unique and in order."""
     ids = [bug.id for bug in BUGS]
     assert ids == sorted(set(ids))
     assert {"01", "02", "04a", "04b", "05", "06", "08", "09", "11"} <= set(ids)
@@ -31,6 +32,7 @@ def test_patches_fit(bug: Bug) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.id)
 def test_has_a_page(bug: Bug) -> None:
+    """Linked from the index, under the same id."""
     page = ROOT / "docs" / "bugs" / f"{bug.id}-{bug.name}.md"
     index = (ROOT / "docs" / "bugs" / "README.md").read_text()
     assert f"({page.name})" in index
@@ -53,10 +55,12 @@ def test_all_are_explained() -> None:
     ],
 )
 def test_short_layout(arguments: str, nproc: int, short: str) -> None:
-    assert Layout(nproc, tuple(arguments.split())).short == short
+    """The usual abbreviations."""
+    assert BugLayout(nproc, tuple(arguments.split())).short == short
 
 
 def test_finds() -> None:
+    """By id, by name and by both."""
     bug = BUGS[0]
     assert catalogue.find(BUGS, "01") is bug
     assert catalogue.find(BUGS, bug.name) is bug
@@ -75,6 +79,7 @@ expected = {module = "*", kind = "output", direction = "forward", verdicts = ["d
 
 
 def test_reads(tmp_path: Path) -> None:
+    """Id and name from the file name, words as a shell splits them, defaults."""
     path = tmp_path / "04c-name.toml"
     path.write_text(GOOD)
     bug = catalogue.read_bug(path)
@@ -87,9 +92,9 @@ def test_reads(tmp_path: Path) -> None:
     ("name", "text", "reason"),
     [
         ("bug.toml", GOOD, "NN-name.toml"),
-        ("01-a.toml", GOOD.replace('title = "t"', ""), "'title' is missing"),
+        ("01-a.toml", GOOD.replace('title = "t"', ""), "title: is missing"),
         ("01-a.toml", GOOD.replace("output", "outptu"), "outptu"),
-        ("01-a.toml", GOOD.replace("nproc = 2", "nprocs = 2"), "'nproc' is missing"),
+        ("01-a.toml", GOOD.replace("nproc = 2", "nprocs = 2"), "unknown key 'nprocs'"),
         ("01-a.toml", GOOD.replace("nproc = 2", "nproc = 2, extra = 1"), "extra"),
         ("01-a.toml", GOOD + "more = 1\n", "more"),
         ("01-a.toml", "no toml", "toml"),
@@ -97,7 +102,7 @@ def test_reads(tmp_path: Path) -> None:
     ],
 )
 def test_damaged(tmp_path: Path, name: str, text: str, reason: str) -> None:
-    """A mistake is told with the file it is in."""
+    """The message names the file and the mistake."""
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(TTraceError, match=name) as caught:

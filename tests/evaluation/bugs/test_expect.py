@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.evaluation.bugs.catalogue import Expected
-from megatron_ttrace.evaluation.bugs.expect import examine
+from megatron_ttrace.evaluation.bugs.expect import assess
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Result, Summary
 
@@ -46,12 +46,13 @@ def summary(*culprits: Culprit, verdict: Result = Result.DIVERGED) -> Summary:
 
 
 def test_found() -> None:
+    """Detected, localised and explained, with the smallest margin."""
     other = dataclasses.replace(CULPRIT, name="decoder.layers.1.mlp", margin=5.0)
-    findings = examine(summary(CULPRIT, other), EXPECTED)
-    assert findings.met
-    assert findings.explained
-    assert findings.margin == 5.0
-    assert findings.problem == ""
+    found = assess(summary(CULPRIT, other), EXPECTED)
+    assert found.met
+    assert found.explained
+    assert found.margin == 5.0
+    assert found.problem == ""
 
 
 @pytest.mark.parametrize(
@@ -64,18 +65,19 @@ def test_found() -> None:
     ],
 )
 def test_another_place_is_not_localised(changes: dict[str, object], problem: str) -> None:
-    findings = examine(summary(dataclasses.replace(CULPRIT, **changes)), EXPECTED)
-    assert (findings.detected, findings.localised, findings.met) == (True, False, False)
-    assert problem in findings.problem
+    """Module, kind, direction and verdict must all be as expected."""
+    found = assess(summary(dataclasses.replace(CULPRIT, **changes)), EXPECTED)
+    assert (found.detected, found.localised, found.met) == (True, False, False)
+    assert problem in found.problem
 
 
 def test_a_stray_is_not_localised() -> None:
     """Blaming an innocent module besides the guilty one is a mistake too."""
     stray = dataclasses.replace(CULPRIT, name="output_layer")
-    findings = examine(summary(CULPRIT, stray), EXPECTED)
-    assert not findings.localised
-    assert "also names output_layer" in findings.problem
-    assert examine(summary(CULPRIT, stray), dataclasses.replace(EXPECTED, only="*")).localised
+    found = assess(summary(CULPRIT, stray), EXPECTED)
+    assert not found.localised
+    assert "also names output_layer" in found.problem
+    assert assess(summary(CULPRIT, stray), dataclasses.replace(EXPECTED, only="*")).localised
 
 
 @pytest.mark.parametrize(("layers", "localised"), [(4, True), (5, True), (3, False)])
@@ -85,13 +87,14 @@ def test_all_but_the_last_layer(layers: int, localised: bool) -> None:
     found = summary(*(dataclasses.replace(CULPRIT, name=name) for name in names[:3]))
     found = dataclasses.replace(found, execution_order=("embedding", *names, "output_layer"))
     expected = dataclasses.replace(EXPECTED, only="decoder.layers.[!{last}].*")
-    assert examine(found, expected).localised == localised
+    assert assess(found, expected).localised == localised
 
 
 def test_nothing_found() -> None:
-    findings = examine(summary(verdict=Result.EQUIVALENT), EXPECTED)
-    assert (findings.detected, findings.localised, findings.met) == (False, False, False)
-    assert findings.problem == "found equivalent"
+    """An equivalent run is a missed bug."""
+    found = assess(summary(verdict=Result.EQUIVALENT), EXPECTED)
+    assert (found.detected, found.localised, found.met) == (False, False, False)
+    assert found.problem == "found equivalent"
 
 
 @pytest.mark.parametrize(
@@ -99,10 +102,10 @@ def test_nothing_found() -> None:
 )
 def test_explanation(changes: dict[str, object]) -> None:
     """The cause must be the expected one, on the expected axes; no words are read."""
-    findings = examine(summary(dataclasses.replace(CULPRIT, **changes)), EXPECTED)
-    assert (findings.localised, findings.explained, findings.met) == (True, False, False)
+    found = assess(summary(dataclasses.replace(CULPRIT, **changes)), EXPECTED)
+    assert (found.localised, found.explained, found.met) == (True, False, False)
     unasked = dataclasses.replace(EXPECTED, cause=None)
-    assert examine(summary(CULPRIT), unasked).explained is None
+    assert assess(summary(CULPRIT), unasked).explained is None
 
 
 def test_who_reads_the_flag() -> None:

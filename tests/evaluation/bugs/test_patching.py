@@ -233,6 +233,7 @@ def test_lines_may_move(module: ModuleType) -> None:
 
 
 def test_imports_what_is_not_imported(write: Callable[[str], str]) -> None:
+    """The module of a patch is imported if need be."""
     name = write(SOURCE)
     assert name not in sys.modules
     patching.apply([patch(name, "x + y  # plain", "x - y")])
@@ -266,6 +267,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ids=[case[0] for case in REFUSED],
 )
 def test_refused(module: ModuleType, fragment: str, replacement: str, message: str) -> None:
+    """One line with the reason and the module."""
     with pytest.raises(TTraceError, match=message) as caught:
         patching.apply([patch(module, fragment, replacement)])
     assert module.__name__ in str(caught.value)
@@ -280,11 +282,13 @@ def test_replaced_function_is_refused(module: ModuleType, monkeypatch: pytest.Mo
 
 
 def test_missing_module() -> None:
+    """One line that names the module."""
     with pytest.raises(TTraceError, match=r"no\.such\.module cannot be imported"):
         patching.apply([patch("no.such.module", "x", "y")])
 
 
 def test_unknown_bug() -> None:
+    """One line with the known ids."""
     with pytest.raises(TTraceError, match=r"--ttrace-bug 99: unknown, known are 01, .*bugs list"):
         patching.introduce("99")
 

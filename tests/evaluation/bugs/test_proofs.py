@@ -49,7 +49,7 @@ def run(folder: Path, names: Sequence[str], texts: Sequence[str], timeout: float
     catalogue.mkdir()
     for name, text in zip(names, texts, strict=True):
         (catalogue / name).write_text(text)
-    words = ("bugs", "run", "--all", "--json", "--directory", str(folder / "out"))
+    words = ("bugs", "run", "--all", "--json", "--directory", str(folder))
     code, output, errors = ttrace(catalogue, *words, timeout=timeout)
     assert code == 2, errors[-3000:]  # no run that should be healthy diverged
     return rows(output)
@@ -57,9 +57,9 @@ def run(folder: Path, names: Sequence[str], texts: Sequence[str], timeout: float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [scrambled, lambda texts: [harmless(text) for text in texts]])
-def test_two_bugs(tmp_path: Path, change) -> None:
+def test_two_bugs(work: Path, change) -> None:
     """Mixed up they are found, and not where the other is expected; harmless ones are not found."""
-    found = run(tmp_path, TWO, change(described(TWO, 1)), 280)
+    found = run(work, TWO, change(described(TWO, 1)), 280)
     assert [row["id"] for row in found] == ["01", "11"]
     for row in found:
         assert row["healthy"]

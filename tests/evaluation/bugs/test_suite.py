@@ -50,6 +50,7 @@ def one_layout(folder: Path, name: str, *, harmless: bool = False) -> None:
 
 
 def test_list() -> None:
+    """As JSON and as a table."""
     code, output, _ = ttrace(NO_CATALOGUE, "bugs", "list", "--json")
     assert code == 0
     assert [bug["id"] for bug in rows(output)][:2] == ["01", "02"]
@@ -67,6 +68,7 @@ def test_list() -> None:
     ],
 )
 def test_wrong_use(words: list[str], message: str) -> None:
+    """One line, exit code 2."""
     code, _, errors = ttrace(NO_CATALOGUE, "bugs", "run", *words)
     assert code == 2
     assert message in errors
@@ -77,10 +79,10 @@ def test_wrong_use(words: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     "precision", [[], pytest.param(["--bf16"], marks=pytest.mark.nightly)], ids=["fp32", "bf16"]
 )
-def test_first_bug_in_three_layouts(tmp_path: Path, precision: list[str]) -> None:
+def test_first_bug_in_three_layouts(work: Path, precision: list[str]) -> None:
     """TP 2, with sequence parallelism, with PP 2: found at the embedding, and nowhere else."""
     code, output, errors = ttrace(
-        NO_CATALOGUE, "bugs", "run", "01", "--json", "--directory", str(tmp_path), *precision
+        NO_CATALOGUE, "bugs", "run", "01", "--json", "--directory", str(work), *precision
     )
     found = rows(output)
     assert code == 0, (found, errors)
@@ -95,29 +97,29 @@ def test_first_bug_in_three_layouts(tmp_path: Path, precision: list[str]) -> Non
 
 
 @pytest.mark.slow
-def test_nothing_hangs_on_the_id(tmp_path: Path) -> None:
+def test_nothing_hangs_on_the_id(tmp_path: Path, work: Path) -> None:
     """Under another number the same bug gives the same verdicts, line for line."""
     catalogue = tmp_path / "bugs"
     catalogue.mkdir()
     one_layout(catalogue, "33-something-else.toml")
     one_layout(catalogue, "44-yet-another.toml")
     code, output, errors = ttrace(
-        catalogue, "bugs", "run", "--all", "--json", "--directory", str(tmp_path / "out")
+        catalogue, "bugs", "run", "--all", "--json", "--directory", str(work)
     )
     assert code == 0, (output, errors)
-    first, second = (verdicts(tmp_path / "out" / f"{bug}-0-sick") for bug in ("33", "44"))
+    first, second = (verdicts(work / f"{bug}-0-faulty") for bug in ("33", "44"))
     assert first == second
     assert any('"diverged"' in line or '"replica_conflict"' in line for line in first)
 
 
 @pytest.mark.slow
-def test_no_bug_no_culprit(tmp_path: Path) -> None:
+def test_no_bug_no_culprit(tmp_path: Path, work: Path) -> None:
     """With a patch that changes nothing the same case must be found equivalent: exit code 2."""
     catalogue = tmp_path / "bugs"
     catalogue.mkdir()
     one_layout(catalogue, "01-tp-embedding-mask.toml", harmless=True)
     code, output, errors = ttrace(
-        catalogue, "bugs", "run", "01", "--json", "--directory", str(tmp_path / "out")
+        catalogue, "bugs", "run", "01", "--json", "--directory", str(work)
     )
     assert code == 2, errors
     (row,) = rows(output)
@@ -126,16 +128,14 @@ def test_no_bug_no_culprit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_case_that_cannot_run(tmp_path: Path) -> None:
+def test_a_case_that_cannot_run(tmp_path: Path, work: Path) -> None:
     """A fragment that this Megatron lacks: one line, exit code 2."""
     catalogue = tmp_path / "bugs"
     catalogue.mkdir()
     path = catalogue / "01-tp-embedding-mask.toml"
     one_layout(catalogue, path.name)
     path.write_text(path.read_text().replace("# Mask the output embedding.", "# Not there.", 1))
-    code, output, _ = ttrace(
-        catalogue, "bugs", "run", "01", "--json", "--directory", str(tmp_path / "out")
-    )
+    code, output, _ = ttrace(catalogue, "bugs", "run", "01", "--json", "--directory", str(work))
     assert code == 2
     (row,) = rows(output)
     assert row["healthy"]

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.cli.matrix import Row, _exit_code
-from megatron_ttrace.evaluation.matrix.configurations import arguments_of, configurations, select
-from megatron_ttrace.evaluation.matrix.documents import uneven_documents
-from megatron_ttrace.mcore import text_data
+from megatron_ttrace.evaluation.matrix.configurations import configurations, select
+from megatron_ttrace.evaluation.matrix.suite import MatrixRow, exit_code
 from megatron_ttrace.trace.records import Result
 
 FINDINGS = Path(__file__).parents[3] / "docs" / "findings.md"
@@ -35,24 +33,13 @@ def test_every_finding_is_written_up():
 
 
 def test_uneven_documents_take_the_place_of_the_mock_data(tmp_path):
-    """The rest of the command line stays."""
-    one = select(configurations(), ["eod-dp2/gpt/fp32"])[0]
-    words = arguments_of(one, tmp_path)
-    assert "--mock-data" in one.arguments
+    """The rest of the command line is the same."""
+    mock, one = select(configurations(), ["dp2/gpt/fp32", "eod-dp2/gpt/fp32"])
+    assert "--mock-data" in mock.case(tmp_path).arguments
+    words = one.case(tmp_path).arguments
     assert "--mock-data" not in words
-    assert set(one.arguments) - {"--mock-data"} <= set(words)
+    assert set(mock.arguments) <= set(words)
     assert Path(words[words.index("--data-path") + 1]).with_suffix(".bin").exists()
-
-
-def test_documents_are_uneven(tmp_path):
-    """From a token to several sequences of the matrix; the end marks itself alone."""
-    prefix = uneven_documents(tmp_path / "documents", 128)
-    tokens = text_data.numpy.fromfile(prefix.with_suffix(".bin"), dtype=text_data.numpy.uint16)
-    ends = text_data.numpy.flatnonzero(tokens == 127)
-    lengths = text_data.numpy.diff(ends)
-    assert lengths.min() <= 2
-    assert lengths.max() > 3 * 32
-    assert tokens.max() == 127
 
 
 @pytest.mark.parametrize(
@@ -69,5 +56,7 @@ def test_documents_are_uneven(tmp_path):
 )
 def test_exit_code(rows: list[tuple[Result, str]], code: int) -> None:
     """1 for a healthy job that diverged only; a finding that is not found is outdated."""
-    found = [Row("x", verdict, 1, 0, 0.0, "", 0.0, finding=finding) for verdict, finding in rows]
-    assert _exit_code(found) == code
+    found = [
+        MatrixRow("x", verdict, 1, 0, 0.0, "", 0.0, finding=finding) for verdict, finding in rows
+    ]
+    assert exit_code(found) == code

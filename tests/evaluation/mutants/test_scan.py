@@ -12,7 +12,7 @@ import pytest
 from megatron_ttrace.evaluation.bugs.patching import functions
 from megatron_ttrace.evaluation.mutants import survivors
 from megatron_ttrace.evaluation.mutants.operators import OPERATORS
-from megatron_ttrace.evaluation.mutants.scan import PACKAGES, modules, scan, scan_source
+from megatron_ttrace.evaluation.mutants.scan import PACKAGES, modules, sample, scan, scan_source
 from megatron_ttrace.evaluation.mutants.source import Source
 
 MODULE = "megatron.core.tensor_parallel.made_up"
@@ -45,6 +45,7 @@ def test_every_package_and_operator(found):
 
 
 def test_ids_are_unique(found):
+    """No two mutants have the same id."""
     assert len({mutant.id for mutant in found}) == len(found)
 
 
@@ -87,6 +88,7 @@ def test_ids_last():
 
 
 def test_twins_have_their_own_ids():
+    """The same statement twice in one function."""
     twice = TEXT.replace(
         "        inner()", "        inner()\n        torch.distributed.all_reduce(x)"
     )
@@ -120,3 +122,37 @@ def test_modules_are_the_ones_in_use():
     names = [name for name, _ in modules()]
     assert "megatron.core.optimizer" in names
     assert not [name for name in names if name.endswith("__init__")]
+
+
+def strata(mutants):
+    return Counter((mutant.package, mutant.operator) for mutant in mutants)
+
+
+def test_repeats(found):
+    """The same seed gives the same sample, in any order of the input."""
+    assert sample(found, 60, 1) == sample(reversed(found), 60, 1)
+    assert sample(found, 60, 1) != sample(found, 60, 2)
+
+
+def test_some_of_everything(found):
+    """No stratum has two before each has one."""
+    everything = strata(found)
+    dealt = strata(sample(found, len(everything), 1))
+    assert set(dealt) == set(everything)
+    assert set(dealt.values()) == {1}
+
+
+def test_all(found):
+    """A sample that is large enough has all mutants."""
+    assert sorted(mutant.id for mutant in sample(found, 10**6, 1)) == sorted(
+        mutant.id for mutant in found
+    )
+
+
+def test_newcomers_move_nobody(found):
+    """Within a stratum, the mutants that stay keep their order."""
+    chosen = [mutant for mutant in found if mutant.operator == "wrong-op"]
+    order = sample(chosen, len(chosen), 1)
+    fewer = sample(chosen[1:], len(chosen), 1)
+    one = [mutant for mutant in order if mutant.package == "distributed" and mutant != chosen[0]]
+    assert [mutant for mutant in fewer if mutant.package == "distributed"] == one

@@ -3,7 +3,14 @@
 
 import pytest
 
-from megatron_ttrace.evaluation.mutants.records import Explanation, Fate, Mutant, Row, Span, Trial
+from megatron_ttrace.evaluation.mutants.records import (
+    Explanation,
+    Fate,
+    Mutant,
+    MutantRow,
+    MutantTrial,
+    Span,
+)
 from megatron_ttrace.evaluation.mutants.score import passes, score
 
 MUTANT = Mutant("m:f:o:0", "megatron.core.optimizer.x", "f", "o", Span(1, 0, 1, 1), "a", "b")
@@ -12,7 +19,7 @@ HARMLESS, DORMANT, HOLE = Explanation.EQUIVALENT, Explanation.DORMANT, Explanati
 
 
 def rows(*outcomes):
-    return [Row(MUTANT, (Trial("tp2", fate, 1.0),), why) for fate, why in outcomes]
+    return [MutantRow(MUTANT, (MutantTrial("tp2", fate, 1.0),), why) for fate, why in outcomes]
 
 
 @pytest.mark.parametrize(
@@ -29,11 +36,13 @@ def rows(*outcomes):
     ],
 )
 def test_score(outcomes, of_all, of_silent):
+    """Killed of all that count, and of those that are silent."""
     total = score(rows(*outcomes))
     assert (total.score, total.silent_score) == (of_all, of_silent)
 
 
 def test_bar():
+    """95 % are enough."""
     assert passes(rows(*[(KILLED, None)] * 19, (SURVIVED, None)))
     assert not passes(rows(*[(KILLED, None)] * 18, (SURVIVED, None)))
 
@@ -44,11 +53,13 @@ def test_a_proof_that_is_wrong():
 
 
 def test_last_trial_counts():
-    row = Row(MUTANT, (Trial("tp2", SURVIVED, 1.0), Trial("pp2", KILLED, 1.0)))
+    """Trials end with the first that kills."""
+    row = MutantRow(MUTANT, (MutantTrial("tp2", SURVIVED, 1.0), MutantTrial("pp2", KILLED, 1.0)))
     assert row.fate is KILLED
     assert score([row]).diverged == 1
     assert row.to_json()["fate"] == "diverged"
 
 
 def test_package():
+    """The part after ``megatron.core``."""
     assert MUTANT.package == "optimizer"

@@ -5,23 +5,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ttrace.evaluation.nightly.records import Case, Gap, Night, Part, State
+from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
 
 VERSIONS = {"megatron-core": "0.19.0", "torch": "2.15.0"}
 OPTIONS = {"parts": "bugs matrix mutants", "bugs": "all"}
 
 
-def case(part: Part = Part.BUGS, name: str = "01", state: State = State.GOOD, **more: Any) -> Case:
-    return Case(part, name, state, **more)
+def case(
+    part: NightPart = NightPart.BUGS, name: str = "01", state: State = State.GOOD, **more: Any
+) -> NightCase:
+    return NightCase(part, name, state, **more)
 
 
-def night(*cases: Case, day: int = 1, **more: Any) -> Night:
+def night(*cases: NightCase, day: int = 1, **more: Any) -> Night:
     values: dict[str, Any] = {
         "began": f"2026-01-{day:02d}T02:00:00+00:00",
         "seconds": 600.0,
         "versions": VERSIONS,
         "options": OPTIONS,
-        "cases": cases or (case(), case(Part.MATRIX, "tp2/gpt/fp32", margin=0.2)),
+        "cases": cases or (case(), case(NightPart.MATRIX, "tp2/gpt/fp32", margin=0.2)),
     }
     return Night(**{**values, **more})
 
@@ -41,18 +43,18 @@ def month(days: int = 12) -> list[Night]:
                     note="found equivalent" if missed else "they all hold row 0 of the table",
                 ),
                 case(name="13 tp-cp-layernorm [TP 2 SP CP 2 FP8 hybrid]", margin=5.0 + day / 10),
-                case(Part.MATRIX, "tp2/gpt/fp32", margin=0.2 + day / 100),
-                case(Part.MATRIX, "dp2/gpt/bf16", state=State.ALARM, margin=1.3)
+                case(NightPart.MATRIX, "tp2/gpt/fp32", margin=0.2 + day / 100),
+                case(NightPart.MATRIX, "dp2/gpt/bf16", state=State.ALARM, margin=1.3)
                 if day == 4
-                else case(Part.MATRIX, "dp2/gpt/bf16", margin=0.3),
+                else case(NightPart.MATRIX, "dp2/gpt/bf16", margin=0.3),
                 *(
-                    case(Part.MUTANTS, f"distributed.x:lost-mark:{number}", marks="diverged")
+                    case(NightPart.MUTANTS, f"distributed.x:lost-mark:{number}", marks="diverged")
                     for number in range(20)
                 ),
                 day=day,
                 versions={**VERSIONS, "torch": "2.16.0" if missed else "2.15.0"},
                 scores={"mutation score": 0.95 + day / 1000},
-                gaps=(Gap(Part.MUTANTS, "switched off", by_choice=True),) if day == 2 else (),
+                gaps=(Gap(NightPart.MUTANTS, "switched off", by_choice=True),) if day == 2 else (),
             )
         )
     return found

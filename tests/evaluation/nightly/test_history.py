@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.nightly.history import History
-from megatron_ttrace.evaluation.nightly.records import Gap, Part, State
+from megatron_ttrace.evaluation.nightly.records import Gap, NightPart, State
 from tests.evaluation.nightly.synthetic import case, month, night
 
 
@@ -17,7 +17,7 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     """All of it, also after the file was closed; infinite margins and quotes included."""
     strange = night(
         case(name="Robert'); DROP TABLE nights;--", margin=math.inf, note="π\n\x1b[31m"),
-        gaps=(Gap(Part.MUTANTS, "switched off", by_choice=True),),
+        gaps=(Gap(NightPart.MUTANTS, "switched off", by_choice=True),),
         scores={"mutation score": 0.97},
     )
     nights = [*month(3), strange]
@@ -37,8 +37,8 @@ def test_last_good(tmp_path: Path) -> None:
         assert history.last_good() is None
         history.add(good)
         history.add(night(case(state=State.MISSED), day=2))
-        history.add(night(case(Part.MATRIX, state=State.ALARM), day=3))
-        history.add(night(gaps=(Gap(Part.BUGS, "was killed"),), day=4))
+        history.add(night(case(NightPart.MATRIX, state=State.ALARM), day=3))
+        history.add(night(gaps=(Gap(NightPart.BUGS, "was killed"),), day=4))
         assert history.last_good() == good
 
 

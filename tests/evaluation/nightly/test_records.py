@@ -3,10 +3,10 @@
 
 import pytest
 
-from megatron_ttrace.evaluation.nightly.records import Gap, Night, Part, State
+from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightPart, State
 from tests.evaluation.nightly.synthetic import case, night
 
-SWITCHED_OFF = Gap(Part.MUTANTS, "switched off", by_choice=True)
+SWITCHED_OFF = Gap(NightPart.MUTANTS, "switched off", by_choice=True)
 
 
 @pytest.mark.parametrize(
@@ -15,15 +15,15 @@ SWITCHED_OFF = Gap(Part.MUTANTS, "switched off", by_choice=True)
         (night(), 0),
         (night(gaps=(SWITCHED_OFF,)), 0),
         (night(case(state=State.MISSED)), 2),
-        (night(case(Part.MATRIX, state=State.ALARM)), 1),
-        (night(case(state=State.MISSED), case(Part.MATRIX, state=State.ALARM)), 1),
+        (night(case(NightPart.MATRIX, state=State.ALARM)), 1),
+        (night(case(state=State.MISSED), case(NightPart.MATRIX, state=State.ALARM)), 1),
         (night(case(state=State.BROKEN), case(state=State.MISSED)), 2),
         (night(case(state=State.BROKEN)), 2),
-        (night(gaps=(Gap(Part.MATRIX, "was killed"),)), 2),
+        (night(gaps=(Gap(NightPart.MATRIX, "was killed"),)), 2),
     ],
 )
 def test_exit_code(tonight: Night, code: int) -> None:
-    """A false alarm outweighs the rest; what was left out on purpose is no gap."""
+    """A false alarm outweighs the rest; a part that was switched off is not a gap."""
     assert tonight.exit_code == code
     assert tonight.is_good == (code == 0)
 

@@ -5,9 +5,17 @@ import math
 
 import pytest
 
+from megatron_ttrace.evaluation.bugs import catalogue, suite
 from megatron_ttrace.evaluation.nightly import rows
 from megatron_ttrace.evaluation.nightly.records import State
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, mutants_report
+
+
+def test_rows_made_by_hand_are_like_those_of_the_suite() -> None:
+    """Else these tests would read what nothing writes."""
+    bug = catalogue.load_catalogue()[0]
+    written = suite.BugRow(bug, bug.layouts[0], 1.0).to_json()
+    assert written.keys() == bug_row().keys()
 
 
 @pytest.mark.parametrize(
@@ -23,6 +31,7 @@ from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, 
     ],
 )
 def test_bug(changes: dict, state: State) -> None:
+    """State, margin, marks and note of a known bug."""
     found = rows.known_bug(bug_row(**changes))
     assert found.state is state
     assert found.name == "01 tp-embedding-mask [TP 2]"
@@ -46,6 +55,7 @@ def test_margins() -> None:
     ],
 )
 def test_configuration(verdict: str, state: State) -> None:
+    """State, margin, marks and note of a healthy job."""
     found = rows.configuration(matrix_row(verdict=verdict))
     assert found.state is state
     assert (found.margin is None) == (state is State.BROKEN)
@@ -80,6 +90,7 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
     ],
 )
 def test_mutant(changes: dict, state: State, note: str) -> None:
+    """State, marks and note of a mutant."""
     (found,), scores = rows.mutants(mutants_report(mutant_row(**changes)))
     assert found.state is state
     assert note in found.note

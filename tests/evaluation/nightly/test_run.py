@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation.nightly import run as runner
-from megatron_ttrace.evaluation.nightly.records import Part, State
+from megatron_ttrace.evaluation.nightly.records import NightPart, State
 from megatron_ttrace.evaluation.nightly.run import Options
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, mutants_report
 
@@ -47,12 +47,13 @@ MUTANTS = f"open(results[0], 'w').write({json.dumps(mutants_report(mutant_row())
 
 
 def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts, their cases and scores."""
     play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, mutants=MUTANTS)
     night = runner.run(Options(), tmp_path, lambda line: None)
     assert [(case.part, case.state) for case in night.cases] == [
-        (Part.BUGS, State.GOOD),
-        (Part.MATRIX, State.GOOD),
-        (Part.MUTANTS, State.GOOD),
+        (NightPart.BUGS, State.GOOD),
+        (NightPart.MATRIX, State.GOOD),
+        (NightPart.MUTANTS, State.GOOD),
     ]
     assert night.exit_code == ExitCode.EQUIVALENT
     assert night.gaps == ()
@@ -64,7 +65,7 @@ def test_a_missed_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command says so with exit code 2, and its rows say why: no gap."""
     missed = bug_row(met=False, detected=False, problem="found equivalent")
     play(monkeypatch, bugs=rows_program([missed], code=2))
-    night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
+    night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
     assert [gap.by_choice for gap in night.gaps] == [True, True]
 
@@ -85,7 +86,7 @@ def test_a_part_that_fails(
     play(monkeypatch, bugs=program, matrix=MATRIX, mutants=MUTANTS)
     night = runner.run(Options(), tmp_path, lambda line: None)
     (gap,) = night.gaps
-    assert gap.part is Part.BUGS
+    assert gap.part is NightPart.BUGS
     assert reason in gap.reason
     assert len(night.cases) == 2
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
@@ -94,10 +95,11 @@ def test_a_part_that_fails(
 def test_what_a_crashed_part_had_finished_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its finished cases are kept, and the gap says why it stopped."""
     lines = ['{"level": "INFO"}', json.dumps(matrix_row()), '{"name": "cut o']
     half = f"print({chr(10).join(lines)!r}); exit(3)"
     play(monkeypatch, matrix=half)
-    night = runner.run(Options(parts=(Part.MATRIX,)), tmp_path, lambda line: None)
+    night = runner.run(Options(parts=(NightPart.MATRIX,)), tmp_path, lambda line: None)
     assert [case.name for case in night.cases] == ["tp2/gpt/fp32"]
     assert any("exit code 3" in gap.reason for gap in night.gaps)
 
@@ -105,10 +107,10 @@ def test_what_a_crashed_part_had_finished_counts(
 def test_a_case_that_could_not_run_is_no_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told once, as the case it is."""
+    """It is reported once, as a case."""
     broken = bug_row(met=False, detected=None, healthy=None, problem="rank 0 failed")
     play(monkeypatch, bugs=rows_program([broken], code=2))
-    night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
+    night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
     assert [case.state for case in night.cases] == [State.BROKEN]
     assert all(gap.by_choice for gap in night.gaps)
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
@@ -117,9 +119,10 @@ def test_a_case_that_could_not_run_is_no_gap(
 def test_results_of_last_night_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Old files of results are removed first."""
     (tmp_path / "bugs.jsonl").write_text(json.dumps(bug_row()))
     play(monkeypatch, bugs="exit(5)")
-    night = runner.run(Options(parts=(Part.BUGS,)), tmp_path, lambda line: None)
+    night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
     assert night.cases == ()
 
 
@@ -137,8 +140,8 @@ def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     night = runner.run(Options(seconds=2.0), tmp_path, lambda line: None)
     assert time.monotonic() - began < 20
     reasons = {gap.part: gap.reason for gap in night.gaps}
-    assert "time limit of the night" in reasons[Part.BUGS]
-    assert reasons[Part.MATRIX] == reasons[Part.MUTANTS] == "no time was left for it"
+    assert "time limit of the night" in reasons[NightPart.BUGS]
+    assert reasons[NightPart.MATRIX] == reasons[NightPart.MUTANTS] == "no time was left for it"
     state = Path(f"/proc/{pid.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
@@ -167,6 +170,7 @@ def ttrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
+    """One line, exit code 2."""
     (tmp_path / "file").write_text("")
     words = [word.replace("FILE", str(tmp_path / "file")) for word in words]
     done = ttrace(*words, "--directory", str(tmp_path / "out"))
@@ -176,19 +180,24 @@ def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
-    """One bug and one healthy job, for real; kept, drawn, logged offline, and shown again."""
+@pytest.mark.parametrize(
+    "parts", [["matrix"], pytest.param(["bugs", "matrix"], marks=pytest.mark.nightly)]
+)
+def test_the_command(tmp_path: Path, parts: list[str]) -> None:
+    """Parts for real: kept, drawn, logged offline, and shown again."""
     out = tmp_path / "out"
     words = ["--quick", "--bug", "11", "--directory", str(out)]
+    words += [] if "bugs" in parts else ["--no-bugs"]
     done = ttrace(*words, WANDB_MODE="offline", HOME=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all good: 2 cases" in done.stdout
+    assert f"all good: {len(parts)} case" in done.stdout
     assert "offline run" in done.stdout
-    assert "11 sp-layernorm" in (out / "trend.html").read_text()
+    assert ("11 sp-layernorm" in (out / "trend.html").read_text()) == ("bugs" in parts)
     with sqlite3.connect(out / "history.sqlite") as db:
         kept = db.execute("SELECT part, state, margin FROM cases ORDER BY number").fetchall()
-    assert [row[:2] for row in kept] == [("bugs", "good"), ("matrix", "good")]
-    assert kept[0][2] > 5 > 1 > kept[1][2]
+    assert [row[:2] for row in kept] == [(part, "good") for part in parts]
+    assert kept[-1][2] < 1
+    assert len(kept) == 1 or kept[0][2] > 5
     (out / "trend.html").unlink()
     again = ttrace("--show", "--directory", str(out))
     assert again.returncode == 0

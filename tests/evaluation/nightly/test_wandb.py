@@ -70,6 +70,7 @@ def test_a_bad_night(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_good_night_alerts_nobody(tmp_path: Path) -> None:
+    """No alert."""
     _, fields, alerts = logged(month(3)[:2], tmp_path)
     assert fields["nightly/exit_code"] == 0
     assert alerts == []

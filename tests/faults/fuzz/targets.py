@@ -24,10 +24,9 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import unified_diff
-from megatron_ttrace.placement.mesh import mesh_of
+from megatron_ttrace.mcore import script_patch
+from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.placement.shard import Shard
 from megatron_ttrace.report import files
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -36,6 +35,7 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.compare.places import step_level
 from tests.faults.fuzz import mutations
 from tests.faults.fuzz.harness import Attempt, WrongError, command
+from tests.placement.meshes import mesh_of
 
 EQUIVALENT = 0
 _OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)
@@ -236,16 +236,15 @@ def patch(home: Path) -> Attempt:
 
     folder = resources.patches_dir() / "megatron-lm"
     diff = max(folder.glob("*.patch")).read_text(encoding="utf-8")
-    change = unified_diff.parse(diff)
-    script = "\n".join(change.hunks[0].before) + "\n"
+    change = script_patch.parse(diff)
+    script = "\n".join(change.before) + "\n"
 
     def attempt(dice: random.Random) -> int:
         if dice.random() < 0.5:
             text = mutations.damage(diff.encode(), dice).decode("utf-8", "replace")
             try:
-                found = unified_diff.parse(text)
-                unified_diff.apply(found, script.encode())
-            except (ValueError, unified_diff.DoesNotFitError):
+                script_patch.parse(text)
+            except ValueError:
                 return 2
             return 0
         work = home / f"checkout-{os.getpid()}"

@@ -37,9 +37,6 @@ def registered(release):
 @pytest.fixture(scope="module")
 def installed():
     """The parser of the installed release."""
-    from megatron_ttrace import cpu
-
-    cpu.activate()
     from megatron.training import arguments
 
     return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same element has the same bits, whoever generates it, and the numbers are normal."""
+"""An element has the same bits on every rank, and the numbers are normally distributed."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ def whole(shape, seed=1, name="w"):
 
 @given(st.data())
 def test_a_slice_is_the_slice_of_the_whole(data):
-    """Any box of any shape, to the last bit."""
+    """Any box of any shape, bitwise."""
     shape = data.draw(st.lists(st.integers(1, 7), max_size=4))
     origin = [data.draw(st.integers(0, size - 1)) for size in shape]
     extent = [
@@ -40,7 +40,7 @@ def test_chunks_do_not_show(monkeypatch):
 
 
 def test_a_slice_of_a_tensor_too_large_for_memory():
-    """A rank's few elements of a petabyte cost a few elements."""
+    """A small slice of a huge tensor is cheap."""
     shape = (1 << 25, 1 << 24)
     found = normal(1, "w", shape, (shape[0] - 2, 5), (2, 3))
     flat = [(shape[0] - 2 + i) * shape[1] + 5 + j for i in range(2) for j in range(3)]
@@ -50,19 +50,19 @@ def test_a_slice_of_a_tensor_too_large_for_memory():
 
 
 def test_scalars_and_empty_boxes():
-    """One element without dims; none at all."""
+    """A scalar, and an empty tensor."""
     assert whole(()).shape == ()
     assert normal(1, "w", (4, 4), (1, 1), (0, 3)).shape == (0, 3)
 
 
 def test_the_values_are_frozen():
-    """Traces outlive releases: these numbers must never change."""
+    """Traces are used across releases: these numbers must never change."""
     values = normal(1234, "decoder.layers.0.mlp.linear_fc1.weight", (4, 4), (1, 1), (1, 3))
     assert values.tolist() == [[1.389144295284261, 0.4568124945034974, 1.4302955435618219]]
 
 
 def test_mean_and_standard_deviation():
-    """Of a million numbers, within five standard errors."""
+    """Mean and deviation of a million numbers, within five standard errors."""
     x = whole((1000, 1000)).reshape(-1)
     n = x.numel()
     assert abs(float(x.mean())) < 5 / math.sqrt(n)
@@ -74,7 +74,7 @@ def test_mean_and_standard_deviation():
 
 
 def test_the_distribution_is_normal():
-    """The share below a bound is the normal one's, to 0.5 %."""
+    """The share below a bound is that of the normal distribution, to 0.5 %."""
     x = whole((1000, 1000)).reshape(-1)
     for bound in (-2.0, -1.0, -0.3, 0.0, 0.5, 1.0, 1.5, 2.0):
         expected = 0.5 * (1 + math.erf(bound / math.sqrt(2)))
@@ -89,13 +89,13 @@ def test_neighbours_are_independent():
 
 
 def test_rows_and_columns_differ():
-    """Swapped or repeated rows of a weight must show."""
+    """Rows and columns differ, so that swapped or repeated ones are found."""
     x = whole((300, 300))
     assert torch.unique(x, dim=0).shape[0] == torch.unique(x, dim=1).shape[1] == 300
 
 
 def by_hand(seed, name, index):
-    """One element, in Python's whole numbers."""
+    """One element, in Python's unbounded integers."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     stream = int.from_bytes(digest, "little") >> 1
     total, mask = 0, (1 << 64) - 1
@@ -115,7 +115,7 @@ def test_against_whole_numbers_of_any_size(seed, name, index):
 
 
 def test_names_and_seeds_are_streams_of_their_own():
-    """Uncorrelated, however alike the names are."""
+    """Streams are uncorrelated, however similar the names are."""
     base = whole((200, 200))
     for other in (
         whole((200, 200), seed=2),
@@ -129,7 +129,7 @@ def test_names_and_seeds_are_streams_of_their_own():
 
 
 def test_threads_do_not_matter():
-    """The vectorised and the scalar loop, one thread or many: integers have one answer."""
+    """The vectorised and the scalar loop agree, with one thread or many."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put the reference's choice of experts where Megatron's interface for replaying is not asked.
+
+``TopKRouter.routing`` (megatron/core/transformer/moe/router.py) chooses experts with functions that
+its module imports. Only ``topk_routing_with_score_function`` asks the replaying interface
+(:class:`megatron_ttrace.capture.experts.RouterTap`), and not in its fused form. So while a router
+routes, its module's functions are wrapped:
+
+- ``sinkhorn``: what it returns is changed so that Megatron's own top-k finds the reference's
+  choice; the probabilities are Megatron's.
+- ``topk_routing_with_score_function``, fused: the kernel's result is kept if its choice is the
+  reference's. Where it is not (ties), the result is that of the same function unfused, which can
+  be told what to choose. With experts that were chosen before (quantile balancing), those are
+  exchanged.
+- ``apply_router_token_dropping``: it is called once more with the reference's map of what is left,
+  and a capacity that drops nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.experts import ExpertSink, Microbatch
+from megatron_ttrace.compare.routing import Groups
+
+_Function = Callable[..., Any]
+
+
+class BalancingTap:
+    """Around the routing of one router."""
+
+    def __init__(
+        self,
+        router: Any,
+        name: str,
+        microbatch: Microbatch,
+        sink: ExpertSink,
+        guard: Callable[..., Any],
+    ) -> None:
+        """Attach; arguments as of :class:`megatron_ttrace.capture.experts.RouterTap`."""
+        self._router = router
+        self._name = name
+        self._microbatch = microbatch
+        self._sink = sink
+        self._guard = guard
+        self._module = sys.modules[type(router).routing.__module__]
+        router.routing = self._routing
+
+    def remove(self) -> None:
+        """Detach: the router's own method is its class's again."""
+        del self._router.routing
+
+    def _routing(self, *args: Any, **kwargs: Any) -> Any:
+        wraps: dict[str, Callable[..., Any]] = {
+            "sinkhorn": self._sinkhorn,
+            "topk_routing_with_score_function": self._topk,
+            "apply_router_token_dropping": self._drop,
+        }
+        originals = {
+            name: getattr(self._module, name) for name in wraps if hasattr(self._module, name)
+        }
+        try:
+            for name, original in originals.items():
+                setattr(self._module, name, _bound(wraps[name], original))
+            return type(self._router).routing(self._router, *args, **kwargs)
+        finally:
+            for name, original in originals.items():
+                setattr(self._module, name, original)
+
+    def _ask(
+        self,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        groups: Groups | None,
+        by: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """What the sink wants chosen; ``None`` where it wants nothing else."""
+        instead: torch.Tensor | None = self._guard(
+            self._sink.routed, self._microbatch(), self._name, scores, chosen, groups, by
+        )
+        return instead
+
+    def _sinkhorn(self, original: _Function, cost: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        balanced = original(cost, *args, **kwargs)
+        chosen = balanced.topk(self._router.topk, dim=1).indices
+        # On the scale of the scores: its logarithm is the score plus one number per expert and one
+        # per token, and the latter decides nothing.
+        by = balanced.clamp(min=torch.finfo(balanced.dtype).tiny).log()
+        instead = self._ask(cost, chosen, None, by - by.mean(dim=1, keepdim=True))
+        if instead is None:
+            return balanced
+        return torch.zeros_like(balanced).scatter(1, instead, 1.0)
+
+    def _topk(
+        self, original: _Function, logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        before = kwargs.get("precomputed_indices")
+        if before is not None:
+            instead = self._ask((logits - self._router.qb_beta).detach(), before, None)
+            kwargs["precomputed_indices"] = before if instead is None else instead
+        if not kwargs.get("fused"):
+            return original(logits, topk, *args, **kwargs)
+        probabilities, routing_map = original(logits, topk, *args, **kwargs)
+        chosen = routing_map.nonzero()[:, 1].view(-1, topk)
+        replay = _Replay(self._ask, chosen)
+        told = {**kwargs, "fused": False, "router_replay": replay}
+        unfused = original(logits, topk, *args, **told)
+        return unfused if replay.differs else (probabilities, routing_map)
+
+    def _drop(
+        self,
+        original: _Function,
+        probabilities: torch.Tensor,
+        routing_map: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        left, kept = original(probabilities, routing_map, *args, **kwargs)
+        instead = self._guard(
+            self._sink.kept, self._microbatch(), self._name, probabilities.detach(), kept
+        )
+        if instead is None or torch.equal(instead, kept):
+            return left, kept
+        # Room for all tokens in every expert.
+        room = float(2 * routing_map.shape[1])
+        told = {**kwargs, "capacity_factor": room, "pad_to_capacity": False}
+        return original(probabilities, instead, *args, **told)
+
+
+class _Replay:
+    """In the place of Megatron's ``RouterReplay``: the reference's choice, where it has one."""
+
+    def __init__(self, ask: Callable[..., torch.Tensor | None], chosen: torch.Tensor) -> None:
+        self.differs = False
+        self._ask = ask
+        self._chosen = chosen
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: _Function | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores and experts of each token, as Megatron's router asks for them."""
+        groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
+        instead = self._ask(scores.detach(), self._chosen, groups)
+        if instead is None:
+            return scores.gather(1, self._chosen), self._chosen
+        self.differs = not torch.equal(instead.sort(dim=1).values, self._chosen.sort(dim=1).values)
+        return scores.gather(1, instead), instead
+
+
+def _bound(wrap: _Function, original: _Function) -> _Function:
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return wrap(original, *args, **kwargs)
+
+    return bound

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sums of tensors on a GPU: computed there, left there, and read later, many at a time.
+
+A hook that waits for the device stalls training's streams. So :func:`launch` only queues work, and
+its result is a row of int64 numbers on the device, float64 ones among them by their bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ttrace.compare.measure import (
+    BASE,
+    MASK,
+    WORDS,
+    Sums,
+    box_views,
+    checksum_weights,
+)
+from megatron_ttrace.placement.boxes import Box
+
+ROW = 8
+"""diff, reference, candidate, dot, worst; nonfinite, undefined, checksum."""
+_CHUNK = 1 << 22
+"""Elements that the plain version converts to float64 at a time: bounds its memory."""
+
+
+def to_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy to ``device`` without waiting for it; from a file's pages through pinned memory."""
+    if data.device == device:
+        return data
+    if device.type == "cuda":
+        data = data.contiguous().pin_memory()
+    return data.to(device, non_blocking=True)
+
+
+def launch(
+    local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box], factor: float = 1.0
+) -> torch.Tensor:
+    """Queue what ``measure`` computes; arguments as there.
+
+    Returns:
+        On ``local``'s device, int64 of shape [number of boxes, 8], for :func:`read`.
+    """
+    rows = [
+        _launch_box(here.detach().reshape(-1), to_device(there, here.device).reshape(-1), factor)
+        for here, there in box_views(local, logical, boxes)
+    ]
+    return (
+        torch.stack(rows) if rows else torch.empty(0, ROW, dtype=torch.int64, device=local.device)
+    )
+
+
+def read(rows: Sequence[Sequence[int]], boxes: Sequence[Box]) -> Sums:
+    """The sums of a tensor from the rows of its boxes, which the caller brought to the host."""
+    total = Sums()
+    for box, row in zip(boxes, rows, strict=True):
+        if box.numel:
+            nonfinite, undefined, checksum = row[5:]
+            numbers = (*as_floats(row[:5]), nonfinite, checksum & MASK, undefined)
+            total = total + Sums.of((box.numel, *numbers))
+    return total
+
+
+def as_floats(bits: Sequence[int]) -> tuple[float, ...]:
+    """float64 numbers from their bits."""
+    return struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
+
+
+def _launch_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> torch.Tensor:
+    """One box's row: by the fused kernel where it can run, in plain PyTorch elsewhere."""
+    if not here.numel():
+        return torch.zeros(ROW, dtype=torch.int64, device=here.device)
+    weights = _weights(here.device)
+    words = here.numel() * here.element_size() // 8
+    powers = _powers(_next_power_of_two(2 * -(-words // WORDS) + 1), here.device)
+    if here.is_cuda and _has_triton():
+        from megatron_ttrace.compare import kernel
+
+        if here.dtype in kernel.DTYPES and there.dtype in kernel.DTYPES:
+            with torch.cuda.device(here.device):
+                return kernel.fused_sums(
+                    here.contiguous(), there.contiguous(), factor, weights, powers
+                )
+    return plain_sums(here, there, factor, weights, powers)
+
+
+def plain_sums(
+    here: torch.Tensor,
+    there: torch.Tensor,
+    factor: float,
+    weights: torch.Tensor,
+    powers: torch.Tensor,
+) -> torch.Tensor:
+    """What the fused kernel computes, in PyTorch: any dtype, any device, several passes."""
+    marks = _checksum(here, weights, powers)
+    if not here.is_floating_point():
+        n, differ = float(here.numel()), (here != there).sum()
+        wrong = differ.double()
+        all_of_them = torch.full_like(wrong, n)
+        floats = (wrong, all_of_them, all_of_them, n - wrong, (wrong > 0).double())
+        none = torch.zeros_like(differ)
+        return torch.cat((torch.stack(floats).view(torch.int64), torch.stack((none, none, marks))))
+    floats_total = torch.zeros(4, dtype=torch.float64, device=here.device)
+    worst = torch.zeros((), dtype=torch.float64, device=here.device)
+    counts = torch.zeros(2, dtype=torch.int64, device=here.device)
+    for start in range(0, here.numel(), _CHUNK):
+        c = here[start : start + _CHUNK].double()
+        r = there[start : start + _CHUNK].double()
+        finite = torch.isfinite(c) & torch.isfinite(r)
+        undefined = torch.isnan(c) & torch.isnan(r)
+        agree = finite | (c == r) | undefined
+        counts += torch.stack(((~agree).sum(), undefined.sum()))
+        c = torch.where(finite, c, 0.0) / factor
+        r = torch.where(finite, r, 0.0)
+        d = c - r
+        floats_total += torch.stack((d.dot(d), r.dot(r), c.dot(c), c.dot(r)))
+        worst = torch.maximum(worst, d.abs().amax())
+    floats_row = torch.cat((floats_total, worst.reshape(1))).view(torch.int64)
+    return torch.cat((floats_row, counts, marks.reshape(1)))
+
+
+def _checksum(data: torch.Tensor, weights: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+    """``measure.checksum`` as a tensor, modulo 2^64."""
+    raw = data.contiguous().view(torch.uint8)
+    whole = len(raw) // 8 * 8
+    shifts = 8 * torch.arange(8, device=raw.device)
+    total = (raw[whole:].long() << shifts[: len(raw) - whole]).sum()
+    parts = -(-whole // (8 * WORDS))
+    padded = torch.zeros(parts * WORDS * 8, dtype=torch.uint8, device=raw.device)
+    padded[:whole] = raw[:whole]
+    words = padded.view(torch.int64).reshape(parts, WORDS)
+    sums = torch.stack(((words * weights[0]).sum(1), ((words >> 32) * weights[1]).sum(1)), dim=1)
+    return total * powers[2 * parts] + (sums.reshape(-1) * powers[: 2 * parts].flip(0)).sum()
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _constant(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device for good; waits once, because hooks on other streams use it, too."""
+    there = to_device(data, device)
+    if there.is_cuda:
+        torch.cuda.synchronize(device)
+    return there
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    return _constant(checksum_weights(torch.device("cpu")), device)
+
+
+@functools.cache
+def _powers(count: int, device: torch.device) -> torch.Tensor:
+    """The first powers of the checksum's base, modulo 2^64, as signed numbers."""
+    powers, power = [], 1
+    for _ in range(count):
+        powers.append(power - ((power >> 63) << 64))
+        power = power * BASE & MASK
+    return _constant(torch.tensor(powers), device)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

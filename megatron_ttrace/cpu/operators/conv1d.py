@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal convolution over a sequence, one filter per channel (``causal_conv1d``)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """``out[t] = act(bias + sum_k weight[k] x[t - width + 1 + k])``, in float32.
+
+    Args:
+        x: [batch, channels, length].
+        weight: [channels, width].
+        bias: [channels].
+        seq_idx: [batch, length], number of the sequence that a position belongs to; what lies in
+            another one is zero.
+        initial_states: [batch, channels, width - 1], what comes before the first position.
+        return_final_states: also return the last ``width - 1`` inputs.
+        final_states_out: is filled with them.
+        activation: ``None``, ``"silu"`` or ``"swish"`` (the same).
+
+    Raises:
+        NotImplementedError: for another activation.
+    """
+    if activation not in (None, "silu", "swish"):
+        raise NotImplementedError("activation must be None, silu, or swish")
+    width, length = weight.shape[1], x.shape[2]
+    before = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states
+    padded = torch.cat([before.to(x.dtype), x], dim=2).float()
+    numbers = None
+    if seq_idx is not None:
+        numbers = F.pad(seq_idx, (width - 1, 0), value=-1)
+    out = padded.new_zeros(x.shape)
+    for tap in range(width):
+        term = padded[:, :, tap : tap + length] * weight[:, tap, None].float()
+        if numbers is not None and seq_idx is not None:
+            term = term * (numbers[:, tap : tap + length] == seq_idx)[:, None, :]
+        out = out + term
+    if bias is not None:
+        out = out + bias.float()[:, None]
+    out = (out if activation is None else F.silu(out)).to(x.dtype)
+    if not return_final_states:
+        return out
+    final = padded[:, :, length:].to(x.dtype)
+    return out, final if final_states_out is None else final_states_out.copy_(final)
+
+
+def causal_conv1d_varlen_states(
+    x: torch.Tensor, cu_seqlens: torch.Tensor, state_len: int
+) -> torch.Tensor:
+    """The last inputs of each packed sequence, right-aligned, zeros before a short one.
+
+    Args:
+        x: [tokens, channels].
+        cu_seqlens: [sequences + 1], where each sequence starts, and the end.
+        state_len: number of inputs.
+
+    Returns:
+        [sequences, channels, state_len].
+    """
+    bounds = cu_seqlens.tolist()
+    states = x.new_zeros(len(bounds) - 1, x.shape[1], state_len)
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        last = x[max(start, end - state_len) : end]
+        states[number, :, state_len - len(last) :] = last.T
+    return states

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2's state space operators (``mamba_ssm.ops.triton``).
+
+Per head, with a state ``h`` [headdim, dstate] (arXiv 2405.21060)::
+
+    h[t] = exp(dt[t] A) h[t-1] + dt[t] x[t] B[t]^T
+    y[t] = h[t] C[t] + D x[t]
+
+As the kernels do, a chunk is computed by matrix products and the state is carried from chunk to
+chunk. All of it is float32; the state that is carried has a dtype of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_ttrace.cpu.operators.conv1d import causal_conv1d_fn
+
+_UNLIMITED = (0.0, math.inf)
+
+
+def mamba_chunk_scan_combined(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = _UNLIMITED,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> Any:
+    """The scan.
+
+    Args:
+        x: [batch, length, heads, headdim].
+        dt: [batch, length, heads].
+        A: [heads], negative.
+        B: [batch, length, groups, dstate].
+        C: as ``B``.
+        chunk_size: positions that are computed at a time.
+        D: [heads] or [heads, headdim], the direct share of the input.
+        z: as ``x``; the output is multiplied by ``silu(z)``.
+        dt_bias: [heads], added to ``dt``.
+        initial_states: [batch, heads, headdim, dstate].
+        seq_idx: [batch, length], number of the sequence that a position belongs to; a state is
+            carried within one only.
+        cu_seqlens: only together with ``return_varlen_states``.
+        dt_softplus: whether ``softplus`` is applied to ``dt``.
+        dt_limit: bounds of ``dt`` after that.
+        return_final_states: also return the state after the last position.
+        return_varlen_states: not implemented.
+        state_dtype: of states that are carried between chunks; float32 by default.
+
+    Returns:
+        [batch, length, heads, headdim] in the dtype of ``x``.
+
+    Raises:
+        NotImplementedError: for ``return_varlen_states``, which inference alone uses.
+    """
+    if return_varlen_states or cu_seqlens is not None:
+        raise NotImplementedError("the states of packed sequences are not returned on a CPU")
+    batch, length, heads, _ = x.shape
+    steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+    repeats = heads // B.shape[2]
+    values = x.float() * steps[..., None]
+    keys, queries = (one.float().repeat_interleave(repeats, dim=2) for one in (B, C))
+    decay = steps * A.float()
+    state = x.new_zeros(batch, heads, x.shape[3], B.shape[3], dtype=torch.float32)
+    if initial_states is not None:
+        state = initial_states.float()
+    numbers = seq_idx if seq_idx is not None else decay.new_zeros(batch, length)
+    carried = numbers[:, 0]
+    parts = []
+    for start in range(0, length, chunk_size):
+        at = slice(start, start + chunk_size)
+        part, state = _chunk(
+            values[:, at], decay[:, at], keys[:, at], queries[:, at], state, numbers[:, at], carried
+        )
+        parts.append(part)
+        carried = numbers[:, at][:, -1]
+        if state_dtype is not None:
+            state = state.to(state_dtype).float()
+    y = torch.cat(parts, dim=1)
+    if D is not None:
+        y = y + x.float() * (D.float()[:, None] if D.dim() == 1 else D.float())
+    if z is not None:
+        y = y * F.silu(z.float())
+    return (y.to(x.dtype), state) if return_final_states else y.to(x.dtype)
+
+
+def _chunk(
+    values: torch.Tensor,
+    decay: torch.Tensor,
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    state: torch.Tensor,
+    numbers: torch.Tensor,
+    carried: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of one chunk, and the state after it.
+
+    Args:
+        values: [batch, length, heads, headdim], times ``dt``.
+        decay: [batch, length, heads], the logarithm of the factor of a step.
+        keys: [batch, length, heads, dstate].
+        queries: as ``keys``.
+        state: before the chunk.
+        numbers: [batch, length], of sequences.
+        carried: [batch], the sequence that ``state`` belongs to.
+    """
+    total = decay.cumsum(dim=1)
+    ages = total[:, :, None] - total[:, None]  # [batch, target, source, heads]
+    seen = torch.ones(ages.shape[1], ages.shape[1], dtype=torch.bool, device=ages.device).tril()
+    seen = seen[None] & (numbers[:, :, None] == numbers[:, None])
+    weights = torch.exp(ages.masked_fill(~seen[..., None], -math.inf))
+    scores = torch.einsum("bthn,bshn->btsh", queries, keys) * weights
+    y = torch.einsum("btsh,bshp->bthp", scores, values)
+    old = torch.exp(total) * (numbers == carried[:, None])[..., None]
+    y = y + torch.einsum("bthn,bhpn->bthp", queries, state) * old[..., None]
+    last = weights[:, -1]  # [batch, source, heads]
+    state = state * old[:, -1, :, None, None]
+    return y, state + torch.einsum("bsh,bshp,bshn->bhpn", last, values, keys)
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: torch.Tensor,
+    conv1d_weight: torch.Tensor,
+    conv1d_bias: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    chunk_size: int,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = _UNLIMITED,
+    return_final_states: bool = False,
+    activation: str = "silu",
+    rmsnorm_weight: torch.Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: torch.Tensor | None = None,
+    outproj_bias: torch.Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
+) -> Any:
+    """Split, convolve, scan, gate; then normalise and project, where weights for it are given.
+
+    ``zxbcdt`` is [batch, length, 2 * dim + 2 * ngroups * dstate + heads]: gate, input, B, C, dt.
+    ``conv1d_weight`` is [dim + 2 * ngroups * dstate, width], ``D`` [heads], then ``headdim`` must
+    be given, or [heads, headdim], ``rmsnorm_weight`` [dim]: without one the scan's output is gated
+    and not normalised. ``outproj_weight`` is [out, dim]. ``norm_before_gate`` says that the gate
+    comes after the norm. The others are those of :func:`mamba_chunk_scan_combined`.
+
+    Returns:
+        [batch, length, dim or out].
+    """
+    heads = D.shape[0]
+    size = heads * (D.shape[1] if D.dim() == 2 else int(headdim or 0))
+    state = (zxbcdt.shape[-1] - 2 * size - heads) // (2 * ngroups)
+    z, mixed, dt = zxbcdt.split([size, size + 2 * ngroups * state, heads], dim=-1)
+    convolved = causal_conv1d_fn(
+        mixed.transpose(1, 2),
+        conv1d_weight,
+        conv1d_bias,
+        seq_idx=seq_idx,
+        activation=activation,
+    ).transpose(1, 2)
+    x, b, c = convolved.split([size, ngroups * state, ngroups * state], dim=-1)
+    y, final = mamba_chunk_scan_combined(
+        x.unflatten(-1, (heads, -1)),
+        dt,
+        A,
+        b.unflatten(-1, (ngroups, -1)),
+        c.unflatten(-1, (ngroups, -1)),
+        chunk_size,
+        D=D,
+        z=z.unflatten(-1, (heads, -1)) if rmsnorm_weight is None else None,
+        dt_bias=dt_bias,
+        initial_states=initial_states,
+        seq_idx=seq_idx,
+        dt_softplus=True,
+        dt_limit=dt_limit,
+        return_final_states=True,
+        state_dtype=state_dtype,
+    )
+    y = y.flatten(2)
+    if rmsnorm_weight is not None:
+        y = gated_rms_norm(y, rmsnorm_weight, z, rmsnorm_eps, size // ngroups, norm_before_gate)
+    if outproj_weight is not None:
+        y = F.linear(y.to(outproj_weight.dtype), outproj_weight, outproj_bias)
+    return (y, final) if return_final_states else y
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    z: torch.Tensor | None,
+    eps: float,
+    group_size: int | None,
+    norm_before_gate: bool,
+) -> torch.Tensor:
+    """RMS norm over groups of the last dim, with a gate before or after it."""
+    gated = x.float()
+    if z is not None and not norm_before_gate:
+        gated = gated * F.silu(z.float())
+    groups = gated.unflatten(-1, (-1, group_size or x.shape[-1]))
+    normed = groups * torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + eps)
+    values: torch.Tensor = normed.flatten(-2) * weight.float()
+    if z is not None and norm_before_gate:
+        values = values * F.silu(z.float())
+    return values.to(x.dtype)
+
+
+class RMSNorm(torch.nn.Module):
+    """``mamba_ssm.ops.triton.layernorm_gated.RMSNorm``."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.group_size = group_size
+        self.norm_before_gate = norm_before_gate
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` [..., hidden_size], gated by ``z`` if there is one."""
+        return gated_rms_norm(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)

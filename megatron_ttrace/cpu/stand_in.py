@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that stand in for those of a package that is not there."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def offer(name: str, contents: dict[str, Any]) -> None:
+    """Make ``import name`` find a module with these contents; its parent must be offered first."""
+    module = ModuleType(name, f"Standing in for {name} on a CPU.")
+    module.__dict__.update(contents)
+    module.__path__ = []
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)

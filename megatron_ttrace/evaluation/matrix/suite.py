@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check configurations of the matrix: healthy ones must come out equivalent."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.evaluation import suites
+from megatron_ttrace.evaluation.matrix.configurations import Configuration
+from megatron_ttrace.runtime.runner import Runner
+from megatron_ttrace.trace.records import Outcome, Result
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixRow:
+    """The result of one configuration.
+
+    ``exact`` of its tensors must be bitwise equal, ``inexact`` of these are not.
+    """
+
+    name: str
+    verdict: Result
+    tensors: int
+    unchecked: int
+    worst_margin: float
+    worst: str
+    seconds: float
+    why: str = ""
+    exact: int = 0
+    inexact: int = 0
+    finding: str = ""
+
+
+def check(one: Configuration, name: str, seed: int, runner: Runner) -> MatrixRow:
+    """Check a configuration with a seed, under a name."""
+    began = time.monotonic()
+    try:
+        found = runner.run(one.case(runner.directory, name, ("--seed", str(seed))))
+        summary, verdicts = found.summary, found.verdicts()
+    except TTraceError as error:
+        # Log lines belong to some errors, and their text is foreign.
+        why = clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)
+        seconds = time.monotonic() - began
+        return MatrixRow(name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, why)
+    worst = max(verdicts, key=suites.margin_of)
+    return MatrixRow(
+        name=name,
+        verdict=summary.verdict,
+        tensors=len(verdicts),
+        unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
+        worst_margin=suites.margin_of(worst),
+        worst=f"{worst.name} {worst.kind}.{worst.index}",
+        seconds=time.monotonic() - began,
+        why=suites.culprits_of(summary, 3),
+        finding=one.finding,
+        exact=summary.exactness.expected if summary.exactness else 0,
+        inexact=summary.exactness.lost if summary.exactness else 0,
+    )
+
+
+def exit_code(rows: Sequence[MatrixRow]) -> ExitCode:
+    """1 if a healthy configuration diverged, else 2 if one is not as expected."""
+    alarm = any(row.verdict is Result.DIVERGED and not row.finding for row in rows)
+    expected = {True: Result.DIVERGED, False: Result.EQUIVALENT}
+    met = all(row.verdict is expected[bool(row.finding)] for row in rows)
+    return suites.exit_code(alarm=alarm, met=met)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing whose choice depends on all tokens that a rank holds, not on each token alone.
+
+Sinkhorn balances the loads of the experts over the tokens of one call of the router
+(``sinkhorn_load_balancing`` in megatron/core/transformer/moe/router.py); an expert's capacity is
+a share of them, and which tokens exceed it depends on the others
+(``apply_router_token_dropping`` in moe_utils.py beside it). Sequence and context parallelism give
+each rank a part of a microbatch, so the choice differs from a single device's by design.
+"""
+
+from __future__ import annotations
+
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.trace.records import CHOICE, KEPT
+
+
+def depends_on_layout(args: MegatronArguments) -> dict[int, str]:
+    """What of a router's choice this layout makes otherwise by design, and by which option.
+
+    Returns:
+        Indices of the ``routing`` tensors of a router (:mod:`megatron_ttrace.trace.records`); none
+        where a rank's router sees all tokens of a microbatch.
+    """
+    if not args.num_experts:
+        return {}
+    sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
+    if not sequence_parallel and args.context_parallel_size == 1:
+        return {}
+    found = {}
+    kinds = getattr(args, "moe_router_load_balancing_type", "")
+    if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds or []):
+        found[CHOICE] = "--moe-router-load-balancing-type sinkhorn"
+    if getattr(args, "moe_expert_capacity_factor", None) is not None:
+        found[KEPT] = "--moe-expert-capacity-factor"
+    return found

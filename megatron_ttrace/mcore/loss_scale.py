@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss scale of a run in fp16 (``MegatronGradScaler``, megatron/core/optimizer/grad_scaler.py).
+
+A dynamic scale starts at 2**32 by default: gradients overflow, Megatron skips the step and halves
+the scale, some twenty times. A traced step needs gradients, so both runs of a check get a scale
+that leaves them finite.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_ttrace.mcore.optimizer import leaves_of
+
+STEP = 16.0
+"""By how much a scale that overflows is lowered at a time."""
+
+ROOM = 2.0
+"""How far the scale that is used stays below one that was seen not to overflow."""
+
+
+def get(optimizer: Any) -> float | None:
+    """The loss scale; ``None`` for runs that have none."""
+    for leaf in leaves_of(optimizer):
+        if (scaler := getattr(leaf, "grad_scaler", None)) is not None:
+            return float(scaler.scale)
+    return None
+
+
+def put(optimizer: Any, scale: float) -> None:
+    """Set the loss scale of all parts of an optimizer."""
+    for leaf in leaves_of(optimizer):
+        if (scaler := getattr(leaf, "grad_scaler", None)) is not None:
+            scaler._scale = scaler._scale.new_full((1,), scale)
+
+
+def overflowed(optimizer: Any) -> bool:
+    """Whether the last step found gradients that are not finite."""
+    found = (getattr(leaf, "found_inf", None) for leaf in leaves_of(optimizer))
+    return any(bool(one) for one in found if one is not None)
+
+
+def of_candidate(reference: float, gradient_factor: float) -> float:
+    """The candidate's scale: its gradients are then no larger than the reference's.
+
+    Args:
+        reference: the reference's scale.
+        gradient_factor: the candidate's activation gradients relative to the reference's.
+
+    Returns:
+        The reference's divided by a power of two, which rounds nothing.
+    """
+    return float(reference / 2.0 ** math.ceil(math.log2(gradient_factor)))

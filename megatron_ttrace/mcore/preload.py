@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank of a job imports and computes of Megatron's before it trains.
+
+A process that ranks are forked from does it once for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+from typing import Any
+
+_MODULES = (
+    "megatron.training.training",
+    "megatron.core.models.gpt",
+    # Megatron imports these while a job starts.
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text",
+)
+
+
+def preload() -> None:
+    """Import the modules; a release that lacks one, or has it behind a dependency, does without."""
+    for name in _MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    _remember_help_texts()
+
+
+@functools.cache
+def _remember_help_texts() -> None:
+    """Megatron parses its own source for the help texts of its flags, twice in each rank."""
+    from megatron.training import argument_utils, arguments
+
+    factory: Any = argument_utils.ArgumentGroupFactory
+    parse = factory._get_field_docstrings
+    remembered = functools.cache(lambda config: parse(factory, config))
+    factory._get_field_docstrings = staticmethod(remembered)
+    arguments.add_megatron_arguments(argparse.ArgumentParser())

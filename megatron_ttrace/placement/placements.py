@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one mesh axis does to a tensor: the placements, in DTensor's sense of the word.
+
+===================  ===============================================  ===========================
+placement            what rank r of n holds                           used by
+===================  ===============================================  ===========================
+``Shard(dim)``       the r-th of n equal contiguous parts of a dim    tensor, sequence parallelism
+``BlockShard(dim)``  the r-th part of each of several equal blocks    gate and up projection
+``ZigZag(dim)``      chunks r and 2n-1-r of 2n equal chunks of a dim  context parallelism
+``FlatShard(a, b)``  elements a..b of what the other axes left, flat  ZeRO, Megatron-FSDP
+===================  ===============================================  ===========================
+
+Each ``divide`` returns what ``rank`` of ``size`` keeps of a dim, and raises ``ValueError`` when the
+dim does not divide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from megatron_ttrace.placement.boxes import Box, DimMap, join, length, rows, take
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """Equal contiguous parts of ``dim``.
+
+    Tensor parallelism divides weights and hidden dims so (megatron/core/tensor_parallel/layers.py),
+    sequence parallelism divides dim 0 of activations so (mappings.py).
+    """
+
+    dim: int
+
+    def divide(self, dim_map: DimMap, rank: int, size: int) -> DimMap:
+        """What ``rank`` of ``size`` keeps. Raises ``ValueError``."""
+        total = length(dim_map)
+        if total % size:
+            raise ValueError(f"a dim of {total} is not divisible by {size}")
+        part = total // size
+        return take(dim_map, rank * part, (rank + 1) * part)
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockShard:
+    """Blocks along ``dim``, each divided into equal contiguous parts.
+
+    ``blocks`` is the number of equal blocks, or the shares of unequal ones: of ``(2, 1)`` the first
+    is twice as long as the second.
+
+    A gated MLP stacks gate and up projection in ``linear_fc1`` (megatron/core/transformer/mlp.py).
+    Every rank chunks its *local* output into (gate, up), so rank r holds the r-th part of the gate
+    followed by the r-th part of the up projection, not the r-th part of the stack. Mamba's
+    ``in_proj`` stacks blocks of different sizes likewise (megatron/core/ssm/mamba_mixer.py).
+    """
+
+    dim: int
+    blocks: int | tuple[int, ...] = 2
+
+    def divide(self, dim_map: DimMap, rank: int, size: int) -> DimMap:
+        """What ``rank`` of ``size`` keeps. Raises ``ValueError``."""
+        total = length(dim_map)
+        shares = (1,) * self.blocks if isinstance(self.blocks, int) else self.blocks
+        if total % sum(shares):
+            equal = f"{self.blocks} equal blocks" if isinstance(self.blocks, int) else self.blocks
+            raise ValueError(f"a dim of {total} does not divide into {equal}")
+        share = total // sum(shares)
+        bounds = [share * bound for bound in itertools.accumulate(shares, initial=0)]
+        parts = [take(dim_map, start, end) for start, end in itertools.pairwise(bounds)]
+        return join([Shard(self.dim).divide(part, rank, size) for part in parts])
+
+    def __str__(self) -> str:
+        return f"BlockShard({self.dim}, {self.blocks})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ZigZag:
+    """Chunks ``r`` and ``2n-1-r`` of ``2n`` equal chunks of ``dim``.
+
+    So causal attention costs every context-parallel rank the same (``get_batch_on_this_cp_rank`` in
+    megatron/core/utils.py).
+    """
+
+    dim: int
+
+    def divide(self, dim_map: DimMap, rank: int, size: int) -> DimMap:
+        """What ``rank`` of ``size`` keeps. Raises ``ValueError``."""
+        total = length(dim_map)
+        if total % (2 * size):
+            raise ValueError(f"a sequence of {total} does not divide into {2 * size} chunks")
+        chunk = total // (2 * size)
+        chunks = rank, 2 * size - 1 - rank
+        return join([take(dim_map, index * chunk, (index + 1) * chunk) for index in chunks])
+
+    def __str__(self) -> str:
+        return f"ZigZag({self.dim})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatShard:
+    """Elements ``start .. end`` of the flattened tensor that the other axes left.
+
+    The distributed optimizer lays all parameters of a bucket one after the other and gives each
+    data-parallel rank an equal range, wherever that cuts (``_build_model_gbuf_param_range_map`` in
+    megatron/core/optimizer/distrib_optimizer.py).
+    """
+
+    start: int
+    end: int
+
+    @classmethod
+    def of_bucket(cls, offset: int, numel: int, bucket: int, rank: int, size: int) -> FlatShard:
+        """The part of one parameter that lies in a rank's range of a padded bucket.
+
+        Megatron-FSDP divides its buckets so, whatever the strategy divides: optimizer states,
+        gradients or parameters too (``build_data_parallel_buffer_index`` in
+        megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py).
+
+        Args:
+            offset: of the parameter's first element in the bucket.
+            numel: elements of the parameter.
+            bucket: elements of the padded bucket.
+            rank: the data-parallel rank.
+            size: number of data-parallel ranks.
+
+        Returns:
+            A range of the flattened parameter; empty where the rank holds nothing of it.
+
+        Raises:
+            ValueError: when the bucket is not divisible by ``size`` or does not hold the parameter.
+        """
+        if bucket % size:
+            raise ValueError(f"a bucket of {bucket} is not divisible by {size}")
+        if offset < 0 or offset + numel > bucket:
+            raise ValueError(f"{offset}..{offset + numel} exceeds a bucket of {bucket}")
+        part = bucket // size
+        start, end = (min(max(r * part - offset, 0), numel) for r in (rank, rank + 1))
+        return cls(start, end)
+
+    def boxes(self, dim_maps: Sequence[DimMap]) -> tuple[Box, ...]:
+        """Boxes whose local side is an offset into the flat range.
+
+        Raises:
+            ValueError: when the range leaves the tensor.
+        """
+        shape = [length(dim_map) for dim_map in dim_maps]
+        total = math.prod(shape)
+        if not 0 <= self.start <= self.end <= total:
+            raise ValueError(f"flat range {self.start}..{self.end} exceeds a tensor of {total}")
+        found, offset = [], 0
+        for origin, extent in rows(self.start, self.end, shape):
+            for logical, size in _split(origin, extent, dim_maps):
+                found.append(Box(logical, size, (offset,)))
+                offset += found[-1].numel
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return f"FlatShard({self.start}, {self.end})"
+
+
+def _split(
+    origin: tuple[int, ...], extent: tuple[int, ...], dim_maps: Sequence[DimMap]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut one contiguous local block where the dim maps jump, keeping row-major order.
+
+    Only the slowest ranging dim may be cut without reordering elements; where a faster dim jumps
+    as well, the block is first cut into single rows.
+    """
+    ranges = [
+        take(dim_map, start, start + size)
+        for start, size, dim_map in zip(origin, extent, dim_maps, strict=True)
+    ]
+    jumping = [dim for dim, segments in enumerate(ranges) if len(segments) > 1]
+    slowest = next((dim for dim, size in enumerate(extent) if size > 1), 0)
+    if all(dim == slowest for dim in jumping):
+        return [
+            (tuple(s.logical for s in chosen), tuple(s.length for s in chosen))
+            for chosen in itertools.product(*ranges)
+        ]
+    return [
+        piece
+        for step in range(extent[slowest])
+        for piece in _split(
+            (*origin[:slowest], origin[slowest] + step, *origin[slowest + 1 :]),
+            (*extent[:slowest], 1, *extent[slowest + 1 :]),
+            dim_maps,
+        )
+    ]
+
+
+DimPlacement = Shard | BlockShard | ZigZag
+Placement = DimPlacement | FlatShard

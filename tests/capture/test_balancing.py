@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference's choice of experts where Megatron's interface for replaying is not asked."""
+
+import pytest
+import torch
+
+from megatron_ttrace.capture.balancing import BalancingTap
+
+MICROBATCH, TOKENS, EXPERTS = 3, 6, 4
+
+
+# As ``TopKRouter`` and the functions of its module are.
+
+
+def sinkhorn(cost):
+    """Something that depends on all tokens."""
+    return torch.exp(cost) / torch.exp(cost).sum(0)
+
+
+def topk_routing_with_score_function(
+    logits, topk, fused=False, router_replay=None, precomputed_indices=None
+):
+    """Probabilities and a map of the best experts; the fused form cannot be told which."""
+    if fused:
+        indices = logits.topk(topk, dim=1).indices
+        values = logits.gather(1, indices)
+    elif precomputed_indices is not None:
+        indices = precomputed_indices
+        values = logits.gather(1, indices)
+    else:
+        values, indices = router_replay.get_replay_topk(logits, topk, None, None, torch.topk)
+    probabilities = torch.zeros_like(logits).scatter(1, indices, values.softmax(-1))
+    return probabilities, torch.zeros_like(logits).bool().scatter(1, indices, True)
+
+
+def apply_router_token_dropping(
+    probabilities, routing_map, capacity_factor=1.0, pad_to_capacity=False
+):
+    """Each expert keeps its best tokens."""
+    capacity = min(int(capacity_factor * TOKENS / EXPERTS), TOKENS)
+    best = probabilities.topk(capacity, dim=0).indices
+    kept = torch.zeros_like(routing_map).scatter(0, best, True)
+    kept = kept if pad_to_capacity else routing_map & kept
+    return probabilities * kept, kept
+
+
+class Router:
+    """Routes in one of four ways."""
+
+    def __init__(self, how, topk=1):
+        self.how, self.topk = how, topk
+        self.qb_beta = torch.zeros(EXPERTS)
+
+    def routing(self, logits, padding_mask=None):
+        if self.how == "sinkhorn":
+            chosen = sinkhorn(logits.detach()).topk(self.topk, dim=1).indices
+            routing_map = torch.zeros_like(logits).bool().scatter(1, chosen, True)
+            return torch.sigmoid(logits) * routing_map, routing_map
+        if self.how == "chosen before":
+            best = logits.topk(self.topk, dim=1).indices
+            return topk_routing_with_score_function(logits, self.topk, precomputed_indices=best)
+        found = topk_routing_with_score_function(logits, self.topk, fused=True)
+        return apply_router_token_dropping(*found) if self.how == "dropping" else found
+
+
+class Sink:
+    """Remembers what it is told; asks for another choice, or for none."""
+
+    def __init__(self, instead=None, kept=None):
+        self.routed_calls, self.kept_calls = [], []
+        self._instead, self._kept = instead, kept
+
+    def routed(self, microbatch, router, scores, chosen, groups, by=None):
+        self.routed_calls.append((microbatch, router, scores, chosen, by))
+        return self._instead
+
+    def kept(self, microbatch, router, probabilities, kept):
+        self.kept_calls.append((microbatch, router, probabilities, kept))
+        return self._kept
+
+
+def guard(work, *args):
+    """No error is hidden in a test."""
+    return work(*args)
+
+
+def tapped(how, sink, topk=1):
+    router = Router(how, topk)
+    return router, BalancingTap(router, "mlp.router", lambda: MICROBATCH, sink, guard)
+
+
+@pytest.fixture
+def logits():
+    """Of six tokens."""
+    return torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
+
+
+WAYS = ["sinkhorn", "chosen before", "fused", "dropping"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_nothing_is_changed_without_need(logits, how):
+    """A sink that asks for nothing, and one that asks for what was chosen, see the same run."""
+    expected = Router(how).routing(logits)
+    sink = Sink()
+    router, tap = tapped(how, sink)
+    for one, other in zip(router.routing(logits), expected, strict=True):
+        assert torch.equal(one, other)
+    ((microbatch, name, _, chosen, _),) = sink.routed_calls
+    assert (microbatch, name) == (MICROBATCH, "mlp.router")
+    same = tapped(how, Sink(chosen, expected[1] if how == "dropping" else None))[0]
+    for one, other in zip(same.routing(logits), expected, strict=True):
+        assert torch.equal(one, other)
+    tap.remove()
+    assert "routing" not in vars(router)
+
+
+@pytest.mark.parametrize("how", ["sinkhorn", "chosen before", "fused"])
+def test_another_choice(logits, how):
+    """The reference's experts are chosen, with the candidate's own probabilities of them."""
+    instead = (logits.argmin(dim=1, keepdim=True)).clone()
+    probabilities, routing_map = tapped(how, Sink(instead))[0].routing(logits)
+    assert torch.equal(routing_map.nonzero()[:, 1], instead[:, 0])
+    expected = torch.sigmoid(logits) if how == "sinkhorn" else torch.ones_like(logits)
+    torch.testing.assert_close(probabilities, expected * routing_map)
+
+
+def test_sinkhorn_is_judged_by_what_it_maximises(logits):
+    """The scores are the router's, the choice is the largest of what the sink judges it by."""
+    sink = Sink()
+    tapped("sinkhorn", sink)[0].routing(logits)
+    ((_, _, scores, chosen, by),) = sink.routed_calls
+    assert torch.equal(scores, logits)
+    assert torch.equal(by.argmax(dim=1), chosen[:, 0])
+    # One number per expert apart from the scores, once the mean of each token is taken off.
+    shift = by - (scores - scores.mean(dim=1, keepdim=True))
+    torch.testing.assert_close(shift, shift[:1].expand_as(shift))
+
+
+def test_other_tokens_are_left(logits):
+    """What is left of the choice is the reference's, whatever the capacity is."""
+    kept = torch.zeros(TOKENS, EXPERTS).bool()
+    kept[:, 1] = True
+    sink = Sink(kept=kept)
+    probabilities, found = tapped("dropping", sink)[0].routing(logits)
+    assert torch.equal(found, kept)
+    ((_, _, before, own),) = sink.kept_calls
+    assert not torch.equal(own, kept)
+    torch.testing.assert_close(probabilities, before * kept)
+
+
+def test_the_module_is_put_back(logits):
+    """Also after an error."""
+
+    class FailingSink(Sink):
+        def routed(self, *args):
+            raise RuntimeError("no")
+
+    before = sinkhorn
+    router, _ = tapped("sinkhorn", FailingSink())
+    with pytest.raises(RuntimeError):
+        router.routing(logits)
+    assert globals()["sinkhorn"] is before

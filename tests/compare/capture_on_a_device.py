@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture and comparison on a stand-in for a GPU: right numbers, right devices, no waiting.
+
+A whole traced step of a small model, the writing of its reference, and a perturbed replay. Planted
+errors show that the stand-in sees a tensor on the wrong device, and a hook that waits.
+"""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ttrace.capture.step import StepTap, TracedModel
+from megatron_ttrace.compare import device, sinks, sketch
+from megatron_ttrace.compare.planning import RankLayout
+from megatron_ttrace.compare.routing import choice
+from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.runtime.perturb import perturbed
+from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests import stand_in
+from tests.capture.recorder import Model, batch
+
+CPU = torch.device("cpu")
+
+
+class Optimizer:
+    """Plain descent, with the results of Megatron's step: whether it was done, the norm."""
+
+    def __init__(self, parameters):
+        self._parameters = list(parameters)
+
+    def step(self):
+        for parameter in self._parameters:
+            parameter.data -= 0.1 * parameter.grad
+        return True, torch.stack([p.grad.norm() for p in self._parameters]).norm(), None
+
+
+def run(sink, where, wrong=0.0, perturb=None, guard=stand_in.no_waiting):
+    """One traced step of the small model, in which nothing may wait; errors of tracing surface."""
+    model = Model().to(where)
+    model.layers[1].second.weight.data[0, 0] += wrong
+    ids, labels = (one.to(where) for one in batch())
+    traced = TracedModel(
+        [model], [canonical_names(model)], Optimizer(model.parameters()), SINGLE, False
+    )
+
+    def fail(error):
+        raise error
+
+    def step():
+        loss = model(ids, labels=labels)
+        loss.backward()
+        _, norm, _ = traced.optimizer.step()
+        return {"lm loss": loss.detach()}, norm
+
+    tap = StepTap(traced, sink, (0,), fail, lambda: None)
+    with guard():
+        if perturb is None:
+            tap.run(step)
+        else:
+            with perturbed(traced.names, perturb):
+                tap.run(step)
+
+
+def written(directory, where):
+    """The reference's trace, made on a device."""
+    writer = TraceWriter(directory, 0)
+    run(WriteSink(writer, 1), where)
+    writer.close()
+    seal(directory, {"role": "reference"})
+    return TraceReader(directory)
+
+
+@pytest.fixture(scope="module")
+def there():
+    """The stand-in device."""
+    with stand_in.present() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A trace that was made on the CPU."""
+    return written(tmp_path_factory.mktemp("cpu"), CPU)
+
+
+def sink_of(reference, writer=None):
+    """A sink that stores what is wrong by more than rounding."""
+    moved = {key: Moved(1, 1.0, (1e-6,)) for key in reference}
+    tolerances = Tolerances(moved, dict.fromkeys(reference, "float32"))
+    layout = RankLayout(SINGLE, 5, False, 1.0)
+    return CompareSink(reference, 1, layout, tolerances=tolerances, writer=writer)
+
+
+def test_a_reference_of_the_device_is_the_one_of_the_host(reference, there, tmp_path):
+    """Names, order and values."""
+    found = written(tmp_path / "there", there)
+    assert list(found) == list(reference)
+    for key in reference:
+        a, b = (trace.tensor(trace.entry(key)) for trace in (found, reference))
+        assert torch.equal(a, b), key
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5])
+def test_findings_of_the_device_are_those_of_the_host(reference, there, tmp_path, wrong):
+    """The same sums, and the same tensors stored, when nothing or something is wrong."""
+    made = {}
+    for where in (CPU, there):
+        writer = TraceWriter(tmp_path / where.type, 0)
+        sink = sink_of(reference, writer)
+        run(sink, where, wrong)
+        made[where] = sink.measured
+        writer.close()
+        seal(writer.directory, {"role": "candidate"})
+    for ours, theirs in zip(made[there], made[CPU], strict=True):
+        assert ours.unread is None
+        assert dataclasses.replace(ours, sums=None) == dataclasses.replace(theirs, sums=None)
+        for name, value in dataclasses.asdict(ours.sums).items():
+            assert value == pytest.approx(getattr(theirs.sums, name), rel=1e-5, abs=1e-6), name
+    here, host = (TraceReader(tmp_path / where.type) for where in (there, CPU))
+    assert set(here) == set(host)
+    assert bool(list(here)) == bool(wrong)
+    for key in host:
+        assert torch.equal(here.tensor(here.entry(key)), host.tensor(host.entry(key)))
+
+
+def test_no_more_is_staged_than_allowed(reference, there, tmp_path, monkeypatch):
+    """Beyond the limit the host does wait; within, the copies stay on the device."""
+    monkeypatch.setattr(sinks, "_STAGED_BYTES", 100)
+    with pytest.raises(stand_in.WaitedError):
+        run(sink_of(reference, TraceWriter(tmp_path, 0)), there)
+
+
+def test_isolation(reference, there):
+    """The reference's inputs are put in place on the device: the error does not travel on.
+
+    Whether a tensor is replaced is decided by its values, for which the host waits.
+    """
+    layout = RankLayout(SINGLE, 5, False, 1.0)
+    wrong = {}
+    for where in (CPU, there):
+        sink = CompareSink(reference, 1, layout, isolate=True)
+        run(sink, where, 0.5, guard=contextlib.nullcontext)
+        wrong[where] = {
+            one.key for one in sink.measured if one.sums.diff > 1e-9 * one.sums.reference
+        }
+    assert wrong[there] == wrong[CPU]
+    names = {key.name for key in wrong[there] if key.kind is Kind.OUTPUT}
+    assert names == {"layers.1.second"}
+
+
+def test_a_choice_of_experts(there):
+    """A router's scores and choice on the device, against the reference's on the host."""
+    scores = torch.rand(6, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = scores.topk(2).indices, scores.roll(1, 0).topk(2).indices
+    expected = choice(scores, ours, theirs)
+    sums, others = choice(scores.to(there), ours.to(there), theirs)
+    assert others == expected[1] > 0
+    assert sums.diff == pytest.approx(expected[0].diff)
+    assert sums.checksum == expected[0].checksum
+
+
+def test_a_perturbed_replay(reference, there):
+    """Moves every activation a little, on the device as on the host."""
+    replay = CompareSink(reference, 1, RankLayout(SINGLE, 5, False, 1.0))
+    run(replay, there, perturb=1)
+    assert max(one.sums.diff for one in replay.measured) > 0
+
+
+def test_a_share_of_a_sum(there):
+    """The sketch of a partial tensor is the same on the device, without waiting."""
+    c, r = torch.randn(3, 4), torch.randn(3, 4)
+    boxes = [Box((0, 0), (0, 0), (3, 4))]
+    expected = sketch.sums_of_share(c, r, boxes, 1.0, 2)
+    c = c.to(there)
+    with stand_in.no_waiting():
+        found = sketch.sums_of_share(c, r, boxes, 1.0, 2)
+    assert torch.equal(found.cpu(), expected)
+
+
+def waits_in_the_sum(monkeypatch):
+    plain = device.plain_sums
+    monkeypatch.setattr(device, "plain_sums", lambda here, *args: plain(here.cpu(), *args))
+
+
+def reads_an_element(monkeypatch):
+    plain = device.plain_sums
+    monkeypatch.setattr(
+        device, "plain_sums", lambda here, *args: here.sum().item() and plain(here, *args)
+    )
+
+
+def forgets_to_move(monkeypatch):
+    monkeypatch.setattr(device, "to_device", lambda data, where: data)
+
+
+def moves_and_waits(monkeypatch):
+    monkeypatch.setattr(device, "to_device", lambda data, where: data.to(where))
+
+
+def stages_on_the_host(monkeypatch):
+    plain = CompareSink._compare
+    monkeypatch.setattr(
+        CompareSink, "_compare", lambda self, key, data, *more: plain(self, key, data.cpu(), *more)
+    )
+
+
+@pytest.mark.parametrize(
+    ("plant", "error"),
+    [
+        (waits_in_the_sum, stand_in.WaitedError),
+        (reads_an_element, stand_in.WaitedError),
+        (forgets_to_move, stand_in.WrongDeviceError),
+        (moves_and_waits, stand_in.WaitedError),
+        (stages_on_the_host, stand_in.WaitedError),
+    ],
+)
+def test_a_planted_error_is_seen(reference, there, monkeypatch, plant, error):
+    """A ``.cpu()``, an ``.item()`` or a tensor of the host in the path fails the tests above."""
+    plant(monkeypatch)
+    with pytest.raises(error):
+        run(sink_of(reference), there)

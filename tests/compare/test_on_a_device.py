@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests of the path that GPUs take, in a process of their own.
+
+A registered device and Triton's interpreter stay for the life of a process, and are in the way of
+tests that fork ranks.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("cases", ["sums_on_a_device", "capture_on_a_device"])
+def test_cases(cases: str) -> None:
+    """All of them pass, and there are some."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"tests/compare/{cases}.py",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

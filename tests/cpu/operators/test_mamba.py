@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state space operators against their recurrence."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ttrace.cpu.operators.mamba import (
+    RMSNorm,
+    gated_rms_norm,
+    mamba_chunk_scan_combined,
+    mamba_split_conv1d_scan_combined,
+)
+
+BATCH, HEADS, HEADDIM, GROUPS, STATE = 2, 4, 3, 2, 5
+
+
+def inputs(length, seed=0, dtype=torch.float64):
+    """x, dt, A, B, C, D, z, dt_bias."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    return (
+        draw(BATCH, length, HEADS, HEADDIM),
+        draw(BATCH, length, HEADS),
+        -draw(HEADS).exp(),
+        draw(BATCH, length, GROUPS, STATE),
+        draw(BATCH, length, GROUPS, STATE),
+        draw(HEADS),
+        draw(BATCH, length, HEADS, HEADDIM),
+        draw(HEADS),
+    )
+
+
+def recurrence(x, dt, A, B, C, D, z, dt_bias, numbers=None):  # noqa: N803 - as in the formula
+    """One step after the other, one head after the other."""
+    steps = F.softplus(dt + dt_bias)
+    out = torch.zeros_like(x)
+    last = torch.zeros(BATCH, HEADS, HEADDIM, STATE, dtype=x.dtype)
+    for sample in range(BATCH):
+        for head in range(HEADS):
+            group = head // (HEADS // GROUPS)
+            state = last[sample, head]
+            for t in range(x.shape[1]):
+                if numbers is not None and t and numbers[sample, t] != numbers[sample, t - 1]:
+                    state = torch.zeros_like(state)
+                state = state * torch.exp(steps[sample, t, head] * A[head]) + torch.outer(
+                    x[sample, t, head] * steps[sample, t, head], B[sample, t, group]
+                )
+                out[sample, t, head] = state @ C[sample, t, group] + D[head] * x[sample, t, head]
+            last[sample, head] = state
+    return out * F.silu(z), last
+
+
+@settings(max_examples=15, deadline=None)
+@given(length=st.integers(1, 11), chunk=st.integers(1, 12), packed=st.booleans())
+def test_scan(length, chunk, packed):
+    """Any length, in chunks of any size, of one sequence or of several, is the recurrence."""
+    x, dt, a, b, c, d, z, bias = inputs(length, seed=length)
+    numbers = (torch.arange(length) // 4).expand(BATCH, -1) if packed else None
+    found, state = mamba_chunk_scan_combined(
+        x, dt, a, b, c, chunk, D=d, z=z, dt_bias=bias, dt_softplus=True, seq_idx=numbers,
+        return_final_states=True,
+    )  # fmt: skip
+    expected, last = recurrence(x, dt, a, b, c, d, z, bias, numbers)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=1e-4)
+
+
+def test_scan_goes_on_from_a_state():
+    """Two halves, the second from the first one's state, are the whole."""
+    x, dt, a, b, c, d, _, bias = inputs(8)
+    rest = {"D": d, "dt_bias": bias, "dt_softplus": True}
+    whole = mamba_chunk_scan_combined(x, dt, a, b, c, 4, **rest)
+    first, state = mamba_chunk_scan_combined(
+        x[:, :5], dt[:, :5], a, b[:, :5], c[:, :5], 4, return_final_states=True, **rest
+    )
+    second = mamba_chunk_scan_combined(
+        x[:, 5:], dt[:, 5:], a, b[:, 5:], c[:, 5:], 4, initial_states=state, **rest
+    )
+    torch.testing.assert_close(torch.cat([first, second], dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients():
+    """The gradients of a scan in chunks are those of the recurrence."""
+    values = [one.float().requires_grad_() for one in inputs(7)]
+    x, dt, a, b, c, d, z, bias = values
+    mamba_chunk_scan_combined(
+        x, dt, a, b, c, 3, D=d, z=z, dt_bias=bias, dt_softplus=True
+    ).square().sum().backward()
+    found = [one.grad for one in values]
+    again = [one.detach().double().requires_grad_() for one in values]
+    recurrence_out, _ = differentiable(*again)
+    recurrence_out.square().sum().backward()
+    for ours, theirs in zip(found, (one.grad for one in again), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-3)
+
+
+def differentiable(x, dt, A, B, C, D, z, dt_bias):  # noqa: N803 - as in the formula
+    """The recurrence over all heads at once, without writing in place."""
+    steps = F.softplus(dt + dt_bias)
+    repeats = HEADS // GROUPS
+    state = x.new_zeros(BATCH, HEADS, HEADDIM, STATE)
+    out = []
+    for t in range(x.shape[1]):
+        keys, queries = (one[:, t].repeat_interleave(repeats, dim=1) for one in (B, C))
+        state = state * torch.exp(steps[:, t] * A)[..., None, None]
+        state = state + (x[:, t] * steps[:, t, :, None])[..., None] * keys[:, :, None]
+        out.append((state * queries[:, :, None]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(out, dim=1) * F.silu(z), state
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_split(normed):
+    """Convolution, scan, gate and norm one after the other are the combined operator."""
+    x, dt, a, b, c, d, z, bias = inputs(6)
+    mixed = torch.cat([x.flatten(2), b.flatten(2), c.flatten(2)], dim=-1)
+    weight = torch.randn(mixed.shape[-1], 4, dtype=torch.float64)
+    shift = torch.randn(mixed.shape[-1], dtype=torch.float64)
+    scale = torch.rand(HEADS * HEADDIM, dtype=torch.float64) if normed else None
+    found = mamba_split_conv1d_scan_combined(
+        torch.cat([z.flatten(2), mixed, dt], dim=-1), weight, shift, bias, a, d, 4,
+        headdim=HEADDIM, ngroups=GROUPS, rmsnorm_weight=scale, norm_before_gate=False,
+    )  # fmt: skip
+    convolved = F.conv1d(F.pad(mixed.mT, (3, 0)), weight[:, None], shift, groups=mixed.shape[-1]).mT
+    sizes = [HEADS * HEADDIM, GROUPS * STATE, GROUPS * STATE]
+    x2, b2, c2 = F.silu(convolved).split(sizes, dim=-1)
+    parts = x2.unflatten(-1, (HEADS, -1)), b2.unflatten(-1, (GROUPS, -1))
+    gate = torch.full_like(z, 30.0) if normed else z  # silu(30) is 30
+    expected, _ = recurrence(
+        parts[0], dt, a, parts[1], c2.unflatten(-1, (GROUPS, -1)), d, gate, bias
+    )
+    if normed:
+        expected = gated_rms_norm(
+            expected.flatten(2) / 30, scale, z.flatten(2), 1e-6, HEADS * HEADDIM // GROUPS, False
+        )
+    torch.testing.assert_close(found, expected.reshape(found.shape), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_norm(before):
+    """Each group of channels is divided by its own root mean square."""
+    norm = RMSNorm(6, eps=0.0, group_size=3, norm_before_gate=before)
+    x, z = torch.randn(4, 6), torch.randn(4, 6)
+    gated = x if before else x * F.silu(z)
+    groups = gated.view(4, 2, 3)
+    expected = (groups / groups.square().mean(-1, keepdim=True).sqrt()).view(4, 6)
+    torch.testing.assert_close(norm(x, z), expected * F.silu(z) if before else expected)

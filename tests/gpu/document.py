@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of what was tried on a GPU, in README.md and docs/coverage.md.
+
+``python -m tests.gpu.document [gpu.jsonl ...]`` adds what ``make gpu`` wrote to docs/gpu.json, and
+writes the tables anew; a test compares.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.tests_of_make import TESTS
+from tests.integration.jobs import ROOT
+
+STORED = ROOT / "docs" / "gpu.json"
+PATHS = (ROOT / "README.md", ROOT / "docs" / "coverage.md")
+BEGIN = "<!-- made by: python -m tests.gpu.document -->\n"
+END = "<!-- end -->\n"
+POINTS = {
+    "a": "one rank, fp32 and bf16; training bitwise with and without `--ttrace`",
+    "b": "TP, TP + SP, PP, DP with ZeRO-1 and overlap, EP; several ranks on one GPU",
+    "c": "known bugs 01, 05, 11 found",
+    "d": "CPU reference, GPU candidate, and the reverse",
+    "e": "asynchronous against blocking run; compute-sanitizer",
+    "f": "speed and memory at 0.3 and 1 B parameters",
+    "g": "fused comparison kernel",
+    "te": "TransformerEngine for real: (a) to (c), FP8, emulation against it",
+}
+NOT_YET = "not yet tried"
+_GOOD = "passed"
+
+
+def add(paths: list[Path]) -> None:
+    """Store the lines of a run; the latest line of each test counts.
+
+    Raises:
+        ValueError: for a line that no GPU wrote.
+    """
+    latest = {line["test"]: line for line in json.loads(STORED.read_text(encoding="utf-8"))}
+    for path in paths:
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            if not line["gpu"]:
+                raise ValueError(f"{path}: {line['test']} ran without a GPU")
+            latest[line["test"]] = line
+    STORED.write_text(json.dumps(list(latest.values()), indent=1) + "\n", encoding="utf-8")
+
+
+def render(lines: list[dict[str, Any]]) -> str:
+    """The table, between its marks."""
+    rows = [
+        "| on a GPU | result | GPU | versions | when | command |",
+        "|---|---|---|---|---|---|",
+        *(_row(point, what, lines) for point, what in POINTS.items()),
+    ]
+    return BEGIN + "".join(f"{row}\n" for row in rows) + END
+
+
+def _row(point: str, what: str, lines: list[dict[str, Any]]) -> str:
+    is_te = point == "te"
+    command = "`make gpu TE_STAGE=1`" if is_te else f"`make gpu ONLY={point}`"
+    names = [
+        f"te-{test.name}" if is_te else test.name
+        for test in TESTS
+        if is_te in test.stages and (is_te or test.point == point)
+    ]
+    tried = [line for line in lines if line["test"] in names]
+    shown = "" if is_te else f"({point}) "
+    if not tried:
+        return f"| {shown}{what} | **{NOT_YET}** | | | | {command} |"
+    passed = sum(line["result"] == _GOOD for line in tried)
+    result = f"{passed} of {len(names)} passed"
+    others = [f"{line['test']}: {line['result']}" for line in tried if line["result"] != _GOOD]
+    missing = [name for name in names if name not in {line["test"] for line in tried}]
+    others += [f"{name}: {NOT_YET}" for name in missing]
+    last = max(tried, key=lambda line: line["when"])
+    versions = [f"PyTorch {last['torch']}", f"Megatron {last['megatron']}"]
+    if last["transformer_engine"]:
+        versions.append(f"TransformerEngine {last['transformer_engine']}")
+    cells = (
+        "; ".join([result, *others]),
+        last["gpu"],
+        ", ".join(versions),
+        last["when"][:10],
+        command,
+    )
+    return f"| {shown}{what} | {' | '.join(cells)} |"
+
+
+def replaced(text: str, table: str) -> str:
+    """``text`` with the table in the place of the one that it has."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin, "no mark where the table begins"
+    assert end, "no mark where the table ends"
+    return before + table + after
+
+
+def main(paths: list[Path]) -> None:
+    """Store, and write the documents."""
+    add(paths)
+    table = render(json.loads(STORED.read_text(encoding="utf-8")))
+    for path in PATHS:
+        path.write_text(replaced(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main([Path(word) for word in sys.argv[1:]])

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``launch/pretrain_gpt.py`` for the tests of ``make gpu``.
+
+Megatron's local layers need Apex's norms on a GPU, for sequence parallelism above all. Where
+Apex is missing, its plain PyTorch stand-in takes its place. In the environment:
+
+- ``TTRACE_TEST_TRANSPORT=host``: all ranks share the first GPU, and their collectives go over gloo,
+  staged through the host (tests/gpu/transport.py). Without a GPU, tensors of the CPU are staged.
+- ``TTRACE_TEST_BITS=1``: the bits of every loss are printed (tests/integration/bits.py).
+- ``TTRACE_TEST_MEMORY=1``: the peak of memory is printed.
+"""
+
+import json
+import os
+import resource
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.cpu import apex
+
+ROOT = Path(__file__).parents[2]
+
+apex.install()
+if os.environ.get("TTRACE_TEST_TRANSPORT") == "host":
+    from tests.gpu import transport
+
+    has_gpu = torch.cuda.is_available()
+    transport.install(lambda tensor: tensor.is_cuda or not has_gpu)
+    os.environ["LOCAL_RANK"] = "0"
+
+script = str(ROOT / "launch" / "pretrain_gpt.py")
+if os.environ.get("TTRACE_TEST_BITS"):
+    bits = str(ROOT / "tests" / "integration" / "bits.py")
+    sys.argv = [bits, "enabled", script, *sys.argv[1:]]
+    script = bits
+runpy.run_path(script, run_name="__main__")
+
+if os.environ.get("TTRACE_TEST_MEMORY"):
+    peak = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if torch.cuda.is_available():
+        peak["device_bytes"] = torch.cuda.max_memory_allocated()
+    print("test memory:", json.dumps(peak), flush=True)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks on one GPU: collectives of CUDA tensors over gloo, staged through the host.
+
+NCCL refuses two ranks on a device, and gloo takes CUDA tensors in broadcasts and all-reductions
+only. So every collective gets copies on the host, and what it wrote is copied back. All are
+synchronous, except sends and receives: nothing is learned about speed here. For tests alone, and
+only where a test's script asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from megatron_ttrace.cpu import collectives
+
+# The position of what a collective writes; its name as a keyword.
+_WRITES = {
+    "all_reduce": (0, "tensor"),
+    "all_reduce_coalesced": (0, "tensors"),
+    "broadcast": (0, "tensor"),
+    "reduce": (0, "tensor"),
+    "all_gather": (0, "tensor_list"),
+    "all_gather_into_tensor": (0, "output_tensor"),
+    "all_gather_coalesced": (0, "output_tensor_lists"),
+    "reduce_scatter": (0, "output"),
+    "reduce_scatter_tensor": (0, "output"),
+    "all_to_all": (0, "output_tensor_list"),
+    "all_to_all_single": (0, "output"),
+    "gather": (1, "gather_list"),
+    "scatter": (0, "tensor"),
+    "recv": (0, "tensor"),
+    "irecv": (0, "tensor"),
+    "send": (None, ""),
+    "isend": (None, ""),
+}
+_IN_FLIGHT = ("isend", "irecv")
+
+
+class _Staged:
+    """Copies on the host of the device tensors in a call's arguments."""
+
+    def __init__(self, is_staged: Callable[[torch.Tensor], bool]) -> None:
+        self._is_staged = is_staged
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def host(self, value: Any, *, written: bool) -> Any:
+        """``value`` with its device tensors exchanged for copies."""
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            if not self._is_staged(tensor):
+                return tensor
+            made = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if written:
+                self._copies.append((tensor, made))
+            return made
+
+        return pytree.tree_map_only(torch.Tensor, copy, value)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Bring what was received to the device."""
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+
+
+class _Handle:
+    """Waits for the transfer, then brings what was received to the device."""
+
+    def __init__(self, work: Any = None, staged: _Staged | None = None) -> None:
+        self._work, self._staged = work, staged
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._work is not None:
+            self._work.wait()
+        if self._staged is not None:
+            self._staged.write_back()
+        self._work = self._staged = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+
+def install(is_staged: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda) -> None:
+    """Replace the collectives of ``torch.distributed``, before Megatron copies any of them.
+
+    Args:
+        is_staged: the tensors that gloo cannot take.
+    """
+    collectives.install()
+    for name, where in _WRITES.items():
+        _patch(name, _staging(getattr(dist, name), where, is_staged))
+    _patch("_coalescing_manager", _one_by_one)
+    _patch("barrier", _barrier(dist.barrier))
+
+
+def _patch(name: str, replacement: Any) -> None:
+    setattr(dist, name, replacement)
+    setattr(dist.distributed_c10d, name, replacement)
+
+
+def _staging(
+    collective: Any, where: tuple[int | None, str], is_staged: Callable[[torch.Tensor], bool]
+) -> Any:
+    position, keyword = where
+
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        staged = _Staged(is_staged)
+        wants_handle = kwargs.pop("async_op", False)
+        if args and isinstance(args[-1], bool):  # the last parameter of all that have it
+            *args, wants_handle = args
+        hosts = [staged.host(one, written=at == position) for at, one in enumerate(args)]
+        named = {k: staged.host(one, written=k == keyword) for k, one in kwargs.items()}
+        result = collective(*hosts, **named)
+        if collective.__name__ in _IN_FLIGHT:
+            return _Handle(result, staged)
+        staged.write_back()
+        return _Handle() if wants_handle else result
+
+    return call
+
+
+@contextlib.contextmanager
+def _one_by_one(*args: Any, **kwargs: Any) -> Iterator[_Handle]:
+    yield _Handle()
+
+
+def _barrier(barrier: Any) -> Any:
+    @functools.wraps(barrier)
+    def call(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        barrier(group=group)
+        return _Handle() if async_op else None
+
+    return call

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train with a fault in Megatron that shows on several ranks only.
+
+``BROKEN`` names the fault. A single device, the reference, runs Megatron as it is.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import megatron_ttrace
+
+megatron_ttrace.enable()
+
+import torch  # noqa: E402
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+
+def filters_of_the_next_rank():
+    """A context-parallel rank convolves with the next one's filters."""
+    from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
+
+    take = MambaContextParallel._slice_conv_param
+
+    def broken(self, param):
+        rank = self.cp_rank
+        self.cp_rank = (rank + 1) % self.cp_size
+        try:
+            return take(self, param)
+        finally:
+            self.cp_rank = rank
+
+    MambaContextParallel._slice_conv_param = broken
+
+
+def decay_of_another_head():
+    """A rank's last head decays as its first one does."""
+    from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
+
+    take = MambaContextParallel.get_A_log
+
+    def broken(self):
+        decay = take(self)
+        return torch.cat([decay[:-1], decay[:1]])
+
+    MambaContextParallel.get_A_log = broken
+
+
+def squashed_twice():
+    """A sinkhorn router's probabilities go through its activation twice."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    route = TopKRouter.sinkhorn_load_balancing
+
+    def broken(self, logits):
+        scores, chosen = route(self, logits)
+        return torch.sigmoid(scores) * chosen, chosen
+
+    TopKRouter.sinkhorn_load_balancing = broken
+
+
+def a_token_too_few():
+    """Every expert drops one token more than it must."""
+    from megatron.core.transformer.moe import moe_utils
+
+    capacity = moe_utils.get_capacity
+    moe_utils.get_capacity = lambda *args, **more: capacity(*args, **more) - 1
+
+
+def twice_the_factor():
+    """A fused router scales its probabilities twice."""
+    from megatron.core.transformer.moe import moe_utils
+
+    choose = moe_utils.fused_topk_with_score_function
+
+    def broken(*args, **more):
+        probabilities, chosen = choose(*args, **more)
+        return probabilities * 1.01, chosen
+
+    moe_utils.fused_topk_with_score_function = broken
+
+
+def unscaled_by_another():
+    """Gradients are divided by another loss scale than the loss was multiplied by."""
+    from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+
+    inverse = MegatronGradScaler.inv_scale
+    MegatronGradScaler.inv_scale = property(lambda self: inverse.fget(self) * 1.01)
+
+
+def keys_of_another_head():
+    """A delta net's keys change places between the heads of a rank."""
+    from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
+
+    prepare = GatedDeltaNet._prepare_input_for_gated_delta_rule
+
+    def broken(self, *args):
+        query, key, *others = prepare(self, *args)
+        return query, key.roll(1, dims=2), *others
+
+    GatedDeltaNet._prepare_input_for_gated_delta_rule = broken
+
+
+def a_microbatch_too_few():
+    """Of the head's weight gradients that were put off, the last one is forgotten."""
+    from megatron.core.pipeline_parallel import schedules
+
+    compute = schedules.drain_embedding_wgrad_compute
+
+    def broken(config, activations, gradients, *args):
+        activations.pop()
+        gradients.pop()
+        compute(config, activations, gradients, *args)
+
+    schedules.drain_embedding_wgrad_compute = broken
+
+
+def padding_among_the_rows():
+    """An expert's output starts one row late where padding is taken off."""
+    from megatron.core.extensions import transformer_engine
+
+    unpad = transformer_engine.Fp8Unpadding.forward
+    transformer_engine.Fp8Unpadding.forward = lambda self, rows, *args: unpad(
+        self, rows.roll(1, dims=0), *args
+    )
+
+
+def recomputed_from_half():
+    """A block is recomputed from half of its input."""
+    from megatron.core.tensor_parallel import random
+
+    detach = random.detach_variable
+
+    def broken(inputs):
+        return tuple(
+            (one * 0.99).detach().requires_grad_(one.requires_grad)
+            if torch.is_tensor(one) and one.is_floating_point()
+            else one
+            for one in detach(inputs)
+        )
+
+    random.detach_variable = broken
+
+
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    globals()[os.environ["BROKEN"]]()
+
+sys.path.insert(0, str(LAUNCH))
+import pretrain_gpt  # noqa: E402
+
+if "--hybrid-layer-pattern" in sys.argv:
+    import pretrain_hybrid
+
+    pretrain_gpt.main(pretrain_hybrid.provide_model, "hybrid_config_from_args")
+else:
+    pretrain_gpt.main()

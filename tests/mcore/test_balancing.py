@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which routing depends on the layout by design."""
+
+import argparse
+
+import pytest
+
+from megatron_ttrace.mcore.balancing import depends_on_layout
+from megatron_ttrace.trace.records import CHOICE, KEPT
+
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
+CAPACITY = {"moe_expert_capacity_factor": 1.25}
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def arguments(**values):
+    """Megatron's, of experts on one device."""
+    whole = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "num_experts": 8}
+    return argparse.Namespace(**{**whole, "sequence_parallel": False, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (SINKHORN, ()),
+        (SP, ()),
+        ({**SINKHORN, "tensor_model_parallel_size": 2}, ()),
+        ({**SINKHORN, "sequence_parallel": True}, ()),
+        ({**SINKHORN, **SP}, (CHOICE,)),
+        ({**SINKHORN, "context_parallel_size": 2}, (CHOICE,)),
+        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], **SP}, (CHOICE,)),
+        ({**CAPACITY, **SP}, (KEPT,)),
+        ({**CAPACITY, **SINKHORN, **SP}, (CHOICE, KEPT)),
+        ({**CAPACITY, **SP, "num_experts": None}, ()),
+    ],
+)
+def test_where_a_rank_has_a_part_of_the_tokens(values, expected):
+    """Only there, and only what looks at all of them."""
+    assert tuple(depends_on_layout(arguments(**values))) == expected

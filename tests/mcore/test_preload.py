@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a parent of ranks computes for them is what Megatron would."""
+
+import argparse
+import inspect
+
+import pytest
+
+from megatron_ttrace.mcore import preload
+
+arguments = pytest.importorskip("megatron.training.arguments")
+
+
+def helps() -> dict[str, str | None]:
+    """The help texts of Megatron's flags."""
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return {action.dest: action.help for action in parser._actions}
+
+
+def test_help_texts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the same, and no source is read again."""
+    from megatron.training import argument_utils
+
+    factory = argument_utils.ArgumentGroupFactory
+    own = helps()
+    monkeypatch.setattr(factory, "_get_field_docstrings", factory._get_field_docstrings)
+    preload._remember_help_texts.__wrapped__()
+    monkeypatch.setattr(inspect, "getsource", None)
+    assert helps() == own
+    assert any(own.values())

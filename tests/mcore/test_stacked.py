@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that stack unequal blocks."""
+
+import torch
+
+from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.mcore.parameters import place_parameter
+from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs, stacked_parameters
+from megatron_ttrace.placement.plan import describe
+from tests.placement.meshes import mesh_of
+
+
+class Mamba(torch.nn.Module):
+    """As ``MambaMixer`` on one of two ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_proj = torch.nn.Linear(4, 20, bias=False)
+        self.in_proj.weight.partition_sizes = [6, 6, 3, 3, 2]
+        self.conv1d_weight = torch.nn.Parameter(torch.zeros(12, 1, 4))
+        self.conv1d_weight.partition_sizes = [6, 3, 3]
+        self.out_proj = torch.nn.Linear(6, 4, bias=False)
+
+
+class DeltaNet(torch.nn.Module):
+    """As ``GatedDeltaNet`` before it marked anything."""
+
+    qk_dim, v_dim, num_value_heads = 4, 8, 2
+
+    def __init__(self):
+        super().__init__()
+        self.in_proj = torch.nn.Linear(4, 14, bias=False)
+        self.conv1d = torch.nn.Conv1d(8, 8, 4, groups=8, bias=False)
+        self.out_norm = torch.nn.LayerNorm(4, bias=False)
+
+
+def names():
+    """Of both, one after the other."""
+    model = torch.nn.Module()
+    model.mixer, model.attention = Mamba(), DeltaNet()
+    return canonical_names(model)
+
+
+def test_parameters():
+    """By Megatron's marks, or by the sizes that a delta net knows."""
+    assert stacked_parameters(names()) == {
+        "mixer.in_proj.weight": (6, 6, 3, 3, 2),
+        "mixer.conv1d_weight": (2, 1, 1),
+        "attention.in_proj.weight": (2, 2, 4, 4, 1, 1),
+        "attention.conv1d.weight": (1, 1, 2),
+    }
+
+
+def test_outputs():
+    """Of the projections; a convolution's parameters are used by the layer that holds them."""
+    found = stacked_outputs([names()])
+    assert found == {
+        "mixer.in_proj": (6, 6, 3, 3, 2),
+        "attention.in_proj": (2, 2, 4, 4, 1, 1),
+    }
+
+
+def test_rows_of_heads():
+    """A delta net's norm sees each head of each token."""
+    assert head_rows([names()]) == {"attention.out_norm": 2}
+
+
+def test_place():
+    """Each block is divided."""
+    weight = torch.nn.Parameter(torch.zeros(4, 3))
+    weight.tensor_model_parallel, weight.partition_dim = True, 0
+    place = place_parameter(
+        "mixer.in_proj.weight", weight, mesh_of(1, 2, tp=2), gated=False, stacked=(3, 1)
+    )
+    assert (place.logical_shape, describe(place.placement)) == (
+        (8, 3),
+        "tp:BlockShard(0, (3, 1))",
+    )
+    rows = [box.logical[0] for box in place.boxes(mesh_of(1, 2, tp=2))]
+    assert rows == [3, 7]

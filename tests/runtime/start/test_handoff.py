@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loaded start is restored as it was written: parameters, Adam's moments and its step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.optimizer import Owned
+from megatron_ttrace.mcore.parameters import place_parameter
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.runtime.start import handoff
+from megatron_ttrace.trace.store import seal
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> SimpleNamespace:
+    """A linear layer after one step of Adam, as a rank's model with its optimizer."""
+    torch.manual_seed(seed)
+    layer = torch.nn.Linear(2, width)
+    adam = torch.optim.Adam(layer.parameters())
+    layer(torch.randn(4, 2)).square().sum().backward()
+    adam.step()
+    owned = {one: Owned(one.data, adam, adam.param_groups[0]) for one in layer.parameters()}
+    for one, part in owned.items():
+        adam.state[part.main] = adam.state.pop(one)
+    places = [
+        (one, place_parameter(name, one, SINGLE, gated=False))
+        for name, one in layer.named_parameters()
+    ]
+    monkeypatch.setattr(handoff, "owned_by", lambda optimizer: optimizer.owned)
+    optimizer = SimpleNamespace(owned=owned, reload_model_params=lambda: None)
+    return SimpleNamespace(mesh=SINGLE, optimizer=optimizer, places=lambda: places)
+
+
+def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model has the same state afterwards, bitwise."""
+    first = trained(monkeypatch, 1)
+    handoff.write(first, tmp_path)
+    seal(tmp_path, {"role": "start"})
+    second = trained(monkeypatch, 2)
+    handoff.restore(second, tmp_path, 7.0)
+    for (here, _), (there, _) in zip(second.places(), first.places(), strict=True):
+        assert torch.equal(here, there)
+        mine, theirs = second.optimizer.owned[here].state, first.optimizer.owned[there].state
+        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+        assert torch.equal(mine["exp_avg_sq"], theirs["exp_avg_sq"])
+        assert float(mine["step"]) == 7.0
+    assert handoff.steps_of(second) == 7.0
+
+
+def test_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter of another shape is refused by name."""
+    handoff.write(trained(monkeypatch, 1), tmp_path)
+    seal(tmp_path, {"role": "start"})
+    with pytest.raises(TTraceError, match=r"has no weight of this shape"):
+        handoff.restore(trained(monkeypatch, 2, width=5), tmp_path, 7.0)
