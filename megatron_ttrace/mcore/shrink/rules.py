@@ -507,6 +507,7 @@ def schedule(case: Case) -> Iterator[Change]:
     given = case.given
     yield Change("train_iters", ("3",), "the first is checked")
     yield Change("eval_iters", ("0",), "nothing is evaluated")
+    yield Change("eval_interval", ("1000",), "Megatron needs one")
     if not given.has("lr"):
         yield Change("lr", ("1e-3",), "Megatron needs one")
     if given.text("lr_decay_style").upper() == "WSD":

@@ -329,6 +329,7 @@ def test_vocabulary_and_schedule():
     assert changes(rules.schedule, "--lr-decay-style WSD") == {
         "train_iters": "3",
         "eval_iters": "0",
+        "eval_interval": "1000",
         "lr": "1e-3",
         "lr_wsd_decay_iters": "1",
     }
