@@ -143,6 +143,13 @@ def _depth(case: Case) -> Depth:
     }
     rest = (small.pp - len(ends)) * small.chunks * each
     layers = rest + sum(ends.values()) - _borrowed(given, small)
+    divided = large.pp * large.chunks
+    if (
+        small.pp > 1
+        and not ends
+        and ((given.integer("num_layers") + _borrowed(given, large)) % divided)
+    ):
+        layers += 1  # Megatron refuses it, and says so
     return Depth(layers, ends.get("first"), ends.get("last"), each)
 
 
