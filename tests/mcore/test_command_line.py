@@ -5,7 +5,7 @@ import contextlib
 import shlex
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.errors import TTraceError
@@ -39,6 +39,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@settings(max_examples=25)
 @given(arguments=WORDS)
 def test_every_launcher(launcher, arguments):
     """Arguments come through unchanged, whatever they look like."""

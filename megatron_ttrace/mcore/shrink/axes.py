@@ -79,9 +79,10 @@ def of_large(given: Given, ranks: int | None) -> Axes:
     if ranks is None:
         whole = math.lcm(tp * cp * 2, ep * etp)
         ranks = whole * pp
-    if ranks < tp * cp * pp:
+    least = math.lcm(tp * cp, ep * etp) * pp
+    if ranks < least:
         # Scripts say one machine where users are to say how many they have.
-        ranks = math.lcm(ranks, tp * cp * pp)
+        ranks = math.lcm(ranks, least)
     if ranks % (tp * cp * pp):
         raise TTraceError(
             f"{ranks} ranks cannot be divided into tensor {tp} x context {cp} x pipeline {pp}"

@@ -143,6 +143,13 @@ def _depth(case: Case) -> Depth:
     }
     rest = (small.pp - len(ends)) * small.chunks * each
     layers = rest + sum(ends.values()) - _borrowed(given, small)
+    divided = large.pp * large.chunks
+    if (
+        small.pp > 1
+        and not ends
+        and ((given.integer("num_layers") + _borrowed(given, large)) % divided)
+    ):
+        layers += 1  # Megatron refuses it, and says so
     return Depth(layers, ends.get("first"), ends.get("last"), each)
 
 
@@ -500,6 +507,7 @@ def schedule(case: Case) -> Iterator[Change]:
     given = case.given
     yield Change("train_iters", ("3",), "the first is checked")
     yield Change("eval_iters", ("0",), "nothing is evaluated")
+    yield Change("eval_interval", ("1000",), "Megatron needs one")
     if not given.has("lr"):
         yield Change("lr", ("1e-3",), "Megatron needs one")
     if given.text("lr_decay_style").upper() == "WSD":

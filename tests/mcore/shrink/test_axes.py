@@ -52,6 +52,8 @@ def test_chunks(more, chunks):
 def test_ranks_that_are_too_few_are_taken_for_a_placeholder():
     """A script for one machine, to be changed by its user."""
     assert axes.of_large(flags(8, 1, 16), 8).dp == 1
+    experts = flags(1, 1, 4, num_experts=8, expert_model_parallel_size=8)
+    assert axes.of_large(experts, 8) == axes.Axes(pp=4, ep=8, dp=8)
     with pytest.raises(TTraceError, match="12 ranks cannot be divided into tensor 8"):
         axes.of_large(flags(8), 12)
 

@@ -32,6 +32,7 @@ PIPELINE = "--pipeline-model-parallel-size 8"
     [
         ("--num-layers 96", {"num_layers": "2"}),
         (f"{PIPELINE} --num-layers 96", {"num_layers": "4"}),
+        (f"{PIPELINE} --num-layers 95", {"num_layers": "5"}),
         (
             f"{PIPELINE} --num-layers 64 --num-layers-per-virtual-pipeline-stage 4",
             {"num_layers": "8", "num_layers_per_virtual_pipeline_stage": "2"},
@@ -328,6 +329,7 @@ def test_vocabulary_and_schedule():
     assert changes(rules.schedule, "--lr-decay-style WSD") == {
         "train_iters": "3",
         "eval_iters": "0",
+        "eval_interval": "1000",
         "lr": "1e-3",
         "lr_wsd_decay_iters": "1",
     }

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known bugs in large configurations, found in the jobs that these shrink to."""
+
+import pytest
+
+from megatron_ttrace.evaluation.bugs import catalogue, expect
+from megatron_ttrace.evaluation.bugs.suite import MODELS
+from megatron_ttrace.mcore.shrink import axes, documents, plan
+from megatron_ttrace.mcore.shrink.given import Given
+from megatron_ttrace.resources import launch_dir
+from megatron_ttrace.runtime.runner import NO_WANDB, Case, Runner
+from tests.evaluation.bugs.test_shrunk import large_job
+
+BUGS = catalogue.load_catalogue()
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    """One for all."""
+    return Runner(tmp_path_factory.mktemp("shrunk"), flags=("--ttrace-device", "cpu", NO_WANDB))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.id for bug in BUGS])
+def test_the_same_culprit(runner, bug):
+    """TP 8, PP 8, CP 4, EP 16, DP 16 as the bug needs them, shrunk: found where it is expected."""
+    layout = bug.layouts[-1]
+    model = layout.models[0]
+    found = plan.shrink(large_job(layout, model))
+    catalogued = Given.parse([*MODELS[model].split(), *layout.arguments])
+    wanted = set(axes.of_large(catalogued, layout.nproc).spread())
+    job = next(job for job in found.jobs if wanted <= set(job.axes.spread()))
+    prefix = documents.write(runner.directory / "data" / "text")
+    script = str(launch_dir() / "pretrain_gpt.py")
+    case = Case(
+        name=bug.id,
+        arguments=(*job.arguments, *documents.arguments(script, prefix)),
+        nproc=job.axes.ranks,
+        flags=(*layout.flags, "--ttrace-bug", bug.id),
+    )
+    found = expect.assess(runner.run(case).summary, bug.expected)
+    assert found.detected
+    assert found.localised, found.problem
