@@ -76,10 +76,17 @@ install_te() {
   for name in "$whole"/*.tar.gz; do
     [[ -e $name ]] || continue
     echo "ttrace: compiling $(basename "$name")"
-    PYTHONPATH=$1/site NVTE_FRAMEWORK=pytorch MAX_JOBS=$(nproc) \
+    # It would look for a wheel on the network first, and for cuDNN's headers in the toolkit only.
+    PYTHONPATH=$1/site CPATH=$(headers) NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=$(nproc) \
       "$PYTHON" -m pip --disable-pip-version-check install -q --no-index --no-deps \
       --no-build-isolation --target "$1/site" "$name"
   done
+}
+
+headers() { # of the libraries that PyTorch's packages bring
+  "$PYTHON" -c "
+import glob, nvidia
+print(*(found for home in nvidia.__path__ for found in glob.glob(home + '/*/include')), sep=':')"
 }
 
 install() { # into environment $1, the wheels that follow

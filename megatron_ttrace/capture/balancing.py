@@ -18,6 +18,7 @@ routes, its module's functions are wrapped:
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -79,37 +80,43 @@ class BalancingTap:
         by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """What the sink wants chosen; ``None`` where it wants nothing else."""
-        instead: torch.Tensor | None = self._guard(
-            self._sink.routed, self._microbatch(), self._name, scores, chosen, groups, by
-        )
-        return instead
+        return self._sink.routed(self._microbatch(), self._name, scores, chosen, groups, by)
 
     def _sinkhorn(self, original: _Function, cost: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         balanced = original(cost, *args, **kwargs)
+        instead = self._guard(self._rebalanced, cost, balanced)
+        return balanced if instead is None else instead
+
+    def _rebalanced(self, cost: torch.Tensor, balanced: torch.Tensor) -> torch.Tensor | None:
         chosen = balanced.topk(self._router.topk, dim=1).indices
         # On the scale of the scores: its logarithm is the score plus one number per expert and one
         # per token, and the latter decides nothing.
         by = balanced.clamp(min=torch.finfo(balanced.dtype).tiny).log()
         instead = self._ask(cost, chosen, None, by - by.mean(dim=1, keepdim=True))
-        if instead is None:
-            return balanced
-        return torch.zeros_like(balanced).scatter(1, instead, 1.0)
+        return None if instead is None else torch.zeros_like(balanced).scatter(1, instead, 1.0)
 
     def _topk(
         self, original: _Function, logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any
     ) -> Any:
         before = kwargs.get("precomputed_indices")
         if before is not None:
-            instead = self._ask((logits - self._router.qb_beta).detach(), before, None)
+            instead = self._guard(self._chosen_before, logits, before)
             kwargs["precomputed_indices"] = before if instead is None else instead
+        found = original(logits, topk, *args, **kwargs)
         if not kwargs.get("fused"):
-            return original(logits, topk, *args, **kwargs)
-        probabilities, routing_map = original(logits, topk, *args, **kwargs)
-        chosen = routing_map.nonzero()[:, 1].view(-1, topk)
-        replay = _Replay(self._ask, chosen)
-        told = {**kwargs, "fused": False, "router_replay": replay}
-        unfused = original(logits, topk, *args, **told)
-        return unfused if replay.differs else (probabilities, routing_map)
+            return found
+        unfused = functools.partial(original, logits, topk, *args, **kwargs)
+        instead = self._guard(self._unfused, unfused, topk, found[1])
+        return found if instead is None else instead
+
+    def _chosen_before(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
+        return self._ask((logits - self._router.qb_beta).detach(), chosen, None)
+
+    def _unfused(self, function: _Function, topk: int, routing_map: torch.Tensor) -> Any:
+        """What another choice than the fused function's leads to; ``None`` for the same."""
+        replay = _Replay(self._ask, routing_map.nonzero()[:, 1].view(-1, topk))
+        found = function(fused=False, router_replay=replay)
+        return found if replay.differs else None
 
     def _drop(
         self,
@@ -119,16 +126,19 @@ class BalancingTap:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        left, kept = original(probabilities, routing_map, *args, **kwargs)
-        instead = self._guard(
-            self._sink.kept, self._microbatch(), self._name, probabilities.detach(), kept
-        )
-        if instead is None or torch.equal(instead, kept):
-            return left, kept
+        found = original(probabilities, routing_map, *args, **kwargs)
         # Room for all tokens in every expert.
-        room = float(2 * routing_map.shape[1])
-        told = {**kwargs, "capacity_factor": room, "pad_to_capacity": False}
-        return original(probabilities, instead, *args, **told)
+        room = {"capacity_factor": float(2 * routing_map.shape[1]), "pad_to_capacity": False}
+        dropping = functools.partial(original, probabilities, *args, **{**kwargs, **room})
+        instead = self._guard(self._dropped, dropping, probabilities, found[1])
+        return found if instead is None else instead
+
+    def _dropped(self, dropping: _Function, probabilities: torch.Tensor, kept: torch.Tensor) -> Any:
+        """What another map of what is left leads to; ``None`` for the same."""
+        instead = self._sink.kept(self._microbatch(), self._name, probabilities.detach(), kept)
+        if instead is None or torch.equal(instead, kept):
+            return None
+        return dropping(routing_map=instead)
 
 
 class _Replay:

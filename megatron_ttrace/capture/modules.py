@@ -249,7 +249,9 @@ class ModuleTap:
             seen[tensor] = known
             # What enters a recomputed block has consumers outside of it, too: its gradient is that
             # of the tensor of the first pass, not of the copy that the block is recomputed from.
-            again = recomputing and place in state.followed
+            # The copy is a leaf; Megatron adds biases with gradients even in the first pass, which
+            # runs without.
+            again = recomputing and tensor.is_leaf and place in state.followed
             if tensor.requires_grad and not again:
                 hook = functools.partial(self._guard, self._gradient, state, known)
                 self._handles.append(on_gradient(tensor, hook))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of what was tried on a GPU, in README.md and docs/coverage.md.
+"""The tables of what was tried on a GPU, and of the emulation's errors, in the documents.
 
 ``python -m tests.gpu.document [gpu.jsonl ...]`` adds what ``make gpu`` wrote to docs/gpu.json, and
 writes the tables anew; a test compares.
@@ -16,7 +16,8 @@ from tests.gpu.tests_of_make import TESTS
 from tests.integration.jobs import ROOT
 
 STORED = ROOT / "docs" / "gpu.json"
-PATHS = (ROOT / "README.md", ROOT / "docs" / "coverage.md")
+STATUS = (ROOT / "README.md", ROOT / "docs" / "coverage.md")
+EMULATION = ROOT / "docs" / "cpu-te.md"
 BEGIN = "<!-- made by: python -m tests.gpu.document -->\n"
 END = "<!-- end -->\n"
 POINTS = {
@@ -90,6 +91,22 @@ def _row(point: str, what: str, lines: list[dict[str, Any]]) -> str:
     return f"| {shown}{what} | {' | '.join(cells)} |"
 
 
+def render_emulation(lines: list[dict[str, Any]]) -> str:
+    """How far each emulated module is from TransformerEngine's, between marks."""
+    tables = [line["figures"].get("table") for line in lines if line["test"] == "te-emulation"]
+    if not any(tables):
+        return f"{BEGIN}The emulation has **not yet** been compared with TransformerEngine.\n{END}"
+    rows = ["| module | precision | tensor | error, ε |", "|---|---|---|---|"]
+    rows += [f"| {' | '.join(map(str, row))} |" for row in tables[0]]
+    return BEGIN + "".join(f"{row}\n" for row in rows) + END
+
+
+def documents() -> dict[Path, str]:
+    """What each document must have between its marks."""
+    lines = json.loads(STORED.read_text(encoding="utf-8"))
+    return {**dict.fromkeys(STATUS, render(lines)), EMULATION: render_emulation(lines)}
+
+
 def replaced(text: str, table: str) -> str:
     """``text`` with the table in the place of the one that it has."""
     before, begin, rest = text.partition(BEGIN)
@@ -102,8 +119,7 @@ def replaced(text: str, table: str) -> str:
 def main(paths: list[Path]) -> None:
     """Store, and write the documents."""
     add(paths)
-    table = render(json.loads(STORED.read_text(encoding="utf-8")))
-    for path in PATHS:
+    for path, table in documents().items():
         path.write_text(replaced(path.read_text(encoding="utf-8"), table), encoding="utf-8")
 
 

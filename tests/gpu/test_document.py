@@ -18,13 +18,22 @@ LINE = {
 }
 
 
-@pytest.mark.parametrize("path", document.PATHS, ids=lambda path: path.name)
-def test_documents_say_what_was_measured(path):
+@pytest.mark.parametrize(
+    ("path", "table"), document.documents().items(), ids=lambda given: getattr(given, "name", "")
+)
+def test_documents_say_what_was_measured(path, table):
     """``python -m tests.gpu.document`` would change nothing."""
     text = path.read_text()
-    stored = json.loads(document.STORED.read_text())
-    assert document.replaced(text, document.render(stored)) == text
-    assert all(line["gpu"] for line in stored)
+    assert document.replaced(text, table) == text
+    assert all(line["gpu"] for line in json.loads(document.STORED.read_text()))
+
+
+def test_errors_of_the_emulation():
+    """One row per tensor, once a GPU wrote them."""
+    assert "not yet" in document.render_emulation([LINE])
+    figures = {"table": [["Linear", "bf16", "output", 0.5]]}
+    told = document.render_emulation([{**LINE, "test": "te-emulation", "figures": figures}])
+    assert "| Linear | bf16 | output | 0.5 |" in told
 
 
 def test_what_was_not_tried_is_said():
