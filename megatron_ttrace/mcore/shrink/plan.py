@@ -12,8 +12,9 @@ from megatron_ttrace.mcore.options.decisions import Action, decision
 from megatron_ttrace.mcore.options.roles import Role
 from megatron_ttrace.mcore.shrink import axes
 from megatron_ttrace.mcore.shrink.axes import Axes
+from megatron_ttrace.mcore.shrink.case import Case, Change
 from megatron_ttrace.mcore.shrink.given import Flag, Given
-from megatron_ttrace.mcore.shrink.rules import RULES, Case, Change
+from megatron_ttrace.mcore.shrink.rules import RULES
 
 DEFAULT_RANKS = 8
 """Ranks of one small job: three axes of 2. More ranks than that share two cores badly, fewer would
