@@ -93,7 +93,7 @@ class Plan:
         """For the report of a small job: what it stands for."""
         large = self.command.ranks or self.large.ranks
         lost = f"; not kept: {'; '.join(self.lost)}" if self.lost else ""
-        return f"a shrunk job was checked in place of one with {large} ranks{lost}"
+        return f"this is a shrunk job, which stands for one with {large} ranks{lost}"
 
 
 def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
