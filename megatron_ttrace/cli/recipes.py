@@ -157,7 +157,7 @@ def _show(rows: Sequence[RecipeRow], jobs: Sequence[JobRow]) -> None:
         console.print(table)
     if training:
         console.print(
-            f"{good} of {len(training)} that Megatron accepts are equivalent "
+            f"{good} of {len(training)} are equivalent, not counting what Megatron refuses "
             f"({good / len(training):.1%})",
             highlight=False,
         )

@@ -61,8 +61,12 @@ def resolve(script: ShellScript, directory: Path | None = None) -> Command:
                 timeout=_SECONDS,
                 check=False,
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise TTraceError(f"{path} did not come to its training command: {error}") from error
+        except subprocess.TimeoutExpired as error:
+            raise TTraceError(
+                f"{path} did not come to its training command within {_SECONDS} s"
+            ) from error
+        except OSError as error:
+            raise TTraceError(f"{path} cannot be run: {error.strerror}") from error
         calls = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     for call in calls:
         words, variables = json.loads(call)
