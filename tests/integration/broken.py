@@ -4,6 +4,7 @@
 ``BROKEN`` names the fault. A single device, the reference, runs Megatron as it is.
 """
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -124,6 +125,27 @@ def padding_among_the_rows():
     transformer_engine.Fp8Unpadding.forward = lambda self, rows, *args: unpad(
         self, rows.roll(1, dims=0), *args
     )
+
+
+def two_documents_in_one():
+    """Attention sees the first two packed documents as one."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    attend = TEDotProductAttention.forward
+
+    def broken(self, *args, packed_seq_params, **more):
+        bounds = packed_seq_params.cu_seqlens_q
+        joined = torch.cat([bounds[:1], bounds[2:]]) if len(bounds) > 2 else bounds
+        packed = dataclasses.replace(
+            packed_seq_params,
+            cu_seqlens_q=joined,
+            cu_seqlens_kv=joined,
+            max_seqlen_q=int(joined.diff().max()),
+            max_seqlen_kv=int(joined.diff().max()),
+        )
+        return attend(self, *args, packed_seq_params=packed, **more)
+
+    TEDotProductAttention.forward = broken
 
 
 def recomputed_from_half():

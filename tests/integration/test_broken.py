@@ -49,6 +49,7 @@ def test_a_state_space_layer(tmp_path):
         # The head is the embedding.
         ("a_microbatch_too_few", "defer-pp2/gpt-te/fp32", "embedding.word_embeddings"),
         ("padding_among_the_rows", "tp2-sp-etp2/moe-te/fp8-delayed", "decoder.layers.0.mlp"),
+        ("two_documents_in_one", "packed-tp2-sp/llama-te/fp32", "decoder.layers.0.self_attention"),
         ("recomputed_from_half", "recompute-mlp-tp2/llama-te/fp32", "decoder.layers."),
     ],
 )

@@ -140,6 +140,7 @@ FLAGS = {
     "reset": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
     "decoupled": "--decoupled-lr 5e-4 --weight-decay 0.1",
     "cpu-init": "--use-cpu-initialization",
+    "packed": "--dataloader-inter-document-masking --micro-batch-size 1",
     "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
     "quantile": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
     "capacity": "--moe-expert-capacity-factor 1.0",
@@ -374,6 +375,8 @@ LAYOUTS = (
         FP32,
     ),
     Layout("defer-pp2", 2, "pp2 --defer-embedding-wgrad-compute", ("gpt-te",)),
+    Layout("packed-tp2-sp", 2, "tp2 sp packed", ("llama-te",), data=DOCS),
+    Layout("packed-dp2-zero", 2, "zero packed", ("llama-te",), data=DOCS),
     Layout("cp4-hierarchical", 4, "hierarchical", ("llama-te",)),
 )
 
