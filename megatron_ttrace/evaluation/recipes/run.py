@@ -177,7 +177,8 @@ class Checker:
                 answer=Answer.REFUSED if by_megatron else Answer.COULD_NOT_CHECK,
                 ranks=job.ranks,
                 seconds=time.monotonic() - began,
-                why=" / ".join(str(error).splitlines())[:600],
+                # Without the log's place, which is another one for every job.
+                why=" / ".join(str(error).splitlines()).split(" (log: ")[0][:600],
                 command=command,
             )
         summary = found.summary
