@@ -97,6 +97,12 @@ def show(found: Plan, console: Console) -> None:
     table = Table("flag", "was", "is", "why", box=None, pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"
+    # A name that is cut cannot be searched for; several names in a cell are wrapped between them.
+    names = [word for row in found.rows for word in row.flag.split()]
+    table.columns[0].width = max(map(len, names), default=0)
+    left = console.width - table.columns[0].width - 6
+    for column, share in zip(table.columns[1:], (4, 4, 2), strict=True):
+        column.width = max(8, left // share)
     for row in found.rows:
         now = "(gone)" if row.now is None else row.now
         table.add_row(*map(Text, (row.flag, row.was or "-", now or "(on)", row.why)))

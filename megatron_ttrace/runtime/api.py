@@ -281,7 +281,8 @@ def run_check(
 
     shared.require_free(Path(ours.ttrace_dir))
     if not script.is_file():
-        raise TTraceError(f"{script}: no such script")
+        place = "" if script.is_absolute() else f" in {Path.cwd()}"
+        raise TTraceError(f"{script}: no such script{place}")
     fork = fork and jobs.prepare(ours.ttrace_device, script, modules=PRELOADED)
     job = jobs.Job(
         script=script,

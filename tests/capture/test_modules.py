@@ -217,6 +217,28 @@ def test_gradients_of_a_shared_input_are_summed_over_its_consumers():
         assert torch.allclose(sink.values[0, Kind.GRAD_INPUT, name, 0], expected)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_recomputed_block_is_not_the_only_consumer(recompute):
+    """What enters it and a residual branch has one gradient, as without recomputation."""
+
+    def compute(self, x):
+        block = self.a
+        if recompute:
+            y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        else:
+            y = block(x)
+        return (x + y).sum()
+
+    block = Function(lambda self, x: self.b(x), b=nn.Linear(3, 3))
+    model, sink = Function(compute, a=block), Recorder()
+    with tapped([model], sink):
+        model(leaf(2, 3)).backward()
+    expected = torch.ones(2, 3) + torch.ones(2, 3) @ block.b.weight.detach()
+    for name in ("a", "a.b"):
+        assert torch.allclose(sink.values[0, Kind.GRAD_INPUT, name, 0], expected)
+    assert torch.equal(sink.values[0, Kind.GRAD_OUTPUT, "a.b", 0], torch.ones(2, 3))
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations([0, 1, 2])))
 def test_microbatches_in_flight(order):
     """A pipeline runs forwards ahead of backwards; each tensor knows its microbatch."""

@@ -320,7 +320,7 @@ def emulation(on: Context) -> dict[str, Any]:
 BOTH = (False, True)
 TESTS = [
     Test("doctor", "-", "what is installed", 60, doctor, BOTH),
-    Test("kernel", "g", "fused kernel against the CPU's numbers", 90, agreement),
+    Test("kernel", "g", "fused kernel against the CPU's numbers", 150, agreement),
     Test(
         "one-rank-fp32", "a", "one rank over NCCL, fp32, deterministic", 150, one_rank(*EXACT), BOTH
     ),

@@ -46,7 +46,8 @@ def test_a_state_space_layer(tmp_path):
         ("unscaled_by_another", "tp2/gpt-te/fp16", ""),
         ("unscaled_by_another", "dp4-zero-overlap/llama-te/fp16", ""),
         ("keys_of_another_head", "cp2/gdn-te/fp32", "decoder.layers.0.self_attention"),
-        ("a_microbatch_too_few", "defer-pp2/gpt-te/fp32", "output_layer"),
+        # The head is the embedding.
+        ("a_microbatch_too_few", "defer-pp2/gpt-te/fp32", "embedding.word_embeddings"),
         ("padding_among_the_rows", "tp2-sp-etp2/moe-te/fp8-delayed", "decoder.layers.0.mlp"),
         ("recomputed_from_half", "recompute-mlp-tp2/llama-te/fp32", "decoder.layers."),
     ],

@@ -12,8 +12,9 @@ from megatron_ttrace.mcore.options.decisions import Action, decision
 from megatron_ttrace.mcore.options.roles import Role
 from megatron_ttrace.mcore.shrink import axes
 from megatron_ttrace.mcore.shrink.axes import Axes
+from megatron_ttrace.mcore.shrink.case import Case, Change
 from megatron_ttrace.mcore.shrink.given import Flag, Given
-from megatron_ttrace.mcore.shrink.rules import RULES, Case, Change
+from megatron_ttrace.mcore.shrink.rules import RULES
 
 DEFAULT_RANKS = 8
 """Ranks of one small job: three axes of 2. More ranks than that share two cores badly, fewer would
@@ -92,7 +93,7 @@ class Plan:
         """For the report of a small job: what it stands for."""
         large = self.command.ranks or self.large.ranks
         lost = f"; not kept: {'; '.join(self.lost)}" if self.lost else ""
-        return f"a shrunk job was checked in place of one with {large} ranks{lost}"
+        return f"this is a shrunk job, which stands for one with {large} ranks{lost}"
 
 
 def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:

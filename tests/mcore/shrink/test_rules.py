@@ -6,6 +6,7 @@ import pytest
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.shrink import axes, rules
 from megatron_ttrace.mcore.shrink.axes import Axes
+from megatron_ttrace.mcore.shrink.case import Case
 from megatron_ttrace.mcore.shrink.given import Given
 
 
@@ -13,7 +14,7 @@ def case(text, ranks=None, kept=None):
     """A large job and the axes of its small one."""
     given = Given.parse(text.split())
     large = axes.of_large(given, ranks)
-    return rules.Case(given, large, axes.of_small(given, large, kept))
+    return Case(given, large, axes.of_small(given, large, kept))
 
 
 def changes(rule, text, ranks=None, kept=None):
@@ -295,7 +296,7 @@ def test_batches_that_grow():
     assert found["rampup_batch_size"] == "8 8 99"
     assert found["global_batch_size"] == "16"
     given = Given.parse(["--micro-batch-size", "1", "--step-batch-size-schedule", "0:384 200B:768"])
-    one = rules.Case(given, Axes(dp=2), Axes(dp=2))
+    one = Case(given, Axes(dp=2), Axes(dp=2))
     found = {change.option: change.values for change in rules.batch(one)}
     assert found["step_batch_size_schedule"] == ("0:4 200B:8",)
 
