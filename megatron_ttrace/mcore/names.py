@@ -114,6 +114,9 @@ def _walk(
 ) -> None:
     canonical[id(module)] = name
     modules[name or ROOT] = module
+    if name.endswith(".layers") and not any(module.named_children()):
+        # A chunk with the embedding or the loss only (--account-for-embedding-in-pipeline-split).
+        spans.add(name.rpartition(".")[0])
     for leaf, child in module.named_children():
         if id(child) in canonical:
             continue

@@ -34,6 +34,10 @@ def test_layers_are_numbered_over_all_stages():
 def test_spans_are_what_depends_on_the_stage():
     """The model and its block of layers, not the layers."""
     assert canonical_names(Stage()).spans == {"", "decoder"}
+    # A chunk without layers has the embedding or the loss only.
+    stage = Stage()
+    stage.decoder.layers = nn.ModuleList()
+    assert canonical_names(stage).spans == {"", "decoder"}
 
 
 def test_experts_are_numbered_over_all_ranks():

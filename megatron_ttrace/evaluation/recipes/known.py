@@ -64,6 +64,13 @@ FINDINGS = (
         ),
     ),
     Finding(
+        "Gated delta nets: all tensor-parallel ranks start with the same convolution",
+        lambda given: (
+            given.text("experimental_attention_variant") == "gated_delta_net"
+            and _above_one(given, "tensor_model")
+        ),
+    ),
+    Finding(
         "`--use-cpu-initialization` with expert parallelism",
         lambda given: given.has("use_cpu_initialization") and _above_one(given, "expert_model"),
     ),

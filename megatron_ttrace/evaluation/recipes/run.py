@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.known import finding_of
+from megatron_ttrace.processes.logs import usage_error
 from megatron_ttrace.trace.records import Outcome, Result
 
 RESULTS = "jobs.jsonl"
@@ -85,11 +86,13 @@ def jobs_of(recipes: Iterable[Recipe]) -> dict[str, SmallJob]:
 
 
 def refused(folder: Path) -> bool:
-    """Whether Megatron's own validation ended the job, in the candidate.
+    """Whether Megatron's own parser or validation ended the job, in the candidate.
 
     The frames of the last traceback tell: no text of a message is read.
     """
     for log in sorted((folder / "logs").glob("*.log")):
+        if usage_error(log):
+            return True
         text = log.read_text(encoding="utf-8", errors="replace")
         head, found, trace = text.rpartition("Traceback (most recent call last)")
         del head
@@ -174,7 +177,8 @@ class Checker:
                 answer=Answer.REFUSED if by_megatron else Answer.COULD_NOT_CHECK,
                 ranks=job.ranks,
                 seconds=time.monotonic() - began,
-                why=" / ".join(str(error).splitlines())[:600],
+                # Without the log's place, which is another one for every job.
+                why=" / ".join(str(error).splitlines()).split(" (log: ")[0][:600],
                 command=command,
             )
         summary = found.summary

@@ -75,7 +75,8 @@ def of_large(given: Given, ranks: int | None) -> Axes:
     pp = max(1, given.integer("pipeline_model_parallel_size", 1))
     with_experts = given.integer("num_experts") > 0
     ep = max(1, given.integer("expert_model_parallel_size", 1)) if with_experts else 1
-    etp = max(1, given.integer("expert_tensor_parallel_size", tp)) if with_experts else 1
+    # Groups of experts are made even where there are none.
+    etp = max(1, given.integer("expert_tensor_parallel_size", tp if with_experts else 1))
     if ranks is None:
         whole = math.lcm(tp * cp * 2, ep * etp)
         ranks = whole * pp
@@ -138,6 +139,9 @@ def of_small(given: Given, large: Axes, kept: tuple[str, ...] | None = None) -> 
     etp = tp if large.etp == large.tp else min(2, large.etp)
     if kept is not None and "ep" not in kept and "tp" not in kept:
         etp = 1
+    if given.has("use_tp_pp_dp_mapping") and pp > 1 and etp > 1:
+        # Data parallelism of experts must be that of the other layers (parallel_state.py).
+        etp = max(etp, min(large.etp, tp * cp // ep))
     dp = size("dp")
     if dp > 1 and given.integer("num_distributed_optimizer_instances", 1) > 1:
         dp = 4

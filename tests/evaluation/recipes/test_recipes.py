@@ -133,6 +133,8 @@ def test_refusals_are_megatrons_own(tmp_path):
     ):
         (logs / "rank0.log").write_text(frames.format(file=file, name=name))
         assert running.refused(tmp_path) is by_megatron
+    (logs / "rank0.log").write_text("x.py: error: unrecognized arguments: --no-such-flag\n")
+    assert running.refused(tmp_path)
 
 
 def test_known_findings_are_those_of_the_page():

@@ -99,6 +99,11 @@ def test_two_would_not_run_the_same_code():
     not_overlapped = Given.parse([*words.split(), "--no-overlap-p2p-communication"])
     assert axes.of_small(overlapped, axes.of_large(overlapped, 4)).pp == 2
     assert axes.of_small(not_overlapped, axes.of_large(not_overlapped, 4)).pp == 3
+    words = "--use-tp-pp-dp-mapping --expert-tensor-parallel-size 4"
+    last = Given.parse([*words.split(), *"--tensor-model-parallel-size 2".split()])
+    last = Given([*last.flags, *flags(2, 2, 2).flags])
+    small = axes.of_small(last, axes.of_large(last, 8))
+    assert (small.etp, small.edp, small.dp) == (4, 1, 1)
     instances = flags(num_distributed_optimizer_instances=4)
     assert axes.of_small(instances, axes.of_large(instances, 16)).dp == 4
 
