@@ -61,7 +61,7 @@ _LAYOUT: dict[str, Any] = {
         hybrid_context_parallel init_model_with_meta_device keep_fp8_transpose_cache
         megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
         moe_enable_deepep moe_layer_recompute moe_paged_stash moe_permute_fusion_into_hybridep
-        moe_shared_expert_overlap mtp_standalone optimizer_cpu_offload optimizer_cuda_graph
+        mtp_standalone optimizer_cpu_offload optimizer_cuda_graph
         overlap_cpu_optimizer_d2h_h2d overlap_dispatch_backward_with_experts_wgrad
         overlap_grad_reduce overlap_moe_expert_parallel_comm overlap_p2p_comm
         overlap_p2p_comm_warmup_flush overlap_param_gather

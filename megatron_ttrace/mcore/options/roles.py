@@ -28,6 +28,8 @@ class Role(enum.Enum):
     REFUSED = "cannot be checked"
 
 
+# With moe_shared_expert_overlap the shared experts' own forward is not called: other modules have
+# inputs then, so it is code and not layout.
 _NAMES = {
     Role.CODE: """
         accumulate_allreduce_grads_in_fp32 activation_func_clamp_value adam_beta1 adam_beta2
@@ -64,7 +66,8 @@ _NAMES = {
         moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_pre_softmax
         moe_router_quantile_balancing_ema moe_router_score_function
         moe_router_topk_scaling_factor moe_shared_expert_gate
-        moe_shared_expert_glu_interleave_size moe_single_grouped_bias moe_single_grouped_weight
+        moe_shared_expert_glu_interleave_size moe_shared_expert_overlap
+        moe_single_grouped_bias moe_single_grouped_weight
         moe_token_dispatcher_type moe_token_drop_policy moe_z_loss_coeff mscale mscale_all_dim
         mtp_detach_heads mtp_loss_scaling_factor mtp_use_repeated_layer multi_latent_attention
         muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum
@@ -141,7 +144,7 @@ _NAMES = {
         megatron_fsdp_max_pool_double_buffer min_offloaded_tensor_size mlp_chunks_for_training
         moe_enable_deepep moe_flex_dispatcher_backend moe_layer_recompute moe_paged_stash
         moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda
-        moe_paged_stash_page_size moe_permute_fusion_into_hybridep moe_shared_expert_overlap
+        moe_paged_stash_page_size moe_permute_fusion_into_hybridep
         mtp_standalone offload_modules optimizer_cpu_offload optimizer_cuda_graph
         optimizer_offload_fraction outer_dp_sharding_strategy overlap_cpu_optimizer_d2h_h2d
         overlap_dispatch_backward_with_experts_wgrad overlap_grad_reduce

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron accepts the arguments that are derived for a single device. Nothing is trained."""
 
-import argparse
-import sys
+import os
 
 import pytest
 
-from megatron_ttrace import cpu
+from tests import warm
+from tests.mcore.options.derive import UNKNOWN
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -55,41 +55,13 @@ JOBS = {
 }
 
 
-@pytest.fixture(scope="module")
-def megatron():
-    """Its arguments, on the CPU backend."""
-    cpu.activate()
-    from megatron.training import arguments
-
-    return arguments
-
-
 @pytest.mark.parametrize("job", JOBS)
-def test_the_reference_is_valid(megatron, monkeypatch, job):
+def test_the_reference_is_valid(tmp_path, job):
     """As one rank, through all of Megatron's own validation."""
-    from megatron_ttrace.cpu.arguments import adapt_arguments
-    from megatron_ttrace.mcore.options import decisions
-
-    parser = megatron.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    words = f"{MODEL} {JOBS[job]}".split()
-    known, unknown = parser.parse_known_args(words)
-    del known
-    if unknown:
-        pytest.skip(f"this release has no {unknown[0]}")
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    args = megatron.parse_args()
-    for name, value in decisions.derive(args).items():
-        if hasattr(args, name):
-            setattr(args, name, value)
-    adapt_arguments(args)
-    megatron.validate_args(args)
-    try:
-        from megatron.training.argument_utils import core_transformer_config_from_args
-    except ImportError:  # until 0.17
-        core_transformer_config_from_args = megatron.core_transformer_config_from_args
-    config = core_transformer_config_from_args(args)
-    assert config.tensor_model_parallel_size == 1
-    assert args.data_parallel_size == 1
+    environment = {**os.environ, "WORLD_SIZE": "1", "RANK": "0"}
+    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    words = ["-m", "tests.mcore.options.derive", *f"{MODEL} {JOBS[job]}".split()]
+    done = warm.run(words, cwd=tmp_path, env=environment, timeout=120)
+    if done.returncode == UNKNOWN:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stderr
