@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known bugs in large configurations, found in the jobs that these shrink to."""
 
+import dataclasses
+import re
+
 import pytest
 
 from megatron_ttrace.evaluation.bugs import catalogue, expect
@@ -38,6 +41,12 @@ def test_the_same_culprit(runner, bug):
         nproc=job.axes.ranks,
         flags=(*layout.flags, "--ttrace-bug", bug.id),
     )
-    found = expect.assess(runner.run(case).summary, bug.expected)
-    assert found.detected
-    assert found.localised, found.problem
+    expected = bug.expected
+    if layout.healthy:
+        # Layers that do not divide: the last one is dropped, which is another one here.
+        last = Given.parse(job.arguments).integer("num_layers") - 1
+        module = re.sub(r"layers\.[0-9]+", f"layers.{last}", expected.module)
+        expected = dataclasses.replace(expected, module=module)
+    assessed = expect.assess(runner.run(case).summary, expected)
+    assert assessed.detected
+    assert assessed.localised, assessed.problem

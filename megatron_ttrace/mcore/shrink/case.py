@@ -127,6 +127,9 @@ def _depth(case: Case) -> Depth:
     chunks = small.pp * small.chunks
     before = max(1, given.integer("num_layers", 2) // (large.pp * large.chunks))
     each = 2 if chunks == 1 or small.chunks == 1 else min(2, before)
+    if (together := given.integer("recompute_num_layers")) > 1:
+        # Layers that are recomputed together, and as many that are not of them.
+        each = max(each, 4 if together < before else 2)
     while chunks * each < _least(case):
         each += 1
     ends = {

@@ -116,7 +116,7 @@ def layers(case: Case) -> Iterator[Change]:
         yield Change("mtp_num_layers", (str(depths),), "one, or two")
     for option in ("recompute_num_layers", "cpu_offloading_num_layers"):
         if given.integer(option) > 0:
-            yield Change(option, ("1",), "of few layers")
+            yield Change(option, (str(min(2, given.integer(option))),), "one, or several")
 
 
 def width(case: Case) -> Iterator[Change]:

@@ -89,6 +89,10 @@ PIPELINE = "--pipeline-model-parallel-size 8"
         ("--num-layers 24 --mtp-num-layers 3", {"num_layers": "2", "mtp_num_layers": "2"}),
         (
             "--num-layers 24 --recompute-num-layers 6",
+            {"num_layers": "4", "recompute_num_layers": "2"},
+        ),
+        (
+            "--num-layers 24 --recompute-num-layers 1",
             {"num_layers": "2", "recompute_num_layers": "1"},
         ),
         (
