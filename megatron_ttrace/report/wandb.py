@@ -122,6 +122,9 @@ def own_run(
         One line that says where it is.
     """
     mode, why = _mode(wandb)
+    # The address of a service that a parent process started. It may have ended, or end before it
+    # has written the run. Where this process has opened a run before, its service stays in use.
+    os.environ.pop("WANDB_SERVICE", None)
     options = {
         "project": os.environ.get("WANDB_PROJECT") or project,
         "job_type": job_type,

@@ -15,6 +15,8 @@ def test_an_offline_run_holds_table_and_alert(tmp_path: Path) -> None:
         *("--tensor-model-parallel-size", 2),
         cwd=tmp_path,
         WANDB_MODE="offline",
+        # As it is inherited from a process whose service has ended.
+        WANDB_SERVICE=f"3-1-unix-{tmp_path}/absent",
     )
     assert done.returncode == 1, done.stderr[-3000:]
     run = next((tmp_path / "ttrace-out").glob("**/offline-run-*"))
