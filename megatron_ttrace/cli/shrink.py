@@ -107,7 +107,7 @@ def show(found: Plan, console: Console) -> None:
         now = "(gone)" if row.now is None else row.now
         table.add_row(*map(Text, (row.flag, row.was or "-", now or "(on)", row.why)))
     console.print(table)
-    console.print(f"kept as they are: {len(found.kept)} flags", markup=False, highlight=False)
+    console.print(f"flags kept as they are: {len(found.kept)}", markup=False, highlight=False)
     for lost in found.lost:
         console.print(f"not kept: {lost}", markup=False, highlight=False, style="yellow")
 
