@@ -63,10 +63,12 @@ def address() -> Path:
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(path))
         listening.listen(64)
+        # A PYTHONPATH names another release of Megatron: that one is imported, then.
+        path_of = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", "--serve", str(listening.fileno())],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path_of},
             pass_fds=[listening.fileno()],
             stdin=subprocess.DEVNULL,
         )
