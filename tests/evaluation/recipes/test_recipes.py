@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.__main__ import main
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.cli import recipes as cli_recipes
+from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.recipes import collect, known
 from megatron_ttrace.evaluation.recipes import run as running
 from megatron_ttrace.evaluation.recipes.collect import Kind
-from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
+from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, RecipeRow
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = {
@@ -177,3 +178,10 @@ def test_bad_input(checkout, capsys, words, said):
     words = [str(checkout) if word == "CHECKOUT" else word for word in words]
     assert main(["recipes", *words]) == 2
     assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_known_finding_excuses_no_divergence():
+    """The label is made from the arguments alone, so another fault may hide behind it."""
+    row = RecipeRow("a", Answer.DIVERGED, "why", "MTP and CP")
+    assert cli_recipes._exit_code([row]) is ExitCode.DIVERGED
+    assert cli_recipes._exit_code([]) is ExitCode.EQUIVALENT
