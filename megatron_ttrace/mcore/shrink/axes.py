@@ -153,9 +153,11 @@ def of_small(given: Given, large: Axes, kept: tuple[str, ...] | None = None) -> 
 
 
 def _equal_copies(given: Given, small: Axes, large: Axes) -> tuple[int, int, int, int]:
-    """The smallest tp, cp, ep and etp, from small to large, with as many copies of experts as of
-    all else: so ``initialize_model_parallel`` (megatron/core/parallel_state.py) wants it where
-    pipelines are not the last in the order of ranks.
+    """The smallest tp, cp, ep and etp with as many copies of experts as of everything else.
+
+    They are between those of ``small`` and ``large``. ``initialize_model_parallel``
+    (megatron/core/parallel_state.py) needs that where pipelines are not the last in the order of
+    ranks.
     """
     spans = [
         [size for size in range(least, most + 1) if size == least or most % size == 0]
