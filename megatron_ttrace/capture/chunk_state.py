@@ -40,6 +40,7 @@ class ChunkState:
         seen, seen_again: tensors of the forward pass, and of its recomputation.
         emitted: everything that was handed over.
         followed: what requires a gradient.
+        views: tensors that an identity made of another one, which stands for them.
         entering: leaves whose gradient a schedule plan completes
             (:mod:`megatron_ttrace.capture.schedule_plan`).
     """
@@ -52,6 +53,7 @@ class ChunkState:
         self.seen_again = WeakTensorKeyDictionary()
         self.emitted: set[Place] = set()
         self.followed: set[Place] = set()
+        self.views = WeakTensorKeyDictionary()
         self.entering = WeakTensorKeyDictionary()
 
     @property

@@ -118,6 +118,8 @@ class ModuleTap:
 
         is_root, spans = name == ROOT, name in names.spans
         if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
+            if module._forward_hooks:
+                hook(module.register_forward_hook, self._passes)
             return
         self._follow_tokens(state, name, module)
         if is_root:
@@ -168,6 +170,17 @@ class ModuleTap:
             if tensor.requires_grad:
                 self._handles.append(on_gradient(tensor, backward_begins))
 
+    def _passes(
+        self, state: ChunkState, module: torch.nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """What leaves an identity is what entered, also if another hook returned a view of it.
+
+        Megatron-FSDP does where it gathers each module's parameters for itself. A gradient without
+        the residual branch would be the view's.
+        """
+        if args and isinstance(output, torch.Tensor) and output is not args[0]:
+            state.views[output] = state.views.get(args[0], args[0])
+
     def _begins(
         self, state: ChunkState, name: str, module: torch.nn.Module, args: Any, kwargs: Any
     ) -> Any:
@@ -191,7 +204,7 @@ class ModuleTap:
         self, state: ChunkState, kind: Kind, name: str, index: int, tensor: torch.Tensor
     ) -> torch.Tensor | None:
         """Hand over a tensor; returns its replacement, if any."""
-        recomputing = is_recomputing()
+        recomputing, tensor = is_recomputing(), state.views.get(tensor, tensor)
         place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
         if not recomputing and (place in state.emitted or name in state.repeated):
