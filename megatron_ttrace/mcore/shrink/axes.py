@@ -139,9 +139,14 @@ def of_small(given: Given, large: Axes, kept: tuple[str, ...] | None = None) -> 
     etp = tp if large.etp == large.tp else min(2, large.etp)
     if kept is not None and "ep" not in kept and "tp" not in kept:
         etp = 1
-    if given.has("use_tp_pp_dp_mapping") and pp > 1 and etp > 1:
+    if given.has("use_tp_pp_dp_mapping") and pp > 1:
         # Data parallelism of experts must be that of the other layers (parallel_state.py).
-        etp = max(etp, min(large.etp, tp * cp // ep))
+        if etp > 1:
+            etp = max(etp, min(large.etp, tp * cp // ep))
+        if ep > 1:
+            ep = max(ep, min(large.ep, tp * cp // etp))
+        tp = max(tp, min(large.tp, ep * etp // cp))
+        cp = max(cp, min(large.cp, ep * etp // tp))
     dp = size("dp")
     if dp > 1 and given.integer("num_distributed_optimizer_instances", 1) > 1:
         dp = 4
