@@ -283,7 +283,7 @@ def run_check(
     if not script.is_file():
         place = "" if script.is_absolute() else f" in {Path.cwd()}"
         raise TTraceError(f"{script}: no such script{place}")
-    fork = fork and jobs.prepare(ours.ttrace_device, script, modules=PRELOADED)
+    fork = fork and jobs.prepare(ours.ttrace_device, script, modules=PRELOADED, arguments=theirs)
     job = jobs.Job(
         script=script,
         arguments=tuple(theirs),
