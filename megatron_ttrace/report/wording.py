@@ -204,6 +204,7 @@ _NOT_EXERCISED = {
     Unexercised.BUCKETS: "overlap between gradient buckets (there is one; --ddp-bucket-size "
     "makes more)",
     Unexercised.DROPOUT: "dropout (switched off in the traced steps)",
+    Unexercised.RANDOM_ROUTING: "random routing (switched off in the traced steps)",
     Unexercised.LOSS_MASK: "--eod-mask-loss (no token of the batches is masked)",
     Unexercised.POSITION_RESET: "--reset-position-ids (no sample of the batches holds the start "
     "of a second document)",
