@@ -4,19 +4,41 @@
 In megatron/core/optimizer, ``FP32Optimizer`` steps the model's own parameters,
 ``Float16OptimizerWithFloat16Params`` float32 copies of them, and ``DistributedOptimizer`` a flat
 range of (a copy of) each, divided as the data-parallel buckets are. ``ChainedOptimizer`` is a list
-of these.
+of these; ``LayerWiseDistributedOptimizer`` is one whose parameters are divided among the
+data-parallel ranks, each as a whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megatron_ttrace.mcore.names import unwrap
 from megatron_ttrace.mcore.sharded_weights import buffers_of, local, parts_of, publish
+from megatron_ttrace.trace.records import Kind
+
+_ADAM = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+_MOMENTUM = {"momentum_buffer": Kind.EXP_AVG}
+
+MOMENTS: Mapping[str, Mapping[str, Kind]] = MappingProxyType(
+    {
+        "Adam": _ADAM,
+        "AdamW": _ADAM,
+        "FusedAdam": _ADAM,
+        "SOAP": _ADAM,
+        "Lion": {"exp_avg": Kind.EXP_AVG},
+        "SGD": _MOMENTUM,
+        "FusedSGD": _MOMENTUM,
+        "TensorParallelMuon": _MOMENTUM,
+        "TensorParallelAdaptiveMuon": {**_MOMENTUM, "moment2_buffer": Kind.EXP_AVG_SQ},
+    }
+)
+"""Running means that torch optimizers keep of each parameter's gradient and of its square, by the
+optimizer's class and by their names in its state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +72,11 @@ class Owned:
         return {
             name: local(value) if torch.is_tensor(value) else value for name, value in found.items()
         }
+
+    @property
+    def moments(self) -> Mapping[str, Kind]:
+        """The names of its moments (:data:`MOMENTS`); empty for an unknown optimizer."""
+        return MOMENTS.get(type(self.inner).__name__, {})
 
 
 def leaves_of(optimizer: Any) -> Iterator[Any]:
@@ -93,6 +120,30 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
         for parameter, main in pairs:
             owned[parameter] = Owned(main, inner, groups[id(main)])
     return owned
+
+
+def divided(optimizer: Any) -> set[torch.nn.Parameter]:
+    """All parameters that are divided over data-parallel ranks, owned here or elsewhere."""
+    found = {
+        parameter
+        for leaf in leaves_of(optimizer)
+        if hasattr(leaf, "model_param_group_index_map")
+        for buffer in getattr(leaf, "buffers", ())
+        for parameter in buffer.params
+    }
+    return found | layer_wise(optimizer)
+
+
+def layer_wise(optimizer: Any) -> set[torch.nn.Parameter]:
+    """Parameters that are divided as wholes: one data-parallel rank steps each of them."""
+    found = {
+        parameter
+        for part in getattr(optimizer, "chained_optimizers", ())
+        for parameter in layer_wise(part)
+    }
+    for name in ("dp_cp_params_list", "expt_dp_params_list"):
+        found.update(*(getattr(optimizer, name, None) or ()))
+    return found
 
 
 def _pairs(models: Any, mains: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

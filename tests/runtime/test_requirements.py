@@ -29,6 +29,7 @@ REFUSED = [
     ({"overlap_moe_expert_parallel_comm": True}, {}, "--overlap-moe-expert-parallel-comm"),
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
     ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
+    ({"use_layer_wise_distributed_optimizer": True, "bf16": False}, {}, "for --bf16 only"),
     (
         {
             "num_experts": 4,

@@ -145,6 +145,7 @@ FLAGS = {
     "quantile": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
     "capacity": "--moe-expert-capacity-factor 1.0",
     "padded": "--moe-pad-expert-input-to-capacity",
+    "muon": "--optimizer muon --muon-tp-mode",
     "hierarchical": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
     "--cp-comm-type a2a+p2p",
 }
@@ -181,6 +182,7 @@ DSA = ("dsa-te",)
 MOE = ("moe", "moe-te", "moe-deep")
 GROUPED = ("moe-te", "moe-deep")
 FP32 = ("fp32",)
+BF16 = ("bf16",)
 FP16 = ("fp16",)
 DOCS = Data.DOCUMENTS
 
@@ -333,6 +335,23 @@ LAYOUTS = (
     Layout("dp4-zero-overlap", 4, "zero overlap", ("llama-te",), FP16),
     Layout("pp2-constant-scale", 2, "pp2 --loss-scale 1024", ("gpt",), FP16),
     Layout("tp2-sp", 2, "tp2 sp", ("moe-te",), FP16),
+    Layout("muon-dp2-zero", 2, "zero muon duplicated", ("gpt-te",), BF16),
+    Layout(
+        "muon-dp2-zero-unpadded",
+        2,
+        "zero overlap muon blockwise --no-use-layer-wise-param-layout",
+        ("llama-te",),
+        BF16,
+    ),
+    Layout("muon-tp2-sp-blockwise", 2, "tp2 sp muon blockwise", ("llama-te",)),
+    Layout("muon-tp2-duplicated", 2, "tp2 muon duplicated --muon-nesterov", ("gpt-te",)),
+    Layout("muon-tp2-distributed", 2, "tp2 sp muon distributed", ("llama-te",)),
+    Layout("muon-tp2-sp-ep2-dp2", 4, "tp2 sp ep2 alltoall muon duplicated", ("moe-te",), BF16),
+    Layout("muon-pp2-dp2-zero", 4, "pp2 zero overlap muon duplicated", ("llama-te",), BF16),
+    Layout("lion-tp2-dp2", 4, "tp2 --optimizer lion", ("llama-te",)),
+    Layout("sgd-tp2-dp2", 4, "tp2 --optimizer sgd", ("llama-te",)),
+    Layout("soap-dp2-zero", 2, "zero --optimizer soap", ("llama-te",), BF16),
+    Layout("soap-tp2", 2, "tp2 --optimizer soap", ("llama-te",)),
     Layout("sinkhorn-tp2-sp", 2, "tp2 sp sinkhorn", ("moe-te",)),
     Layout("sinkhorn-cp2", 2, "cp2 sinkhorn --moe-router-topk 1", ("moe-te",)),
     Layout("sinkhorn-pp2-ep2", 4, "pp2 ep2 alltoall sinkhorn", ("moe-te",)),
