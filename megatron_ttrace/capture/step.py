@@ -178,14 +178,14 @@ class StepTap:
                 self._placed(Kind.MAIN_GRAD, place.flat(start, end), part)
             elif gradient is not None:
                 self._placed(Kind.MAIN_GRAD, place, gradient)
-            before[parameter] = (owned.main if owned else parameter.data).detach().clone()
+            before[parameter] = (owned.weights if owned else parameter.data).detach().clone()
         return before
 
     def _update(self, before: dict[torch.nn.Parameter, torch.Tensor], result: Any) -> None:
         for parameter, place, owned in self._stepped():
             if parameter not in before:
                 continue
-            main = owned.main if owned else parameter.data
+            main = owned.weights if owned else parameter.data
             delta = main.detach().float() - before[parameter].float()
             where = place.flat(*owned.range) if owned and owned.range else place
             self._placed(Kind.PARAM_DELTA, where, delta)

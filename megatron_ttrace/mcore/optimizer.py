@@ -69,14 +69,40 @@ class Owned:
         """The optimizer's state of this tensor; empty before its first step."""
         # Not inner.state[key]: that would create an entry.
         found: dict[str, Any] = self.inner.state.get(self.key, {})
+        if is_precision_aware(self.inner):
+            inner: Any = self.inner
+            found = {name: inner.get_unscaled_state(self.key, name) for name in found}
         return {
             name: local(value) if torch.is_tensor(value) else value for name, value in found.items()
         }
 
     @property
+    def weights(self) -> torch.Tensor:
+        """The values that are stepped: those of ``main``, or what the torch optimizer has of it.
+
+        TransformerEngine's Adam may own main weights; ``main`` is then a part of the model's own
+        parameter, and with ``store_param_remainders`` the state has the 16 bits that it lacks.
+        """
+        own: torch.Tensor | None = self.state.get("master_param")
+        if own is None or self.main.dtype == torch.float32:
+            return self.main
+        if own.dtype != torch.int16:
+            return own
+        high = self.main.detach().view(torch.int16).to(torch.int32) << 16
+        return (high + own.to(torch.int32)).view(torch.float32)
+
+    @property
     def moments(self) -> Mapping[str, Kind]:
         """The names of its moments (:data:`MOMENTS`); empty for an unknown optimizer."""
         return MOMENTS.get(type(self.inner).__name__, {})
+
+
+def is_precision_aware(inner: torch.optim.Optimizer) -> bool:
+    """Whether this is TransformerEngine's Adam with state of fewer bits, or with main weights."""
+    dtypes = getattr(inner, "name_to_dtype_map", {})
+    return bool(getattr(inner, "master_weights", False)) or any(
+        dtype != torch.float32 for dtype in dtypes.values()
+    )
 
 
 def leaves_of(optimizer: Any) -> Iterator[Any]:
@@ -172,6 +198,10 @@ class Snapshot:
             {parameter: _copies(state) for parameter, state in inner.state.items()}
             for inner in self._inner
         ]
+        self._scales = [
+            {one: _copies(scales) for one, scales in getattr(inner, "_scales", {}).items()}
+            for inner in self._inner
+        ]
         self._settings = [
             [
                 {name: _copied(value) for name, value in group.items() if name != "params"}
@@ -190,9 +220,11 @@ class Snapshot:
         with torch.no_grad():
             for tensor, value in self._tensors:
                 tensor.data.copy_(value)
-            for inner, states, settings in zip(
-                self._inner, self._states, self._settings, strict=True
+            for inner, states, scales, settings in zip(
+                self._inner, self._states, self._scales, self._settings, strict=True
             ):
+                if scales:
+                    inner._scales = {one: _copies(found) for one, found in scales.items()}
                 for parameter in [p for p in inner.state if p not in states]:
                     del inner.state[parameter]
                 for parameter, state in states.items():

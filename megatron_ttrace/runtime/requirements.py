@@ -59,6 +59,21 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "in which it reads them, so another layout trains on others: check the same job "
             "without it"
         )
+    main_weights = getattr(args, "main_params_dtype", None)
+    if main_weights is not None and main_weights.itemsize < 4:
+        raise TTraceError(
+            "--main-params-dtype fp16: every rank rounds its part of the main weights with a scale "
+            "of its own, so another layout trains others: check the same job with fp32"
+        )
+    if getattr(args, "optimizer_cpu_offload", False):
+        raise TTraceError(
+            "--optimizer-cpu-offload: main weights and moments in the host's memory are not "
+            "captured: check the same job without it"
+        )
+    if getattr(args, "use_precision_aware_optimizer", False) and starts_from_checkpoint(args):
+        raise TTraceError(
+            "--use-precision-aware-optimizer with --load: a loaded start is not handed over"
+        )
     if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
         raise TTraceError(
             "--use-distributed-optimizer with another optimizer than Adam: Megatron has it "

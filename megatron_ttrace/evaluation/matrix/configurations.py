@@ -145,6 +145,9 @@ FLAGS = {
     "quantile": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
     "capacity": "--moe-expert-capacity-factor 1.0",
     "padded": "--moe-pad-expert-input-to-capacity",
+    "precise": "--use-precision-aware-optimizer",
+    "fp8-moments": "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
+    "bf16-moments": "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     "muon": "--optimizer muon --muon-tp-mode",
     "hierarchical": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
     "--cp-comm-type a2a+p2p",
@@ -348,6 +351,17 @@ LAYOUTS = (
     Layout("muon-tp2-distributed", 2, "tp2 sp muon distributed", ("llama-te",)),
     Layout("muon-tp2-sp-ep2-dp2", 4, "tp2 sp ep2 alltoall muon duplicated", ("moe-te",), BF16),
     Layout("muon-pp2-dp2-zero", 4, "pp2 zero overlap muon duplicated", ("llama-te",), BF16),
+    Layout("precise-dp2-zero", 2, "zero precise", ("gpt-te",), BF16),
+    Layout(
+        "precise-fp8-moments-tp2-dp2-zero", 4, "tp2 zero precise fp8-moments", ("llama-te",), BF16
+    ),
+    Layout(
+        "precise-bf16-dp2-zero",
+        2,
+        "zero precise bf16-moments --main-grads-dtype bf16",
+        ("gpt-te",),
+        BF16,
+    ),
     Layout("lion-tp2-dp2", 4, "tp2 --optimizer lion", ("llama-te",)),
     Layout("sgd-tp2-dp2", 4, "tp2 --optimizer sgd", ("llama-te",)),
     Layout("soap-dp2-zero", 2, "zero --optimizer soap", ("llama-te",), BF16),

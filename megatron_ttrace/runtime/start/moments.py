@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.compare.measure import local_view
-from megatron_ttrace.mcore.optimizer import Owned
+from megatron_ttrace.mcore.optimizer import Owned, is_precision_aware
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import like
 from megatron_ttrace.placement.mesh import Mesh
@@ -49,6 +49,11 @@ def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: in
             continue
         where = place.flat(*part.range) if part.range else place
         state = part.inner.state[part.key]
+        reduced = is_precision_aware(part.inner)
+        if reduced:
+            inner: Any = part.inner
+            remainders = inner.store_param_remainders and part.main.dtype == torch.bfloat16
+            inner.initialize_state(part.key, remainders)
         for name, kind in part.moments.items():
             moment = torch.empty_like(part.main, dtype=torch.float32)
             for box in where.boxes(mesh):
@@ -57,10 +62,18 @@ def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: in
                 if kind is Kind.EXP_AVG_SQ:
                     values = (values * 0.15 + 1.0) * SCALE
                 local_view(moment, box).copy_(values * SCALE)
-            state[name] = like(part.key, moment)
+            if reduced:
+                inner.set_scaled_state(part.key, name, like(part.key, _coarse(moment)))
+            else:
+                state[name] = like(part.key, moment)
         if type(part.inner).__name__ == "SOAP":
             _prime_bases(part, state)
         set_step(part, part.key, STEP)
+
+
+def _coarse(moment: torch.Tensor) -> torch.Tensor:
+    """Rounded to powers of two, so that no type of few bits and no rank's own scale moves it."""
+    return moment.sign() * torch.exp2(moment.abs().log2().round())
 
 
 def _prime_bases(part: Owned, state: dict[str, Any]) -> None:
