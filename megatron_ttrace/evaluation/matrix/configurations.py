@@ -152,6 +152,10 @@ FLAGS = {
     "jitter": "--moe-input-jitter-eps 0.1",
     # Matrices of more than a million elements.
     "wide": "--num-layers 1 --hidden-size 1024",
+    "precise": "--use-precision-aware-optimizer",
+    "fp8-moments": "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
+    "bf16-moments": "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "muon": "--optimizer muon --muon-tp-mode",
     "hierarchical": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
     "--cp-comm-type a2a+p2p",
 }
@@ -369,6 +373,34 @@ LAYOUTS = (
     Layout("dp4-zero-overlap", 4, "zero overlap", ("llama-te",), FP16),
     Layout("pp2-constant-scale", 2, "pp2 --loss-scale 1024", ("gpt",), FP16),
     Layout("tp2-sp", 2, "tp2 sp", ("moe-te",), FP16),
+    Layout("muon-dp2-zero", 2, "zero muon duplicated", ("gpt-te",), BF16),
+    Layout(
+        "muon-dp2-zero-unpadded",
+        2,
+        "zero overlap muon blockwise --no-use-layer-wise-param-layout",
+        ("llama-te",),
+        BF16,
+    ),
+    Layout("muon-tp2-sp-blockwise", 2, "tp2 sp muon blockwise", ("llama-te",)),
+    Layout("muon-tp2-duplicated", 2, "tp2 muon duplicated --muon-nesterov", ("gpt-te",)),
+    Layout("muon-tp2-distributed", 2, "tp2 sp muon distributed", ("llama-te",)),
+    Layout("muon-tp2-sp-ep2-dp2", 4, "tp2 sp ep2 alltoall muon duplicated", ("moe-te",), BF16),
+    Layout("muon-pp2-dp2-zero", 4, "pp2 zero overlap muon duplicated", ("llama-te",), BF16),
+    Layout("precise-dp2-zero", 2, "zero precise", ("gpt-te",), BF16),
+    Layout(
+        "precise-fp8-moments-tp2-dp2-zero", 4, "tp2 zero precise fp8-moments", ("llama-te",), BF16
+    ),
+    Layout(
+        "precise-bf16-dp2-zero",
+        2,
+        "zero precise bf16-moments --main-grads-dtype bf16",
+        ("gpt-te",),
+        BF16,
+    ),
+    Layout("lion-tp2-dp2", 4, "tp2 --optimizer lion", ("llama-te",)),
+    Layout("sgd-tp2-dp2", 4, "tp2 --optimizer sgd", ("llama-te",)),
+    Layout("soap-dp2-zero", 2, "zero --optimizer soap", ("llama-te",), BF16),
+    Layout("soap-tp2", 2, "tp2 --optimizer soap", ("llama-te",)),
     Layout("sinkhorn-tp2-sp", 2, "tp2 sp sinkhorn", ("moe-te",)),
     Layout("sinkhorn-cp2", 2, "cp2 sinkhorn --moe-router-topk 1", ("moe-te",)),
     Layout("sinkhorn-pp2-ep2", 4, "pp2 ep2 alltoall sinkhorn", ("moe-te",)),
