@@ -85,9 +85,10 @@ def checking(command: Command, job: Job, prefix: Path) -> list[str]:
     """The command that checks a small job."""
     from megatron_ttrace.mcore.shrink import documents
 
-    assignments = [f"{name}={value}" for name, value in command.environment.items()]
+    changes = [word for name in command.unset for word in ("-u", name)]
+    changes += [f"{name}={value}" for name, value in command.environment.items()]
     return [
-        *(["env", *assignments] if assignments else []),
+        *(["env", *changes] if changes else []),
         *("ttrace", "check", "--nproc-per-node", str(job.axes.ranks), "--"),
         *(command.script, *job.arguments, *documents.arguments(command.script, prefix)),
     ]
