@@ -77,6 +77,8 @@ def _as_script(words: list[str]) -> Command | None:
     try:
         known = Path(words[0]).suffix != ".sh" and flags.path(words[0]).is_file()
     except (argparse.ArgumentTypeError, OSError) as error:
+        if len(words) == 1 and len(words[0].split()) > 1:
+            return None  # the text of a whole command
         raise TTraceError(f"the script {error}") from error
     return Command(words[0], tuple(words[1:])) if known else None
 
