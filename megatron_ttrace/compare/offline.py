@@ -24,6 +24,7 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import CodecError
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.sanitise import clean
 from megatron_ttrace.trace.store import Entry, TraceReader
@@ -90,6 +91,21 @@ def meshes_of(candidate: TraceReader) -> list[Mesh]:
             "ranks: collect the files of all ranks in one directory"
         )
     return list(meshes)
+
+
+def ledger_of(candidate: TraceReader) -> Ledger:
+    """The collectives that a saved candidate ran; an older trace has none.
+
+    Raises:
+        TTraceError: when the record is damaged.
+    """
+    found = candidate.meta.get("ledger")
+    try:
+        return UNRECORDED if found is None else Ledger.from_json(found)
+    except CodecError as error:
+        raise TTraceError(
+            f"{candidate.directory}/meta.json is damaged (ledger{error}): run the traced job again"
+        ) from error
 
 
 def _contradiction(mesh: Mesh, rank: int, world_size: int) -> str:

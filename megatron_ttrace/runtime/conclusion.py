@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ttrace.compare import exactness, exercised, experts, initial
+from megatron_ttrace.compare import collectives, exactness, exercised, experts, initial
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measured import Measured
@@ -21,6 +21,7 @@ from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
@@ -49,6 +50,7 @@ def conclude(
     timings: dict[str, float],
     notices: Sequence[str] = (),
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
+    ledger: Ledger = UNRECORDED,
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain.
 
@@ -63,6 +65,7 @@ def conclude(
         notices: for the report.
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
+        ledger: the collectives of the traced steps, and the code that ran in them.
     """
     from megatron_ttrace.report import wording  # only the rank that judges needs it
 
@@ -87,7 +90,7 @@ def conclude(
     ]
     verdicts, exact = exactness.examine(verdicts, config.arithmetic)
     judged = time.monotonic()
-    explainer = Explainer(reference, candidate, tolerances, measured=measured)
+    explainer = Explainer(reference, candidate, tolerances, measured=measured, ledger=ledger)
     culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
@@ -115,6 +118,8 @@ def conclude(
         exactness=exact,
         residuals=residuals(verdicts, culprits, explainer.evidence),
         not_exercised=exercised.unexercised(config.requested, observed, mesh, verdicts),
+        collectives=collectives.rows(ledger.collectives),
+        collective_findings=ledger.findings,
     )
     return summary, verdicts
 
