@@ -97,6 +97,9 @@ _METHODS = {
 }
 """Those of any release of PyTorch; barriers move no data."""
 
+_FUNCOL = "torch.distributed._functional_collectives"
+"""It is not imported for this: then nobody calls it."""
+
 _FUNCTIONAL = {
     "all_reduce": Operation.ALL_REDUCE,
     "all_reduce_coalesced": Operation.ALL_REDUCE,
@@ -206,7 +209,7 @@ class CollectiveTap:
             if original is not None:
                 kept.callback(setattr, dist.ProcessGroup, name, original)
                 setattr(dist.ProcessGroup, name, self._method(name, original))
-        functional = dist._functional_collectives
+        functional = sys.modules.get(_FUNCOL)
         for name in _FUNCTIONAL:
             original = getattr(functional, name, None)
             if original is not None:
@@ -277,7 +280,7 @@ class CollectiveTap:
 
     def _method(self, name: str, original: Any) -> Callable[..., Any]:
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._guard(self._note_method, _METHODS[name], group, args, kwargs)
+            self._guard(self._note_method, name, group, args, kwargs)
             return original(group, *args, **kwargs)
 
         return method
@@ -289,25 +292,23 @@ class CollectiveTap:
 
         return function
 
-    def _note_method(self, what: _Method, group: Any, args: Any, kwargs: Any) -> None:
+    def _note_method(self, name: str, group: Any, args: Any, kwargs: Any) -> None:
+        what, coalesced = _METHODS[name], name.endswith("_coalesced")
         given = [*args, *kwargs.values()]
         reduction = _reduction(given) if what.operation.reduces else ""
         known = self._group(group)
         peer = -1 if what.peer is None else known.members[int(given[what.peer])]
-        inputs = list(_flat(given[what.input]))
-        agreed = None if what.agreed is None else list(_flat(given[what.agreed]))
-        if agreed is not None and len(agreed) == len(inputs):
-            for one, other in zip(inputs, agreed, strict=True):
-                self._add(what.operation, reduction, known, [one], _bytes([other]), peer)
-            return
-        self._add(
-            what.operation, reduction, known, inputs, -1 if agreed is None else _bytes(agreed), peer
-        )
+        inputs = given[what.input]
+        agreed = () if what.agreed is None else given[what.agreed]
+        pairs = zip(inputs, agreed, strict=True) if coalesced else [(inputs, agreed)]
+        for tensors, alike in pairs:
+            size = -1 if what.agreed is None else _bytes(_flat(alike))
+            self._add(what.operation, reduction, known, list(_flat(tensors)), size, peer)
 
     def _note_functional(self, operation: Operation, original: Any, args: Any, kwargs: Any) -> None:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         c10d: Any = dist.distributed_c10d
-        resolve = dist._functional_collectives._resolve_group_name
+        resolve = sys.modules[_FUNCOL]._resolve_group_name
         known = self._group(
             c10d._resolve_process_group(resolve(given["group"], given.get("tag", "")))
         )
@@ -377,10 +378,10 @@ def _site(operation: Operation) -> tuple[CodeType | None, int, Phase | None, boo
     outside = nested = False
     while frame is not None and not (code is not None and (outside or phase)):
         own, file = frame.f_code, frame.f_code.co_filename
+        if sources.enters_autograd(own):
+            nested = True
+            break
         if sources.in_torch(file):
-            if own.co_name == "_engine_run_backward":
-                nested = True
-                break
             outside = outside or own.co_name == "_call_impl"
         elif sources.in_megatron(file):
             if code is None:

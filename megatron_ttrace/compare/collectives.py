@@ -54,14 +54,19 @@ def merge(
         gradients: dtype in which gradients are reduced by the run's settings; empty if they leave
             it open.
     """
-    named = [
-        [dataclasses.replace(one, group=one.group or name_of(one.members)) for one in rank.ran]
-        for rank in ranks
-    ]
+    code = _sources(ranks)
+    named = [[_completed(one, name_of, code) for one in rank.ran] for rank in ranks]
     recorded = not any(rank.error for rank in ranks)
     findings = [*_disagreements(ranks, named), *_messages(named)] if recorded else []
     findings += _imprecise(named, compute, gradients)
-    return Ledger(_folded(named), tuple(_once(findings)), _sources(ranks), recorded)
+    return Ledger(_folded(named), tuple(_once(findings)), code, recorded)
+
+
+def _completed(one: Ran, name_of: GroupName, code: Sources) -> Ran:
+    """With a name for its group, and a place: without a call in Megatron, the module's code."""
+    module = code.of(one.module)
+    where = one.where or (module.forward if module else "")
+    return dataclasses.replace(one, group=one.group or name_of(one.members), where=where)
 
 
 def _folded(named: Sequence[Sequence[Ran]]) -> tuple[Collective, ...]:

@@ -12,7 +12,13 @@ from megatron_ttrace.compare.collectives import pattern
 from megatron_ttrace.mcore import places
 from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.placement.mesh import AXES
-from megatron_ttrace.trace.collectives import Citation, Collective, Ledger, Phase
+from megatron_ttrace.trace.collectives import (
+    Citation,
+    Collective,
+    Ledger,
+    ModuleCode,
+    Phase,
+)
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
 from megatron_ttrace.trace.records import Direction, Kind, Verdict
 
@@ -20,7 +26,6 @@ _PHASES = {
     Direction.FORWARD: Phase.FORWARD,
     Direction.BACKWARD: Phase.BACKWARD,
     Direction.GRADIENT: Phase.GRADIENTS,
-    Direction.UPDATE: Phase.OPTIMIZER,
 }
 _REDUCED = (Cause.PARTIAL, Cause.TIED, *FACTORS)
 """Causes that concern a reduction over the axes of the finding."""
@@ -86,9 +91,7 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> str:
     if verdict.direction is Direction.UPDATE and verdict.kind is not Kind.BUFFER:
         return sources.optimizer
     name = verdict.name.partition("#")[0]
-    code = sources.of(name) or sources.of(ROOT)
-    if code is None:
-        return ""
+    code = sources.of(name) or sources.of(ROOT) or ModuleCode("")
     if verdict.direction is Direction.GRADIENT:
         return (not axes and (code.weight or code.backward)) or sources.finalize
     return (verdict.direction is Direction.BACKWARD and code.backward) or code.forward

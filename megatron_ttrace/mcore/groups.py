@@ -33,14 +33,16 @@ _LAYOUTS = (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp"))
 
 
 def group_name(description: str, members: Sequence[int], mesh: Mesh) -> str:
-    """``tp``, ``dp-cp``, ``embedding``: from a group's description; empty if that does not fit.
+    """``tp``, ``dp-cp``, ``embedding``, ``world``: from a group's description; empty if unknown.
 
-    Axes of size 1 are left out. A group over a part of an axis has no name.
+    Axes of size 1 are left out. A group over a part of an axis has no name of its own.
     """
     plain = description.removesuffix("_AG").removesuffix("_GLOO")
     words = plain.removesuffix("_GROUP")
     if words in _EMBEDDINGS:
         return _EMBEDDINGS[words]
+    if description == "default_pg":
+        return "world"
     axes = _DESCRIBED.get(words, ())
     if len(members) != math.prod(mesh.size(axis) for axis in axes):
         return ""

@@ -65,6 +65,15 @@ def phase_of(file: str, operation: Operation) -> Phase | None:
     return None
 
 
+def enters_autograd(code: CodeType) -> bool:
+    """Whether a function starts autograd's engine: what it calls was called by the engine.
+
+    Megatron calls the engine itself in ``custom_backward``
+    (megatron/core/pipeline_parallel/schedules.py).
+    """
+    return code.co_name in ("_engine_run_backward", "custom_backward")
+
+
 def shown(code: CodeType, line: int = 0) -> str:
     """``megatron/core/tensor_parallel/layers.py:123 (ColumnParallelLinear.forward)``."""
     function = code.co_qualname.replace(".<locals>", "")

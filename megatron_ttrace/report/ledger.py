@@ -24,7 +24,6 @@ _WHEN = {
     Phase.FORWARD: "in its forward pass",
     Phase.BACKWARD: "in its backward pass",
     Phase.GRADIENTS: "in the reduction of gradients",
-    Phase.OPTIMIZER: "in the optimizer's step",
 }
 _UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB"))
 
