@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-import megatron_ttrace
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
 from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase, Sources
 
-_OWN = str(Path(megatron_ttrace.__file__).parent) + os.sep
+_OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 _PHASES = (

@@ -34,7 +34,7 @@ def publish(
     wandb: bool = True,
     junit: bool = False,
     run_id: str | None = None,
-    collectives: Sequence[Collective] = (),
+    collectives: Sequence[Collective] | None = None,
 ) -> None:
     """Write, log and print the report of a check.
 
@@ -48,7 +48,7 @@ def publish(
         wandb: whether to log to W&B at all.
         junit: whether to write ``junit.xml`` too.
         run_id: id of the run; the summary's own by default, else this process's.
-        collectives: those of the traced steps.
+        collectives: those of the traced steps; ``None`` writes no file of them.
 
     Raises:
         TTraceError: when ``verdicts.jsonl`` or ``summary.json`` cannot be written.
@@ -59,7 +59,8 @@ def publish(
     files.remove(directory / files.SUMMARY)
     run = run_id or (summary.run.id if summary.run else shared.run_id())
     files.write_verdicts(directory / files.VERDICTS, verdicts, run)
-    files.write_collectives(directory / files.COLLECTIVES, collectives, run)
+    if collectives is not None:
+        files.write_collectives(directory / files.COLLECTIVES, collectives, run)
     files.write_summary(directory / files.SUMMARY, summary, run)
     page = directory / files.HTML
 
