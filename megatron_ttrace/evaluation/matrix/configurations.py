@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# over 500 lines because: it is a table, one row per layout
 """The matrix as data: layouts x models x dtypes.
 
 Models are small, so that a check takes seconds. Numbers of heads, groups and layers differ on
