@@ -54,8 +54,8 @@ def test_a_state_space_layer(tmp_path):
         ("rows_of_other_tokens", "pp2-vpp2-ep2-in-pieces/moe-te/bf16", "decoder.layers.0.mlp"),
         (
             "weights_of_a_microbatch_too_few",
-            "ep2-in-pieces-late-wgrad/moe-te/bf16",
-            "decoder.layers.1.mlp.experts",
+            "pp2-vpp2-ep2-in-pieces-mtp/moe-deep/bf16",
+            "decoder.layers.2.mlp.experts",
         ),
         ("recomputed_from_half", "recompute-mlp-tp2/llama-te/fp32", "decoder.layers."),
     ],
