@@ -32,6 +32,7 @@ import torch
 
 from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
+from megatron_ttrace.capture.direct import DirectCalls
 from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
@@ -112,24 +113,31 @@ class ModuleTap:
             raise stuck[0][1]
 
     def _attach(self, state: ChunkState, name: str, module: torch.nn.Module, names: Names) -> None:
-        def hook(register: Callable[..., Any], function: Callable[..., Any], *args: Any) -> None:
-            guarded = functools.partial(self._guard, function, state, *args)
-            self._handles.append(register(guarded, with_kwargs=True))
+        def guarded(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+            return functools.partial(self._guard, function, state, *args)
 
         is_root, spans = name == ROOT, name in names.spans
         if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
             if module._forward_hooks:
-                hook(module.register_forward_hook, self._passes)
+                passes = guarded(self._passes)
+                self._handles.append(module.register_forward_hook(passes, with_kwargs=True))
             return
         self._follow_tokens(state, name, module)
+        before, after = [], []
         if is_root:
-            hook(module.register_forward_pre_hook, self._root_begins)
-            hook(module.register_forward_hook, self._root_ends)
+            before.append(guarded(self._root_begins))
+            after.append(guarded(self._root_ends))
         if is_root or not spans:
-            hook(module.register_forward_pre_hook, self._begins, name)
+            before.append(guarded(self._begins, name))
         ends_in_loss = is_root and getattr(module, "post_process", True)
         if ends_in_loss or not (spans or is_root):
-            hook(module.register_forward_hook, self._ends, name)
+            after.append(guarded(self._ends, name))
+        for hook in before:
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for hook in after:
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        if is_root:
+            self._handles.append(DirectCalls(module, before, after))
 
     def _follow_tokens(self, state: ChunkState, name: str, module: torch.nn.Module) -> None:
         """Follow the tokens through a mixture-of-experts layer's dispatcher and router."""
