@@ -167,6 +167,18 @@ def fsdp_single_copies():
     fsdp.DataParallelBuffer.__init__ = fixed
 
 
+def fsdp2_scaled_gradients():
+    """Divide by all tokens of a step; torch's FSDP2 has averaged over data parallelism."""
+    from megatron.core.distributed import TorchFullyShardedDataParallel as Wrapper
+
+    def fixed(self, factor):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(float(factor) * self.process_group.size())
+
+    Wrapper.scale_gradients = fixed
+
+
 def frozen():
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     from megatron.core.models.gpt import GPTModel
@@ -191,6 +203,7 @@ FIXS = {
     "delta-net-norm": delta_net_norm,
     "fsdp-scaled-gradients": fsdp_scaled_gradients,
     "fsdp-single-copies": fsdp_single_copies,
+    "fsdp2-scaled-gradients": fsdp2_scaled_gradients,
     "train-only-sinks": frozen,
 }
 
