@@ -31,7 +31,7 @@ from megatron_ttrace.runtime.comparison import (
 )
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import counted, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
@@ -47,6 +47,8 @@ class CandidateSession(Session):
         requirements.require(args, settings)
         if quiet.has_dropout(args) and dist.get_rank() == 0:
             print("ttrace: dropout is switched off in the traced steps", flush=True)
+        if quiet.has_random_routing(args) and dist.get_rank() == 0:
+            print("ttrace: random routing is switched off in the traced steps", flush=True)
         for text in requirements.notices(args, settings):
             self._notice(text)
         run = ranks.from_one(0, "preparing the check", lambda: shared.prepare(settings.directory))
@@ -162,7 +164,7 @@ class CandidateSession(Session):
             comparison.reference, iteration, batches, count, mesh, self.ranks, self.device
         )
         with comparison.step(iteration, layout, batches, numbers) as sink:
-            self.rehearse(run, sink, numbers)
+            comparison.counted.append(self.rehearse(run, sink, numbers, iteration))
 
     def _find_reference(self, started: Started | None) -> None:
         began = time.monotonic()
@@ -191,7 +193,11 @@ class CandidateSession(Session):
         began = time.monotonic()
         findings = self.ranks.exchange(
             "collecting the measurements",
-            lambda: [dataclasses.asdict(self.model.mesh), self.comparison.findings()],
+            lambda: [
+                dataclasses.asdict(self.model.mesh),
+                self.comparison.findings(),
+                counted.encode(self.comparison.counted),
+            ],
             self.device,
         )
         self._timings["gather"] = time.monotonic() - began

@@ -147,6 +147,13 @@ FLAGS = {
     "quantile": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
     "capacity": "--moe-expert-capacity-factor 1.0",
     "padded": "--moe-pad-expert-input-to-capacity",
+    "meta": "--init-model-with-meta-device",
+    # torch.empty() is filled with NaN.
+    "deterministic": "--deterministic-mode",
+    "balanced": "--moe-router-force-load-balancing",
+    "jitter": "--moe-input-jitter-eps 0.1",
+    # Matrices of more than a million elements.
+    "wide": "--num-layers 1 --hidden-size 1024",
     "hierarchical": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
     "--cp-comm-type a2a+p2p",
 }
@@ -379,6 +386,7 @@ LAYOUTS = (
     Layout("dp2-fsdp-zero3", 2, "fsdp optim_grads_params", ("gpt-te",), FP8),
     Layout("dp2-fsdp2", 2, "fsdp2", ("gpt-te",), FP8[:1]),
     Layout("ep2-edp2-fsdp-zero3", 4, "ep2 fsdp optim_grads_params", ("moe-te",), FP8[-1:]),
+    Layout("mtp-tp2-sp-ep2-etp2", 4, "tp2 sp ep2 alltoall mtp", ("moe-deep",), FP8[-1:]),
     Layout("dp2-zero-fp8-weights", 2, "zero --fp8-param-gather", ("gpt-te",), FP8[:1]),
     Layout("tp2", 2, "tp2", ("gpt-te",), FP16),
     Layout("dp4-zero-overlap", 4, "zero overlap", ("llama-te",), FP16),
@@ -421,10 +429,21 @@ LAYOUTS = (
     Layout(
         "dp2-fsdp-zero3-meta",
         2,
-        "fsdp optim_grads_params --init-model-with-meta-device",
+        "fsdp optim_grads_params meta",
         ("llama-te",),
         FP32,
     ),
+    Layout(
+        "ep2-fsdp-zero3-meta",
+        2,
+        "ep2 alltoall fsdp optim_grads_params per-token meta deterministic",
+        ("moe-deep",),
+        finding="Megatron-FSDP on the meta device",
+    ),
+    Layout("ep2-fsdp-zero3-per-token", 2, "ep2 fsdp optim_grads_params per-token", ("moe-deep",)),
+    Layout("balanced-ep2", 2, "ep2 alltoall balanced", ("moe-deep",)),
+    Layout("jitter-ep2", 2, "ep2 alltoall jitter", ("moe-te",), FP32),
+    Layout("wide-tp2", 2, "tp2 wide", ("gpt",), FP32),
     Layout("defer-pp2", 2, "pp2 --defer-embedding-wgrad-compute", ("gpt-te",)),
     Layout("packed-tp2-sp", 2, "tp2 sp packed", ("llama-te",), data=DOCS),
     Layout("packed-dp2-zero", 2, "zero packed", ("llama-te",), data=DOCS),

@@ -147,3 +147,29 @@ def test_copies_of_experts_stay():
     given = flags(num_experts=8, expert_model_parallel_size=4)
     assert axes.of_small(given, axes.of_large(given, 4)).edp == 1
     assert axes.of_small(given, axes.of_large(given, 8)).edp == 2
+
+
+SAME_COPIES = [
+    (tp, cp, ep, tp * cp // ep)
+    for tp, cp, ep in itertools.product([1, 2, 4, 8], repeat=3)
+    if not tp * cp % ep
+]
+"""Sizes with which experts have as many copies as other layers."""
+
+
+@given(st.sampled_from(SAME_COPIES), st.sampled_from([1, 2]))
+def test_ranks_of_a_stage_follow_each_other(sizes, dp):
+    """``--use-tp-pp-dp-mapping`` with a pipeline: experts have as many copies as other layers."""
+    tp, cp, ep, etp = sizes
+    given = flags(
+        *(tp, cp, 2),
+        num_experts=8,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        use_tp_pp_dp_mapping="",
+    )
+    large = axes.of_large(given, tp * cp * 2 * dp)
+    for kept in (None, *itertools.combinations(large.spread(), 2)):
+        small = axes.of_small(given, large, kept)
+        if small.pp > 1 and (kept is None or "ep" in kept):
+            assert small.edp == small.dp
