@@ -35,10 +35,12 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         raise TTraceError(why)
     if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
         raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
-    if getattr(args, "use_torch_fsdp2", False):
+    if getattr(args, "use_torch_fsdp2", False) and getattr(
+        args, "init_model_with_meta_device", False
+    ):
         raise TTraceError(
-            "--use-torch-fsdp2: its sharded weights are not captured; check the same job with "
-            "--use-megatron-fsdp or --use-distributed-optimizer"
+            "--use-torch-fsdp2 with --init-model-with-meta-device: Megatron leaves the weights "
+            "without memory: omit the latter"
         )
     if settings.role == "candidate" and getattr(args, "cuda_graph_impl", "none") != "none":
         raise TTraceError(

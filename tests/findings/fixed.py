@@ -168,6 +168,18 @@ def fsdp_single_copies():
     fsdp.DataParallelBuffer.__init__ = fixed
 
 
+def fsdp2_scaled_gradients():
+    """Divide by all tokens of a step; torch's FSDP2 has averaged over data parallelism."""
+    from megatron.core.distributed import TorchFullyShardedDataParallel as Wrapper
+
+    def fixed(self, factor):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(float(factor) * self.process_group.size())
+
+    Wrapper.scale_gradients = fixed
+
+
 def meta_buffers():
     """Set a router's bias and counters to zero, as its constructor did, once they have memory."""
     reset = TopKRouter.reset_parameters
@@ -204,6 +216,7 @@ FIXS = {
     "delta-net-norm": delta_net_norm,
     "fsdp-scaled-gradients": fsdp_scaled_gradients,
     "fsdp-single-copies": fsdp_single_copies,
+    "fsdp2-scaled-gradients": fsdp2_scaled_gradients,
     "meta-buffers": meta_buffers,
     "train-only-sinks": frozen,
 }

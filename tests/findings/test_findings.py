@@ -53,6 +53,11 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             f"{FSDP} {matrix.EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
             "--global-batch-size 8",
         ),
+        (
+            "",
+            "fsdp2-scaled-gradients",
+            f"{TE} {matrix.FLAGS['fsdp2']} --calculate-per-token-loss --bf16",
+        ),
         ("", "meta-buffers", META),
     ],
 )

@@ -25,7 +25,11 @@ def settings(**values):
 
 REFUSED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
-    ({"use_torch_fsdp2": True}, {}, "--use-torch-fsdp2"),
+    (
+        {"use_torch_fsdp2": True, "init_model_with_meta_device": True},
+        {},
+        "--use-torch-fsdp2 with --init-model-with-meta-device",
+    ),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
     (
         {"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M*E"},
@@ -71,6 +75,7 @@ ACCEPTED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
     ({"use_megatron_fsdp": True}, {}),
     ({"overlap_moe_expert_parallel_comm": True}, {}),
+    ({"use_torch_fsdp2": True}, {}),
     ({"load": "there"}, {}),
     ({"cuda_graph_impl": "none"}, {}),
 ]
