@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import loss_scale, quiet
+from megatron_ttrace.mcore import fim, loss_scale, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import answer, launch, requirements
@@ -47,6 +47,8 @@ class CandidateSession(Session):
         self._timings: dict[str, float] = {}
         self._notices: list[str] = []
         requirements.require(args, settings)
+        if fim.is_by_sample(args, settings):
+            fim.rearrange_by_sample()
         if quiet.has_dropout(args) and dist.get_rank() == 0:
             print("ttrace: dropout is switched off in the traced steps", flush=True)
         if quiet.has_random_routing(args) and dist.get_rank() == 0:

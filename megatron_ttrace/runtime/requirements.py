@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import balancing, own_shards
+from megatron_ttrace.mcore import balancing, fim, own_shards
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
@@ -56,11 +56,15 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern: the pieces in which "
             "its layers run are not captured: check the same job without the overlap"
         )
-    if getattr(args, "fim_data", False) and getattr(args, "data_parallel_size", 1) > 1:
+    if (
+        getattr(args, "fim_data", False)
+        and getattr(args, "data_parallel_size", 1) > 1
+        and not fim.is_by_sample(args, settings)
+    ):
         raise TTraceError(
             "--fim-data with data parallelism: each rank rearranges samples at random in the order "
-            "in which it reads them, so another layout trains on others: check the same job "
-            "without it"
+            "in which it reads them, so another layout trains on others: check the same job with "
+            "--ttrace-exit, which rearranges each sample by its index"
         )
     main_weights = getattr(args, "main_params_dtype", None)
     if main_weights is not None and main_weights.itemsize < 4:
@@ -107,6 +111,11 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
         found.append(
             f"{option}: every tensor-parallel rank updates its own shard of a matrix, which is "
             "another update than a single device's by design: unchecked; gradients are judged"
+        )
+    if fim.is_by_sample(args, settings):
+        found.append(
+            "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
+            "the rank that reads it, so that all layouts have the same samples"
         )
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")

@@ -71,6 +71,7 @@ def test_refused(given, asked, words, monkeypatch):
 
 
 ACCEPTED = [
+    ({"fim_data": True, "data_parallel_size": 2}, {"exit_after": True}),
     ({"rampup_batch_size": ["2", "2", "8"]}, {}),
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
     ({"use_megatron_fsdp": True}, {}),
