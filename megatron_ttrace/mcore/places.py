@@ -14,6 +14,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, Verdict
 
@@ -151,6 +152,10 @@ MODULES = (
 _LOADER = "get_batch() of the training script"
 _STAGES = "core/transformer/transformer_block.py:get_num_layers_to_build"
 _MARKS = f"{_LAYERS}:param_is_not_tensor_parallel_duplicate"
+_COUNTED = {
+    Statistic.CLIPPED.number: "core/optimizer/optimizer.py:ChainedOptimizer",
+    Statistic.STEPPED.number: "core/optimizer/__init__.py:_get_param_groups_and_buffers",
+}
 _LOG = "training/training.py:training_log"
 _OPTIMIZER = "core/optimizer/optimizer.py:MegatronOptimizer"
 
@@ -161,6 +166,8 @@ def location(tensor: Verdict, finding: Finding | None = None) -> str:
     The line is that of the installed Megatron, if there is one. Empty if there is no common
     location for such a fault.
     """
+    if tensor.kind in (Kind.COUNTED, Kind.METRIC):
+        return _shown(_COUNTED.get(tensor.index, _MARKS) if tensor.kind is Kind.COUNTED else _LOG)
     if finding is not None:
         for place in PLACES:
             if place.fits(finding, tensor):
@@ -171,8 +178,6 @@ def location(tensor: Verdict, finding: Finding | None = None) -> str:
 
 
 def _of_tensor(tensor: Verdict) -> str:
-    if tensor.kind in (Kind.COUNTED, Kind.METRIC):
-        return _MARKS if tensor.kind is Kind.COUNTED else _LOG
     if tensor.verdict in (Outcome.MISSING, Outcome.EXTRA):
         return _STAGES
     if tensor.direction is Direction.UPDATE:
