@@ -28,7 +28,7 @@ from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.counted import Counted
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind
+from megatron_ttrace.trace.records import ELEMENTS, STEP_LEVEL, VALUE, Kind
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
 
@@ -240,7 +240,8 @@ class StepTap:
             self._error(error)
             return
         for name, value in found.items():
-            self._attempt(self._scalar, Kind.METRIC, name, value)
+            index = ELEMENTS if name in logged.COUNTS else VALUE
+            self._attempt(self._scalar, Kind.METRIC, name, value, index)
 
     def _buffers(self) -> None:
         for names in self._model.names:
@@ -248,12 +249,12 @@ class StepTap:
                 shape, placement = place_buffer(name, buffer.shape, names, self._model.mesh)
                 self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, 0), buffer, shape, placement)
 
-    def _scalar(self, kind: Kind, name: str, value: Any) -> None:
+    def _scalar(self, kind: Kind, name: str, value: Any, index: int = 0) -> None:
         data = torch.as_tensor(value).detach().reshape(())
         if not torch.is_tensor(value):
             # A Python number was a float32 before; as float64 it would look more exact.
             data = data.float()
-        self._sink.placed((STEP_LEVEL, kind, name, 0), data, (), ())
+        self._sink.placed((STEP_LEVEL, kind, name, index), data, (), ())
 
 
 def place_buffer(

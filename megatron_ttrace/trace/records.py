@@ -150,6 +150,10 @@ SCORES, CHOICE, KEPT = 0, 1, 2
 what is left of it within the experts' capacity."""
 
 
+VALUE, ELEMENTS = 0, 1
+"""Indices of a ``metric``: a value that was computed, and how many elements have a property."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class TraceKey:
     """Names one logical tensor of a run.
