@@ -12,7 +12,7 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.wire import decode
-from megatron_ttrace.mcore import balancing, provenance
+from megatron_ttrace.mcore import balancing, own_shards, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
@@ -71,6 +71,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         seq_length=args.seq_length,
         dispatcher=dispatcher(args),
         own_tokens=tuple(balancing.depends_on_layout(args)),
+        own_shards=own_shards.depends_on_layout(args)[0],
         iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
         init=settings.init,

@@ -47,6 +47,8 @@ class CandidateSession(Session):
         requirements.require(args, settings)
         if quiet.has_dropout(args) and dist.get_rank() == 0:
             print("ttrace: dropout is switched off in the traced steps", flush=True)
+        if quiet.has_random_routing(args) and dist.get_rank() == 0:
+            print("ttrace: random routing is switched off in the traced steps", flush=True)
         for text in requirements.notices(args, settings):
             self._notice(text)
         run = ranks.from_one(0, "preparing the check", lambda: shared.prepare(settings.directory))

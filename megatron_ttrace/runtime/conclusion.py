@@ -12,14 +12,14 @@ from types import MappingProxyType
 
 from megatron_ttrace.compare import counted, exactness, exercised, experts, initial
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.judge import Holder, judge
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.residual import residuals
-from megatron_ttrace.mcore import places, versions
+from megatron_ttrace.mcore import own_shards, places, versions
 from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.counted import Counted, decode
@@ -149,9 +149,19 @@ def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
     return TooFew(unchecked, judged, allowed, tuple(reasons.most_common(_REASONS)))
 
 
-def _unjudged(mesh: Mesh, job: RunConfig, key: TraceKey) -> Reason | None:
+def _unjudged(
+    mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Holder]
+) -> Reason | None:
     if key.kind is Kind.ROUTING and key.index in job.own_tokens:
         return Reason.OWN_TOKENS
+    if (
+        key.kind in job.own_shards
+        and key.direction is Direction.UPDATE
+        and any(
+            own_shards.is_matrix(key.name, one.logical_shape) and one.is_part for _, one in holders
+        )
+    ):
+        return Reason.OWN_SHARD
     return Reason.DISPATCHED if experts.is_beyond(key, mesh, job.dispatcher) else None
 
 

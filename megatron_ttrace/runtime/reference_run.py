@@ -147,7 +147,7 @@ class ReferenceSession(Session):
             layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
             for seed in range(1, self.settings.seeds + 1):
                 again()
-                with perturbed(self.model.names, seed):
+                with perturbed(self.model.names, seed, self.model.optimizer):
                     for iteration in block:
                         replay = self._replay(reader, iteration, layout, seed)
                         self.rehearse(run, replay, numbers, iteration)

@@ -223,6 +223,7 @@ class Session(abc.ABC):
     def _keep(self, kept: ExitStack, *, restore: bool) -> None:
         kept.enter_context(quiet.one_attempt())
         kept.enter_context(quiet.without_dropout(self.model.chunks))
+        kept.enter_context(quiet.without_random_routing(self.model.chunks))
         kept.enter_context(quiet.random_states_kept())
         kept.enter_context(quiet.metrics_kept())
         kept.enter_context(

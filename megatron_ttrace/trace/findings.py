@@ -78,6 +78,7 @@ class Remark(StrEnum):
 
     DISPATCHED = "dispatched"
     OWN_TOKENS = "own tokens"
+    OWN_SHARD = "own shard"
     EXTRA = "extra"
     EMPTY = "empty"
     MISSING = "missing"

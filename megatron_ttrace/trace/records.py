@@ -107,6 +107,8 @@ class Reason(StrEnum):
     """Unchecked: its rows went through a token dispatcher that cannot be followed."""
     OWN_TOKENS = "own tokens"
     """Unchecked: a choice that depends on all tokens that a rank has, here a part of them."""
+    OWN_SHARD = "own shard"
+    """Unchecked: an update that depends on a rank's whole shard of a matrix."""
     INITIAL_VALUES = "initial values"
     """Unchecked: there is no distribution to compare."""
     TWIN = "twin"
@@ -161,6 +163,12 @@ class TraceKey:
     name: str
     index: Count = 0
 
+    @property
+    def direction(self) -> Direction:
+        """Where in the step the tensor stands; a parameter is read before the step and after it."""
+        after = self.kind is Kind.PARAM and self.index
+        return Direction.UPDATE if after else self.kind.direction
+
     def __str__(self) -> str:
         where = "" if self.microbatch == STEP_LEVEL else f" microbatch {self.microbatch}"
         return f"{self.name} {self.kind}.{self.index} (iteration {self.iteration}{where})"
@@ -200,9 +208,8 @@ class Verdict(Record):
 
     @property
     def direction(self) -> Direction:
-        """Where in the step the tensor stands; a parameter is read before the step and after it."""
-        after = self.kind is Kind.PARAM and self.index
-        return Direction.UPDATE if after else self.kind.direction
+        """Where in the step the tensor stands."""
+        return self.key.direction
 
     @property
     def is_luck(self) -> bool:

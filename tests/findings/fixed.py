@@ -25,6 +25,7 @@ from megatron.core.transformer import multi_latent_attention as mla  # noqa: E40
 from megatron.core.transformer import multi_token_prediction as mtp  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.experimental_attention_variant import dsa  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
 
 def over_context_parallel(count):
@@ -167,6 +168,18 @@ def fsdp_single_copies():
     fsdp.DataParallelBuffer.__init__ = fixed
 
 
+def meta_buffers():
+    """Set a router's bias and counters to zero, as its constructor did, once they have memory."""
+    reset = TopKRouter.reset_parameters
+
+    def fixed(self):
+        reset(self)
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
+    TopKRouter.reset_parameters = fixed
+
+
 def frozen():
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     from megatron.core.models.gpt import GPTModel
@@ -191,6 +204,7 @@ FIXS = {
     "delta-net-norm": delta_net_norm,
     "fsdp-scaled-gradients": fsdp_scaled_gradients,
     "fsdp-single-copies": fsdp_single_copies,
+    "meta-buffers": meta_buffers,
     "train-only-sinks": frozen,
 }
 

@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.flags import Settings
@@ -29,6 +30,14 @@ REFUSED = [
     ({"overlap_moe_expert_parallel_comm": True}, {}, "--overlap-moe-expert-parallel-comm"),
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
     ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
+    ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
+    ({"optimizer_cpu_offload": True}, {}, "--optimizer-cpu-offload"),
+    (
+        {"use_precision_aware_optimizer": True, "load": "there"},
+        {},
+        "--use-precision-aware-optimizer with --load",
+    ),
+    ({"use_layer_wise_distributed_optimizer": True, "bf16": False}, {}, "for --bf16 only"),
     (
         {
             "num_experts": 4,

@@ -91,6 +91,14 @@ FINDINGS = (
         ),
     ),
     Finding(
+        "Megatron-FSDP on the meta device",
+        lambda given: (
+            given.has("use_megatron_fsdp")
+            and given.has("init_model_with_meta_device")
+            and given.has("moe_router_enable_expert_bias")
+        ),
+    ),
+    Finding(
         "`--use-cpu-initialization` with expert parallelism",
         lambda given: given.has("use_cpu_initialization") and _above_one(given, "expert_model"),
     ),
