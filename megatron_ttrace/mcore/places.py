@@ -79,7 +79,6 @@ PLACES = (
     Place("core/transformer/transformer_block.py:get_num_layers_to_build", (Cause.LAYERS,)),
     Place("core/optimizer/__init__.py:_get_param_groups_and_buffers", (Cause.ZERO,), _UPDATE),
     Place(f"{_DDP}:_make_backward_post_hook", (Cause.ZERO,), _GRADIENT),
-    Place(_EMBEDDINGS, (Cause.TIED,)),
     Place(f"{_FINALIZE}:finalize_model_grads", (Cause.WEIGHTS,)),
     Place(_EMBEDDINGS, (), _GRADIENT, _EMBEDDING, ("pp",)),
     Place(
