@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_ttrace.capture.counting import Tally
 from megatron_ttrace.capture.isolate import clipped_by
 from megatron_ttrace.capture.modules import ModuleTap, Sink
+from megatron_ttrace.mcore import logged
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
@@ -25,6 +27,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
@@ -108,6 +111,9 @@ class StepTap:
         self._settle = settle
         self._ready = ready
         self._failed = False
+        self._tally = Tally(
+            model.chunks, model.places(), model.optimizer, model.mesh, self._attempt
+        )
         self._tap = ModuleTap(model.names, sink, microbatches, self._error)
 
     def detach(self) -> None:
@@ -121,7 +127,8 @@ class StepTap:
 
         def traced_step(*args: Any, **kwargs: Any) -> Any:
             before = self._attempt(self._gradients)
-            with clipped_by(self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))):
+            norm = self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))
+            with clipped_by(norm), self._tally.step():
                 result = original(*args, **kwargs)
             # Also on a rank whose tracing failed: the others wait for it in this collective.
             self._settle()
@@ -137,9 +144,14 @@ class StepTap:
             finally:
                 del optimizer.step
         self._attempt(self._losses, result)
+        self._metrics(result)
         self._attempt(self._buffers)
         self._attempt(self._parameters, 1)
         return result
+
+    def counted(self, iteration: int) -> Counted:
+        """Which elements went into the step's norms, counts and updates."""
+        return self._tally.counted(iteration)
 
     def _error(self, error: BaseException) -> None:
         self._failed = True
@@ -216,6 +228,18 @@ class StepTap:
         losses = result[0] if isinstance(result, tuple) and result else {}
         for name, value in losses.items() if isinstance(losses, dict) else ():
             self._scalar(Kind.LOSS, str(name), value)
+
+    def _metrics(self, result: Any) -> None:
+        """Capture what is logged; also on a rank whose tracing failed, for it is a collective."""
+        chunks, optimizer = self._model.chunks, self._model.optimizer
+        try:
+            with torch.no_grad():
+                found = logged.reported(result, chunks, optimizer, self._tally.params_norm)
+        except Exception as error:  # noqa: BLE001 - tracing never harms training
+            self._error(error)
+            return
+        for name, value in found.items():
+            self._attempt(self._scalar, Kind.METRIC, name, value)
 
     def _buffers(self) -> None:
         for names in self._model.names:

@@ -162,7 +162,7 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
     data = documents.arguments(large.script, prefix)
     if not args.no_fork:
         # Before the data is written: that imports Megatron, which must be the script's own.
-        jobs.prepare(ours.ttrace_device, Path(large.script), modules=PRELOADED)
+        jobs.prepare(ours.ttrace_device, Path(large.script), modules=PRELOADED, arguments=theirs)
     documents.write(prefix)
     reports = []
     for number, job in enumerate(found.jobs, 1):

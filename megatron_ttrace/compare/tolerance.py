@@ -49,7 +49,11 @@ _STUDENT = (
 )
 """Quantiles of Student's t, two-sided 99.9 %, by degrees of freedom; the last is the normal's."""
 
-_SUMMED_INTO = {(Kind.MAIN_GRAD, ""): Kind.GRAD_NORM, (Kind.OUTPUT, "model"): Kind.LOSS}
+_SUMMED_INTO = {
+    (Kind.MAIN_GRAD, ""): Kind.GRAD_NORM,
+    (Kind.OUTPUT, "model"): Kind.LOSS,
+    (Kind.PARAM_DELTA, ""): Kind.METRIC,
+}
 """Which tensors' elements the scalars of a step are sums of."""
 
 

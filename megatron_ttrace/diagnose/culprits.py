@@ -173,17 +173,22 @@ def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[_Origin]:
     )
     # A parameter that no rank has means a module that no rank has: its forward pass is missing.
     started = {Direction.START: Direction.FORWARD}
-    return [
-        one
-        for one in absent
-        if started.get(one.verdict.direction, one.verdict.direction) is direction
-    ] + [
-        _Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
-        for v in _failures(verdicts)
-        if v.verdict not in _ABSENT
-        and v.direction is direction
-        and not (v.kind is Kind.GRAD_NORM and absent)
-    ]
+    return (
+        [
+            one
+            for one in absent
+            if started.get(one.verdict.direction, one.verdict.direction) is direction
+        ]
+        + [
+            _Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
+            for v in _failures(verdicts)
+            if v.verdict not in _ABSENT
+            and v.direction is direction
+            and v.kind is not Kind.COUNTED
+            and not (v.kind is Kind.GRAD_NORM and absent)
+        ]
+        + (_counted(verdicts) if direction is Direction.GRADIENT and not absent else [])
+    )
 
 
 def _start(verdicts: Sequence[Verdict]) -> list[_Origin]:
@@ -249,7 +254,15 @@ def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
     if found or any(v.verdict in _ABSENT for v in _failures(verdicts, *_MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.
         return found
-    return _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
+    return _counted(verdicts) or _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
+
+
+def _counted(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    """The first parameter of each statistic that has elements twice, or not at all."""
+    first: dict[object, Verdict] = {}
+    for verdict in _failures(verdicts, Kind.COUNTED):
+        first.setdefault((verdict.index, verdict.reason), verdict)
+    return [_Origin(v, v.name, Grounds.COUNTED) for v in first.values()]
 
 
 def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
@@ -260,10 +273,17 @@ def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
         if v.name in unknown
     ]
     # Without their gradients the norm is wrong, and with it every clipped update.
-    return never or [
-        _Origin(verdict, owner(verdict.name), Grounds.UPDATE)
-        for verdict in _failures(verdicts, *_UPDATED)
-    ]
+    return (
+        never
+        or [
+            _Origin(verdict, owner(verdict.name), Grounds.UPDATE)
+            for verdict in _failures(verdicts, *_UPDATED)
+        ]
+        or [
+            _Origin(verdict, verdict.name, Grounds.METRIC)
+            for verdict in _failures(verdicts, Kind.METRIC)
+        ]
+    )
 
 
 def _born(

@@ -44,6 +44,8 @@ _HARMLESS_PREFIXES = (
     "one_logger",
     "ft_",
 )
+_LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
+"""What is computed only if it is logged is compared if it is."""
 _HARMLESS = {
     "rank",
     "local_rank",
@@ -74,7 +76,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         name: _plain(value)
         for name, value in sorted(derived.items())
         if name not in _HARMLESS
-        and not name.startswith(_HARMLESS_PREFIXES)
+        and (name in _LOGGED or not name.startswith(_HARMLESS_PREFIXES))
         and name not in SINGLE_DEVICE
         and name not in QUIET
     }

@@ -149,6 +149,8 @@ MODULES = (
 
 _LOADER = "get_batch() of the training script"
 _STAGES = "core/transformer/transformer_block.py:get_num_layers_to_build"
+_MARKS = f"{_LAYERS}:param_is_not_tensor_parallel_duplicate"
+_LOG = "training/training.py:training_log"
 _OPTIMIZER = "core/optimizer/optimizer.py:MegatronOptimizer"
 
 
@@ -168,6 +170,8 @@ def location(tensor: Verdict, finding: Finding | None = None) -> str:
 
 
 def _of_tensor(tensor: Verdict) -> str:
+    if tensor.kind in (Kind.COUNTED, Kind.METRIC):
+        return _MARKS if tensor.kind is Kind.COUNTED else _LOG
     if tensor.verdict in (Outcome.MISSING, Outcome.EXTRA):
         return _STAGES
     if tensor.direction is Direction.UPDATE:

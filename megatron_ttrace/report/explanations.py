@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_ttrace.report.wording import runs
+from megatron_ttrace.report.wording import STATISTICS, runs
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
 from megatron_ttrace.trace.records import Kind, Verdict
+from megatron_ttrace.trace.sanitise import clean
+
+_OTHERS = 4
+"""Further parameters that a sentence names."""
 
 Said = tuple[str, str]
 
@@ -34,9 +38,11 @@ _GROUNDS = {
     "that fails",
     Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
     "not",
+    Grounds.COUNTED: "every main gradient passes, {index} does not have every element once",
     Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
     Grounds.UPDATE: "its main gradient passes, the optimizer's {kind} of {name} does not",
+    Grounds.METRIC: "every update passes, what Megatron logs as {name} does not",
     Grounds.ISOLATED: "it was computed from the reference's own tensors, and differs",
     Grounds.FIRST_FAILURE: "first failure in execution order; no module explains it",
 }
@@ -88,7 +94,10 @@ def reason_text(
         alike: of all tensors of the same kind, for one that belongs to the whole step.
     """
     text = _GROUNDS[grounds].format(
-        name=verdict.name, kind=verdict.kind.value, note=verdict.note or "absent"
+        name=verdict.name,
+        kind=verdict.kind.value,
+        note=verdict.note or "absent",
+        index=statistic_text(verdict),
     )
     if before is not None:
         text += f"; the tensor before it ({before.name} {before.kind}.{before.index}) passes"
@@ -295,6 +304,29 @@ def _blocks(finding: f.BlockWeight) -> Said:
     return f"{what} {how}", ""
 
 
+def statistic_text(verdict: Verdict) -> str:
+    """What a verdict on elements that are counted is about."""
+    statistics = [*STATISTICS.values()]
+    return statistics[verdict.index % len(statistics)]
+
+
+def _miscounted(finding: f.Miscounted) -> Said:
+    what = STATISTICS[finding.statistic]
+    if finding.cause is Cause.OTHER_NORM:
+        text = "clipped by the norm of other parameters than in the reference"
+    elif finding.cause is Cause.COUNTED_TWICE:
+        text = f"counted {finding.most} times in {what}"
+    else:
+        some = "some elements are " if finding.most else ""
+        text = f"{some}never counted in {what}"
+    others = [clean(name) for name in finding.names[1:]]
+    if others:
+        shown = ", ".join(others[:_OTHERS]) + ", ..." * (len(others) > _OTHERS)
+        text += f", as are elements of {len(others)} more parameters: {shown}"
+    marks = "a mark of tensor parallelism or of sharing, or a process group"
+    return text, marks if finding.cause is not Cause.OTHER_NORM else ""
+
+
 _OVERWRITTEN = "the input saved for backward was overwritten before it was used"
 
 _RENDERERS: dict[type, Callable[[Any], Said]] = {
@@ -325,6 +357,7 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.WrongRows: _rows,
     f.WrongMasks: _masks,
     f.BlockWeight: _blocks,
+    f.Miscounted: _miscounted,
 }
 
 

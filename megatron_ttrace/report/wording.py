@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import UNKNOWN, Note, Remark, Sample
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
@@ -273,6 +274,21 @@ def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
     return [(label, text) for label, text in found.items() if text]
 
 
+STATISTICS = {
+    Statistic.GRAD_NORM: "the gradient norm",
+    Statistic.NUM_ZEROS: "the number of zeros",
+    Statistic.PARAMS_NORM: "the norm of all parameters",
+    Statistic.CLIPPED: "gradient clipping",
+    Statistic.STEPPED: "the optimizer's update",
+}
+"""What takes elements of parameters or gradients, for people."""
+
+
+def not_judged_text(statistic: Statistic, why: str) -> str:
+    """The notice that it was not checked which elements are in a statistic."""
+    return f"which elements are in {STATISTICS[statistic]} is not judged: {clean(why)} is unknown"
+
+
 _NOTES = {
     Remark.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
     "allgather can); its layer is judged as a whole",
@@ -305,6 +321,9 @@ _NOTES = {
     Remark.DISTRIBUTION: "initial values differ in distribution: {samples}",
     Remark.LOST: "initial values are lost: {samples}",
     Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
+    Remark.COUNTED_TWICE: "elements are counted up to {limit:.0f} times in {text}",
+    Remark.NEVER_COUNTED: "elements are never counted in {text}",
+    Remark.OTHER_NORM: "clipped by the norm of other parameters than in the reference",
 }
 
 

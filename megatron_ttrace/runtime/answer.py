@@ -18,13 +18,14 @@ from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
 from megatron_ttrace.runtime.conclusion import conclude
 from megatron_ttrace.runtime.requirements import isolates
+from megatron_ttrace.trace import counted
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.store import seal
 
 
 def answer(
     comparison: Comparison,
-    findings: Sequence[tuple[dict[str, Any], Any]],
+    findings: Sequence[tuple[dict[str, Any], Any, Any]],
     *,
     model: TracedModel,
     args: MegatronArguments,
@@ -32,22 +33,24 @@ def answer(
     timings: dict[str, float],
     notices: Sequence[str],
 ) -> tuple[Summary, list[Verdict]]:
-    """Conclude, on one rank; ``findings`` are each rank's mesh and measurements, as JSON."""
+    """Conclude, on one rank; ``findings`` are each rank's mesh, measures and counts, as JSON."""
     config = config_of(model, args, settings)
     directory = settings.directory / "candidate"
     if any(directory.glob("*.index.jsonl")):
         meta = {
             "role": "candidate",
             "complete": settings.save_candidate,
-            "meshes": [mesh for mesh, _ in findings],
+            "meshes": [mesh for mesh, _, _ in findings],
+            "counted": [counts for _, _, counts in findings] if settings.save_candidate else [],
             "config": config.on(model.mesh),
         }
         seal(directory, meta)
     summary, verdicts = conclude(
         comparison.reference,
         comparison.tolerances,
-        {rank: decode(message) for rank, (_, message) in enumerate(findings)},
+        {rank: decode(message) for rank, (_, message, _) in enumerate(findings)},
         candidate=directory,
+        counts={rank: counted.decode(message) for rank, (_, _, message) in enumerate(findings)},
         mesh=model.mesh,
         config=config,
         timings=timings,

@@ -31,7 +31,7 @@ from megatron_ttrace.runtime.comparison import (
 )
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import counted, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
@@ -162,7 +162,7 @@ class CandidateSession(Session):
             comparison.reference, iteration, batches, count, mesh, self.ranks, self.device
         )
         with comparison.step(iteration, layout, batches, numbers) as sink:
-            self.rehearse(run, sink, numbers)
+            comparison.counted.append(self.rehearse(run, sink, numbers, iteration))
 
     def _find_reference(self, started: Started | None) -> None:
         began = time.monotonic()
@@ -191,7 +191,11 @@ class CandidateSession(Session):
         began = time.monotonic()
         findings = self.ranks.exchange(
             "collecting the measurements",
-            lambda: [dataclasses.asdict(self.model.mesh), self.comparison.findings()],
+            lambda: [
+                dataclasses.asdict(self.model.mesh),
+                self.comparison.findings(),
+                counted.encode(self.comparison.counted),
+            ],
             self.device,
         )
         self._timings["gather"] = time.monotonic() - began

@@ -47,12 +47,6 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
         raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
-    if getattr(args, "overlap_moe_expert_parallel_comm", False):
-        raise TTraceError(
-            "--overlap-moe-expert-parallel-comm: runs the layers of two microbatches in turns, "
-            "outside of the model's forward pass, where they cannot be told apart: check the same "
-            "job without it"
-        )
     if getattr(args, "fim_data", False) and getattr(args, "data_parallel_size", 1) > 1:
         raise TTraceError(
             "--fim-data with data parallelism: each rank rearranges samples at random in the order "

@@ -32,6 +32,7 @@ from megatron_ttrace.runtime.start import handoff
 from megatron_ttrace.runtime.start.moments import awaken, prime
 from megatron_ttrace.runtime.start.parameters import fill
 from megatron_ttrace.runtime.start.tokens import spread_batch
+from megatron_ttrace.trace.counted import Counted
 
 type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
 """What Megatron gives to ``train_step``; a list has one iterator per virtual-pipeline chunk."""
@@ -157,8 +158,13 @@ class Session(abc.ABC):
         else:
             served.serve()
 
-    def rehearse(self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int]) -> None:
+    def rehearse(
+        self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int], iteration: int
+    ) -> Counted:
         """Run one traced training step, on all ranks.
+
+        Returns:
+            Which elements went into the step's norms, counts and updates on this rank.
 
         Raises:
             GivenUpError: on every rank, when tracing failed on any.
@@ -175,6 +181,7 @@ class Session(abc.ABC):
         self._kept.callback(tap.detach)
         tap.run(lambda: self.step(run))
         self.ranks.together("tracing", self._refuse)
+        return tap.counted(iteration)
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Megatron's own training step.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
+from megatron_ttrace.trace.counted import Statistic
+
 UNKNOWN = "unknown"
 """The explanation of a culprit for which no hypothesis passed its test."""
 
@@ -28,7 +30,9 @@ class Grounds(StrEnum):
     GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
     FIRST_GRADIENT = "first_gradient"
     MAIN_GRAD = "main_grad"
+    COUNTED = "counted"
     GRAD_NORM = "grad_norm"
+    METRIC = "metric"
     NO_OPTIMIZER_STATE = "no_optimizer_state"
     UPDATE = "update"
     ISOLATED = "isolated"
@@ -63,6 +67,9 @@ class Cause(StrEnum):
     COPY = "copy"
     ATTENTION_MASK = "attention_mask"
     ATTENTION_BLOCK = "attention_block"
+    COUNTED_TWICE = "counted_twice"
+    NEVER_COUNTED = "never_counted"
+    OTHER_NORM = "other_norm"
 
 
 class Remark(StrEnum):
@@ -96,6 +103,9 @@ class Remark(StrEnum):
     DISTRIBUTION = "distribution"
     LOST = "lost"
     NOT_THE_REFERENCES = "not_the_references"
+    COUNTED_TWICE = "counted_twice"
+    NEVER_COUNTED = "never_counted"
+    OTHER_NORM = "other_norm"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -387,6 +397,19 @@ class BlockWeight(Finding):
     ring: int
     weight: float
     missing: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Miscounted(Finding):
+    """Elements of the parameters ``names`` are not in a statistic exactly once.
+
+    They are in it ``least`` to ``most`` times, in the first of these parameters.
+    """
+
+    statistic: Statistic
+    least: int
+    most: int
+    names: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

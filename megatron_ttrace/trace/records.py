@@ -34,11 +34,13 @@ class Kind(StrEnum):
     GRAD_OUTPUT = "grad_output"
     GRAD_INPUT = "grad_input"
     MAIN_GRAD = "main_grad"
+    COUNTED = "counted"
     GRAD_NORM = "grad_norm"
     PARAM_DELTA = "param_delta"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     BUFFER = "buffer"
+    METRIC = "metric"
 
     @property
     def direction(self) -> Direction:
@@ -62,8 +64,14 @@ _DIRECTION = {
         Direction.START: (Kind.INITIAL, Kind.TOKENS, Kind.PARAM),
         Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.LOSS),
         Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
-        Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.GRAD_NORM),
-        Direction.UPDATE: (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.BUFFER),
+        Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.COUNTED, Kind.GRAD_NORM),
+        Direction.UPDATE: (
+            Kind.PARAM_DELTA,
+            Kind.EXP_AVG,
+            Kind.EXP_AVG_SQ,
+            Kind.BUFFER,
+            Kind.METRIC,
+        ),
     }.items()
     for kind in kinds
 }
@@ -103,6 +111,12 @@ class Reason(StrEnum):
     """Unchecked: there is no distribution to compare."""
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""
+    COUNTED_TWICE = "counted twice"
+    """Elements are in a norm, a count or an update more than once."""
+    NEVER_COUNTED = "never counted"
+    """Elements are missing from a norm, a count or an update."""
+    OTHER_NORM = "other norm"
+    """Gradients are clipped by the norm of other parameters than in the reference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

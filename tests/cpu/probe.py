@@ -208,6 +208,12 @@ def main() -> None:
         "had cuda": had_cuda,
         "wrapped once": torch.empty.__wrapped__ is ORIGINAL_EMPTY,  # type: ignore[attr-defined]
         "dynamo": os.environ["TORCHDYNAMO_DISABLE"],
+        "compiled": [
+            torch.compile(main) is main,
+            torch.compile(main, mode="max-autotune") is main,
+            torch.compile(dynamic=True)(main) is main,
+            "torch._dynamo" in sys.modules,
+        ],
         "devices": devices(),
         "default device": default_device(),
         "scripted": scripted(),

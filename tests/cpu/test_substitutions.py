@@ -95,6 +95,11 @@ def test_activating_twice_wraps_once(facts):
     assert facts["dynamo"] == "1"
 
 
+def test_nothing_is_compiled(facts):
+    """``torch.compile`` returns functions as they are, and the compiler is not imported for it."""
+    assert facts["compiled"] == [True, True, True, False]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_collectives_of_forked_ranks(facts, rank):
     seen = facts["forked"][rank]

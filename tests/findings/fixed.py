@@ -134,6 +134,39 @@ def delta_net_norm():
     GatedDeltaNet.__init__ = fixed
 
 
+def fsdp_scaled_gradients():
+    """Keep what was summed over tensor parallelism: scale the copies beside the buffers."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
+
+    def fixed(self, factor):
+        for group in self.parameter_groups:
+            if group.main_grad_buffer is not None:
+                group.main_grad_buffer.data *= factor
+        for _, parameter in self.optimizer_named_parameters:
+            group = self.parameter_groups[self.param_to_param_group[parameter.orig_param]]
+            name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+            gradient = getattr(parameter, name)
+            if gradient is not None and gradient.dtype != group.main_grad_buffer.dtype:
+                gradient._local_tensor.mul_(factor)
+
+    fsdp.ParamAndGradBuffer.scale_gradients = fixed
+
+
+def fsdp_single_copies():
+    """Reduce each microbatch's gradient alone, also where one rank holds all of it."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
+
+    build = fsdp.DataParallelBuffer.__init__
+
+    def fixed(self, config, *args, **keywords):
+        strategy = config.data_parallel_sharding_strategy
+        if "gradient_scaling_factor" in keywords and strategy.startswith("optim_grads"):
+            keywords["is_data_distributed"] = True
+        build(self, config, *args, **keywords)
+
+    fsdp.DataParallelBuffer.__init__ = fixed
+
+
 def frozen():
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     from megatron.core.models.gpt import GPTModel
@@ -156,6 +189,8 @@ FIXS = {
     "sinks": sinks,
     "delta-net-start": delta_net_start,
     "delta-net-norm": delta_net_norm,
+    "fsdp-scaled-gradients": fsdp_scaled_gradients,
+    "fsdp-single-copies": fsdp_single_copies,
     "train-only-sinks": frozen,
 }
 

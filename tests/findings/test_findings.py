@@ -23,6 +23,7 @@ MLA = (
 SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type allgather"
 
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
+FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
 
 
 @pytest.mark.nightly
@@ -36,6 +37,17 @@ DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
         ("", "indexer", SPARSE),
         ("", "delta-net-start", f"{DELTA} --sequence-parallel"),
         ("delta-net-start", "delta-net-norm", DELTA),
+        (
+            "",
+            "fsdp-scaled-gradients",
+            f"{FSDP} --tensor-model-parallel-size 2 --sequence-parallel --calculate-per-token-loss",
+        ),
+        (
+            "",
+            "fsdp-single-copies",
+            f"{FSDP} {matrix.EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
+            "--global-batch-size 8",
+        ),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):

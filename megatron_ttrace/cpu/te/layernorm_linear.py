@@ -168,9 +168,10 @@ class LayerNormLinear(TransformerEngineBaseModule):
         self.apply_bias = bias and not return_bias
         self.ub_overlap_ag = ub_overlap_ag or ub_bulk_dgrad
         self.ub_name = ub_name
-        self.wgrad_queue = delayed_wgrad.Queue() if delay_wgrad_compute else None
         self._add_norm(dtype, device)
         self._add_linear(dtype, device, init_method or default_init)
+        if delay_wgrad_compute:
+            self.delay_gradients("weight")
 
     def _add_norm(self, dtype: torch.dtype, device: Any) -> None:
         one = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
@@ -222,8 +223,3 @@ class LayerNormLinear(TransformerEngineBaseModule):
         if self.return_layernorm_output:
             results.append(normalized)
         return tuple(results) if len(results) > 1 else output
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that the backward pass put off."""
-        if self.wgrad_queue is not None:
-            self.wgrad_queue.run_one(self.weight)

@@ -181,6 +181,7 @@ DSA = ("dsa-te",)
 MOE = ("moe", "moe-te", "moe-deep")
 GROUPED = ("moe-te", "moe-deep")
 FP32 = ("fp32",)
+BF16 = ("bf16",)
 FP16 = ("fp16",)
 DOCS = Data.DOCUMENTS
 
@@ -262,6 +263,31 @@ LAYOUTS = (
     Layout("dp4-fsdp-zero3-overlap", 4, "fsdp optim_grads_params overlap", ("llama-te",)),
     Layout("tp2-sp-dp2-fsdp-zero3", 4, "tp2 sp fsdp optim_grads_params", ("llama-te",)),
     Layout("cp2-fsdp-zero3", 2, "cp2 fsdp optim_grads_params", ("llama-te",)),
+    Layout("tp2-sp-dp2-fsdp-zero3", 4, "tp2 sp fsdp optim_grads_params", ("moe-te",)),
+    Layout("ep2-edp2-fsdp-zero3", 4, "ep2 fsdp optim_grads_params", ("moe-te",)),
+    Layout("ep2-fsdp-zero1", 2, "ep2 fsdp optim", ("moe-te",)),
+    Layout(
+        "ep2-fsdp-zero3",
+        2,
+        "ep2 fsdp optim_grads_params",
+        ("moe-te",),
+        finding="Megatron-FSDP and experts without copies",
+    ),
+    Layout(
+        "tp2-sp-dp2-fsdp-zero3-per-token",
+        4,
+        "tp2 sp per-token fsdp optim_grads_params",
+        ("llama-te",),
+        BF16,
+        finding="Megatron-FSDP and per-token losses",
+    ),
+    Layout(
+        "tp2-sp-dp2-fsdp-zero3-per-token-fp32-gradients",
+        4,
+        "tp2 sp per-token fsdp optim_grads_params --megatron-fsdp-main-grads-dtype fp32",
+        ("llama-te",),
+        BF16,
+    ),
     Layout("cp2-dp2", 4, "cp2", ("llama-te",)),
     Layout("cp2-zero-overlap", 2, "cp2 zero overlap", ("llama-te",)),
     Layout("cp2-dp2-zero-overlap", 4, "cp2 zero overlap", ("llama-te",)),
@@ -328,6 +354,8 @@ LAYOUTS = (
     Layout("ep2", 2, "ep2", ("moe-te",), FP8),
     Layout("tp2-sp-ep2", 2, "tp2 sp ep2 etp1 alltoall", ("moe-te",), FP8),
     Layout("tp2-sp-etp2", 2, "tp2 sp", ("moe-te",), FP8),
+    Layout("dp2-fsdp-zero3", 2, "fsdp optim_grads_params", ("gpt-te",), FP8),
+    Layout("ep2-edp2-fsdp-zero3", 4, "ep2 fsdp optim_grads_params", ("moe-te",), FP8[-1:]),
     Layout("dp2-zero-fp8-weights", 2, "zero --fp8-param-gather", ("gpt-te",), FP8[:1]),
     Layout("tp2", 2, "tp2", ("gpt-te",), FP16),
     Layout("dp4-zero-overlap", 4, "zero overlap", ("llama-te",), FP16),
