@@ -14,7 +14,6 @@ import functools
 import logging
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from megatron_ttrace.diagnose.evidence import (
 from megatron_ttrace.diagnose.search import Found, alternative, repeated, search
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.places import location
+from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.findings import (
@@ -288,7 +288,7 @@ class Explainer:
 
 def _sort_of(key: TraceKey) -> tuple[Kind, str, int]:
     """What a tensor has in common with the same tensor of other layers."""
-    return key.kind, re.sub(r"\d+", "*", key.name), key.index
+    return key.kind, any_layer(key.name), key.index
 
 
 def _is_start(key: TraceKey) -> bool:

@@ -217,7 +217,8 @@ class Culprit(Record):
     ``reason`` is the chain of evidence in one sentence, ``explanation`` a hypothesis about the
     cause that was tested on the shards, or "unknown"; ``cause`` and ``axes`` are its sort and the
     mesh axes it speaks of. ``hint`` is what it suggests, which was not tested. ``where`` is the
-    common location of such faults in Megatron: file, line and function.
+    common location of such faults in Megatron: file, line and function. Culprits with the same
+    ``group`` have one cause, or are the same module of several layers; 0 where this is not known.
     """
 
     name: str
@@ -238,6 +239,7 @@ class Culprit(Record):
     where: str = ""
     cause: Cause | None = None
     axes: tuple[str, ...] = ()
+    group: Count = 0
 
     def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
         """The failure that represents this module: its own tensor's, or its parameter's."""
