@@ -29,7 +29,7 @@ _PHASES = {
     Direction.GRADIENT: Phase.GRADIENTS,
 }
 _OF_OPTIMIZERS = (Statistic.CLIPPED.number, Statistic.STEPPED.number)
-_REDUCED = (Cause.PARTIAL, Cause.TIED, *FACTORS)
+_REDUCED = (Cause.PARTIAL, *FACTORS)
 """Causes that concern a reduction over the axes of the finding."""
 
 

@@ -230,7 +230,8 @@ class Culprit(Record):
     cause that was tested on the shards, or "unknown"; ``cause`` and ``axes`` are its sort and the
     mesh axes it speaks of. ``hint`` is what it suggests, which was not tested. ``where`` is the
     code to look at: file, line and function. ``collectives`` are those that ran in the module in
-    this direction, which is an observation and no cause.
+    this direction, which is an observation and no cause. Culprits with the same ``group`` have one
+    cause, or are the same module of several layers; 0 where this is not known.
     """
 
     name: str
@@ -252,6 +253,7 @@ class Culprit(Record):
     cause: Cause | None = None
     axes: tuple[str, ...] = ()
     collectives: str = ""
+    group: Count = 0
 
     def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
         """The failure that represents this module: its own tensor's, or its parameter's."""
