@@ -167,6 +167,23 @@ def fsdp_single_copies():
     fsdp.DataParallelBuffer.__init__ = fixed
 
 
+def norm_after_dense():
+    """Apply the final norm after a last layer without experts, too."""
+    from megatron.core.models.common.utils import TransformerLayerNode
+
+    run = TransformerLayerNode.forward_impl
+
+    def fixed(self, *inputs):
+        output = run(self, *inputs)
+        decoder = self.chunk_state.model.decoder
+        ends = self.name == "mlp" and self.is_last_layer and not self.is_mtp
+        if ends and decoder.final_layernorm and not hasattr(decoder.layers[-1].mlp, "experts"):
+            output = decoder.final_layernorm(output)
+        return output
+
+    TransformerLayerNode.forward_impl = fixed
+
+
 def frozen():
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     from megatron.core.models.gpt import GPTModel
@@ -191,6 +208,7 @@ FIXS = {
     "delta-net-norm": delta_net_norm,
     "fsdp-scaled-gradients": fsdp_scaled_gradients,
     "fsdp-single-copies": fsdp_single_copies,
+    "norm-after-dense": norm_after_dense,
     "train-only-sinks": frozen,
 }
 
