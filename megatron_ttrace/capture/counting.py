@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms, group_ranks, terms_of
+from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms, group_ranks
 from megatron_ttrace.mcore import statistics
 from megatron_ttrace.mcore.optimizer import leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
@@ -51,7 +51,16 @@ class Tally:
             attempt: runs work of ours; if it fails, Megatron's step goes on.
         """
         self._chunks = chunks
-        self._places = places
+        named = dict(places)
+        # A parameter that no forward pass reads has no place, and is in the optimizer all the same.
+        unused = [
+            (parameter, ParameterPlace(name, tuple(parameter.shape), ()))
+            for chunk in chunks
+            for name, parameter in chunk.named_parameters()
+            if parameter not in named
+        ]
+        self._held = places
+        self._places = [*places, *unused]
         self._optimizer = optimizer
         self._attempt = attempt
         self._parts = Parts(mesh)
@@ -62,7 +71,7 @@ class Tally:
         """Everything that was recorded."""
         sharded = parts_of(self._chunks)
         held = []
-        for parameter, place in self._places:
+        for parameter, place in self._held:
             if parameter.requires_grad:
                 numel = parameter.numel()
                 part = sharded.get(parameter)
@@ -167,8 +176,9 @@ class Tally:
         self._add(Statistic.STEPPED, flow, terms)
 
     def _add(self, statistic: Statistic, flow: Flow, terms: Terms, value: float = 0.0) -> None:
+        parts, sums = flow.added(terms)
         made = tuple(flow.made)
-        self._countings.append(Counting(statistic, made, *terms_of(terms), value, flow.unknown))
+        self._countings.append(Counting(statistic, made, parts, sums, value, flow.unknown))
 
     def _flow(self, statistic: Statistic) -> Flow:
         """Know what lies where just now: parameters or gradients."""

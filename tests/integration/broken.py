@@ -18,6 +18,21 @@ import torch  # noqa: E402
 LAUNCH = Path(__file__).parents[2] / "launch"
 
 
+def unreduced_input_gradients():
+    """The second layer does not sum the gradient of its MLP's input over tensor-parallel ranks."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    forward = TransformerLayer.forward
+
+    def broken(self, *args, **more):
+        if self.layer_number == 2:
+            linear = self.mlp.linear_fc1
+            linear.disable_grad_reduce, linear.allreduce_dgrad = True, False
+        return forward(self, *args, **more)
+
+    TransformerLayer.forward = broken
+
+
 def filters_of_the_next_rank():
     """A context-parallel rank convolves with the next one's filters."""
     from megatron.core.ssm.mamba_context_parallel import MambaContextParallel

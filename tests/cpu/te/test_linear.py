@@ -207,6 +207,19 @@ def check_two_ranks(rank, kind, mode, sequence_parallel, buffer):
         assert part.layer_norm_weight.sequence_parallel is sequence_parallel
 
 
+@pytest.mark.parametrize("mode", [None, "column", "row"])
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear, GroupedLinear])
+def test_weights_are_marked_without_a_mode_too(kind, mode):
+    """As by TransformerEngine's ``reset_parameters``; a gradient norm is counted by the mark."""
+    if kind is LayerNormLinear and mode == "row":
+        pytest.skip("TransformerEngine has none")
+    sizes = (1, 6, 4) if kind is GroupedLinear else (6, 4)
+    module = kind(*sizes, parallel_mode=mode, tp_size=1)
+    weight = module.weight0 if kind is GroupedLinear else module.weight
+    assert weight.tensor_model_parallel
+    assert weight.partition_dim == (1 if mode == "row" else 0)
+
+
 def check_all(rank):
     for sequence_parallel in (False, True):
         check_two_ranks(rank, Linear, "column", sequence_parallel, False)
