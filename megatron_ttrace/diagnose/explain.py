@@ -28,6 +28,7 @@ from megatron_ttrace.diagnose import (
     attention,
     position,
     products,
+    ran,
     region,
     replicas,
     scaling,
@@ -35,9 +36,9 @@ from megatron_ttrace.diagnose import (
     sources,
 )
 from megatron_ttrace.diagnose.evidence import ELEMENTS, Evidence, FailedPart
-from megatron_ttrace.mcore.places import location
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.findings import (
     FACTORS,
     Cause,
@@ -94,6 +95,7 @@ class Explainer:
         tolerances: Tolerances,
         *,
         measured: Mapping[int, Sequence[Measured]] | None = None,
+        ledger: Ledger = UNRECORDED,
     ) -> None:
         """Prepare.
 
@@ -102,10 +104,12 @@ class Explainer:
             candidate: directory of the shards that were kept; it may be absent.
             tolerances: of the reference.
             measured: what each rank measured; it shows which ranks hold which tensors.
+            ledger: the collectives of the traced steps, and the code that ran in them.
         """
         self._reference = reference
         self._tolerances = tolerances
         self._measured = measured or {}
+        self._ledger = ledger
         self._explained = 0
         self._ends = math.inf
         self._candidate: TraceReader | None = None
@@ -127,16 +131,27 @@ class Explainer:
                 kept.setdefault(entry.key, []).append((rank, number))
         return kept
 
-    def explain(self, verdict: Verdict) -> Explanation:
-        """What was found out about the cause of a failure. Never raises."""
-        found = Explanation()
-        if self._explained < MOST:
+    def explain(self, verdict: Verdict, known: Finding | None = None) -> Explanation:
+        """What was found out about the cause of a failure. Never raises.
+
+        Args:
+            verdict: of the failed tensor.
+            known: what the judgement itself found out, if it says more than that.
+        """
+        found = Explanation(known)
+        if known is None and self._explained < MOST:
             if not self._explained:
                 self._ends = time.monotonic() + _SECONDS
             self._explained += 1
             with contextlib.suppress(Exception):
                 found = self._explain(verdict)
-        return dataclasses.replace(found, where=location(verdict, found.finding))
+        with contextlib.suppress(Exception):
+            found = dataclasses.replace(
+                found,
+                where=ran.where(verdict, found.finding, self._ledger),
+                collectives=ran.cite(verdict, found.finding, self._ledger),
+            )
+        return found
 
     def _explain(self, verdict: Verdict) -> Explanation:
         if verdict.kind is Kind.INITIAL:

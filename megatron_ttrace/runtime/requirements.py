@@ -47,6 +47,13 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
         raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
+    if getattr(args, "overlap_moe_expert_parallel_comm", False) and getattr(
+        args, "hybrid_layer_pattern", None
+    ):
+        raise TTraceError(
+            "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern: the pieces in which "
+            "its layers run are not captured: check the same job without the overlap"
+        )
     if (
         getattr(args, "fim_data", False)
         and getattr(args, "data_parallel_size", 1) > 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
+from megatron_ttrace.trace.collectives import Citation
 from megatron_ttrace.trace.counted import Statistic
 
 UNKNOWN = "unknown"
@@ -434,12 +435,14 @@ class Explanation:
 
     Attributes:
         finding: the hypothesis that passed its test, if one did.
-        where: file, line and function of Megatron that are the common location of such faults.
+        where: file, line and function to look at.
         ranks: where the tensor fails.
         alike: how many failing main gradients are off by this very factor, and how many fail.
+        collectives: what the ledger says about the module.
     """
 
     finding: Finding | None = None
     where: str = ""
     ranks: FailingRanks | None = None
     alike: tuple[int, int] | None = None
+    collectives: Citation | None = None

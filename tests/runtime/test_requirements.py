@@ -27,7 +27,11 @@ REFUSED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
     ({"use_torch_fsdp2": True}, {}, "--use-torch-fsdp2"),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
-    ({"overlap_moe_expert_parallel_comm": True}, {}, "--overlap-moe-expert-parallel-comm"),
+    (
+        {"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M*E"},
+        {},
+        "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern",
+    ),
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
     ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
     ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
@@ -67,6 +71,7 @@ ACCEPTED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {}),
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
     ({"use_megatron_fsdp": True}, {}),
+    ({"overlap_moe_expert_parallel_comm": True}, {}),
     ({"load": "there"}, {}),
     ({"cuda_graph_impl": "none"}, {}),
 ]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# over 500 lines because: it is a table, one row per layout
 """The matrix as data: layouts x models x dtypes.
 
 Models are small, so that a check takes seconds. Numbers of heads, groups and layers differ on
@@ -124,6 +125,8 @@ FLAGS = {
     "ep4": "--expert-model-parallel-size 4",
     "etp1": "--expert-tensor-parallel-size 1",
     "alltoall": "--moe-token-dispatcher-type alltoall",
+    "in-pieces": "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
+    "late-wgrad": "--delay-wgrad-compute",
     "zero": "--use-distributed-optimizer",
     "overlap": "--overlap-grad-reduce --overlap-param-gather",
     "fsdp": "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy",
@@ -268,6 +271,18 @@ LAYOUTS = (
     ),
     Layout("ep2-shared-overlap", 2, "ep2 alltoall --moe-shared-expert-overlap", ("moe-deep",)),
     Layout("tp2-sp-pp2-ep2", 8, "tp2 sp pp2 ep2 etp1 alltoall", ("moe-te",)),
+    Layout("ep2-in-pieces", 2, "ep2 in-pieces", MOE, BF16),
+    Layout("ep2-in-pieces-late-wgrad", 2, "ep2 in-pieces late-wgrad zero overlap", GROUPED, BF16),
+    Layout("tp2-sp-ep2-in-pieces", 4, "tp2 sp ep2 etp1 in-pieces", GROUPED, BF16),
+    Layout("pp2-vpp2-ep2-in-pieces", 4, "pp2 ep2 vpp2 in-pieces", GROUPED, BF16),
+    Layout(
+        "pp2-vpp2-ep2-in-pieces-mtp",
+        4,
+        "pp2 ep2 vpp2 in-pieces late-wgrad mtp",
+        ("moe-deep",),
+        BF16,
+    ),
+    Layout("ep2-in-pieces", 2, "ep2 in-pieces", ("moe-te",), FP8),
     Layout("dp2-fsdp-zero1", 2, "fsdp optim", ("gpt-te",)),
     Layout("dp2-fsdp-zero2", 2, "fsdp optim_grads", TE),
     Layout("dp2-fsdp-zero3", 2, "fsdp optim_grads_params", TE),
