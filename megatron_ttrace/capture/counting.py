@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms, group_ranks
 from megatron_ttrace.mcore import statistics
+from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.mcore.optimizer import leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
@@ -73,7 +74,7 @@ class Tally:
         held = []
         for parameter, place in self._held:
             if parameter.requires_grad:
-                numel = parameter.numel()
+                numel = raw(parameter).numel()
                 part = sharded.get(parameter)
                 span = part.range if part else (0, numel)
                 held.append(self._parts.number(place, *span, numel))
@@ -185,14 +186,14 @@ class Tally:
         memory = Memory(self._parts)
         of_parameters = statistic in (Statistic.PARAMS_NORM, Statistic.STEPPED)
         for parameter, place in self._places:
-            whole = 0, parameter.numel()
+            whole = 0, raw(parameter).numel()
             for name in ("data",) if of_parameters else _GRADIENTS:
                 memory.add(getattr(parameter, name, None), place, whole, whole[1])
         places, sharded = dict(self._places), parts_of(self._chunks)
         for parameter, owned in owned_by(self._optimizer).items():
             if parameter not in places:
                 continue
-            numel = parameter.numel()
+            numel = raw(parameter).numel()
             span = owned.range or (0, numel)
             found: list[Any] = [owned.main]
             if not of_parameters:
