@@ -71,5 +71,5 @@ def unseen_axes(args: MegatronArguments) -> tuple[str, ...]:
     ``flex`` dispatcher has libraries of its own (megatron/core/transformer/moe/fused_a2a.py).
     """
     overlaps = bool(getattr(args, "tp_comm_overlap", False))
-    flex = bool(args.num_experts) and args.moe_token_dispatcher_type == "flex"
+    flex = bool(args.num_experts) and args.moe_token_dispatcher_type == "flex"  # noqa: S105
     return ("tp",) * overlaps + ("etp", "ep") * flex
