@@ -28,7 +28,7 @@ from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.counted import Counted
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind
+from megatron_ttrace.trace.records import ELEMENTS, STEP_LEVEL, VALUE, Kind
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
 
@@ -240,7 +240,8 @@ class StepTap:
             self._error(error)
             return
         for name, value in found.items():
-            self._attempt(self._scalar, Kind.METRIC, name, value)
+            index = ELEMENTS if name in logged.COUNTS else VALUE
+            self._attempt(self._scalar, Kind.METRIC, name, value, index)
 
     def _buffers(self) -> None:
         for names in self._model.names:
@@ -248,12 +249,12 @@ class StepTap:
                 shape, placement = place_buffer(name, buffer.shape, names, self._model.mesh)
                 self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, 0), buffer, shape, placement)
 
-    def _scalar(self, kind: Kind, name: str, value: Any) -> None:
+    def _scalar(self, kind: Kind, name: str, value: Any, index: int = 0) -> None:
         data = torch.as_tensor(value).detach().reshape(())
         if not torch.is_tensor(value):
             # A Python number was a float32 before; as float64 it would look more exact.
             data = data.float()
-        self._sink.placed((STEP_LEVEL, kind, name, 0), data, (), ())
+        self._sink.placed((STEP_LEVEL, kind, name, index), data, (), ())
 
 
 def place_buffer(
@@ -265,9 +266,14 @@ def place_buffer(
     keeps the rows of its own positions (``_set_cos_sin_cache`` in
     megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py).
     """
-    owner, _, leaf = name.rpartition(".")
-    divided = getattr(names.modules.get(owner), "cp_group", None) is not None
     cp = mesh.size("cp")
-    if cp == 1 or leaf not in ("cos_cached", "sin_cached") or not divided:
+    if cp == 1 or not has_positions(name, names):
         return tuple(shape), ()
     return (shape[0] * cp, *shape[1:]), (Step("cp", ZigZag(0)),)
+
+
+def has_positions(name: str, names: Names) -> bool:
+    """Whether the rows of a buffer are positions, which context parallelism divides."""
+    owner, _, leaf = name.rpartition(".")
+    divided = getattr(names.modules.get(owner), "cp_group", None) is not None
+    return divided and leaf in ("cos_cached", "sin_cached")

@@ -17,16 +17,26 @@ Megatron's own initial values, which nothing of the traced step comes from, are 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_ttrace.mcore.names import ROOT
+from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.report import explanations
-from megatron_ttrace.trace.findings import Explanation, Grounds
+from megatron_ttrace.report.ledger import citation_text
+from megatron_ttrace.trace.findings import (
+    Composed,
+    ConstantFactor,
+    Explanation,
+    Finding,
+    Grounds,
+)
 from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
 
 Explain = Callable[[Verdict], Explanation]
+_Groups = dict[tuple[object, ...], int]
 
 _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
@@ -81,10 +91,11 @@ def localise(
         stages.append(
             next((one for one in found if one[1]), (failed[0].kind.direction, unexplained))
         )
+    groups: _Groups = {}
     return [
         culprit
         for direction, origins in stages
-        for culprit in _one_per_module(origins, direction, explain, steps)
+        for culprit in _one_per_module(origins, direction, explain, steps, groups)
     ]
 
 
@@ -103,6 +114,7 @@ def _one_per_module(
     direction: Direction,
     explain: Explain,
     verdicts: Sequence[Verdict],
+    groups: _Groups,
 ) -> list[Culprit]:
     chosen: dict[str, _Origin] = {}
     for origin in origins:
@@ -131,11 +143,49 @@ def _one_per_module(
                 margin=verdict.margin,
                 hint=explanations.hint_text(why, verdict),
                 where=why.where,
+                collectives=citation_text(why.collectives),
                 cause=why.finding.cause if why.finding else None,
                 axes=why.finding.axes if why.finding else (),
+                group=_group(groups, direction, verdict, grounds, why.finding),
             )
         )
     return culprits
+
+
+def _group(
+    groups: _Groups,
+    direction: Direction,
+    verdict: Verdict,
+    grounds: Grounds,
+    finding: Finding | None,
+) -> int:
+    """The number of the group of culprits with one cause.
+
+    One finding is one cause. Where its numbers are each tensor's own, or nothing was found, the
+    same tensor of other layers has the same cause.
+    """
+    stage = direction, verdict.kind, grounds
+    keys: list[tuple[object, ...]] = [
+        (*stage, verdict.index, any_layer(verdict.name), finding.cause if finding else None)
+    ]
+    if finding is not None and type(finding) is not Finding:
+        keys.append((*stage, _without_ratio(finding)))
+    elif finding is not None and verdict.kind is not Kind.INITIAL:
+        keys.append((*stage, finding))
+    number = next((groups[key] for key in keys if key in groups), len(set(groups.values())) + 1)
+    for key in keys:
+        groups.setdefault(key, number)
+    return number
+
+
+def _without_ratio(finding: Finding) -> Finding:
+    """A factor that is a size of the layout, without its digits."""
+    if isinstance(finding, ConstantFactor) and finding.sizes:
+        return dataclasses.replace(finding, ratio=0.0)
+    if isinstance(finding, Composed):
+        steps = tuple(map(_without_ratio, finding.steps))
+        return dataclasses.replace(finding, steps=steps)
+    return finding
 
 
 def _around(

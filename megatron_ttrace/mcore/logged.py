@@ -36,6 +36,9 @@ _UNWATCHED = MappingProxyType(
 _SKIPPED, _ZEROS, _LOGITS = 1, 6, 7
 """Positions in what ``train_step`` returns."""
 
+COUNTS = frozenset(("num-zeros",))
+"""Numbers that count elements."""
+
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
 

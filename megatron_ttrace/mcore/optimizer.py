@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.names import unwrap
-from megatron_ttrace.mcore.sharded_weights import buffers_of, local, parts_of, publish
+from megatron_ttrace.mcore.sharded_weights import buffers_of, local, parts_of, publish, rows_of
 from megatron_ttrace.trace.records import Kind
 
 _ADAM = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
@@ -50,7 +50,7 @@ class Owned:
         inner: the torch optimizer that steps it.
         group: its parameter group there.
         range: its elements of the flattened local parameter; ``None`` for all.
-        sharded: with Megatron-FSDP, the sharded tensor that ``main`` is this rank's part of.
+        sharded: with FSDP, the sharded tensor that ``main`` is this rank's part of.
     """
 
     main: torch.Tensor
@@ -144,7 +144,9 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
                 *_pairs(leaf.fp32_from_fp32_groups, leaf.fp32_from_fp32_groups),
             ]
         for parameter, main in pairs:
-            owned[parameter] = Owned(main, inner, groups[id(main)])
+            rows = rows_of(parameter)
+            sharded = None if rows is None else main
+            owned[parameter] = Owned(local(main), inner, groups[id(main)], rows, sharded)
     return owned
 
 

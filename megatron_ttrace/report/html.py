@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from megatron_ttrace.report import figures, files, table, wording
+from megatron_ttrace.report import figures, files, ledger, table, wording
 from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, script_json
 
@@ -28,6 +28,7 @@ MAX_EMBEDDED = 50_000
 MAX_CULPRITS = 10
 MAX_ALIKE = 100
 MAX_ROWS = 60
+MAX_COLLECTIVES = 200
 OPEN_ROWS = 12
 _NAME_LIMIT = 240
 
@@ -57,7 +58,8 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     worst = table.worst_of(verdicts)
     margin = table.margin_of(worst) if worst is not None else None
     causes = table.by_cause(summary.culprits)
-    culprits = [_culprit(group, failures, number) for group in causes[:MAX_CULPRITS]]
+    order = summary.execution_order
+    culprits = [_culprit(group, failures, number, order) for group in causes[:MAX_CULPRITS]]
     data = payload(verdicts, found, figure, chosen) | {"residuals": _residuals(summary, verdicts)}
     return _template().render(
         css=Markup(_asset("report.css")),  # noqa: S704 - our own files
@@ -72,7 +74,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
         reasons=[(wording.reason_text(r), n) for r, n in table.unchecked_reasons(verdicts)],
         exactness=wording.exactness_text(summary.exactness),
         inexact=bool(summary.exactness and summary.exactness.lost),
-        notices=wording.notices(summary),
+        notices=[*map(ledger.finding_text, summary.collective_findings), *wording.notices(summary)],
         culprits=culprits,
         more_culprits=len(causes) - len(culprits),
         figure=figure,
@@ -84,6 +86,9 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
         layers=[_layer(row) for row in rows[:MAX_ROWS]],
         open_rows=OPEN_ROWS,
         more_layers=max(0, len(rows) - MAX_ROWS),
+        collectives=ledger.table(summary.collectives[:MAX_COLLECTIVES]),
+        more_collectives=max(0, len(summary.collectives) - MAX_COLLECTIVES),
+        collectives_file=files.COLLECTIVES,
         run=wording.run_pairs(summary.run),
         config=_pairs(summary.config),
         versions=_pairs(summary.versions),
@@ -207,10 +212,14 @@ def _counts(summary: Summary, verdicts: Sequence[Verdict]) -> list[tuple[str, in
 
 
 def _culprit(
-    group: Sequence[Culprit], failures: Sequence[Verdict], number: Mapping[int, int]
+    group: Sequence[Culprit],
+    failures: Sequence[Verdict],
+    number: Mapping[int, int],
+    order: Sequence[str],
 ) -> dict[str, Any]:
-    """The first of the culprits with one cause, and the names of the others."""
-    first, *alike = group
+    """The first of the culprits with one cause, and the names of all."""
+    first = group[0]
+    names = table.folded(group, order) if len(group) > 1 else []
     shown = first.shown_by(failures)
     return {
         "name": clean(first.name, _NAME_LIMIT),
@@ -226,8 +235,9 @@ def _culprit(
             *((label.capitalize(), text) for label, text in wording.cause_pairs(first)),
         ],
         "row": -1 if shown is None else number[id(shown)],
-        "likewise": [clean(other.name, _NAME_LIMIT) for other in alike[:MAX_ALIKE]],
-        "more": max(0, len(alike) - MAX_ALIKE),
+        "all": len(group),
+        "likewise": names[:MAX_ALIKE],
+        "more": max(0, len(names) - MAX_ALIKE),
     }
 
 

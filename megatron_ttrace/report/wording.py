@@ -271,6 +271,7 @@ def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
     found = {
         "cause": clean(culprit.explanation, NOTE_LIMIT) or UNKNOWN,
         "hint": clean(culprit.hint, NOTE_LIMIT),
+        "observed": clean(culprit.collectives, NOTE_LIMIT),
         "look at": clean(culprit.where, NOTE_LIMIT),
     }
     return [(label, text) for label, text in found.items() if text]

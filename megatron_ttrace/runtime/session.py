@@ -118,7 +118,7 @@ class Session(abc.ABC):
             return
         parts = parts_of(self.model.chunks)
         self.ranks.together("setting the start values", lambda: self._fill(parts))
-        if parts:
+        if buffers_of(self.model.chunks):
             publish(self.model.chunks)
         else:
             self.model.optimizer.reload_model_params()

@@ -49,9 +49,20 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         ),
         (
             "",
+            "norm-after-dense",
+            f"{TE} --bf16 {matrix.EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
+            f"{matrix.FLAGS['in-pieces']} --moe-layer-freq [1,0]",
+        ),
+        (
+            "",
             "fsdp-single-copies",
             f"{FSDP} {matrix.EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
             "--global-batch-size 8",
+        ),
+        (
+            "",
+            "fsdp2-scaled-gradients",
+            f"{TE} {matrix.FLAGS['fsdp2']} --calculate-per-token-loss --bf16",
         ),
         ("", "meta-buffers", META),
     ],

@@ -82,6 +82,10 @@ FINDINGS = (
         ),
     ),
     Finding(
+        "torch FSDP2 and per-token losses",
+        lambda given: given.has("use_torch_fsdp2") and given.has("calculate_per_token_loss"),
+    ),
+    Finding(
         "Megatron-FSDP and experts without copies",
         lambda given: (
             given.has("use_megatron_fsdp")

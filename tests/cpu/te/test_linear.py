@@ -115,9 +115,14 @@ def test_delayed_weight_gradient():
     x = torch.randn(3, 6, dtype=torch.float64)
     for module in (now, later):
         module(x).sum().backward()
+    assert later.need_backward_dw()
+    assert not now.need_backward_dw()
+    assert later.weight.skip_backward_post_hook
     assert later.weight.grad is None
+    collected = []
+    later.register_wgrad_accumulation_and_reduce_hooks(lambda: collected.append(later.weight.grad))
     later.backward_dw()
-    close(later.weight.grad, now.weight.grad)
+    close(collected[0], now.weight.grad)
 
 
 def test_fused_accumulation_leaves_the_gradient_to_autograd():
