@@ -95,6 +95,7 @@ def conclude(
     verdicts, exact = exactness.examine(verdicts, config.arithmetic)
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured)
+    verdicts = explainer.started(verdicts)
 
     def explain(verdict: Verdict) -> Explanation:
         if known := coverage.findings.get(verdict.key):
