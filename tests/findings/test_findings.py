@@ -22,6 +22,11 @@ MLA = (
 )
 SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type allgather"
 
+FSDP = (
+    f"{matrix.MODELS['llama-te']} --tensor-model-parallel-size 2 --sequence-parallel "
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --log-num-zeros-in-grad "
+    "--data-parallel-sharding-strategy optim_grads_params"
+)
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
 
 
@@ -36,6 +41,7 @@ DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
         ("", "indexer", SPARSE),
         ("", "delta-net-start", f"{DELTA} --sequence-parallel"),
         ("delta-net-start", "delta-net-norm", DELTA),
+        ("", "sharded-zeros", FSDP),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
