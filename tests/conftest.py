@@ -22,6 +22,9 @@ settings.register_profile(
     max_examples=2000,
     suppress_health_check=[HealthCheck.too_slow],
 )
+# An error in a test of a repair, which a run survives, is an error here.
+os.environ.setdefault("TTRACE_STRICT", "1")
+
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 

@@ -33,7 +33,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from megatron_ttrace.capture.modules import is_recomputing, tensors_in
+from megatron_ttrace.capture.chunk_state import is_recomputing
+from megatron_ttrace.capture.modules import tensors_in
 from megatron_ttrace.errors import one_line
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.groups import group_name

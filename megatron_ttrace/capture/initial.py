@@ -7,17 +7,18 @@ import dataclasses
 
 import torch
 
-from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.capture.step import TracedModel, place_buffer
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.moments import Moments, moments_of
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.plan import describe
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Initial:
-    """How the initial values of this rank's part of a parameter are distributed."""
+    """How the initial values of this rank's part of a parameter or buffer are distributed."""
 
     name: str
     dtype: str
@@ -28,10 +29,20 @@ class Initial:
 
 
 def initial_values(model: TracedModel) -> list[Initial]:
-    """The moments of all parameters that this rank holds; nothing is gathered."""
+    """The moments of all parameters and buffers that this rank holds; nothing is gathered.
+
+    Buffers that ranks divide are left out: their parts are tables, and no samples of one
+    distribution.
+    """
+    held = [(place, data) for _, place, data in model.held()]
+    for names in model.names:
+        for name, buffer in names.buffers.items():
+            shape, placement = place_buffer(name, buffer.shape, names, model.mesh)
+            if not placement and buffer.is_floating_point():
+                held.append((ParameterPlace(name, shape, placement), buffer))
     found = []
     with torch.no_grad():
-        for _, place, data in model.held():
+        for place, data in held:
             boxes = place.boxes(model.mesh)
             pieces = (moments_of(local_view(data, box)) for box in boxes)
             found.append(

@@ -23,18 +23,19 @@ A sink that isolates replaces each captured tensor after it was handed over
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_ttrace.capture.balancing import BalancingTap
+from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
+from megatron_ttrace.capture.direct import DirectCalls
 from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
 from megatron_ttrace.capture.isolate import substitute
+from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
 from megatron_ttrace.mcore.names import ROOT, Names
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import Kind
@@ -51,40 +52,6 @@ class Sink(ExpertSink, Protocol):
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """Values to replace ``data`` with, after it was handed over; ``None`` to keep it."""
-
-
-@dataclasses.dataclass
-class _Seen:
-    """A tensor of the forward pass and the names under which it was seen.
-
-    ``node`` is the graph node that made it, on which its gradient hook sits.
-    """
-
-    version: int
-    places: list[Place]
-    node: Any
-
-
-class _ChunkState:
-    """Which microbatch a model chunk is working on.
-
-    Schedules run the microbatches of a chunk in ascending order, forward and backward
-    (megatron/core/pipeline_parallel/schedules.py), and interleave chunks and directions freely.
-    """
-
-    def __init__(self, repeated: frozenset[str] = frozenset()) -> None:
-        self.repeated = repeated
-        self.forward = -1
-        self.backward = -1
-        self.seen = WeakTensorKeyDictionary()
-        self.seen_again = WeakTensorKeyDictionary()
-        self.emitted: set[Place] = set()
-        self.followed: set[Place] = set()
-
-    @property
-    def current(self) -> int:
-        """This rank's number of the microbatch being worked on, recomputation included."""
-        return self.backward if is_recomputing() else self.forward
 
 
 class ModuleTap:
@@ -115,9 +82,12 @@ class ModuleTap:
     def __enter__(self) -> ModuleTap:
         try:
             for names in self._chunks:
-                state = _ChunkState(names.repeated)
+                state = ChunkState(names.repeated)
                 for name, module in names.modules.items():
                     self._attach(state, name, module, names)
+                if runs_in_pieces(names.modules[ROOT]):
+                    see = functools.partial(self._guard, self._see_all, state)
+                    self._handles.append(PlanTap(names, state, see, self._guard))
         except BaseException:
             self.detach()
             raise
@@ -142,25 +112,34 @@ class ModuleTap:
         if stuck:
             raise stuck[0][1]
 
-    def _attach(self, state: _ChunkState, name: str, module: torch.nn.Module, names: Names) -> None:
-        def hook(register: Callable[..., Any], function: Callable[..., Any], *args: Any) -> None:
-            guarded = functools.partial(self._guard, function, state, *args)
-            self._handles.append(register(guarded, with_kwargs=True))
+    def _attach(self, state: ChunkState, name: str, module: torch.nn.Module, names: Names) -> None:
+        def guarded(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+            return functools.partial(self._guard, function, state, *args)
 
         is_root, spans = name == ROOT, name in names.spans
         if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
+            if module._forward_hooks:
+                passes = guarded(self._passes)
+                self._handles.append(module.register_forward_hook(passes, with_kwargs=True))
             return
         self._follow_tokens(state, name, module)
+        before, after = [], []
         if is_root:
-            hook(module.register_forward_pre_hook, self._root_begins)
-            hook(module.register_forward_hook, self._root_ends)
+            before.append(guarded(self._root_begins))
+            after.append(guarded(self._root_ends))
         if is_root or not spans:
-            hook(module.register_forward_pre_hook, self._begins, name)
+            before.append(guarded(self._begins, name))
         ends_in_loss = is_root and getattr(module, "post_process", True)
         if ends_in_loss or not (spans or is_root):
-            hook(module.register_forward_hook, self._ends, name)
+            after.append(guarded(self._ends, name))
+        for hook in before:
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for hook in after:
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        if is_root:
+            self._handles.append(DirectCalls(module, before, after))
 
-    def _follow_tokens(self, state: _ChunkState, name: str, module: torch.nn.Module) -> None:
+    def _follow_tokens(self, state: ChunkState, name: str, module: torch.nn.Module) -> None:
         """Follow the tokens through a mixture-of-experts layer's dispatcher and router."""
 
         def microbatch() -> int:
@@ -184,33 +163,41 @@ class ModuleTap:
             self._on_error(error)
             return None
 
-    def _root_begins(self, state: _ChunkState, *_: Any) -> None:
-        state.forward += 1
-        state.seen = WeakTensorKeyDictionary()
+    def _root_begins(self, state: ChunkState, *_: Any) -> None:
+        state.begins()
 
     def _root_ends(
-        self, state: _ChunkState, module: torch.nn.Module, args: Any, kwargs: Any, output: Any
+        self, state: ChunkState, module: torch.nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         local = state.forward
 
         def backward_begins(grad: torch.Tensor) -> None:
-            if state.backward != local:
-                state.backward = local
-                state.seen_again = WeakTensorKeyDictionary()
+            state.goes_back(local)
 
         for _, tensor in tensors_in(output):
             if tensor.requires_grad:
                 self._handles.append(on_gradient(tensor, backward_begins))
 
+    def _passes(
+        self, state: ChunkState, module: torch.nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """What leaves an identity is what entered, also if another hook returned a view of it.
+
+        Megatron-FSDP does where it gathers each module's parameters for itself. A gradient without
+        the residual branch would be the view's.
+        """
+        if args and isinstance(output, torch.Tensor) and output is not args[0]:
+            state.views[output] = state.views.get(args[0], args[0])
+
     def _begins(
-        self, state: _ChunkState, name: str, module: torch.nn.Module, args: Any, kwargs: Any
+        self, state: ChunkState, name: str, module: torch.nn.Module, args: Any, kwargs: Any
     ) -> Any:
         return self._see_all(state, Kind.INPUT, name, (args, kwargs))
 
-    def _ends(self, state: _ChunkState, name: str, module: Any, *values: Any) -> Any:
+    def _ends(self, state: ChunkState, name: str, module: Any, *values: Any) -> Any:
         return self._see_all(state, Kind.OUTPUT, name, values[-1])
 
-    def _see_all(self, state: _ChunkState, kind: Kind, name: str, value: Any) -> Any:
+    def _see_all(self, state: ChunkState, kind: Kind, name: str, value: Any) -> Any:
         """Hand over the tensors in ``value``; returns its replacement, if any."""
         replaced: dict[int, torch.Tensor] = {}
         for index, tensor in tensors_in(value):
@@ -222,16 +209,16 @@ class ModuleTap:
         return with_tensors(value, replaced) if replaced else None
 
     def _see(
-        self, state: _ChunkState, kind: Kind, name: str, index: int, tensor: torch.Tensor
+        self, state: ChunkState, kind: Kind, name: str, index: int, tensor: torch.Tensor
     ) -> torch.Tensor | None:
         """Hand over a tensor; returns its replacement, if any."""
-        recomputing = is_recomputing()
+        recomputing, tensor = is_recomputing(), state.views.get(tensor, tensor)
         place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
         if not recomputing and (place in state.emitted or name in state.repeated):
             # A module that runs twice in one microbatch: later runs get names of their own.
             place = _numbered(state, place)
-        known: _Seen | None = seen.get(tensor)
+        known: Seen | None = seen.get(tensor)
         if known is not None and known.version != tensor._version:
             known = None
         if not recomputing:
@@ -245,7 +232,7 @@ class ModuleTap:
         else:
             # New, or its node is: a checkpointed block's output gets the node that counts only
             # after the hooks inside the block have seen it.
-            known = _Seen(tensor._version, [place], tensor.grad_fn)
+            known = Seen(tensor._version, [place], tensor.grad_fn)
             seen[tensor] = known
             # What enters a recomputed block has consumers outside of it, too: its gradient is that
             # of the tensor of the first pass, not of the copy that the block is recomputed from.
@@ -254,7 +241,10 @@ class ModuleTap:
             again = recomputing and tensor.is_leaf and place in state.followed
             if tensor.requires_grad and not again:
                 hook = functools.partial(self._guard, self._gradient, state, known)
-                self._handles.append(on_gradient(tensor, hook))
+                if tensor in state.entering:
+                    state.entering[tensor].append(hook)
+                else:
+                    self._handles.append(on_gradient(tensor, hook))
         if tensor.requires_grad and not recomputing:
             state.followed.add(place)
         values = self._sink.replace(place, tensor)
@@ -262,10 +252,10 @@ class ModuleTap:
             return None
         instead = substitute(tensor, values)
         # The same tensor to everyone who sees it from here on: its gradient ends in the old one's.
-        seen[instead] = _Seen(instead._version, known.places, instead.grad_fn)
+        seen[instead] = Seen(instead._version, known.places, instead.grad_fn)
         return instead
 
-    def _gradient(self, state: _ChunkState, seen: _Seen, grad: torch.Tensor) -> torch.Tensor | None:
+    def _gradient(self, state: ChunkState, seen: Seen, grad: torch.Tensor) -> torch.Tensor | None:
         known = [
             (microbatch, Kind.GRAD_INPUT if kind is Kind.INPUT else Kind.GRAD_OUTPUT, name, index)
             for microbatch, kind, name, index in seen.places
@@ -277,12 +267,7 @@ class ModuleTap:
         return self._sink.replace(known[0], grad)
 
 
-def is_recomputing() -> bool:
-    """Whether this forward pass runs inside a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+def on_gradient(tensor: torch.Tensor, hook: OnGradient) -> Any:
     """Call ``hook`` with the gradient of ``tensor``, once it is complete; returns a handle.
 
     What the hook returns, if anything, goes on as the gradient.
@@ -304,7 +289,7 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tenso
     return tensor.grad_fn.register_prehook(before_node)
 
 
-def _numbered(state: _ChunkState, place: Place) -> Place:
+def _numbered(state: ChunkState, place: Place) -> Place:
     microbatch, kind, name, index = place
     places = ((microbatch, kind, f"{name}#{call}", index) for call in itertools.count(1))
     return next(place for place in places if place not in state.emitted)

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,9 +23,10 @@ from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import codec, counted
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
+from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.sanitise import clean
 from megatron_ttrace.trace.store import Entry, TraceReader
@@ -91,6 +93,20 @@ def meshes_of(candidate: TraceReader) -> list[Mesh]:
             "ranks: collect the files of all ranks in one directory"
         )
     return list(meshes)
+
+
+def counts_of(candidate: TraceReader) -> dict[int, tuple[Counted, ...]]:
+    """What each rank of a saved candidate counted; empty for one of an older version.
+
+    Raises:
+        TTraceError: when it contradicts itself.
+    """
+    try:
+        saved = codec.decode(tuple[Any, ...], candidate.meta.get("counted", []))
+        return {rank: counted.decode(message) for rank, message in enumerate(saved)}
+    except CodecError as error:
+        where = f"{candidate.directory}/meta.json"
+        raise TTraceError(f"{where} is damaged ({error}): run the traced job again") from error
 
 
 def ledger_of(candidate: TraceReader) -> Ledger:

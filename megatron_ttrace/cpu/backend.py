@@ -3,6 +3,7 @@
 
 import os
 import sys
+from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 
@@ -25,6 +26,26 @@ def active() -> bool:
     return _active
 
 
+def _compile_nothing() -> None:
+    """Compiling would need a C++ toolchain and reorders floating-point operations."""
+    # Read by torch._dynamo when it is imported.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.config.disable = True
+    import torch
+
+    # With dynamo disabled it returns functions as they are too, but first imports the whole
+    # compiler: more than half a second for a decorator of Megatron's that does nothing.
+    torch.compile = _as_it_is
+
+
+def _as_it_is(model: Any = None, **options: Any) -> Any:
+    """Stands for ``torch.compile``, which is also called as a decorator with options."""
+    del options
+    return (lambda function: function) if model is None else model
+
+
 def activate() -> None:
     """Install all substitutions; a second call does nothing.
 
@@ -39,13 +60,7 @@ def activate() -> None:
         raise TTraceError(
             "megatron is already imported: call megatron_ttrace.enable() before importing megatron"
         )
-    # Read by torch._dynamo when it is imported. torch.compile then returns functions as they
-    # are: compiling would need a C++ toolchain and reorders floating-point operations.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.config.disable = True
-
+    _compile_nothing()
     from megatron_ttrace.cpu import (
         apex,
         collectives,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses about attention's backward pass, block of keys by block of keys.
+"""Repairs of attention's backward pass, block of keys by block of keys.
 
 Context parallelism divides the keys into blocks, one per rank, and each query rank adds up what the
 blocks give. The gradients of q, k and v are recomputed from the reference's own tensors in the same
@@ -21,7 +21,6 @@ from megatron_ttrace.mcore.roles import INNER_ATTENTION
 from megatron_ttrace.trace.findings import BlockWeight, Cause, Finding, MaskOrder, WrongMasks
 from megatron_ttrace.trace.records import Kind
 
-_FLOPS = 2e9
 _NAMES = "qkv"
 
 
@@ -44,6 +43,11 @@ class _Attention:
     delta: torch.Tensor
     groups: int
     at: tuple[torch.Tensor, ...]
+
+    @property
+    def work(self) -> int:
+        """What one evaluation costs, in elements."""
+        return 3 * self.q.numel() * self.k.shape[2] // 8
 
     def ring(self, order: Sequence[int] | None) -> list[torch.Tensor]:
         """What the blocks of each step of the ring add, over all ranks: tensors ``[s, b, g, d]``.
@@ -94,6 +98,7 @@ def blocks(evidence: Evidence) -> Finding | None:
     attention = _attention(evidence)
     if attention is None:
         return None
+    evidence.work.spend(attention.work)
     right = attention.ring(range(len(attention.at)))
     # The formula (causal, this scale, no dropout) must be that of this attention.
     if not evidence.near(functools.reduce(torch.add, right)):
@@ -105,8 +110,7 @@ def _masks(evidence: Evidence, attention: _Attention) -> WrongMasks | None:
     """Every block under another mask than its own."""
     size, name = len(attention.at), _NAMES[attention.index]
     for kind, shift, order in _orders(size):
-        if not evidence.in_time:
-            return None
+        evidence.work.spend(attention.work)
         if evidence.holds(functools.reduce(torch.add, attention.ring(order)).float()):
             axes = ("cp",) if size > 1 else ()
             return WrongMasks(Cause.ATTENTION_MASK, axes, tensor=name, order=kind, shift=shift)
@@ -175,8 +179,9 @@ def _attention(evidence: Evidence) -> _Attention | None:
         return None
     s, b, h, d = q.shape
     groups = k.shape[2]
-    if h % groups or v.shape[:3] != k.shape[:3] or s * s * b * h * d > _FLOPS:
+    if h % groups or v.shape[:3] != k.shape[:3]:
         return None
+    evidence.work.spend(s * s * b * h * d // 8)
     at = _positions(evidence, s)
     if at is None or grad.numel() != s * b * h * v.shape[-1]:
         return None

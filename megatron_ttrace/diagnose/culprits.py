@@ -17,17 +17,26 @@ Megatron's own initial values, which nothing of the traced step comes from, are 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_ttrace.mcore.names import ROOT
+from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.report import explanations
 from megatron_ttrace.report.ledger import citation_text
-from megatron_ttrace.trace.findings import Explanation, Grounds
+from megatron_ttrace.trace.findings import (
+    Composed,
+    ConstantFactor,
+    Explanation,
+    Finding,
+    Grounds,
+)
 from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
 
 Explain = Callable[[Verdict], Explanation]
+_Groups = dict[tuple[object, ...], int]
 
 _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
@@ -82,10 +91,11 @@ def localise(
         stages.append(
             next((one for one in found if one[1]), (failed[0].kind.direction, unexplained))
         )
+    groups: _Groups = {}
     return [
         culprit
         for direction, origins in stages
-        for culprit in _one_per_module(origins, direction, explain, steps)
+        for culprit in _one_per_module(origins, direction, explain, steps, groups)
     ]
 
 
@@ -104,6 +114,7 @@ def _one_per_module(
     direction: Direction,
     explain: Explain,
     verdicts: Sequence[Verdict],
+    groups: _Groups,
 ) -> list[Culprit]:
     chosen: dict[str, _Origin] = {}
     for origin in origins:
@@ -135,9 +146,46 @@ def _one_per_module(
                 collectives=citation_text(why.collectives),
                 cause=why.finding.cause if why.finding else None,
                 axes=why.finding.axes if why.finding else (),
+                group=_group(groups, direction, verdict, grounds, why.finding),
             )
         )
     return culprits
+
+
+def _group(
+    groups: _Groups,
+    direction: Direction,
+    verdict: Verdict,
+    grounds: Grounds,
+    finding: Finding | None,
+) -> int:
+    """The number of the group of culprits with one cause.
+
+    One finding is one cause. Where its numbers are each tensor's own, or nothing was found, the
+    same tensor of other layers has the same cause.
+    """
+    stage = direction, verdict.kind, grounds
+    keys: list[tuple[object, ...]] = [
+        (*stage, verdict.index, any_layer(verdict.name), finding.cause if finding else None)
+    ]
+    if finding is not None and type(finding) is not Finding:
+        keys.append((*stage, _without_ratio(finding)))
+    elif finding is not None and verdict.kind is not Kind.INITIAL:
+        keys.append((*stage, finding))
+    number = next((groups[key] for key in keys if key in groups), len(set(groups.values())) + 1)
+    for key in keys:
+        groups.setdefault(key, number)
+    return number
+
+
+def _without_ratio(finding: Finding) -> Finding:
+    """A factor that is a size of the layout, without its digits."""
+    if isinstance(finding, ConstantFactor) and finding.sizes:
+        return dataclasses.replace(finding, ratio=0.0)
+    if isinstance(finding, Composed):
+        steps = tuple(map(_without_ratio, finding.steps))
+        return dataclasses.replace(finding, steps=steps)
+    return finding
 
 
 def _around(
@@ -175,17 +223,22 @@ def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[_Origin]:
     )
     # A parameter that no rank has means a module that no rank has: its forward pass is missing.
     started = {Direction.START: Direction.FORWARD}
-    return [
-        one
-        for one in absent
-        if started.get(one.verdict.direction, one.verdict.direction) is direction
-    ] + [
-        _Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
-        for v in _failures(verdicts)
-        if v.verdict not in _ABSENT
-        and v.direction is direction
-        and not (v.kind is Kind.GRAD_NORM and absent)
-    ]
+    return (
+        [
+            one
+            for one in absent
+            if started.get(one.verdict.direction, one.verdict.direction) is direction
+        ]
+        + [
+            _Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
+            for v in _failures(verdicts)
+            if v.verdict not in _ABSENT
+            and v.direction is direction
+            and v.kind is not Kind.COUNTED
+            and not (v.kind is Kind.GRAD_NORM and absent)
+        ]
+        + (_counted(verdicts) if direction is Direction.GRADIENT and not absent else [])
+    )
 
 
 def _start(verdicts: Sequence[Verdict]) -> list[_Origin]:
@@ -251,7 +304,15 @@ def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
     if found or any(v.verdict in _ABSENT for v in _failures(verdicts, *_MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.
         return found
-    return _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
+    return _counted(verdicts) or _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
+
+
+def _counted(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    """The first parameter of each statistic that has elements twice, or not at all."""
+    first: dict[object, Verdict] = {}
+    for verdict in _failures(verdicts, Kind.COUNTED):
+        first.setdefault((verdict.index, verdict.reason), verdict)
+    return [_Origin(v, v.name, Grounds.COUNTED) for v in first.values()]
 
 
 def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
@@ -262,10 +323,17 @@ def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
         if v.name in unknown
     ]
     # Without their gradients the norm is wrong, and with it every clipped update.
-    return never or [
-        _Origin(verdict, owner(verdict.name), Grounds.UPDATE)
-        for verdict in _failures(verdicts, *_UPDATED)
-    ]
+    return (
+        never
+        or [
+            _Origin(verdict, owner(verdict.name), Grounds.UPDATE)
+            for verdict in _failures(verdicts, *_UPDATED)
+        ]
+        or [
+            _Origin(verdict, verdict.name, Grounds.METRIC)
+            for verdict in _failures(verdicts, Kind.METRIC)
+        ]
+    )
 
 
 def _born(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hypotheses are tested on: a failed tensor's shards, and the reference's whole tensor.
+"""What repairs are tested on: a failed tensor's shards, and the reference's whole tensor.
 
-A hypothesis names a repair. :meth:`Evidence.repairs` applies the measure that failed the tensor
-(each rank's part against its tolerance) to the repaired values. Only a hypothesis that brings every
-part back under the tolerance becomes an explanation.
+:meth:`Evidence.repairs` applies the measure that failed the tensor (each rank's part against its
+tolerance) to the repaired values. Only a repair that brings every part back under the tolerance,
+and explains most of every part's error, becomes an explanation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -31,21 +30,57 @@ DENSE = ("tp", "cp", "dp", "pp")
 EXPERT = ("etp", "ep", "edp", "pp")
 """The two ways in which Megatron numbers the same ranks."""
 
+EXPLAINED = 0.5
+"""A repair that leaves more than this share of a part's error explains nothing."""
+
+_OVERHEAD = 20_000
+"""What an operation costs beside its elements, in elements."""
+
 Pieces = Sequence[torch.Tensor]
+
+
+class ExhaustedError(Exception):
+    """A search has computed as much as it may."""
+
+
+class Work:
+    """How much may be computed, in elements, so that all machines stop at the same place."""
+
+    def __init__(self, elements: float = math.inf, whole: Work | None = None) -> None:
+        """``whole`` is the budget that this one is a part of."""
+        self.left = elements
+        self._whole = whole
+
+    def spend(self, elements: int) -> None:
+        """Count one operation. Raises ``ExhaustedError``."""
+        self.left -= elements + _OVERHEAD
+        if self.left < 0:
+            raise ExhaustedError
+        if self._whole is not None:
+            self._whole.spend(elements)
 
 
 @dataclasses.dataclass(frozen=True)
 class FailedPart:
     """One rank's shard, in float32 and divided by its expected factor.
 
-    ``pieces`` has one tensor per box, of the box's shape. ``local`` is the shard as it is laid out
-    in memory, ``None`` if that is a flat range or was too large to keep.
+    ``pieces`` has one tensor per box, of the box's shape. ``shape`` is that of the shard in memory,
+    ``None`` if that is a flat range or was too large to keep.
     """
 
     mesh: Mesh
     boxes: tuple[Box, ...]
     pieces: tuple[torch.Tensor, ...]
-    local: torch.Tensor | None
+    shape: tuple[int, ...] | None
+
+    def laid_out(self) -> torch.Tensor | None:
+        """The shard as it is laid out in memory; ``None`` without its shape."""
+        if self.shape is None:
+            return None
+        local = torch.zeros(self.shape)
+        for box, piece in zip(self.boxes, self.pieces, strict=True):
+            local_view(local, box).copy_(piece)
+        return local
 
     @property
     def rank(self) -> int:
@@ -69,7 +104,7 @@ class FailedPart:
             for whole, box in zip(boxes, cropped, strict=True)
         )
         keep = cropped == boxes and not any(box.is_flat for box in boxes)
-        return cls(mesh, cropped, pieces, local.float() / factor if keep else None)
+        return cls(mesh, cropped, pieces, tuple(local.shape) if keep else None)
 
 
 @dataclasses.dataclass
@@ -79,17 +114,18 @@ class Evidence:
     Attributes:
         key: of the tensor.
         reference: its whole value.
-        parts: the shards that are beyond the tolerance.
+        parts: the shards; those within the tolerance are dropped.
         tolerance: of the tensor.
         meshes: of all ranks.
         held: boxes of the ranks known to hold the tensor, failing or not.
         microbatches: number of microbatches per data-parallel rank.
         seq_length: to recognise the sequence dim; 0 if unknown.
-        ends: a time (``time.monotonic``) after which searches give up.
+        work: how much may be computed.
         others: reference tensors with this one's shape that it may hold by mistake, the likely ones
             first, each with the finding that it would be.
         whole: reads a tensor of the reference.
         alike: modules whose input has the shape of another module's.
+        errors: of each failing rank before any repair.
     """
 
     key: TraceKey
@@ -100,10 +136,28 @@ class Evidence:
     held: Mapping[int, tuple[Box, ...]] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
     seq_length: int = 0
-    ends: float = math.inf
+    work: Work = dataclasses.field(default_factory=Work)
     others: Callable[[], Iterable[tuple[Finding, TraceKey]]] = tuple
     whole: Callable[[TraceKey], torch.Tensor | None] = lambda key: None
     alike: Callable[[str], Iterable[str]] = lambda module: ()
+    errors: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.errors:
+            self.errors = {part.rank: self.error(part, part.pieces) for part in self.parts}
+            limit = self.tolerance.value
+            self.parts = [part for part in self.parts if not self.errors[part.rank] <= limit]
+
+    def repaired(self, repair: Callable[[FailedPart], Pieces | None]) -> Evidence | None:
+        """The same tensor after a repair; ``None`` where it cannot be applied to every part."""
+        parts = []
+        for part in self.parts:
+            pieces = repair(part)
+            if pieces is None:
+                return None
+            self.work.spend(sum(piece.numel() for piece in pieces))
+            parts.append(dataclasses.replace(part, pieces=tuple(pieces)))
+        return dataclasses.replace(self, parts=parts)
 
     def expected(
         self, part: FailedPart, reference: torch.Tensor | None = None
@@ -112,31 +166,50 @@ class Evidence:
         whole = self.reference if reference is None else reference
         return [logical_view(whole, box).float() for box in part.boxes]
 
-    def fits(
-        self, part: FailedPart, pieces: Pieces | None, reference: torch.Tensor | None = None
-    ) -> bool:
-        """Whether a part would pass if it held ``pieces``, by the judge's measure."""
-        if pieces is None:
-            return False
+    def error(
+        self, part: FailedPart, pieces: Pieces, reference: torch.Tensor | None = None
+    ) -> float:
+        """The relative error of a part if it held ``pieces``, by the judge's measure."""
         diff = size = 0.0
         count = 0
         for piece, there in zip(pieces, self.expected(part, reference), strict=True):
+            if piece.shape != there.shape:
+                return math.inf
             diff += _squares(piece - there)
             size += _squares(there)
             count += there.numel()
-        sums = Sums(n=count, diff=diff, reference=size)
-        return relative_error(sums, self.tolerance.rms) <= self.tolerance.value
+        self.work.spend(count)
+        return relative_error(Sums(n=count, diff=diff, reference=size), self.tolerance.rms)
 
     def repairs(self, repair: Callable[[FailedPart], Pieces | None]) -> bool:
-        """Whether a repair brings every failing part under the tolerance."""
-        return bool(self.parts) and all(self.fits(part, repair(part)) for part in self.parts)
+        """Whether a repair brings every failing part under the tolerance, and explains it."""
+        return bool(self.parts) and all(
+            (pieces := repair(part)) is not None and self._accepts(part, self.error(part, pieces))
+            for part in self.parts
+        )
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing is left to repair."""
+        return self.repairs(lambda part: part.pieces)
 
     def holds(self, other: torch.Tensor) -> bool:
         """Whether every failing part holds ``other`` instead of the reference."""
-        return bool(self.parts) and all(self.fits(p, p.pieces, other) for p in self.parts)
+        return bool(self.parts) and all(
+            self._accepts(part, self.error(part, part.pieces, other)) for part in self.parts
+        )
+
+    def _accepts(self, part: FailedPart, error: float) -> bool:
+        return error <= min(self.tolerance.value, EXPLAINED * self.errors[part.rank])
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all failing parts."""
+        return sum(piece.numel() for part in self.parts for piece in part.pieces)
 
     def ratio(self, pairs: Iterable[tuple[Pieces, Pieces]]) -> float:
         """The factor that fits ``ours = factor * theirs`` best; 0 where there is none."""
+        self.work.spend(self.elements)
         cross, size = dot(pairs)
         return cross / size if size and math.isfinite(cross) else 0.0
 
@@ -153,6 +226,7 @@ class Evidence:
         ``None`` if there is none.
         """
         place = self.key.microbatch if microbatch is None else microbatch
+        self.work.spend(0)
         return self.whole(TraceKey(self.key.iteration, place, kind, name, index))
 
     def parameter(self, name: str) -> torch.Tensor | None:
@@ -174,11 +248,6 @@ class Evidence:
         """The axes that number this tensor's ranks, of those with more than one rank."""
         family = EXPERT if is_within_experts(self.key.name) else DENSE
         return tuple(axis for axis in family if self.size(axis) > 1)
-
-    @property
-    def in_time(self) -> bool:
-        """Whether a search may go on."""
-        return time.monotonic() < self.ends
 
     def dim_name(self, dim: int) -> str:
         """What the indices of a dim are called."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why does it differ? A hypothesis counts only when the repair it names brings the error down.
+"""Why does it differ? A cause is told only when the repair that it names makes every part right.
 
-The shards of failed tensors were kept. Each hypothesis names a repair (sum over tp, divide by cp,
-take the other half), which is applied to them, and the measure that failed the tensor is taken
-again (evidence.py). The first hypothesis that repairs every failing part is the explanation.
+The shards of failed tensors were kept. Compositions of repairs are applied to them, and the measure
+that failed the tensor is taken again (search.py, evidence.py). The simplest one is the explanation.
+A pattern of the error that no repair was tested for (which rows, which copies) is a hint.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
-import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,19 +24,17 @@ from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.diagnose import (
-    absent,
-    attention,
-    position,
-    products,
-    ran,
-    region,
-    replicas,
-    scaling,
-    shares,
-    sources,
+from megatron_ttrace.diagnose import absent, ran, region, replicas
+from megatron_ttrace.diagnose.evidence import (
+    ELEMENTS,
+    Evidence,
+    ExhaustedError,
+    FailedPart,
+    Work,
 )
-from megatron_ttrace.diagnose.evidence import ELEMENTS, Evidence, FailedPart
+from megatron_ttrace.diagnose.search import Found, alternative, repeated, search
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
@@ -51,31 +50,15 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader
 
-HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    scaling.zero,
-    products.cast,
-    scaling.factor,
-    replicas.partial,
-    products.factor,
-    scaling.factor_per_rank,
-    sources.addend,
-    sources.elsewhere,
-    position.transposed,
-    position.rows,
-    scaling.rounded,
-    sources.operand,
-    shares.weighted,
-    attention.blocks,
-    region.token_ids,
-    region.some_rows,
-    replicas.some_copies,
-)
-"""Specific ones first: that some rows are wrong is also true of rows in a wrong order."""
+STRICT = "TTRACE_STRICT"
+"""Environment variable: when set, as in tests, an error in the test of a repair is raised."""
 
-MOST = 12
-"""Culprits that are explained: many culprits have one cause."""
+WORK = 1e9
+"""What all searches of a run may compute together, in elements."""
 
-_SECONDS = 2.0
+UNKNOWN_LAYERS = 2
+"""Layers in which nothing was found for a tensor, after which no more are searched."""
+
 _SEARCH = 400
 _SAME_SORT = {
     Kind.INPUT: (Kind.INPUT, Kind.OUTPUT),
@@ -83,6 +66,7 @@ _SAME_SORT = {
     Kind.GRAD_INPUT: (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT),
     Kind.GRAD_OUTPUT: (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT),
 }
+_log = logging.getLogger(__name__)
 
 
 class Explainer:
@@ -110,8 +94,9 @@ class Explainer:
         self._tolerances = tolerances
         self._measured = measured or {}
         self._ledger = ledger
-        self._explained = 0
-        self._ends = math.inf
+        self._work = Work(WORK)
+        self._found: dict[tuple[Kind, str, int], Found] = {}
+        self._unknown: Counter[tuple[Kind, str, int]] = Counter()
         self._candidate: TraceReader | None = None
         self._meshes: list[Mesh] = []
         self._seq_length = 0
@@ -131,22 +116,30 @@ class Explainer:
                 kept.setdefault(entry.key, []).append((rank, number))
         return kept
 
-    def explain(self, verdict: Verdict) -> Explanation:
-        """What was found out about the cause of a failure. Never raises."""
-        found = Explanation()
-        if self._explained < MOST:
-            if not self._explained:
-                self._ends = time.monotonic() + _SECONDS
-            self._explained += 1
-            with contextlib.suppress(Exception):
+    def explain(self, verdict: Verdict, known: Finding | None = None) -> Explanation:
+        """What was found out about the cause of a failure. Raises only where ``STRICT`` is set.
+
+        Args:
+            verdict: of the failed tensor.
+            known: what the judgement itself found out, if it says more than that.
+        """
+        found = Explanation(known)
+        try:
+            if known is None:
                 found = self._explain(verdict)
-        with contextlib.suppress(Exception):
-            found = dataclasses.replace(
+        except ExhaustedError:
+            pass
+        except Exception as error:  # noqa: BLE001 - explanations are optional
+            self._failed(f"explanation of {verdict.key}", error)
+        try:
+            return dataclasses.replace(
                 found,
                 where=ran.where(verdict, found.finding, self._ledger),
                 collectives=ran.cite(verdict, found.finding, self._ledger),
             )
-        return found
+        except Exception as error:  # noqa: BLE001 - so is what ran
+            self._failed(f"what ran in {verdict.key}", error)
+            return found
 
     def _explain(self, verdict: Verdict) -> Explanation:
         if verdict.kind is Kind.INITIAL:
@@ -155,12 +148,40 @@ class Explainer:
             return Explanation(self._missing(verdict))
         if verdict.verdict not in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT, Outcome.NONFINITE):
             return Explanation()
-        evidence = self.evidence(verdict.key)
-        finding = test(evidence) if evidence is not None else None
-        if evidence is None or finding is None:
+        try:
+            evidence = self.evidence(verdict.key)
+        except TTraceError as error:  # the files may be damaged
+            _log.warning("cannot read what was kept of %s: %s", verdict.key, error)
             return Explanation()
-        ranks = evidence.failing_ranks() if finding.cause is not Cause.COPY else None
-        return Explanation(finding, ranks=ranks, alike=self._alike_in(verdict.key, finding))
+        if evidence is None:
+            return Explanation()
+        finding, other = self._repair(verdict.key, evidence)
+        if finding is None:
+            seen = region.extent(evidence) or replicas.some_copies(evidence)
+            return Explanation(observed=seen)
+        ranks, alike = evidence.failing_ranks(), self._alike_in(verdict.key, finding)
+        return Explanation(finding, ranks=ranks, alike=alike, other=other)
+
+    def _repair(self, key: TraceKey, evidence: Evidence) -> tuple[Finding | None, Finding | None]:
+        """The simplest repair, and another one; first that of the same tensor of another layer."""
+        sort = _sort_of(key)
+        if sort in self._found:
+            with contextlib.suppress(ExhaustedError):
+                if (again := repeated(evidence, self._found[sort])) is not None:
+                    return again, None
+        if self._unknown[sort] >= UNKNOWN_LAYERS:
+            return None, None
+        found = search(evidence, self._failed)
+        if not found:
+            self._unknown[sort] += 1
+            return None, None
+        self._found.setdefault(sort, found[0])
+        return found[0].finding, alternative(found)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        if os.environ.get(STRICT):
+            raise error
+        _log.warning("%s could not be tested: %s: %s", what, type(error).__name__, error)
 
     def evidence(self, key: TraceKey) -> Evidence | None:
         """What is known of a failed tensor; ``None`` if its shards were not kept."""
@@ -175,7 +196,7 @@ class Explainer:
         evidence = Evidence(
             key=key,
             reference=reference,
-            parts=[],
+            parts=list(self._parts(self._candidate, key)),
             tolerance=self._tolerances.of(key),
             meshes=self._meshes,
             held={
@@ -186,16 +207,11 @@ class Explainer:
             },
             microbatches=max(1, microbatches // ranks),
             seq_length=self._seq_length,
-            ends=self._ends,
+            work=self._work,
             others=lambda: self._others(key, entry.shape),
             whole=self._whole,
             alike=lambda module: self._alike(key.iteration, module),
         )
-        evidence.parts += [
-            part
-            for part in self._parts(self._candidate, key)
-            if not evidence.fits(part, part.pieces)
-        ]
         return evidence if evidence.parts else None
 
     def _parts(self, candidate: TraceReader, key: TraceKey) -> Iterator[FailedPart]:
@@ -287,18 +303,9 @@ class Explainer:
         return (alike, len(ratios)) if alike > 1 else None
 
 
-def test(evidence: Evidence) -> Finding | None:
-    """The first hypothesis that repairs the tensor; one that cannot be tested does not count."""
-    for hypothesis in HYPOTHESES:
-        with contextlib.suppress(Exception):
-            if (finding := hypothesis(evidence)) is not None:
-                return finding
-    return None
-
-
 def _sort_of(key: TraceKey) -> tuple[Kind, str, int]:
     """What a tensor has in common with the same tensor of other layers."""
-    return key.kind, re.sub(r"\d+", "*", key.name), key.index
+    return key.kind, any_layer(key.name), key.index
 
 
 def _is_start(key: TraceKey) -> bool:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses about position: right values in the wrong place."""
+"""Repairs of the position: right values in the wrong place."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, dot
+from megatron_ttrace.diagnose.evidence import EXPLAINED, Evidence, FailedPart, dot
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.findings import (
     Cause,
@@ -34,16 +35,15 @@ def rows(evidence: Evidence) -> Finding | None:
     """
     shards = _shards(evidence)
     for dim in range(evidence.reference.ndim):
-        if not shards or not evidence.in_time:
-            return None
-        moves = [move for one in shards if (move := _moves(evidence, one, dim)) is not None]
-        if len(moves) == len(shards) and any(move.to != move.own for move in moves):
-            return _offset(evidence, dim, moves) or _order(evidence, dim, moves)
+        moves = list(itertools.takewhile(bool, (_moves(evidence, one, dim) for one in shards)))
+        found = [move for move in moves if move is not None]
+        if shards and len(found) == len(shards) and any(move.to != move.own for move in found):
+            return _offset(evidence, dim, found) or _order(evidence, dim, found)
     return None
 
 
-def transposed(evidence: Evidence) -> Transposed | None:
-    """Two dims of equal size are exchanged. The repair: exchange them back."""
+def transposed(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
+    """Exchange two dims of equal size."""
     for first, second in itertools.combinations(range(evidence.reference.ndim), 2):
 
         def swap(part: FailedPart, a: int = first, b: int = second) -> list[torch.Tensor] | None:
@@ -51,9 +51,8 @@ def transposed(evidence: Evidence) -> Transposed | None:
             fits = len(turned) == 1 and turned[0].shape == part.pieces[0].shape
             return turned if fits else None
 
-        if evidence.repairs(swap):
-            return Transposed(Cause.ORDER, dims=(first, second))
-    return None
+        if (after := evidence.repaired(swap)) is not None:
+            yield Transposed(Cause.ORDER, dims=(first, second)), after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +81,9 @@ class _Move:
 def _shards(evidence: Evidence) -> list[_Indexed]:
     """Each failing part on its own; flat ranges (ZeRO) combined into one whole tensor."""
     found = [
-        _Indexed(
-            part.rank, part.local, tuple(_indices(part.boxes, d) for d in range(part.local.ndim))
-        )
+        _Indexed(part.rank, local, tuple(_indices(part.boxes, d) for d in range(local.ndim)))
         for part in evidence.parts
-        if part.local is not None
+        if (local := part.laid_out()) is not None
     ]
     if len(found) == len(evidence.parts):
         return found
@@ -112,10 +109,13 @@ def _moves(evidence: Evidence, shard: _Indexed, dim: int) -> _Move | None:
     for other, at in enumerate(shard.at):
         if other != dim and len(at) != there.shape[other]:
             there = there.index_select(other, at)
-    ours = shard.values.movedim(dim, 0).flatten(1)
-    theirs = there.movedim(dim, 0).flatten(1)
-    if not (1 < len(theirs) <= _ROWS and ours.shape[1] >= _WIDTH and len(ours)):
+    values, rows = shard.values.movedim(dim, 0), there.movedim(dim, 0)
+    if not (len(values) and len(rows)):
         return None
+    ours, theirs = values.reshape(len(values), -1), rows.reshape(len(rows), -1)
+    if not (1 < len(theirs) <= _ROWS and ours.shape[1] >= _WIDTH):
+        return None
+    evidence.work.spend(ours.numel() * _PROJECTIONS + len(ours) * len(theirs) * _PROJECTIONS)
     generator = torch.Generator().manual_seed(1)
     project = torch.randn((ours.shape[1], _PROJECTIONS), generator=generator)
     distance = torch.cdist(ours @ project, theirs @ project)
@@ -128,7 +128,8 @@ def _moves(evidence: Evidence, shard: _Indexed, dim: int) -> _Move | None:
     diff, _ = dot([([ours - expected], [ours - expected])])
     size, _ = dot([([expected], [expected])])
     scale = max((size / ours.numel()) ** 0.5, evidence.tolerance.rms)
-    if not scale or (diff / ours.numel()) ** 0.5 / scale > evidence.tolerance.value:
+    limit = min(evidence.tolerance.value, EXPLAINED * max(evidence.errors.values()))
+    if not scale or not (diff / ours.numel()) ** 0.5 / scale <= limit:
         return None
     return _Move(shard.rank, own.tolist(), to.tolist())
 

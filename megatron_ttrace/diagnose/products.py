@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses about a linear layer's product: its size is wrong, and its bias is right.
+"""Repairs of a linear layer's product: its size is wrong, and its bias is right.
 
 ``y = x Wᵀ + b``. A scale that was lost on the way into the product (that of a cast to FP8, above
 all) changes the first term and leaves the second.
@@ -31,7 +31,7 @@ def cast(evidence: Evidence) -> ProductFactors | None:
 def factor(evidence: Evidence) -> ProductFactors | None:
     """Each rank's product is off by a factor. The repair: divide by it, and leave the bias.
 
-    Without a bias, hypotheses about the whole tensor are more specific.
+    Without a bias it is the whole tensor that is off.
     """
     factors = _factors(evidence) if evidence.bias() is not None else {}
     listed = tuple(sorted(factors.items()))

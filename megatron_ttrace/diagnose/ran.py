@@ -19,6 +19,7 @@ from megatron_ttrace.trace.collectives import (
     ModuleCode,
     Phase,
 )
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
 from megatron_ttrace.trace.records import Direction, Kind, Verdict
 
@@ -27,7 +28,8 @@ _PHASES = {
     Direction.BACKWARD: Phase.BACKWARD,
     Direction.GRADIENT: Phase.GRADIENTS,
 }
-_REDUCED = (Cause.PARTIAL, Cause.TIED, *FACTORS)
+_OF_OPTIMIZERS = (Statistic.CLIPPED.number, Statistic.STEPPED.number)
+_REDUCED = (Cause.PARTIAL, *FACTORS)
 """Causes that concern a reduction over the axes of the finding."""
 
 
@@ -88,7 +90,11 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> str:
         ]
         if calls:
             return max(calls, key=lambda one: one.bytes).where
-    if verdict.kind is Kind.GRAD_NORM:
+    if verdict.kind is Kind.METRIC:
+        return places.log()
+    if verdict.kind is Kind.COUNTED and verdict.index in _OF_OPTIMIZERS:
+        return sources.optimizer
+    if verdict.kind in (Kind.GRAD_NORM, Kind.COUNTED):
         norms = (one for one in _of(ledger, verdict, Phase.OPTIMIZER) if one.operation.reduces)
         return next((one.where for one in norms if one.where), sources.optimizer)
     if verdict.direction is Direction.UPDATE and verdict.kind is not Kind.BUFFER:

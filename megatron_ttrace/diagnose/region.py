@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses about extent: some rows are wrong, or a whole slice, and the rest is right."""
+"""Where a tensor is wrong: at some token ids, in some rows; what stands there instead."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.mcore.names import ROOT
-from megatron_ttrace.trace.findings import Cause, WrongRows, WrongTokens
+from megatron_ttrace.trace.findings import Cause, Finding, WrongRows, WrongTokens
 from megatron_ttrace.trace.records import Kind
 
 _MOST = 0.75
@@ -16,14 +18,51 @@ _MOST = 0.75
 
 
 def token_ids(evidence: Evidence) -> WrongTokens | None:
-    """Positions with some token ids are wrong, all others right. The repair: these positions."""
+    """An embedding gives some token ids other rows of its table, or none. The repair: their own."""
+    table = evidence.parameter(f"{evidence.key.name}.weight")
+    where = _tokens(evidence)
+    if where is None or table is None or table.ndim != 2:
+        return None
+    wrong, values, found = where
+    held, right = values[wrong], evidence.reference.float()[wrong]
+    for added in (False, True):
+        rest = held - right if added else held
+        zero = not rest.any()
+        evidence.work.spend(len(rest) * table.numel())
+        rows = torch.cdist(rest, table.float()).argmin(1)
+        whole = evidence.reference.float().clone()
+        whole[wrong] = added * right + (not zero) * table.float()[rows]
+        if evidence.holds(whole):
+            span = None if zero else (int(rows.min()), int(rows.max()))
+            return dataclasses.replace(found, zero=zero, rows=span, added=added)
+    return None
+
+
+def dropped_rows(evidence: Evidence) -> WrongRows | None:
+    """Along some dim a minority of rows is zero. The repair: these rows."""
+    found = _rows(evidence)
+    if found is None or not found.zero:
+        return None
+    whole = evidence.reference.float().clone()
+    whole.index_fill_(found.at, torch.tensor(found.indices), 0.0)
+    return found if evidence.holds(whole) else None
+
+
+def extent(evidence: Evidence) -> Finding | None:
+    """Which positions or rows are wrong while the rest is right; why is not known."""
+    where = _tokens(evidence)
+    return where[2] if where is not None else _rows(evidence)
+
+
+def _tokens(evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor, WrongTokens] | None:
+    """The positions that are wrong, and all values, if it depends on the token id which are."""
     key, shape = evidence.key, evidence.reference.shape[:2]
     if key.kind is not Kind.OUTPUT or evidence.reference.ndim != 3:
         return None
     # What the model was given, which may be the batch's ids renamed.
     tokens = evidence.tensor(Kind.INPUT, ROOT)
     table = evidence.parameter(f"{key.name}.weight")
-    if tokens is None or table is None or table.ndim != 2:
+    if tokens is None or table is None:
         return None
     tokens = tokens if tokens.shape == shape else tokens.T
     wrong, values = _wrong(evidence, (2,))
@@ -34,23 +73,13 @@ def token_ids(evidence: Evidence) -> WrongTokens | None:
     if not len(good) or bool(((good >= low) & (good <= high)).any()):
         return None
     size = evidence.size("tp")
-    held = values[wrong]
-    equal = torch.equal(held, held[:1].expand_as(held))
-    row = int((table.float() - held[0]).norm(dim=1).argmin())
-    near = bool((table[row].float() - held[0]).norm() <= 1e-2 * held[0].norm())
-    return WrongTokens(
-        Cause.TOKEN_IDS,
-        ("tp",) if size > 1 else (),
-        ids=(low, high),
-        owners=(low * size // len(table), high * size // len(table)) if size > 1 else None,
-        zero=not held.any(),
-        equal=equal,
-        row=row if equal and near else None,
-    )
+    owners = (low * size // len(table), high * size // len(table)) if size > 1 else None
+    axes = ("tp",) if size > 1 else ()
+    return wrong, values, WrongTokens(Cause.TOKEN_IDS, axes, ids=(low, high), owners=owners)
 
 
-def some_rows(evidence: Evidence) -> WrongRows | None:
-    """Along some dim a minority of rows is wrong. The repair: these rows."""
+def _rows(evidence: Evidence) -> WrongRows | None:
+    """A minority of wrong rows along a dim, the dim with the smallest share of them."""
     found = []
     for dim, total in enumerate(evidence.reference.shape):
         wrong, values = _wrong(
@@ -65,6 +94,7 @@ def some_rows(evidence: Evidence) -> WrongRows | None:
                 Cause.ROWS,
                 slice_of[:1] if slice_of else (),
                 dim=evidence.dim_name(dim),
+                at=dim,
                 indices=tuple(indices),
                 total=total,
                 zero=not values.movedim(dim, 0)[wrong].any(),
@@ -79,6 +109,7 @@ def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | No
 
     Where several parts hold a row, the worst counts.
     """
+    evidence.work.spend(4 * evidence.reference.numel() + evidence.elements)
     reference = evidence.reference.float()
     values = reference.clone()
     diff = torch.zeros_like(reference)

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses about size: all zero, off by a constant factor, sign, rounded too coarsely."""
+"""Repairs of the size: all zero, off by a constant factor, sign, rounded too coarsely."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations, dot
 from megatron_ttrace.mcore.roles import INNER_ATTENTION
 from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, RankFactors, Rounded
 from megatron_ttrace.trace.records import Kind
 
 _SOFTMAX = "softmax"
+_PER_FACTOR = 16
+"""Elements that it takes to fit a factor: any number is a factor of another one."""
+_ALIKE = 0.1
+"""How near the norms of values are that hold the same numbers elsewhere, or rounded."""
+_ROUGH = 0.02
+"""A factor further from a size than this is another one, however wide the tolerance is."""
 _COARSE = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -34,7 +42,34 @@ def factor(evidence: Evidence) -> ConstantFactor | None:
     found = evidence.ratio((part.pieces, evidence.expected(part)) for part in evidence.parts)
     if not found or not evidence.repairs(lambda part: [piece / found for piece in part.pieces]):
         return None
-    return constant_factor(evidence, found)
+    named = constant_factor(evidence, found)
+    is_known = named.sizes or named.cause is Cause.SIGN
+    return named if is_known or evidence.elements >= _PER_FACTOR else None
+
+
+def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
+    """Divide by a size of the layout, or by its inverse, that the values are about too large."""
+    expected = [(part.pieces, evidence.expected(part)) for part in evidence.parts]
+    ours, theirs = (
+        math.sqrt(dot((side, side) for side in sides)[1]) for sides in zip(*expected, strict=True)
+    )
+    if not (theirs and 0 < ours < math.inf):
+        return
+    evidence.work.spend(2 * evidence.elements)
+    layout = _sizes(evidence)
+    seen: set[float] = set()
+    for axes in axis_combinations(tuple(layout)):
+        size = math.prod(layout[axis] for axis in axes)
+        for ratio in (size, 1 / size):
+            if ratio not in seen and abs(ours / theirs / ratio - 1) < _ALIKE:
+                seen.add(ratio)
+                after = evidence.repaired(functools.partial(_divided, ratio))
+                if after is not None:
+                    yield constant_factor(evidence, ratio), after
+
+
+def _divided(ratio: float, part: FailedPart) -> list[torch.Tensor]:
+    return [piece / ratio for piece in part.pieces]
 
 
 def factor_per_rank(evidence: Evidence) -> RankFactors | None:
@@ -47,7 +82,7 @@ def factor_per_rank(evidence: Evidence) -> RankFactors | None:
     def divide(part: FailedPart) -> list[torch.Tensor] | None:
         return [p / own[part.rank] for p in part.pieces] if own[part.rank] else None
 
-    if len(own) < 2 or not evidence.repairs(divide):
+    if len(own) < 2 or evidence.elements < _PER_FACTOR * len(own) or not evidence.repairs(divide):
         return None
     return RankFactors(Cause.FACTOR, factors=tuple(sorted(own.items())))
 
@@ -84,7 +119,7 @@ def _round(values: torch.Tensor, dtype: torch.dtype, scaled: bool) -> torch.Tens
 
 def constant_factor(evidence: Evidence, value: float) -> ConstantFactor:
     """A factor, and the axes whose size it is."""
-    near = max(2 * evidence.tolerance.value, 1e-4)
+    near = min(max(2 * evidence.tolerance.value, 1e-4), _ROUGH)
     if abs(value + 1) <= near:
         return ConstantFactor(Cause.SIGN, ratio=value)
     layout = _sizes(evidence)
@@ -105,7 +140,7 @@ def constant_factor(evidence: Evidence, value: float) -> ConstantFactor:
 def _sizes(evidence: Evidence) -> dict[str, float]:
     """Numbers of the layout that a forgotten or doubled division is likely to be off by."""
     found: dict[str, float] = {axis: evidence.size(axis) for axis in evidence.axes}
-    # What divides the loss by the number of microbatches shows where the backward pass begins.
+    # A main gradient fails alone only if the activations' gradients, which show this too, pass.
     kinds = (Kind.GRAD_OUTPUT, Kind.LOSS, Kind.GRAD_NORM)
     if evidence.microbatches > 1 and evidence.key.kind in kinds:
         found["microbatches"] = evidence.microbatches

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses about the terms of a gradient, which is a sum over microbatches: some count wrongly.
+"""Repairs of the terms of a gradient, which is a sum over tokens: some count wrongly.
 
-The reference's activations and activation gradients give each microbatch's share of the gradient
-of a linear layer or an embedding. The candidate's gradient is fitted as their weighted sum; the
-weights tell whose share is missing, halved or doubled.
+The reference's activations and activation gradients give the share of each microbatch, or of the
+part of the sequence that each rank holds, in the gradient of a linear layer, a norm or an
+embedding. The
+candidate's gradient is fitted as their weighted sum; the weights tell whose share is missing,
+halved or doubled.
 """
 
 from __future__ import annotations
@@ -15,31 +17,42 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat, weights
-from megatron_ttrace.diagnose.sources import product
+from megatron_ttrace.diagnose.sources import product, standardised
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT, ROOT
 from megatron_ttrace.mcore.roles import HEAD, LOOKED_UP
 from megatron_ttrace.trace.findings import Cause, ShareWeights, UnequalShares
 from megatron_ttrace.trace.records import Kind
 
+_OF_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
+"""Parameters of a norm that is fused with the linear layer after it."""
+
+_ROUGH = 0.05
+"""A weight further from one than this is another one, however wide the tolerance is."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What one microbatch adds to a gradient, through one module."""
+    """What one microbatch, or one rank's part of all sequences, adds through one module."""
 
     module: str
-    microbatch: int
+    number: int
     value: torch.Tensor
 
 
 def weighted(evidence: Evidence) -> UnequalShares | None:
-    """Some microbatches' shares do not count once. The repair: count each once.
-
-    Each failing part is fitted on its own: ranks may lack different shares.
-    """
+    """Some shares do not count once. The repair: count each once."""
     if evidence.key.kind is not Kind.MAIN_GRAD:
         return None
-    shares = list(_shares(evidence))
-    if len(shares) < 2:
+    for axis in ("microbatch", "cp", "tp"):
+        if (found := _weighted(evidence, axis)) is not None:
+            return found
+    return None
+
+
+def _weighted(evidence: Evidence, axis: str) -> UnequalShares | None:
+    """Each failing part is fitted on its own: ranks may lack different shares."""
+    shares = list(_shares(evidence, axis))
+    if len(shares) < 2 or len(shares) >= min(flat(p.pieces).numel() for p in evidence.parts):
         return None
     reference = evidence.reference.float()
     total = torch.stack([share.value for share in shares]).sum(0)
@@ -53,6 +66,7 @@ def weighted(evidence: Evidence) -> UnequalShares | None:
         # What the shares leave out counts as it should.
         terms = [flat(evidence.expected(part, share.value)).double() for share in shares]
         wanted = flat(part.pieces) - flat(evidence.expected(part, rest))
+        evidence.work.spend(len(terms) ** 2 * wanted.numel())
         fits[part.rank] = weights(torch.stack(terms) * scale, wanted)
 
     def counted_once(part: FailedPart) -> list[torch.Tensor]:
@@ -63,22 +77,19 @@ def weighted(evidence: Evidence) -> UnequalShares | None:
             repaired = [piece - (weight - 1) * scale * once for piece, once in pairs]
         return repaired
 
-    return _describe(evidence, shares, fits) if evidence.repairs(counted_once) else None
+    return _describe(evidence, axis, shares, fits) if evidence.repairs(counted_once) else None
 
 
 def _describe(
-    evidence: Evidence, shares: list[_Share], fits: dict[int, list[float]]
+    evidence: Evidence, axis: str, shares: list[_Share], fits: dict[int, list[float]]
 ) -> UnequalShares | None:
     by_weights: dict[tuple[ShareWeights, ...], list[int]] = {}
     modules = list(dict.fromkeys(share.module for share in shares))
-    per_rank = False
     for rank, own in fits.items():
         found = []
         for module in modules:
-            pairs = [
-                (s.microbatch, w) for s, w in zip(shares, own, strict=True) if s.module == module
-            ]
-            found.append(_counts(evidence, pairs))
+            pairs = [(s.number, w) for s, w in zip(shares, own, strict=True) if s.module == module]
+            found.append(_counts(evidence, axis, pairs))
         if len(set(found)) == 1:
             said = tuple(filter(None, found[:1]))
         else:
@@ -86,65 +97,111 @@ def _describe(
             said = tuple(dataclasses.replace(w, module=module) for module, w in named if w)
         if not said:
             return None
-        per_rank = per_rank or any(one.by_axis and not one.missing for one in said)
         by_weights.setdefault(said, []).append(rank)
-    tied = evidence.key.name == EMBEDDING_WEIGHT and len(modules) > 1 and len(by_weights) > 1
     return UnequalShares(
-        Cause.TIED if tied else Cause.WEIGHTS,
-        ("dp",),
+        Cause.WEIGHTS,
+        ("dp",) if axis == "microbatch" else (axis,),
         by_ranks=tuple((tuple(ranks), said) for said, ranks in by_weights.items()),
-        per_rank=per_rank,
     )
 
 
-def _counts(evidence: Evidence, found: list[tuple[int, float]]) -> ShareWeights | None:
-    """The microbatches that do not count once, by data-parallel rank if these agree."""
-    near = max(1e-4, 20 * evidence.tolerance.value)
+def _counts(evidence: Evidence, axis: str, found: list[tuple[int, float]]) -> ShareWeights | None:
+    """The shares that do not count once; microbatches by data-parallel rank if these agree."""
+    near = min(max(1e-4, 20 * evidence.tolerance.value), _ROUGH)
     ranks = evidence.size("dp")
-    by_rank: dict[int, list[float]] = {}
-    for microbatch, weight in found:
-        by_rank.setdefault(microbatch % ranks, []).append(weight)
-    by_axis = ranks > 1 and all(max(own) - min(own) <= near for own in by_rank.values())
-    counts = [(rank, own[0]) for rank, own in by_rank.items()] if by_axis else found
-    odd = [(number, weight) for number, weight in counts if abs(weight - 1) > near]
+    if axis == "microbatch" and ranks > 1:
+        by_rank: dict[int, list[float]] = {}
+        for microbatch, weight in found:
+            by_rank.setdefault(microbatch % ranks, []).append(weight)
+        if all(max(own) - min(own) <= near for own in by_rank.values()):
+            axis, found = "dp", [(rank, own[0]) for rank, own in by_rank.items()]
+    odd = [(number, weight) for number, weight in found if abs(weight - 1) > near]
     if not odd:
         return None
     missing = all(abs(weight) <= near for _, weight in odd)
     rounded = tuple((number, 0.0 if missing else round(weight, 3)) for number, weight in odd)
-    return ShareWeights("", by_axis, rounded, missing)
+    return ShareWeights("", axis, rounded, missing)
 
 
-def _shares(evidence: Evidence) -> Iterator[_Share]:
-    """Every microbatch's share, through every module that uses the parameter."""
+def _shares(evidence: Evidence, axis: str) -> Iterator[_Share]:
+    """The share of every microbatch or part of the sequence, through every module."""
     module, _, leaf = evidence.key.name.rpartition(".")
-    if leaf not in ("weight", "bias"):
+    if leaf not in ("weight", "bias", *_OF_FUSED_NORM):
         return
     # A head without a weight of its own uses the embedding's.
     tied = evidence.key.name == EMBEDDING_WEIGHT and evidence.parameter(f"{HEAD}.weight") is None
     for one in [module, HEAD] if tied else [module]:
-        for microbatch in itertools.count():
-            value = _share(evidence, one, leaf, microbatch) if evidence.in_time else None
-            if value is None:
-                break
-            if value.shape == evidence.reference.shape:
+        if axis == "microbatch":
+            for microbatch, value in enumerate(_by_microbatch(evidence, one, leaf, None)):
                 yield _Share(one, microbatch, value)
+        elif evidence.size(axis) > 1:
+            for rank, positions in enumerate(_held_positions(evidence, axis)):
+                values = list(_by_microbatch(evidence, one, leaf, positions))
+                if values:
+                    yield _Share(one, rank, torch.stack(values).sum(0))
 
 
-def _share(evidence: Evidence, module: str, leaf: str, microbatch: int) -> torch.Tensor | None:
+def _by_microbatch(
+    evidence: Evidence, module: str, leaf: str, positions: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    for microbatch in itertools.count():
+        value = _share(evidence, module, leaf, microbatch, positions)
+        if value is None or value.shape != evidence.reference.shape:
+            return
+        yield value
+
+
+def _held_positions(evidence: Evidence, axis: str) -> list[torch.Tensor]:
+    """Sequence positions of each rank: in two chunks with cp, in one with sequence parallelism."""
+    size, length = evidence.size(axis), evidence.seq_length
+    if axis == "tp":
+        return list(torch.arange(length).chunk(size)) if length % size == 0 else []
+    chunks = torch.arange(length).chunk(2 * size)
+    if length % (2 * size):
+        return []
+    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(size)]
+
+
+def _share(
+    evidence: Evidence, module: str, leaf: str, microbatch: int, positions: torch.Tensor | None
+) -> torch.Tensor | None:
     looked_up = LOOKED_UP.get(module.rpartition(".")[2])
-    if leaf == "weight" and looked_up is None:
-        return product(evidence, module, module, microbatch)
+    if leaf == "weight" and looked_up is None and evidence.reference.ndim > 1:
+        return product(evidence, module, module, microbatch, positions)
     gradient = evidence.tensor(Kind.GRAD_OUTPUT, module, microbatch)
     if gradient is None:
         return None
-    if leaf == "bias":
-        return gradient.float().flatten(0, -2).sum(0)
-    ids = evidence.tensor(Kind.INPUT, ROOT, microbatch, looked_up or 0)
-    if ids is None or ids.numel() * gradient.shape[-1] != gradient.numel():
+    other = evidence.tensor(Kind.INPUT, *_ids(module, microbatch, looked_up))
+    if looked_up is not None and leaf == "weight":
+        if other is None or other.numel() * gradient.shape[-1] != gradient.numel():
+            return None
+        other = other if other.shape == gradient.shape[:-1] else other.T
+    if positions is not None:
+        if len(gradient) != evidence.seq_length or other is None or len(other) != len(gradient):
+            return None
+        gradient, other = gradient[positions], other[positions]
+    gradient = gradient.float().flatten(0, -2)
+    evidence.work.spend(gradient.numel())
+    if leaf in _OF_FUSED_NORM:
+        weight = evidence.parameter(f"{module}.weight")
+        if weight is None or weight.ndim != 2 or len(weight) != gradient.shape[1]:
+            return None
+        evidence.work.spend(gradient.numel() * weight.shape[1] // 8)
+        gradient = gradient @ weight.float()
+    if leaf.endswith("bias"):
+        return gradient.sum(0)
+    if other is None:
         return None
-    if ids.shape != gradient.shape[:-1]:
-        ids = ids.T
+    if looked_up is None:
+        fed = other.float().flatten(0, -2)
+        fits = fed.shape == gradient.shape
+        return (gradient * standardised(evidence, module, leaf, fed)).sum(0) if fits else None
     table = torch.zeros(evidence.reference.shape)
-    if ids.numel() and int(ids.max()) >= len(table):
+    if other.numel() and int(other.max()) >= len(table):
         return None
-    return table.index_add_(0, ids.reshape(-1), gradient.float().flatten(0, -2))
+    return table.index_add_(0, other.reshape(-1), gradient)
+
+
+def _ids(module: str, microbatch: int, looked_up: int | None) -> tuple[str, int, int]:
+    """Name, microbatch and index of the input of a module; of an embedding's the model's ids."""
+    return (module, microbatch, 0) if looked_up is None else (ROOT, microbatch, looked_up)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses about origin: the value of another time, of another module, of another operand."""
+"""Repairs of the origin: the value of another time, of another module, of another operand."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import torch
@@ -14,15 +13,15 @@ from megatron_ttrace.trace.findings import Addend, Cause, Finding, WrongOperand
 from megatron_ttrace.trace.records import Kind
 
 _SAMPLE = 256
-_FLOPS = 1e9
+_PER_ELEMENT = 8
+"""Multiplications of a matrix product that cost what another operation costs per element."""
 _EPSILON = 1e-5
 
 
 def elsewhere(evidence: Evidence) -> Finding | None:
     """The tensor is another one of the reference. The repair: use the right one."""
     for finding, key in evidence.others():
-        if not evidence.in_time:
-            return None
+        evidence.work.spend(0)
         other = evidence.whole(key)
         if other is None or other.shape != evidence.reference.shape:
             continue
@@ -85,8 +84,6 @@ def operand(evidence: Evidence) -> WrongOperand | None:
     if own is None or not evidence.near(own):
         return None
     for other in itertools.chain(_siblings(module), evidence.alike(module)):
-        if not evidence.in_time:
-            return None
         total = _total(evidence, module, other)
         if total is not None and evidence.holds(total):
             return WrongOperand(Cause.OPERAND, module=other)
@@ -117,30 +114,49 @@ def _total(evidence: Evidence, module: str, fed: str) -> torch.Tensor | None:
     return total if total is not None and total.shape == evidence.reference.shape else None
 
 
-def product(evidence: Evidence, module: str, fed: str, microbatch: int) -> torch.Tensor | None:
-    """A microbatch's share of a linear layer's weight gradient; ``None`` without its tensors."""
+def product(
+    evidence: Evidence,
+    module: str,
+    fed: str,
+    microbatch: int,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """A microbatch's share of a linear layer's weight gradient; ``None`` without its tensors.
+
+    ``positions`` are those of the sequence that count, by default all.
+    """
     gradient = evidence.tensor(Kind.GRAD_OUTPUT, module, microbatch)
     fed_with = evidence.tensor(Kind.INPUT, fed, microbatch)
-    if gradient is None or fed_with is None:
+    if gradient is None or fed_with is None or gradient.ndim != fed_with.ndim:
         return None
+    if positions is not None:
+        gradient, fed_with = gradient[positions], fed_with[positions]
     left, right = gradient.float().flatten(0, -2), normed(evidence, fed, fed_with.float())
-    if len(left) != len(right) or math.prod((*left.shape, right.shape[1])) > _FLOPS:
+    if len(left) != len(right):
         return None
+    evidence.work.spend(left.numel() * right.shape[1] // _PER_ELEMENT)
     return left.T @ right
 
 
 def normed(evidence: Evidence, module: str, fed: torch.Tensor) -> torch.Tensor:
     """What a linear layer multiplies: its input, through the norm that is fused with it, if one is.
 
-    Epsilon and centring are Megatron's defaults; whether they fit shows in the module's own
-    gradient, which must be reproduced.
+    Whether this is the norm shows in the module's own gradient, which must be reproduced.
     """
     fed = fed.flatten(0, -2)
     weight = evidence.parameter(f"{module}.layer_norm_weight")
     if weight is None or weight.shape != fed.shape[-1:]:
         return fed
     bias = evidence.parameter(f"{module}.layer_norm_bias")
-    if bias is None:
-        return fed * torch.rsqrt(fed.square().mean(-1, keepdim=True) + _EPSILON) * weight.float()
-    shape = tuple(weight.shape)
-    return torch.nn.functional.layer_norm(fed, shape, weight.float(), bias.float(), _EPSILON)
+    scaled = standardised(evidence, module, "layer_norm_weight", fed) * weight.float()
+    return scaled if bias is None else scaled + bias.float()
+
+
+def standardised(evidence: Evidence, module: str, leaf: str, fed: torch.Tensor) -> torch.Tensor:
+    """What the weight ``leaf`` of a norm multiplies; one with a bias centres its input.
+
+    Epsilon is Megatron's default.
+    """
+    if evidence.parameter(f"{module}.{leaf.replace('weight', 'bias')}") is not None:
+        fed = fed - fed.mean(-1, keepdim=True)
+    return fed * torch.rsqrt(fed.square().mean(-1, keepdim=True) + _EPSILON)

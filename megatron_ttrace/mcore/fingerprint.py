@@ -16,13 +16,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.mcore import provenance, versions
+from megatron_ttrace.mcore import fim, provenance, versions
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.reference_arguments import overrides_of
 
+FIM_BY_SAMPLE = "fim_by_sample"
+"""Whether samples are rearranged by their index (:mod:`megatron_ttrace.mcore.fim`)."""
 _TOLD = "told"
 """The part of an identity that is reported but not compared."""
 _HARMLESS_PREFIXES = (
@@ -44,6 +46,8 @@ _HARMLESS_PREFIXES = (
     "one_logger",
     "ft_",
 )
+_LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
+"""What is computed only if it is logged is compared if it is."""
 _HARMLESS = {
     "rank",
     "local_rank",
@@ -74,7 +78,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         name: _plain(value)
         for name, value in sorted(derived.items())
         if name not in _HARMLESS
-        and not name.startswith(_HARMLESS_PREFIXES)
+        and (name in _LOGGED or not name.startswith(_HARMLESS_PREFIXES))
         and name not in SINGLE_DEVICE
         and name not in QUIET
     }
@@ -86,6 +90,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "seeds": settings.seeds,
             "reference_args": settings.reference_args,
             "device": _device(),
+            FIM_BY_SAMPLE: fim.is_by_sample(args, settings),
         },
         "data": _data(args),
         "environment": provenance.numeric_environment(),

@@ -19,9 +19,9 @@ UNMARKED = {"softmax_offset": 0}
 """Dims of parameters that are divided over tp without an attribute that says so: the sinks of
 ``--softmax-type learnable``, one per head (``DotProductAttention.sharded_state_dict``)."""
 
-_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
-"""Parameters of grouped experts. Before 0.19 the attributes of both layers name dim 0, because
-``TEGroupedLinear`` (megatron/core/extensions/transformer_engine.py) passes no parallel mode."""
+_OF_EXPERTS = re.compile(r"\.experts\.(?:local_experts\.\d+\.)?(linear_fc[12])\.(weight|bias)\d*$")
+"""Parameters of experts. Before 0.19 the attributes of both layers name dim 0, because ``TELinear``
+and ``TEGroupedLinear`` (megatron/core/extensions/transformer_engine.py) pass no parallel mode."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ def place_parameter(
 
 def _divided_dim(name: str, parameter: torch.nn.Parameter) -> int | None:
     """The dim that tensor parallelism divides, if any, by name or by attribute."""
-    grouped = _GROUPED.search(name)
-    if grouped is not None:
-        layer, leaf = grouped.groups()
+    of_experts = _OF_EXPERTS.search(name)
+    if of_experts is not None:
+        layer, leaf = of_experts.groups()
         return 0 if layer == "linear_fc1" else 1 if leaf == "weight" else None
     if getattr(parameter, "tensor_model_parallel", False):
         return int(getattr(parameter, "partition_dim", 0))

@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import functools
 import importlib
+import io
+from collections.abc import Sequence
 from typing import Any
 
 _MODULES = (
@@ -30,8 +32,21 @@ def preload() -> None:
     _remember_help_texts()
 
 
+def accepts(arguments: Sequence[str]) -> bool:
+    """Whether Megatron's parser accepts arguments; some that it does not may be the script's own.
+
+    It decides nothing but whether it is worth the time to import more before the ranks start.
+    """
+    parser = _remember_help_texts()
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return not parser.parse_known_args(list(arguments))[1]
+        except SystemExit:
+            return False
+
+
 @functools.cache
-def _remember_help_texts() -> None:
+def _remember_help_texts() -> argparse.ArgumentParser:
     """Megatron parses its own source for the help texts of its flags, twice in each rank."""
     from megatron.training import argument_utils, arguments
 
@@ -39,4 +54,7 @@ def _remember_help_texts() -> None:
     parse = factory._get_field_docstrings
     remembered = functools.cache(lambda config: parse(factory, config))
     factory._get_field_docstrings = staticmethod(remembered)
-    arguments.add_megatron_arguments(argparse.ArgumentParser())
+    parser: argparse.ArgumentParser = arguments.add_megatron_arguments(
+        argparse.ArgumentParser(allow_abbrev=False)
+    )
+    return parser

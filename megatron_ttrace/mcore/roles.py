@@ -41,6 +41,7 @@ _PARTIAL = {
 
 _SHARED = ("word_embeddings.weight", "output_layer.weight")
 _NUMBERED_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
+_NUMBERED_LAYER = re.compile(r"(?<=\blayers\.)\d+")
 _ONE_BY_ONE = "local_experts."
 
 
@@ -78,6 +79,11 @@ def expert_and_module(within: str) -> tuple[int | None, str]:
 def without_number(name: str) -> str:
     """A parameter's name without the number of its expert."""
     return _NUMBERED_EXPERT.sub("*", name)
+
+
+def any_layer(name: str) -> str:
+    """A tensor's or module's name without the numbers of its layer and its expert."""
+    return _NUMBERED_LAYER.sub("*", without_number(name))
 
 
 def is_partial(kind: Kind, module: str) -> bool:

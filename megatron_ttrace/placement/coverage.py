@@ -35,29 +35,47 @@ class Coverage:
         return self.least == self.most
 
 
-def coverage(logical_shape: Sequence[int], boxes: Iterable[Box]) -> Coverage:
+def coverage(
+    logical_shape: Sequence[int], boxes: Iterable[Box], within: Iterable[Box] | None = None
+) -> Coverage:
     """Count the holders of every element of a tensor of ``logical_shape``.
+
+    ``within``: only of the elements of these boxes.
 
     Raises:
         ValueError: when a box leaves the tensor.
     """
     held = [box for box in boxes if box.numel]
-    if 0 in logical_shape:
+    asked = None if within is None else [box for box in within if box.numel]
+    if 0 in logical_shape or asked == []:
         return Coverage(1, 1)
     if not held:
         return Coverage(0, 0)
     if not logical_shape:
         return Coverage(len(held), len(held))
-    for box in held:
+    cutting = [*held, *(asked or ())]
+    for box in cutting:
         for start, size, limit in zip(box.logical, box.extent, logical_shape, strict=True):
             if start < 0 or start + size > limit:
                 raise ValueError(f"{box} exceeds a tensor of shape {tuple(logical_shape)}")
     borders = [
         np.unique(
-            [0, size, *(b.logical[d] for b in held), *(b.logical[d] + b.extent[d] for b in held)]
+            [
+                0,
+                size,
+                *(edge for b in cutting for edge in (b.logical[d], b.logical[d] + b.extent[d])),
+            ]
         )
         for d, size in enumerate(logical_shape)
     ]
+    counts = _counted(borders, held)
+    if asked is not None:
+        counts = counts[_counted(borders, asked) > 0]
+    return Coverage(int(counts.min()), int(counts.max()))
+
+
+def _counted(borders: Sequence[np.ndarray], held: Sequence[Box]) -> np.ndarray:
+    """How many of the boxes hold each cell."""
     counts = np.zeros([len(border) for border in borders], dtype=np.int64)
     starts = [
         np.searchsorted(borders[d], [b.logical[d] for b in held]) for d in range(len(borders))
@@ -71,5 +89,4 @@ def coverage(logical_shape: Sequence[int], boxes: Iterable[Box]) -> Coverage:
         np.add.at(counts, where, -1 if sum(corner) % 2 else 1)
     for dim in range(len(borders)):
         counts = np.cumsum(counts, axis=dim)
-    cells = counts[tuple(slice(0, -1) for _ in borders)]
-    return Coverage(int(cells.min()), int(cells.max()))
+    return counts[tuple(slice(0, -1) for _ in borders)]

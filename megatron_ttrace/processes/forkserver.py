@@ -32,8 +32,11 @@ _VARIABLE = "TTRACE_FORKSERVER"
 _MARGIN_SECONDS = 10.0
 
 
-def preload(script: Path, *, modules: Sequence[str] = ()) -> None:
-    """Import what every rank of ``script`` needs into this process, without starting a thread."""
+def preload(script: Path, *, modules: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
+    """Import what every rank of ``script`` needs into this process, without starting a thread.
+
+    If Megatron's parser does not accept the arguments, only what the ranks need until they say so.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
 
@@ -46,7 +49,7 @@ def preload(script: Path, *, modules: Sequence[str] = ()) -> None:
         gc.disable()
         try:
             megatron.preload()
-            for name in modules:
+            for name in modules if megatron.accepts(arguments) else ():
                 importlib.import_module(name)
         finally:
             gc.enable()

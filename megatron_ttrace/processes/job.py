@@ -99,7 +99,11 @@ class Job:
 
 
 def prepare(
-    device: str = "auto", script: Path | None = None, *, modules: Sequence[str] = ()
+    device: str = "auto",
+    script: Path | None = None,
+    *,
+    modules: Sequence[str] = (),
+    arguments: Sequence[str] = (),
 ) -> bool:
     """Import Megatron into this process if ranks can be forked; returns whether they can.
 
@@ -107,6 +111,7 @@ def prepare(
         device: ``--ttrace-device``.
         script: imports this Megatron; by default our own ``pretrain_gpt.py``.
         modules: further modules that every rank imports (``runtime.PRELOADED``).
+        arguments: of the script. If they are wrong, the ranks say so before they need the modules.
     """
     # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():
@@ -114,7 +119,8 @@ def prepare(
 
         if not cpu.needed(device):
             return False
-        forkserver.preload(script or launch_dir() / "pretrain_gpt.py", modules=modules)
+        script = script or launch_dir() / "pretrain_gpt.py"
+        forkserver.preload(script, modules=modules, arguments=arguments)
     return True
 
 

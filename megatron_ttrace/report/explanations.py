@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_ttrace.report.wording import runs
+from megatron_ttrace.report.wording import STATISTICS, runs
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
 from megatron_ttrace.trace.records import Kind, Verdict
+from megatron_ttrace.trace.sanitise import clean
+
+_OTHERS = 4
+"""Further parameters that a sentence names."""
 
 Said = tuple[str, str]
 
@@ -34,9 +38,11 @@ _GROUNDS = {
     "that fails",
     Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
     "not",
+    Grounds.COUNTED: "every main gradient passes, {index} does not have every element once",
     Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
     Grounds.UPDATE: "its main gradient passes, the optimizer's {kind} of {name} does not",
+    Grounds.METRIC: "every update passes, what Megatron logs as {name} does not",
     Grounds.ISOLATED: "it was computed from the reference's own tensors, and differs",
     Grounds.FIRST_FAILURE: "first failure in execution order; no module explains it",
 }
@@ -88,7 +94,10 @@ def reason_text(
         alike: of all tensors of the same kind, for one that belongs to the whole step.
     """
     text = _GROUNDS[grounds].format(
-        name=verdict.name, kind=verdict.kind.value, note=verdict.note or "absent"
+        name=verdict.name,
+        kind=verdict.kind.value,
+        note=verdict.note or "absent",
+        index=statistic_text(verdict),
     )
     if before is not None:
         text += f"; the tensor before it ({before.name} {before.kind}.{before.index}) passes"
@@ -103,6 +112,8 @@ def explanation_text(why: Explanation, verdict: Verdict) -> str:
     if why.finding is None:
         return UNKNOWN
     text = _said(why.finding, verdict)[0]
+    if why.other is not None:
+        text += f" (as simple, and it fits as well: {_said(why.other, verdict)[0]})"
     if why.alike is not None:
         alike, failing = why.alike
         count = f"all {failing}" if alike == failing else f"{alike} of the {failing}"
@@ -111,8 +122,10 @@ def explanation_text(why: Explanation, verdict: Verdict) -> str:
 
 
 def hint_text(why: Explanation, verdict: Verdict) -> str:
-    """What the finding suggests; this was not tested."""
-    return _said(why.finding, verdict)[1] if why.finding is not None else ""
+    """What the finding suggests, or the error's pattern without one; this was not tested."""
+    if why.finding is not None:
+        return _said(why.finding, verdict)[1]
+    return _said(why.observed, verdict)[0] if why.observed is not None else ""
 
 
 def ranks_text(failing: FailingRanks) -> str:
@@ -130,6 +143,12 @@ def ranks_text(failing: FailingRanks) -> str:
 
 
 def _said(finding: f.Finding, verdict: Verdict) -> Said:
+    if isinstance(finding, f.Composed):
+        texts, hints = map(list, zip(*(_said(one, verdict) for one in finding.steps), strict=True))
+        first = finding.steps[0]
+        if isinstance(first, f.PartialSums) and not first.mean:
+            texts[0] = f"partial sums over {' and '.join(first.axes)}"
+        return "; with that repaired: ".join(texts), "; ".join(filter(None, hints))
     if type(finding) is not f.Finding:
         return _RENDERERS[type(finding)](finding)
     if finding.cause is Cause.ZERO:
@@ -190,18 +209,11 @@ def _product(finding: f.ProductFactors) -> Said:
 
 def _partial(finding: f.PartialSums) -> Said:
     over = " and ".join(finding.axes)
-    if finding.cause is Cause.TIED:
-        text = "the copies of the tied embedding on the first and the last stage each hold their "
-        text += f"own part of the gradient: their sum over {over} is the reference"
-        return text, f"a missing sum over {over}"
     if finding.mean:
         text = f"each rank holds values of its own: their mean over {over} is the reference"
         return text, f"a missing average over {over}"
-    text, hint = f"partial sums over {over}: their sum is ", f"a missing reduction over {over}"
-    if finding.factor is None:
-        return text + "the reference", hint
-    much, more = _factor(finding.factor)
-    return text + much, hint + (f", and {more}" if more else "")
+    text = f"partial sums over {over}: their sum is the reference"
+    return text, f"a missing reduction over {over}"
 
 
 def _copies(finding: f.WrongCopies) -> Said:
@@ -218,14 +230,14 @@ def _shares(finding: f.UnequalShares) -> Said:
     if len(said) > 1:
         ranks = [_ranges(ranks) for ranks, _ in finding.by_ranks]
         text = "; ".join(f"on rank {who} {one}" for who, one in zip(ranks, said, strict=True))
-    if finding.cause is Cause.TIED:
-        return text, "the stages' copies were summed after each was scattered over dp"
-    return text, "each rank takes the mean over its own tokens" if finding.per_rank else ""
+    all_said = [one for _, found in finding.by_ranks for one in found]
+    own_mean = any(one.axis == "dp" and not one.missing for one in all_said)
+    return text, "each rank takes the mean over its own tokens" if own_mean else ""
 
 
 def _weights(weights: f.ShareWeights) -> str:
     of = f"{weights.module}'s" if weights.module else "its"
-    what = "dp" if weights.by_axis else "microbatch"
+    what = weights.axis
     if weights.missing:
         numbers = [number for number, _ in weights.counts]
         return f"{of} share of {what} {_ranges(numbers)} is missing"
@@ -264,9 +276,13 @@ def _tokens(finding: f.WrongTokens) -> Said:
     text = f"positions whose token id lies in {ids} are wrong, the rest right"
     if finding.zero:
         return f"{text}; they are zero", ""
-    if finding.row is not None:
-        return f"{text}; they all hold row {finding.row} of the table", ""
-    return text + ("; they are all alike" if finding.equal else ""), ""
+    if finding.rows is None:
+        return text, ""
+    rows = f"rows {'{}..{}'.format(*finding.rows)}"
+    if finding.rows[0] == finding.rows[1]:
+        rows = f"row {finding.rows[0]}"
+    how = "in addition to their own" if finding.added else "instead of their own"
+    return f"{text}; they hold {rows} of the table {how}", ""
 
 
 def _rows(finding: f.WrongRows) -> Said:
@@ -286,6 +302,29 @@ def _blocks(finding: f.BlockWeight) -> Said:
     how = "is missing" if finding.missing else f"counts {finding.weight:.3f} times"
     what = f"what the block of step {steps} of the ring adds to the gradient of {finding.tensor}"
     return f"{what} {how}", ""
+
+
+def statistic_text(verdict: Verdict) -> str:
+    """What a verdict on elements that are counted is about."""
+    statistics = [*STATISTICS.values()]
+    return statistics[verdict.index % len(statistics)]
+
+
+def _miscounted(finding: f.Miscounted) -> Said:
+    what = STATISTICS[finding.statistic]
+    if finding.cause is Cause.OTHER_NORM:
+        text = "clipped by the norm of other parameters than in the reference"
+    elif finding.cause is Cause.COUNTED_TWICE:
+        text = f"counted {finding.most} times in {what}"
+    else:
+        some = "some elements are " if finding.most else ""
+        text = f"{some}never counted in {what}"
+    others = [clean(name) for name in finding.names[1:]]
+    if others:
+        shown = ", ".join(others[:_OTHERS]) + ", ..." * (len(others) > _OTHERS)
+        text += f", as are elements of {len(others)} more parameters: {shown}"
+    marks = "a mark of tensor parallelism or of sharing, or a process group"
+    return text, marks if finding.cause is not Cause.OTHER_NORM else ""
 
 
 _OVERWRITTEN = "the input saved for backward was overwritten before it was used"
@@ -318,6 +357,7 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.WrongRows: _rows,
     f.WrongMasks: _masks,
     f.BlockWeight: _blocks,
+    f.Miscounted: _miscounted,
 }
 
 

@@ -58,7 +58,8 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     worst = table.worst_of(verdicts)
     margin = table.margin_of(worst) if worst is not None else None
     causes = table.by_cause(summary.culprits)
-    culprits = [_culprit(group, failures, number) for group in causes[:MAX_CULPRITS]]
+    order = summary.execution_order
+    culprits = [_culprit(group, failures, number, order) for group in causes[:MAX_CULPRITS]]
     data = payload(verdicts, found, figure, chosen) | {"residuals": _residuals(summary, verdicts)}
     return _template().render(
         css=Markup(_asset("report.css")),  # noqa: S704 - our own files
@@ -211,10 +212,14 @@ def _counts(summary: Summary, verdicts: Sequence[Verdict]) -> list[tuple[str, in
 
 
 def _culprit(
-    group: Sequence[Culprit], failures: Sequence[Verdict], number: Mapping[int, int]
+    group: Sequence[Culprit],
+    failures: Sequence[Verdict],
+    number: Mapping[int, int],
+    order: Sequence[str],
 ) -> dict[str, Any]:
-    """The first of the culprits with one cause, and the names of the others."""
-    first, *alike = group
+    """The first of the culprits with one cause, and the names of all."""
+    first = group[0]
+    names = table.folded(group, order) if len(group) > 1 else []
     shown = first.shown_by(failures)
     return {
         "name": clean(first.name, _NAME_LIMIT),
@@ -230,8 +235,9 @@ def _culprit(
             *((label.capitalize(), text) for label, text in wording.cause_pairs(first)),
         ],
         "row": -1 if shown is None else number[id(shown)],
-        "likewise": [clean(other.name, _NAME_LIMIT) for other in alike[:MAX_ALIKE]],
-        "more": max(0, len(alike) - MAX_ALIKE),
+        "all": len(group),
+        "likewise": names[:MAX_ALIKE],
+        "more": max(0, len(names) - MAX_ALIKE),
     }
 
 

@@ -74,8 +74,11 @@ def _is_skipped(row: table.LayerRow) -> bool:
 def _failure_text(summary: Summary, row: table.LayerRow) -> str:
     """How many fail here, and where the error starts."""
     lines = [f"{row.group.failures} of {row.group.total} tensors fail"]
-    for culprit in summary.culprits[:3]:
+    for group in table.by_cause(summary.culprits)[:3]:
+        culprit = group[0]
         lines.append(f"culprit: {wording.sentence(culprit)}")
+        if len(group) > 1:
+            lines.append(f"all: {', '.join(table.folded(group, summary.execution_order))}")
         lines.append(f"reason: {clean(culprit.reason, NOTE_LIMIT)}")
         lines += [f"{label}: {text}" for label, text in wording.cause_pairs(culprit)]
     return "\n".join(lines)

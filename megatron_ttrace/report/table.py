@@ -13,13 +13,16 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from megatron_ttrace.report.wording import ranks_text
 from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Reason, Verdict
+from megatron_ttrace.trace.sanitise import clean
 
 UNNAMED = "(unnamed)"
 UNMEASURED_MARGIN = 1e9
 """Stands for a failure without a number (a missing layer, NaN) where infinity cannot be shown."""
 
 _LAYER = re.compile(r"^((?:[^.]+\.)*?)layers\.\d+(?=\.|$)", re.DOTALL)
+_NUMBER = re.compile(r"(?<=\blayers\.)\d{1,9}(?=\.|$)")
 _DIRECTIONS = tuple(Direction)
 _KINDS = {kind: position for position, kind in enumerate(Kind)}
 
@@ -242,13 +245,39 @@ def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[Reason | None, 
 
 
 def by_cause(culprits: Iterable[Culprit]) -> list[list[Culprit]]:
-    """Culprits that are explained alike, together: one bug in every layer is one story."""
+    """Culprits with one cause, together: one bug in every layer is one story."""
     groups: dict[object, list[Culprit]] = {}
     for position, culprit in enumerate(culprits):
-        alike = culprit.explanation if culprit.cause else position
-        key = culprit.direction, culprit.kind, culprit.cause, alike
-        groups.setdefault(key, []).append(culprit)
+        groups.setdefault(culprit.group or (position,), []).append(culprit)
     return list(groups.values())
+
+
+def folded(culprits: Sequence[Culprit], order: Iterable[str]) -> list[str]:
+    """Names of culprits, the same module of several layers as one: ``... (in all 64 layers)``.
+
+    Args:
+        culprits: of one cause.
+        order: names of all modules of the run.
+    """
+    there: dict[str, set[str]] = {}
+    for name in order:
+        there.setdefault(_NUMBER.sub("*", name), set()).add(name)
+    found: dict[str, dict[str, str]] = {}
+    for culprit in culprits:
+        number = _NUMBER.search(culprit.name)
+        same = found.setdefault(_NUMBER.sub("*", culprit.name), {})
+        same[culprit.name] = number[0] if number else ""
+    said = []
+    for pattern, names in found.items():
+        total = len(there.get(pattern, set()) | names.keys())
+        if len(names) == 1:
+            said += [clean(name) for name in names]
+        elif len(names) == total:
+            said.append(f"{clean(pattern)} (in all {total} layers)")
+        else:
+            which = ranks_text(map(int, names.values()))
+            said.append(f"{clean(pattern)} (in {len(names)} of {total} layers: {which})")
+    return said
 
 
 def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:

@@ -132,14 +132,17 @@ class _Page:
 def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
     """Where the error starts; if no culprit was found, the worst verdict."""
     groups = table.by_cause(summary.culprits)
-    for culprit, *alike in groups[:MAX_CULPRITS]:
-        _culprit(page, culprit)
-        if alike:
-            names = [clean(other.name) for other in alike[:MAX_ALIKE]]
-            more = f", and {len(alike) - MAX_ALIKE} more" if len(alike) > MAX_ALIKE else ""
-            page.field("likewise", f"{len(alike)} with this cause: {', '.join(names)}{more}")
-    others = [culprit for group in groups[MAX_CULPRITS:] for culprit in group]
-    texts = [wording.sentence(culprit) for culprit in others]
+    for group in groups[:MAX_CULPRITS]:
+        _culprit(page, group[0])
+        if len(group) > 1:
+            names = table.folded(group, summary.execution_order)
+            more = f", and {len(names) - MAX_ALIKE} more" if len(names) > MAX_ALIKE else ""
+            what = "with this cause" if group[0].cause else "of the same modules"
+            page.field("all", f"{len(group)} {what}: {', '.join(names[:MAX_ALIKE])}{more}")
+    texts = []
+    for group in groups[MAX_CULPRITS:]:
+        others = f" (and {len(group) - 1} likewise)" if len(group) > 1 else ""
+        texts.append(wording.sentence(group[0]) + others)
     page.fields("also", texts, MAX_OTHERS, f"and {{}} more in {files.HTML}", "")
     if not summary.culprits and (worst := table.worst_of(verdicts)) is not None:
         page.field("worst", wording.sentence(worst), "red")

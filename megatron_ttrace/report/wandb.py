@@ -315,6 +315,9 @@ def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, A
         fields["ttrace/culprit"] = clean(first.name)
         fields["ttrace/direction"] = first.direction.value
         fields["ttrace/ranks"] = wording.ranks_text(first.ranks)
+        alike = table.by_cause(summary.culprits)[0]
+        names = ", ".join(table.folded(alike, summary.execution_order))
+        fields["ttrace/culprits"] = clean(names, NOTE_LIMIT)
         fields["ttrace/explanation"] = clean(first.explanation, NOTE_LIMIT)
         fields["ttrace/hint"] = clean(first.hint, NOTE_LIMIT)
         fields["ttrace/where"] = clean(first.where, NOTE_LIMIT)
@@ -324,10 +327,13 @@ def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, A
 def alert_text(summary: Summary, verdicts: Sequence[Verdict]) -> tuple[str, str]:
     """Title and text of the one alert: what a person needs without opening anything."""
     if summary.culprits:
-        first = summary.culprits[0]
+        groups = table.by_cause(summary.culprits)
+        first = groups[0][0]
         why = "; ".join(f"{label}: {text}" for label, text in wording.cause_pairs(first))
         text = f"{wording.sentence(first)}. {why}"
-        more = len(summary.culprits) - 1
+        if len(groups[0]) > 1:
+            text += f". All: {', '.join(table.folded(groups[0], summary.execution_order))}"
+        more = len(groups) - 1
         text += f" ({more} more culprit{'s' if more > 1 else ''})" if more else ""
         return f"ttrace: {clean(first.name, 80)} diverges ({first.direction.value})", text
     worst = table.worst_of(verdicts)

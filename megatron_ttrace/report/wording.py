@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import UNKNOWN, Note, Remark, Sample
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
@@ -203,6 +204,7 @@ _NOT_EXERCISED = {
     Unexercised.BUCKETS: "overlap between gradient buckets (there is one; --ddp-bucket-size "
     "makes more)",
     Unexercised.DROPOUT: "dropout (switched off in the traced steps)",
+    Unexercised.RANDOM_ROUTING: "random routing (switched off in the traced steps)",
     Unexercised.LOSS_MASK: "--eod-mask-loss (no token of the batches is masked)",
     Unexercised.POSITION_RESET: "--reset-position-ids (no sample of the batches holds the start "
     "of a second document)",
@@ -254,6 +256,7 @@ _REASONS = {
     Reason.UNDEFINED: "undefined: NaN in both runs",
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
     Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",
+    Reason.OWN_SHARD: "updated by looking at a rank's own shard: depends on the layout by design",
     Reason.INITIAL_VALUES: "initial values: no distribution to compare",
 }
 
@@ -274,11 +277,28 @@ def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
     return [(label, text) for label, text in found.items() if text]
 
 
+STATISTICS = {
+    Statistic.GRAD_NORM: "the gradient norm",
+    Statistic.NUM_ZEROS: "the number of zeros",
+    Statistic.PARAMS_NORM: "the norm of all parameters",
+    Statistic.CLIPPED: "gradient clipping",
+    Statistic.STEPPED: "the optimizer's update",
+}
+"""What takes elements of parameters or gradients, for people."""
+
+
+def not_judged_text(statistic: Statistic, why: str) -> str:
+    """The notice that it was not checked which elements are in a statistic."""
+    return f"which elements are in {STATISTICS[statistic]} is not judged: {clean(why)} is unknown"
+
+
 _NOTES = {
     Remark.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
     "allgather can); its layer is judged as a whole",
     Remark.OWN_TOKENS: "chosen by looking at all tokens of a rank, which has a part of them here: "
     "depends on the layout by design; the rest is judged with the reference's choice",
+    Remark.OWN_SHARD: "the optimizer looks at a rank's whole shard of the matrix: depends on the "
+    "layout by design; its gradient is judged",
     Remark.EXTRA: "the reference has no such tensor",
     Remark.EMPTY: "empty: no element to compare",
     Remark.MISSING: "no rank of the candidate has this tensor",
@@ -306,6 +326,9 @@ _NOTES = {
     Remark.DISTRIBUTION: "initial values differ in distribution: {samples}",
     Remark.LOST: "initial values are lost: {samples}",
     Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
+    Remark.COUNTED_TWICE: "elements are counted up to {limit:.0f} times in {text}",
+    Remark.NEVER_COUNTED: "elements are never counted in {text}",
+    Remark.OTHER_NORM: "clipped by the norm of other parameters than in the reference",
 }
 
 

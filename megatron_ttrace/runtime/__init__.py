@@ -7,5 +7,6 @@ PRELOADED = (
     "megatron_ttrace.runtime.injection",
     "megatron_ttrace.runtime.loop",
     "megatron_ttrace.runtime.reference_run",
+    "torch._dynamo",  # optimizers import it, for a decorator
 )
 """Modules that every rank of a check imports, for a parent that imports them once and forks."""

@@ -172,7 +172,13 @@ def compare(
 
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.compare.configuration import RunConfig
-    from megatron_ttrace.compare.offline import epsilon_of, ledger_of, measure_saved, meshes_of
+    from megatron_ttrace.compare.offline import (
+        counts_of,
+        epsilon_of,
+        ledger_of,
+        measure_saved,
+        meshes_of,
+    )
     from megatron_ttrace.report import publish
     from megatron_ttrace.runtime.conclusion import conclude
     from megatron_ttrace.trace import shared
@@ -198,6 +204,7 @@ def compare(
             tolerance.of_reference(trusted),
             measure_saved(trusted, tested),
             candidate=ours,
+            counts=counts_of(tested),
             mesh=meshes[0],
             config=RunConfig.from_json(tested.meta.get("config")),
             timings={"measure": time.monotonic() - began},
@@ -285,7 +292,7 @@ def run_check(
     if not script.is_file():
         place = "" if script.is_absolute() else f" in {Path.cwd()}"
         raise TTraceError(f"{script}: no such script{place}")
-    fork = fork and jobs.prepare(ours.ttrace_device, script, modules=PRELOADED)
+    fork = fork and jobs.prepare(ours.ttrace_device, script, modules=PRELOADED, arguments=theirs)
     job = jobs.Job(
         script=script,
         arguments=tuple(theirs),

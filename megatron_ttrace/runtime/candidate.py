@@ -8,6 +8,7 @@ This file decides when; how is in ``requirements.py`` (which runs are refused), 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import loss_scale, quiet
+from megatron_ttrace.mcore import fim, loss_scale, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import answer, launch, requirements
@@ -32,7 +33,7 @@ from megatron_ttrace.runtime.comparison import (
 from megatron_ttrace.runtime.recording import Recording
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import counted, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
@@ -46,8 +47,12 @@ class CandidateSession(Session):
         self._timings: dict[str, float] = {}
         self._notices: list[str] = []
         requirements.require(args, settings)
+        if fim.is_by_sample(args, settings):
+            fim.rearrange_by_sample()
         if quiet.has_dropout(args) and dist.get_rank() == 0:
             print("ttrace: dropout is switched off in the traced steps", flush=True)
+        if quiet.has_random_routing(args) and dist.get_rank() == 0:
+            print("ttrace: random routing is switched off in the traced steps", flush=True)
         for text in requirements.notices(args, settings):
             self._notice(text)
         run = ranks.from_one(0, "preparing the check", lambda: shared.prepare(settings.directory))
@@ -164,7 +169,8 @@ class CandidateSession(Session):
             comparison.reference, iteration, batches, count, mesh, self.ranks, self.device
         )
         with comparison.step(iteration, layout, batches, numbers) as sink:
-            self.rehearse(lambda: self._recording.step(iteration, run), sink, numbers)
+            step = functools.partial(self._recording.step, iteration, run)
+            comparison.counted.append(self.rehearse(step, sink, numbers, iteration))
 
     def _find_reference(self, started: Started | None) -> None:
         began = time.monotonic()
@@ -196,6 +202,7 @@ class CandidateSession(Session):
             lambda: [
                 dataclasses.asdict(self.model.mesh),
                 self.comparison.findings(),
+                counted.encode(self.comparison.counted),
                 self._recording.message(),
             ],
             self.device,

@@ -24,6 +24,7 @@ from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.trace.captured import Batch
+from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
@@ -44,6 +45,7 @@ class Comparison:
         self._keep_all = keep_all
         self._isolate = isolate
         self._measured: list[Measured] = []
+        self.counted: list[Counted] = []
 
     def initial(self, iteration: int, found: Sequence[Initial]) -> None:
         """Record the initial values of the run, with the first traced iteration."""

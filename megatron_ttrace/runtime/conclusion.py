@@ -8,20 +8,23 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from megatron_ttrace.compare import collectives, exactness, exercised, experts, initial
+from megatron_ttrace.compare import collectives, counted, exactness, exercised, experts, initial
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.judge import Holder, judge
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.residual import residuals
-from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore import own_shards, versions
 from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
+from megatron_ttrace.trace.counted import Counted, decode
+from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
@@ -48,6 +51,7 @@ def conclude(
     mesh: Mesh,
     config: RunConfig,
     timings: dict[str, float],
+    counts: Mapping[int, Sequence[Counted]] = MappingProxyType({}),
     notices: Sequence[str] = (),
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
     ledger: Ledger = UNRECORDED,
@@ -62,6 +66,7 @@ def conclude(
         mesh: of any rank of the candidate; only the sizes are used.
         config: of the candidate.
         timings: for the report, which adds those of this function.
+        counts: what went into each rank's norms, counts and updates.
         notices: for the report.
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
@@ -73,6 +78,7 @@ def conclude(
     eps = float(reference.meta["epsilon"])
     keys = [key for key in reference if key.kind is not Kind.INITIAL]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
+    coverage = counted.judge(decode(reference.meta.get("counted", [])), counts)
     verdicts = [
         *initial.judge(
             {entry.key: (entry.shape, Moments.of(entry.sums)) for entry in starts}, measured, eps
@@ -87,14 +93,20 @@ def conclude(
             eps,
             functools.partial(_unjudged, mesh, config),
         ),
+        *coverage.verdicts,
     ]
     verdicts, exact = exactness.examine(verdicts, config.arithmetic)
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured, ledger=ledger)
-    culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
+
+    def explain(verdict: Verdict) -> Explanation:
+        return explainer.explain(verdict, coverage.findings.get(verdict.key))
+
+    culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]
+    said += [wording.not_judged_text(*one) for one in coverage.not_judged]
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         said.append("no computed tensor could be judged: all of them are unchecked")
@@ -140,9 +152,19 @@ def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
     return TooFew(unchecked, judged, allowed, tuple(reasons.most_common(_REASONS)))
 
 
-def _unjudged(mesh: Mesh, job: RunConfig, key: TraceKey) -> Reason | None:
+def _unjudged(
+    mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Holder]
+) -> Reason | None:
     if key.kind is Kind.ROUTING and key.index in job.own_tokens:
         return Reason.OWN_TOKENS
+    if (
+        key.kind in job.own_shards
+        and key.direction is Direction.UPDATE
+        and any(
+            own_shards.is_matrix(key.name, one.logical_shape) and one.is_part for _, one in holders
+        )
+    ):
+        return Reason.OWN_SHARD
     return Reason.DISPATCHED if experts.is_beyond(key, mesh, job.dispatcher) else None
 
 

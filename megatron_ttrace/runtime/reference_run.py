@@ -20,7 +20,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import loss_scale
+from megatron_ttrace.mcore import fim, fingerprint, loss_scale
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
@@ -30,6 +30,8 @@ from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.launch import Order
 from megatron_ttrace.runtime.perturb import perturbed
 from megatron_ttrace.runtime.session import DataIterator, Session
+from megatron_ttrace.trace import counted
+from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
@@ -45,7 +47,10 @@ class ReferenceSession(Session):
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
         self._order = Order.read(settings.overrides)
         self._directory = Path(self._order.directory)
+        if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
+            fim.rearrange_by_sample()
         self._loss_scales: dict[str, float] = {}
+        self._counted: list[Counted] = []
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
@@ -94,6 +99,7 @@ class ReferenceSession(Session):
                 "microbatches": count,
                 "fp8": low_precision.uses_fp8(self.args),
                 "loss_scales": self._loss_scales,
+                "counted": counted.encode(self._counted),
                 "by_module": low_precision.is_isolated(self.args),
                 "epsilon": tolerance.epsilon(
                     torch.bfloat16 if self.args.bf16 else self.args.params_dtype
@@ -137,16 +143,16 @@ class ReferenceSession(Session):
                 for number, batch in enumerate(batches):
                     for name, value in batch.items():
                         sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
-                self.rehearse(run, sink, numbers)
+                self._counted.append(self.rehearse(run, sink, numbers, iteration))
             writer.close()
             reader = TraceReader(self._directory, sealed=False)
             layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
             for seed in range(1, self.settings.seeds + 1):
                 again()
-                with perturbed(self.model.names, seed):
+                with perturbed(self.model.names, seed, self.model.optimizer):
                     for iteration in block:
                         replay = self._replay(reader, iteration, layout, seed)
-                        self.rehearse(run, replay, numbers)
+                        self.rehearse(run, replay, numbers, iteration)
                         for one in replay.measured:
                             moved.setdefault(one.key, (one, []))[1].append(_distance(one))
         if len(writer) == 0:

@@ -32,6 +32,7 @@ from megatron_ttrace.runtime.start import handoff
 from megatron_ttrace.runtime.start.moments import awaken, prime
 from megatron_ttrace.runtime.start.parameters import fill
 from megatron_ttrace.runtime.start.tokens import spread_batch
+from megatron_ttrace.trace.counted import Counted
 
 type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
 """What Megatron gives to ``train_step``; a list has one iterator per virtual-pipeline chunk."""
@@ -117,7 +118,7 @@ class Session(abc.ABC):
             return
         parts = parts_of(self.model.chunks)
         self.ranks.together("setting the start values", lambda: self._fill(parts))
-        if parts:
+        if buffers_of(self.model.chunks):
             publish(self.model.chunks)
         else:
             self.model.optimizer.reload_model_params()
@@ -157,8 +158,13 @@ class Session(abc.ABC):
         else:
             served.serve()
 
-    def rehearse(self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int]) -> None:
+    def rehearse(
+        self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int], iteration: int
+    ) -> Counted:
         """Run one traced training step, on all ranks.
+
+        Returns:
+            Which elements went into the step's norms, counts and updates on this rank.
 
         Raises:
             GivenUpError: on every rank, when tracing failed on any.
@@ -175,6 +181,7 @@ class Session(abc.ABC):
         self._kept.callback(tap.detach)
         tap.run(lambda: self.step(run))
         self.ranks.together("tracing", self._refuse)
+        return tap.counted(iteration)
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Megatron's own training step.
@@ -216,6 +223,7 @@ class Session(abc.ABC):
     def _keep(self, kept: ExitStack, *, restore: bool) -> None:
         kept.enter_context(quiet.one_attempt())
         kept.enter_context(quiet.without_dropout(self.model.chunks))
+        kept.enter_context(quiet.without_random_routing(self.model.chunks))
         kept.enter_context(quiet.random_states_kept())
         kept.enter_context(quiet.metrics_kept())
         kept.enter_context(

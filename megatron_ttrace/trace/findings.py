@@ -10,6 +10,7 @@ import dataclasses
 from enum import StrEnum
 
 from megatron_ttrace.trace.collectives import Citation
+from megatron_ttrace.trace.counted import Statistic
 
 UNKNOWN = "unknown"
 """The explanation of a culprit for which no hypothesis passed its test."""
@@ -30,7 +31,9 @@ class Grounds(StrEnum):
     GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
     FIRST_GRADIENT = "first_gradient"
     MAIN_GRAD = "main_grad"
+    COUNTED = "counted"
     GRAD_NORM = "grad_norm"
+    METRIC = "metric"
     NO_OPTIMIZER_STATE = "no_optimizer_state"
     UPDATE = "update"
     ISOLATED = "isolated"
@@ -52,7 +55,6 @@ class Cause(StrEnum):
     CAST = "cast"
     PRECISION = "precision"
     PARTIAL = "partial_sums"
-    TIED = "tied_embedding"
     WEIGHTS = "microbatch_weights"
     ADDEND = "addend"
     OTHER_TIME = "other_time"
@@ -66,6 +68,9 @@ class Cause(StrEnum):
     COPY = "copy"
     ATTENTION_MASK = "attention_mask"
     ATTENTION_BLOCK = "attention_block"
+    COUNTED_TWICE = "counted_twice"
+    NEVER_COUNTED = "never_counted"
+    OTHER_NORM = "other_norm"
 
 
 class Remark(StrEnum):
@@ -73,6 +78,7 @@ class Remark(StrEnum):
 
     DISPATCHED = "dispatched"
     OWN_TOKENS = "own tokens"
+    OWN_SHARD = "own shard"
     EXTRA = "extra"
     EMPTY = "empty"
     MISSING = "missing"
@@ -99,6 +105,9 @@ class Remark(StrEnum):
     DISTRIBUTION = "distribution"
     LOST = "lost"
     NOT_THE_REFERENCES = "not_the_references"
+    COUNTED_TWICE = "counted_twice"
+    NEVER_COUNTED = "never_counted"
+    OTHER_NORM = "other_norm"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,7 +144,7 @@ FACTORS = (Cause.FACTOR, Cause.TOO_LARGE, Cause.TOO_SMALL)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """A hypothesis that passed its test; subclasses hold its numbers.
+    """A repair that passed its test; subclasses hold its numbers.
 
     Attributes:
         cause: what sort of fault it is.
@@ -144,6 +153,13 @@ class Finding:
 
     cause: Cause
     axes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Composed(Finding):
+    """Several repairs, one applied to what the one before it left."""
+
+    steps: tuple[Finding, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +226,8 @@ class Rounded(Finding):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartialSums(Finding):
-    """The ranks' values along the axes add up to the reference, up to ``factor``.
+    """The ranks' values along the axes add up to the reference; ``mean``: their mean is it."""
 
-    ``mean``: their mean is the reference, not their sum.
-    """
-
-    factor: ConstantFactor | None = None
     mean: bool = False
 
 
@@ -231,21 +243,20 @@ class WrongCopies(Finding):
 class ShareWeights:
     """How often the shares of a gradient that came through ``module`` count, where not once.
 
-    ``by_axis``: the numbers are those of data-parallel ranks, else of microbatches.
+    ``axis``: the numbers are ranks along it, or ``microbatch``.
     """
 
     module: str
-    by_axis: bool
+    axis: str
     counts: tuple[tuple[int, float], ...]
     missing: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnequalShares(Finding):
-    """Microbatches' shares of a gradient do not count once each: by group of ranks, by module."""
+    """Shares of a gradient do not count once each: by group of ranks, by module."""
 
     by_ranks: tuple[tuple[tuple[int, ...], tuple[ShareWeights, ...]], ...]
-    per_rank: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,22 +349,23 @@ class WrongTokens(Finding):
         ids: first and last token id.
         owners: first and last tensor-parallel rank that these rows of the table belong to.
         zero: whether these positions hold zeros.
-        equal: whether they all hold the same values.
-        row: the row of the table that they hold, if they hold one.
+        rows: first and last row of the table that they hold instead of their own.
+        added: whether they hold these rows in addition to their own.
     """
 
     ids: Span
     owners: Span | None = None
     zero: bool = False
-    equal: bool = False
-    row: int | None = None
+    rows: Span | None = None
+    added: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WrongRows(Finding):
-    """A minority of rows along a dim is wrong; ``slice_of``: they are one rank's, by its axis."""
+    """A minority of rows along dim ``at`` is wrong; ``slice_of``: one rank's, by its axis."""
 
     dim: str
+    at: int
     indices: tuple[int, ...]
     total: int
     zero: bool
@@ -389,6 +401,19 @@ class BlockWeight(Finding):
     missing: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Miscounted(Finding):
+    """Elements of the parameters ``names`` are not in a statistic exactly once.
+
+    They are in it ``least`` to ``most`` times, in the first of these parameters.
+    """
+
+    statistic: Statistic
+    least: int
+    most: int
+    names: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FailingRanks:
     """The ranks on which a tensor fails.
@@ -411,11 +436,13 @@ class Explanation:
     """What is known about the cause of a culprit.
 
     Attributes:
-        finding: the hypothesis that passed its test, if one did.
+        finding: the simplest repair that passed its test, if one did.
         where: file, line and function to look at.
         ranks: where the tensor fails.
         alike: how many failing main gradients are off by this very factor, and how many fail.
         collectives: what the ledger says about the module.
+        other: another repair that passed and is nearly as simple.
+        observed: a pattern of the error that no repair was tested for.
     """
 
     finding: Finding | None = None
@@ -423,3 +450,5 @@ class Explanation:
     ranks: FailingRanks | None = None
     alike: tuple[int, int] | None = None
     collectives: Citation | None = None
+    other: Finding | None = None
+    observed: Finding | None = None

@@ -35,11 +35,13 @@ class Kind(StrEnum):
     GRAD_OUTPUT = "grad_output"
     GRAD_INPUT = "grad_input"
     MAIN_GRAD = "main_grad"
+    COUNTED = "counted"
     GRAD_NORM = "grad_norm"
     PARAM_DELTA = "param_delta"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     BUFFER = "buffer"
+    METRIC = "metric"
 
     @property
     def direction(self) -> Direction:
@@ -63,8 +65,14 @@ _DIRECTION = {
         Direction.START: (Kind.INITIAL, Kind.TOKENS, Kind.PARAM),
         Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.LOSS),
         Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
-        Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.GRAD_NORM),
-        Direction.UPDATE: (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.BUFFER),
+        Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.COUNTED, Kind.GRAD_NORM),
+        Direction.UPDATE: (
+            Kind.PARAM_DELTA,
+            Kind.EXP_AVG,
+            Kind.EXP_AVG_SQ,
+            Kind.BUFFER,
+            Kind.METRIC,
+        ),
     }.items()
     for kind in kinds
 }
@@ -100,10 +108,18 @@ class Reason(StrEnum):
     """Unchecked: its rows went through a token dispatcher that cannot be followed."""
     OWN_TOKENS = "own tokens"
     """Unchecked: a choice that depends on all tokens that a rank has, here a part of them."""
+    OWN_SHARD = "own shard"
+    """Unchecked: an update that depends on a rank's whole shard of a matrix."""
     INITIAL_VALUES = "initial values"
     """Unchecked: there is no distribution to compare."""
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""
+    COUNTED_TWICE = "counted twice"
+    """Elements are in a norm, a count or an update more than once."""
+    NEVER_COUNTED = "never counted"
+    """Elements are missing from a norm, a count or an update."""
+    OTHER_NORM = "other norm"
+    """Gradients are clipped by the norm of other parameters than in the reference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +150,10 @@ SCORES, CHOICE, KEPT = 0, 1, 2
 what is left of it within the experts' capacity."""
 
 
+VALUE, ELEMENTS = 0, 1
+"""Indices of a ``metric``: a value that was computed, and how many elements have a property."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class TraceKey:
     """Names one logical tensor of a run.
@@ -147,6 +167,12 @@ class TraceKey:
     kind: Kind
     name: str
     index: Count = 0
+
+    @property
+    def direction(self) -> Direction:
+        """Where in the step the tensor stands; a parameter is read before the step and after it."""
+        after = self.kind is Kind.PARAM and self.index
+        return Direction.UPDATE if after else self.kind.direction
 
     def __str__(self) -> str:
         where = "" if self.microbatch == STEP_LEVEL else f" microbatch {self.microbatch}"
@@ -187,9 +213,8 @@ class Verdict(Record):
 
     @property
     def direction(self) -> Direction:
-        """Where in the step the tensor stands; a parameter is read before the step and after it."""
-        after = self.kind is Kind.PARAM and self.index
-        return Direction.UPDATE if after else self.kind.direction
+        """Where in the step the tensor stands."""
+        return self.key.direction
 
     @property
     def is_luck(self) -> bool:
@@ -205,7 +230,8 @@ class Culprit(Record):
     cause that was tested on the shards, or "unknown"; ``cause`` and ``axes`` are its sort and the
     mesh axes it speaks of. ``hint`` is what it suggests, which was not tested. ``where`` is the
     code to look at: file, line and function. ``collectives`` are those that ran in the module in
-    this direction, which is an observation and no cause.
+    this direction, which is an observation and no cause. Culprits with the same ``group`` have one
+    cause, or are the same module of several layers; 0 where this is not known.
     """
 
     name: str
@@ -227,6 +253,7 @@ class Culprit(Record):
     cause: Cause | None = None
     axes: tuple[str, ...] = ()
     collectives: str = ""
+    group: Count = 0
 
     def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
         """The failure that represents this module: its own tensor's, or its parameter's."""

@@ -94,6 +94,30 @@ def test_nothing_is_left_behind():
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
+        assert "forward" not in vars(module)
+
+
+def test_a_model_whose_forward_is_called_directly():
+    """As Megatron-FSDP calls it before 0.19: without the hooks of the model itself."""
+    direct, called, model = Recorder(), Recorder(), Model()
+    for sink in (direct, called):
+        with tapped([model], sink, microbatches=[4, 5]):
+            forward = model.forward if sink is direct else model
+            for seed in range(2):
+                ids, labels = batch(seed)
+                forward(ids, labels=labels).backward()
+    assert direct.values.keys() == called.values.keys()
+    assert (5, Kind.OUTPUT, "model", 0) in direct.values
+    for key, value in called.values.items():
+        assert torch.equal(direct.values[key], value)
+
+
+def test_a_forward_of_its_own_is_put_back():
+    """A model's ``forward`` may have been replaced before."""
+    model = Model()
+    model.forward = own = model.forward
+    run(model, Recorder())
+    assert vars(model)["forward"] is own
 
 
 def test_an_output_that_is_the_next_input_is_handed_over_once():
@@ -132,6 +156,30 @@ class Function(nn.Module):
 def leaf(*shape):
     """An activation that wants a gradient, and is no leaf of the graph."""
     return torch.randn(*shape, requires_grad=True) * 1.0
+
+
+class IdentityOp(nn.Module):
+    """Megatron's module that does nothing."""
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_what_an_identity_returns_is_what_entered(viewed):
+    """Also where another hook makes a view of it: the residual belongs to the gradient."""
+
+    def compute(self, x):
+        return (x + self.last(self.norm(x))).sum()
+
+    model = Function(compute, norm=IdentityOp(), last=nn.Linear(3, 3))
+    if viewed:
+        model.norm.register_forward_hook(lambda module, args, output: output.view_as(output))
+    sink = Recorder()
+    with tapped([model], sink):
+        model(leaf(2, 3)).backward()
+    gradient = sink.values[0, Kind.GRAD_INPUT, "last", 0]
+    torch.testing.assert_close(gradient, 1 + model.last.weight.sum(0).expand(2, 3))
 
 
 def test_in_place_modification_is_noticed():

@@ -32,6 +32,10 @@ def test_every_spelling_of_a_device_is_the_cpu(facts):
     assert set(facts["devices"]["asked"].values()) == {"cpu"}
 
 
+def test_a_mesh_of_ranks_is_of_cpus(facts):
+    assert facts["mesh"] == "cpu"
+
+
 def test_also_in_other_threads(facts):
     """Checkpoints are written, and data sets built, by threads."""
     assert facts["devices"]["thread"] == "cpu"
@@ -93,6 +97,11 @@ def test_needed_is_not_fooled_by_itself(facts):
 def test_activating_twice_wraps_once(facts):
     assert facts["wrapped once"]
     assert facts["dynamo"] == "1"
+
+
+def test_nothing_is_compiled(facts):
+    """``torch.compile`` returns functions as they are, and the compiler is not imported for it."""
+    assert facts["compiled"] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,6 +8,7 @@ import torch
 from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
+from megatron_ttrace.diagnose.search import search
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placements, plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text
@@ -46,27 +47,32 @@ def evidence_of(
     """
     rms = float(reference.float().square().mean().sqrt())
     stored = trace or {}
-    evidence = Evidence(
-        key=key,
-        reference=reference,
-        parts=[],
-        tolerance=Tolerance(tolerance, rms),
-        meshes=ranks,
-        held={mesh.rank: plan(reference.shape, placement, mesh) for mesh in ranks},
-        whole=stored.get,
-        **more,  # type: ignore[arg-type]
-    )
+    boxes_of = {mesh.rank: plan(reference.shape, placement, mesh) for mesh in ranks}
+    parts = []
     for mesh in ranks:
-        boxes = evidence.held[mesh.rank]
+        boxes = boxes_of[mesh.rank]
         if callable(held):
             right = torch.cat([logical_view(reference, box) for box in boxes])
             local = held(mesh.rank, right)
         else:
             local = held[mesh.rank]
-        part = FailedPart.of(local, mesh, boxes, 1.0)
-        if not evidence.fits(part, part.pieces):
-            evidence.parts.append(part)
-    return evidence
+        parts.append(FailedPart.of(local, mesh, boxes, 1.0))
+    return Evidence(
+        key=key,
+        reference=reference,
+        parts=parts,
+        tolerance=Tolerance(tolerance, rms),
+        meshes=ranks,
+        held=boxes_of,
+        whole=stored.get,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def explain(evidence: Evidence) -> Finding | None:
+    """The simplest repair."""
+    found = search(evidence)
+    return found[0].finding if found else None
 
 
 def failed(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Verdict:

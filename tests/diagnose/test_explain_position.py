@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from megatron_ttrace.diagnose import position, region, sources
-from megatron_ttrace.diagnose.explain import test as explain
 from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.findings import Cause, OtherMicrobatch
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from tests.diagnose.evidence_by_hand import OUTPUT, evidence_of, meshes, text, values
+from tests.diagnose.evidence_by_hand import OUTPUT, evidence_of, explain, meshes, text, values
 
 
 @pytest.mark.parametrize(
@@ -83,33 +82,35 @@ def test_other_rows_are_not_elsewhere() -> None:
 
 def test_transposed() -> None:
     """A square block laid down the other way."""
-    found = position.transposed(evidence_of(values(9, 9), meshes(1), lambda _, x: x.T.contiguous()))
+    found = explain(evidence_of(values(9, 9), meshes(1), lambda _, x: x.T.contiguous()))
     assert found is not None
     assert "transposed" in text(found)
 
 
 def test_some_rows() -> None:
-    """Three rows wrong, the rest right; zeros are said to be zeros."""
+    """Three rows are zero, the rest right."""
 
     def held(_: int, right: torch.Tensor) -> torch.Tensor:
         changed = right.clone()
         changed[4:7] = 0
         return changed
 
-    found = region.some_rows(evidence_of(values(32, 12), meshes(1), held))
+    found = region.dropped_rows(evidence_of(values(32, 12), meshes(1), held))
     assert found is not None
     assert "rows 4..6 (9%) are zero, the rest right" in text(found)
 
 
 def test_slice_of_a_rank() -> None:
-    """Wrong rows that are just one rank's part name its axis."""
+    """Wrong rows that are just one rank's part name its axis; what they hold is not known."""
 
     def held(_: int, right: torch.Tensor) -> torch.Tensor:
         changed = right.clone()
         changed[24:] = values(8, 12, seed=4)
         return changed
 
-    found = region.some_rows(evidence_of(values(32, 12), meshes(4, tp=4), held))
+    evidence = evidence_of(values(32, 12), meshes(4, tp=4), held)
+    assert explain(evidence) is None
+    found = region.extent(evidence)
     assert found is not None
     assert "slice of tp 3" in text(found)
     assert found.axes == ("tp",)
@@ -118,7 +119,7 @@ def test_slice_of_a_rank() -> None:
 def test_garbage_is_not_some_rows() -> None:
     """Where all rows are wrong, no row is to blame."""
     evidence = evidence_of(values(32, 12), meshes(1), lambda _, right: right + 1)
-    assert region.some_rows(evidence) is None
+    assert region.extent(evidence) is None
 
 
 def test_token_ids() -> None:

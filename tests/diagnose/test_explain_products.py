@@ -8,12 +8,11 @@ import torch
 
 from megatron_ttrace.diagnose import products
 from megatron_ttrace.diagnose.evidence import Evidence
-from megatron_ttrace.diagnose.explain import test as explain
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from tests.diagnose.evidence_by_hand import evidence_of, hint, meshes, text, values
+from tests.diagnose.evidence_by_hand import evidence_of, explain, hint, meshes, text, values
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.self_attention.linear_qkv", 0)
 S, B, D, WIDE = 8, 2, 6, 12

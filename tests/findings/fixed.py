@@ -25,6 +25,7 @@ from megatron.core.transformer import multi_latent_attention as mla  # noqa: E40
 from megatron.core.transformer import multi_token_prediction as mtp  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.experimental_attention_variant import dsa  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
 
 def over_context_parallel(count):
@@ -134,6 +135,63 @@ def delta_net_norm():
     GatedDeltaNet.__init__ = fixed
 
 
+def fsdp_scaled_gradients():
+    """Keep what was summed over tensor parallelism: scale the copies beside the buffers."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
+
+    def fixed(self, factor):
+        for group in self.parameter_groups:
+            if group.main_grad_buffer is not None:
+                group.main_grad_buffer.data *= factor
+        for _, parameter in self.optimizer_named_parameters:
+            group = self.parameter_groups[self.param_to_param_group[parameter.orig_param]]
+            name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+            gradient = getattr(parameter, name)
+            if gradient is not None and gradient.dtype != group.main_grad_buffer.dtype:
+                gradient._local_tensor.mul_(factor)
+
+    fsdp.ParamAndGradBuffer.scale_gradients = fixed
+
+
+def fsdp_single_copies():
+    """Reduce each microbatch's gradient alone, also where one rank holds all of it."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
+
+    build = fsdp.DataParallelBuffer.__init__
+
+    def fixed(self, config, *args, **keywords):
+        strategy = config.data_parallel_sharding_strategy
+        if "gradient_scaling_factor" in keywords and strategy.startswith("optim_grads"):
+            keywords["is_data_distributed"] = True
+        build(self, config, *args, **keywords)
+
+    fsdp.DataParallelBuffer.__init__ = fixed
+
+
+def fsdp2_scaled_gradients():
+    """Divide by all tokens of a step; torch's FSDP2 has averaged over data parallelism."""
+    from megatron.core.distributed import TorchFullyShardedDataParallel as Wrapper
+
+    def fixed(self, factor):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(float(factor) * self.process_group.size())
+
+    Wrapper.scale_gradients = fixed
+
+
+def meta_buffers():
+    """Set a router's bias and counters to zero, as its constructor did, once they have memory."""
+    reset = TopKRouter.reset_parameters
+
+    def fixed(self):
+        reset(self)
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
+    TopKRouter.reset_parameters = fixed
+
+
 def frozen():
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     from megatron.core.models.gpt import GPTModel
@@ -156,6 +214,10 @@ FIXS = {
     "sinks": sinks,
     "delta-net-start": delta_net_start,
     "delta-net-norm": delta_net_norm,
+    "fsdp-scaled-gradients": fsdp_scaled_gradients,
+    "fsdp-single-copies": fsdp_single_copies,
+    "fsdp2-scaled-gradients": fsdp2_scaled_gradients,
+    "meta-buffers": meta_buffers,
     "train-only-sinks": frozen,
 }
 

@@ -22,7 +22,13 @@ MLA = (
 )
 SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type allgather"
 
+META = (
+    f"{matrix.MODELS['moe-deep']} --expert-model-parallel-size 2 {matrix.FLAGS['fsdp']} "
+    "optim_grads_params --calculate-per-token-loss --init-model-with-meta-device "
+    "--deterministic-mode --moe-token-dispatcher-type alltoall --global-batch-size 4"
+)
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
+FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
 
 
 @pytest.mark.nightly
@@ -36,6 +42,23 @@ DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
         ("", "indexer", SPARSE),
         ("", "delta-net-start", f"{DELTA} --sequence-parallel"),
         ("delta-net-start", "delta-net-norm", DELTA),
+        (
+            "",
+            "fsdp-scaled-gradients",
+            f"{FSDP} --tensor-model-parallel-size 2 --sequence-parallel --calculate-per-token-loss",
+        ),
+        (
+            "",
+            "fsdp-single-copies",
+            f"{FSDP} {matrix.EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
+            "--global-batch-size 8",
+        ),
+        (
+            "",
+            "fsdp2-scaled-gradients",
+            f"{TE} {matrix.FLAGS['fsdp2']} --calculate-per-token-loss --bf16",
+        ),
+        ("", "meta-buffers", META),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):

@@ -180,6 +180,47 @@ def recomputed_from_half():
     random.detach_variable = broken
 
 
+def residual_without_a_gradient():
+    """Half of the gradients that go around a layer's experts are lost between its pieces."""
+    from megatron.core.models.common.utils import TransformerLayerNode
+
+    run = TransformerLayerNode.backward_impl
+
+    def broken(self, outputs, gradients):
+        for one in self.detached[:1]:
+            one.grad = one.grad * 0.5
+        return run(self, outputs, gradients)
+
+    TransformerLayerNode.backward_impl = broken
+
+
+def rows_of_other_tokens():
+    """What is dispatched while another microbatch goes back arrives one row late."""
+    from megatron.core.models.common.utils import TransformerLayerNode
+
+    run = TransformerLayerNode.forward_impl
+
+    def broken(self, *inputs):
+        output = run(self, *inputs)
+        return output.roll(1, dims=0) if self.name == "moe_dispatch" else output
+
+    TransformerLayerNode.forward_impl = broken
+
+
+def weights_of_a_microbatch_too_few():
+    """The third layer forgets its experts' weight gradients of the microbatch that goes last."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    compute, calls = MoELayer.backward_dw, []
+
+    def broken(self, routed_experts=True, shared_experts=False):
+        calls.append(self.layer_number == 3 and routed_experts)
+        if not calls[-1] or sum(calls) > 1:
+            compute(self, routed_experts, shared_experts)
+
+    MoELayer.backward_dw = broken
+
+
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     globals()[os.environ["BROKEN"]]()
 

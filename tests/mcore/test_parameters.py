@@ -52,6 +52,7 @@ def filled(name, made, mesh=SINGLE, gated=False, init="reveal", config=None):
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 GROUPED = "decoder.layers.0.mlp.experts.linear_fc"
+LOCAL = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,11 @@ GROUPED = "decoder.layers.0.mlp.experts.linear_fc"
         ("linear_fc1.weight", sharded(4, 6), {"tp": 2}, True, (8, 6), "tp:BlockShard(0, 2)"),
         ("a.linear_fc2.weight", sharded(4, 6, dim=1), {"tp": 4}, True, (4, 24), "tp:Shard(1)"),
         (FC1, sharded(4, 6, allreduce=False), {"tp": 2, "etp": 1}, True, (4, 6), "Replicate"),
-        # grouped experts, which older releases do not mark
+        # experts, which older releases do not mark
+        (f"{LOCAL}1.weight", parameter(4, 6), {"tp": 2}, True, (8, 6), "etp:BlockShard(0, 2)"),
+        (f"{LOCAL}1.bias", parameter(4), {"tp": 2}, False, (8,), "etp:Shard(0)"),
+        (f"{LOCAL}2.weight", parameter(4, 6), {"tp": 2}, True, (4, 12), "etp:Shard(1)"),
+        (f"{LOCAL}2.bias", parameter(4), {"tp": 2}, True, (4,), "Replicate"),
         (f"{GROUPED}1.weight3", parameter(4, 6), {"tp": 2}, True, (8, 6), "etp:BlockShard(0, 2)"),
         (f"{GROUPED}1.bias3", parameter(4), {"tp": 2}, False, (8,), "etp:Shard(0)"),
         (f"{GROUPED}2.weight3", parameter(4, 6), {"tp": 2}, True, (4, 12), "etp:Shard(1)"),
@@ -269,10 +274,11 @@ def test_fused_optimizers_count_by_group():
 
 
 def test_other_optimizers_are_left_alone():
-    """SGD has no moments to prime."""
+    """Plain SGD has no moments to prime, and those of a foreign optimizer are unknown."""
     main = parameter(4, 4)
     place = place_parameter("a.weight", main, SINGLE, gated=False)
     assert primed(SINGLE, main, place, cls=torch.optim.SGD) is None
+    assert primed(SINGLE, main, place, cls=torch.optim.Adagrad).keys() == {"step", "sum"}
 
 
 def test_attention_sinks_are_divided_by_head():

@@ -28,3 +28,19 @@ def test_help_texts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "getsource", None)
     assert helps() == own
     assert any(own.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "accepted"),
+    [
+        ((), True),
+        (("--num-layers", "2", "--bf16"), True),
+        (("--num-layers", "2", "--no-such-flag"), False),
+        (("--num-layers", "two"), False),
+        (("--num-layer", "2"), False),
+    ],
+)
+def test_accepted_arguments(words, accepted, capsys):
+    """Megatron's parser decides, and nothing is printed."""
+    assert preload.accepts(words) is accepted
+    assert capsys.readouterr() == ("", "")

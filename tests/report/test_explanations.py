@@ -31,7 +31,8 @@ def types_of_findings() -> set[type]:
 def test_every_type_of_finding_has_a_renderer() -> None:
     """A new type needs a sentence."""
     assert len(types_of_findings()) > 15
-    assert {Finding, *explanations._RENDERERS} == types_of_findings()
+    composed = {Finding, findings.Composed}
+    assert composed | explanations._RENDERERS.keys() == types_of_findings()
 
 
 @pytest.mark.parametrize("enum", ["RowOrder", "MaskOrder", "CastOperand", "Grounds"])
@@ -93,8 +94,8 @@ def test_initial_values_are_explained_by_their_note() -> None:
 
 def test_shares_of_several_modules_and_ranks() -> None:
     """Each group of ranks has its own part of the sentence."""
-    one = ShareWeights("a", False, ((1, 0.0), (2, 0.0)), True)
-    two = ShareWeights("b", True, ((0, 1.5),), False)
+    one = ShareWeights("a", "microbatch", ((1, 0.0), (2, 0.0)), True)
+    two = ShareWeights("b", "dp", ((0, 1.5),), False)
     shares = UnequalShares(Cause.WEIGHTS, ("dp",), by_ranks=(((0,), (one, two)), ((1, 2), (two,))))
     text = explanations.explanation_text(Explanation(shares), VERDICT)
     assert text == (

@@ -6,13 +6,24 @@ from __future__ import annotations
 import dataclasses
 import io
 import shlex
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from megatron_ttrace.report import html, publish, terminal
-from megatron_ttrace.trace.records import Exactness, Outcome, Result, Summary, Verdict
+from megatron_ttrace.diagnose.culprits import localise
+from megatron_ttrace.report import html, junit, publish, table, terminal, wandb
+from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks, PartialSums
+from megatron_ttrace.trace.records import (
+    STEP_LEVEL,
+    Exactness,
+    Kind,
+    Outcome,
+    Result,
+    Summary,
+    Verdict,
+)
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 from tests.report.synthetic_report import make_summary, make_verdict
 
@@ -142,18 +153,87 @@ def test_many_culprits_are_counted(diverged: Check) -> None:
 def test_culprits_with_one_cause_are_told_once(diverged: Check) -> None:
     """A bug in every layer fills no three screens; unknown causes are not thought to be one."""
     (one,) = diverged[0].culprits
-    many = tuple(dataclasses.replace(one, name=f"decoder.layers.{n}") for n in range(9))
+    many = tuple(dataclasses.replace(one, name=f"decoder.layers.{n}", group=1) for n in range(9))
     text = text_of((dataclasses.replace(diverged[0], culprits=many), diverged[1]))
     assert text.count("culprit    ") == 1
-    said = " ".join(text.split())
-    assert "8 with this cause: decoder.layers.1, decoder.layers.2" in said
-    assert "and 2 more" in said
+    assert "9 with this cause: decoder.layers.* (in" in " ".join(text.split())
     unknown = tuple(
-        dataclasses.replace(culprit, explanation="unknown", cause=None) for culprit in many
+        dataclasses.replace(culprit, explanation="unknown", cause=None, group=0) for culprit in many
     )
     text = text_of((dataclasses.replace(diverged[0], culprits=unknown), diverged[1]))
     assert text.count("culprit    ") == 3
-    assert "likewise" not in text
+    assert "with this cause" not in text
+
+
+def norms_not_reduced(layers: int) -> Check:
+    """Known bug 11 in a deep model: the gradients of all norms are partial sums over tp."""
+    norms = [
+        f"decoder.layers.{layer}.{norm}"
+        for layer in range(layers)
+        for norm in ("input_layernorm", "pre_mlp_layernorm")
+    ]
+    names = [*norms, "decoder.final_layernorm", "output_layer"]
+    verdicts = [
+        make_verdict(
+            f"{name}.{leaf}",
+            Kind.MAIN_GRAD,
+            verdict=Outcome.PASS if name == "output_layer" else Outcome.REPLICA_CONFLICT,
+            rel_err=1e-3 if name == "output_layer" else 0.5,
+            microbatch=STEP_LEVEL,
+            # Each pipeline stage has ranks of its own.
+            ranks=(number % 4, 4 + number % 4),
+        )
+        for number, name in enumerate(names)
+        for leaf in ("weight", "bias")
+    ]
+
+    def explain(verdict: Verdict) -> Explanation:
+        ranks = FailingRanks(verdict.ranks, 2, 8)
+        return Explanation(PartialSums(Cause.PARTIAL, ("tp",)), "there", ranks)
+
+    summary = dataclasses.replace(
+        make_summary(verdicts),
+        culprits=tuple(localise(verdicts, explain)),
+        execution_order=tuple(names),
+    )
+    return summary, verdicts
+
+
+def test_a_deep_model_has_one_culprit_group(tmp_path: Path) -> None:
+    """In all layers, on one screen; the same in HTML, JUnit and W&B."""
+    check = norms_not_reduced(64)
+    text = text_of(check)
+    before_the_table = text.partition("worst tensor of each layer")[0]
+    assert len(before_the_table.splitlines()) < 30
+    assert text.count("culprit    ") == 1
+    assert "also " not in before_the_table
+    assert [len(group) for group in table.by_cause(check[0].culprits)] == [129]
+    folded = (
+        "decoder.layers.*.input_layernorm (in all 64 layers), "
+        "decoder.layers.*.pre_mlp_layernorm (in all 64 layers), decoder.final_layernorm"
+    )
+    assert f"129 with this cause: {folded}" in " ".join(text.split())
+    page = html.render(*check)
+    assert page.count('<article class="culprit') == 1
+    assert "decoder.layers.*.input_layernorm (in all 64 layers)" in page
+    failure = ElementTree.fromstring(junit.render(*check)).find(".//failure")
+    assert failure is not None
+    assert failure.text is not None
+    assert failure.text.count("culprit:") == 1
+    assert f"all: {folded}" in failure.text
+    assert folded in wandb.alert_text(*check)[1]
+    assert "more culprit" not in wandb.alert_text(*check)[1]
+
+
+def test_unknown_causes_are_folded_over_layers() -> None:
+    """The same module of several layers is one line, two modules are two."""
+    check = norms_not_reduced(8)
+    culprits = localise(check[1])
+    assert [len(group) for group in table.by_cause(culprits)] == [8, 8, 1]
+    names = [one.name for one in culprits[2:]]
+    said = table.folded(table.by_cause(culprits[2:])[0], ["decoder.layers.0.input_layernorm"])
+    assert names[0] == "decoder.layers.1.input_layernorm"
+    assert said == ["decoder.layers.*.input_layernorm (in 7 of 8 layers: 1-7)"]
 
 
 def test_a_missing_layer_has_no_number() -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ttrace.cpu.te import fp8_modules
+from megatron_ttrace.cpu.te import delayed_wgrad, fp8_modules
 from megatron_ttrace.cpu.te.parallel import TensorParallel, group_size
 from megatron_ttrace.cpu.te.products import Precision
 
@@ -44,6 +44,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.get_rng_state_tracker: Callable[[], Any] | None = None
         self.primary_weights_in_fp8 = False
         self.param_init_meta: dict[str, ParameterInit] = {}
+        self.wgrad_queue: delayed_wgrad.Queue | None = None
+        self._delayed: tuple[str, ...] = ()
+        self._after_backward_dw: list[Callable[[], Any]] = []
         self._fp8 = fp8_modules.ModuleState(self)
 
     # Parameters
@@ -97,6 +100,34 @@ class TransformerEngineBaseModule(torch.nn.Module):
         attributes.tensor_model_parallel = partitioned
         attributes.partition_dim = dim
         attributes.partition_stride = 1
+
+    # Delayed weight gradients
+
+    def delay_gradients(self, *weights: str) -> None:
+        """Leave the gradients of these parameters to :meth:`backward_dw`.
+
+        Autograd never accumulates them. By the mark, Megatron's data-parallel wrappers know that
+        they must collect them after :meth:`backward_dw`.
+        """
+        self.wgrad_queue, self._delayed = delayed_wgrad.Queue(), weights
+        for name in weights:
+            getattr(self, name).skip_backward_post_hook = True
+
+    def need_backward_dw(self) -> bool:
+        """Whether :meth:`backward_dw` must be called after the backward pass."""
+        return self.wgrad_queue is not None
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Call ``hook`` whenever :meth:`backward_dw` has computed the gradients."""
+        self._after_backward_dw.append(hook)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the oldest backward pass put off."""
+        if self.wgrad_queue is None:
+            return
+        self.wgrad_queue.run_one(*(getattr(self, name) for name in self._delayed))
+        for hook in self._after_backward_dw:
+            hook()
 
     # Parallelism
 

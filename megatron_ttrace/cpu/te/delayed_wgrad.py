@@ -22,18 +22,12 @@ class Queue:
         self._waiting.append(compute)
 
     def run_one(self, *weights: torch.nn.Parameter) -> None:
-        """Compute the oldest one and add it to the weights' gradients.
+        """Compute the oldest one: the weights' gradients, which replace what they had.
 
-        The hooks by which Megatron's data-parallel buffers collect gradients run on autograd's
-        accumulation, which a gradient that comes later never reaches; so they are called here.
+        Whoever collects gradients takes each microbatch's away (``backward_dw`` of the modules).
         """
         for weight in weights:
-            grad = self._waiting.popleft()()
-            main_grad = getattr(weight, "main_grad", None)
-            if main_grad is not None:
-                main_grad.add_(grad)
-                continue
-            weight.grad = grad if weight.grad is None else weight.grad + grad
+            weight.grad = self._waiting.popleft()().to(weight.dtype)
 
 
 def now_or_later(queue: Queue | None, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:

@@ -144,7 +144,6 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.use_bias, self.return_bias = bias, return_bias
         self.apply_bias = bias and not return_bias
         self.save_original_input = save_original_input
-        self.wgrad_queue = delayed_wgrad.Queue() if delay_wgrad_compute else None
         dim = 1 if parallel_mode == "row" else 0
         for index in range(num_gemms):
             shape = (self.out_features, self.in_features)
@@ -159,6 +158,8 @@ class GroupedLinear(TransformerEngineBaseModule):
                 self.mark_partitioned(part, parallel_mode == "column", 0)
             else:
                 setattr(self, f"bias{index}", torch.Tensor())
+        if delay_wgrad_compute:
+            self.delay_gradients(*(f"weight{index}" for index in range(num_gemms)))
 
     def forward(
         self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
@@ -180,9 +181,3 @@ class GroupedLinear(TransformerEngineBaseModule):
         output = GroupedLinearFunction.apply(flat(inp), settings, *parameters)
         output = output.view(*inp.shape[:-1], output.shape[-1])
         return (output, biases) if self.return_bias else output
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that the backward pass put off."""
-        if self.wgrad_queue is not None:
-            weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-            self.wgrad_queue.run_one(*weights)

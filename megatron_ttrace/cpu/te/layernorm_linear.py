@@ -168,9 +168,10 @@ class LayerNormLinear(TransformerEngineBaseModule):
         self.apply_bias = bias and not return_bias
         self.ub_overlap_ag = ub_overlap_ag or ub_bulk_dgrad
         self.ub_name = ub_name
-        self.wgrad_queue = delayed_wgrad.Queue() if delay_wgrad_compute else None
         self._add_norm(dtype, device)
         self._add_linear(dtype, device, init_method or default_init)
+        if delay_wgrad_compute:
+            self.delay_gradients("weight")
 
     def _add_norm(self, dtype: torch.dtype, device: Any) -> None:
         one = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
@@ -188,7 +189,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
     def _add_linear(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
         shape = (self.out_features, self.in_features)
         self.add_parameter("weight", shape, dtype, device, init, tracked=True)
-        self.mark_partitioned(self.weight, self.parallel_mode is not None, 0)
+        self.mark_partitioned(self.weight, True, 0)
         if self.use_bias:
             self.add_parameter("bias", (self.out_features,), dtype, device, torch.nn.init.zeros_)
             self.mark_partitioned(self.bias, self.parallel_mode == "column", 0)
@@ -222,8 +223,3 @@ class LayerNormLinear(TransformerEngineBaseModule):
         if self.return_layernorm_output:
             results.append(normalized)
         return tuple(results) if len(results) > 1 else output
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that the backward pass put off."""
-        if self.wgrad_queue is not None:
-            self.wgrad_queue.run_one(self.weight)

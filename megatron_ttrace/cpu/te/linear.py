@@ -200,7 +200,6 @@ class Linear(TransformerEngineBaseModule):
         self.save_original_input = save_original_input
         self.ub_overlap_ag = ub_overlap_ag or ub_overlap_rs_dgrad or ub_bulk_dgrad
         self.ub_name = ub_name
-        self.wgrad_queue = delayed_wgrad.Queue() if delay_wgrad_compute else None
 
         self.add_parameter(
             "weight",
@@ -210,9 +209,11 @@ class Linear(TransformerEngineBaseModule):
             init_method or default_init,
             tracked=True,
         )
-        self.mark_partitioned(
-            self.weight, parallel_mode is not None, 1 if parallel_mode == "row" else 0
-        )
+        if delay_wgrad_compute:
+            self.delay_gradients("weight")
+        # Marked in any case, as by TransformerEngine: Megatron before 0.19 gives experts no mode,
+        # and counts a gradient norm by the mark.
+        self.mark_partitioned(self.weight, True, 1 if parallel_mode == "row" else 0)
         if bias:
             self.add_parameter("bias", (self.out_features,), dtype, device, torch.nn.init.zeros_)
             if parallel_mode == "row":
@@ -244,8 +245,3 @@ class Linear(TransformerEngineBaseModule):
         bias = self.bias if self.apply_bias else None
         output = LinearFunction.apply(inp, self.weight, bias, self.settings())
         return (output, self.bias) if self.return_bias else output
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that the backward pass put off."""
-        if self.wgrad_queue is not None:
-            self.wgrad_queue.run_one(self.weight)

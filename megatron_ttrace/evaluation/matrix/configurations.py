@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# over 500 lines because: it is a table, one row per layout
 """The matrix as data: layouts x models x dtypes.
 
 Models are small, so that a check takes seconds. Numbers of heads, groups and layers differ on
@@ -124,9 +125,13 @@ FLAGS = {
     "ep4": "--expert-model-parallel-size 4",
     "etp1": "--expert-tensor-parallel-size 1",
     "alltoall": "--moe-token-dispatcher-type alltoall",
+    "in-pieces": "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
+    "late-wgrad": "--delay-wgrad-compute",
     "zero": "--use-distributed-optimizer",
     "overlap": "--overlap-grad-reduce --overlap-param-gather",
     "fsdp": "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy",
+    "fsdp2": "--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion "
+    "--untie-embeddings-and-output-weights",
     "recompute": "--recompute-granularity",
     "uniform": "full --recompute-method uniform --recompute-num-layers",
     "block": "full --recompute-method block --recompute-num-layers",
@@ -145,6 +150,17 @@ FLAGS = {
     "quantile": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
     "capacity": "--moe-expert-capacity-factor 1.0",
     "padded": "--moe-pad-expert-input-to-capacity",
+    "meta": "--init-model-with-meta-device",
+    # torch.empty() is filled with NaN.
+    "deterministic": "--deterministic-mode",
+    "balanced": "--moe-router-force-load-balancing",
+    "jitter": "--moe-input-jitter-eps 0.1",
+    # Matrices of more than a million elements.
+    "wide": "--num-layers 1 --hidden-size 1024",
+    "precise": "--use-precision-aware-optimizer",
+    "fp8-moments": "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
+    "bf16-moments": "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "muon": "--optimizer muon --muon-tp-mode",
     "hierarchical": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
     "--cp-comm-type a2a+p2p",
 }
@@ -181,6 +197,7 @@ DSA = ("dsa-te",)
 MOE = ("moe", "moe-te", "moe-deep")
 GROUPED = ("moe-te", "moe-deep")
 FP32 = ("fp32",)
+BF16 = ("bf16",)
 FP16 = ("fp16",)
 DOCS = Data.DOCUMENTS
 
@@ -256,12 +273,69 @@ LAYOUTS = (
     ),
     Layout("ep2-shared-overlap", 2, "ep2 alltoall --moe-shared-expert-overlap", ("moe-deep",)),
     Layout("tp2-sp-pp2-ep2", 8, "tp2 sp pp2 ep2 etp1 alltoall", ("moe-te",)),
+    Layout("ep2-in-pieces", 2, "ep2 in-pieces", MOE, BF16),
+    Layout("ep2-in-pieces-late-wgrad", 2, "ep2 in-pieces late-wgrad zero overlap", GROUPED, BF16),
+    Layout("tp2-sp-ep2-in-pieces", 4, "tp2 sp ep2 etp1 in-pieces", GROUPED, BF16),
+    Layout("pp2-vpp2-ep2-in-pieces", 4, "pp2 ep2 vpp2 in-pieces", GROUPED, BF16),
+    Layout(
+        "pp2-vpp2-ep2-in-pieces-mtp",
+        4,
+        "pp2 ep2 vpp2 in-pieces late-wgrad mtp",
+        ("moe-deep",),
+        BF16,
+    ),
+    Layout("ep2-in-pieces", 2, "ep2 in-pieces", ("moe-te",), FP8),
     Layout("dp2-fsdp-zero1", 2, "fsdp optim", ("gpt-te",)),
     Layout("dp2-fsdp-zero2", 2, "fsdp optim_grads", TE),
     Layout("dp2-fsdp-zero3", 2, "fsdp optim_grads_params", TE),
     Layout("dp4-fsdp-zero3-overlap", 4, "fsdp optim_grads_params overlap", ("llama-te",)),
     Layout("tp2-sp-dp2-fsdp-zero3", 4, "tp2 sp fsdp optim_grads_params", ("llama-te",)),
     Layout("cp2-fsdp-zero3", 2, "cp2 fsdp optim_grads_params", ("llama-te",)),
+    Layout("tp2-sp-dp2-fsdp-zero3", 4, "tp2 sp fsdp optim_grads_params", ("moe-te",)),
+    Layout("ep2-edp2-fsdp-zero3", 4, "ep2 fsdp optim_grads_params", ("moe-te",)),
+    Layout("ep2-fsdp-zero1", 2, "ep2 fsdp optim", ("moe-te",)),
+    Layout(
+        "ep2-fsdp-zero3",
+        2,
+        "ep2 fsdp optim_grads_params",
+        ("moe-te",),
+        finding="Megatron-FSDP and experts without copies",
+    ),
+    Layout(
+        "tp2-sp-dp2-fsdp-zero3-per-token",
+        4,
+        "tp2 sp per-token fsdp optim_grads_params",
+        ("llama-te",),
+        BF16,
+        finding="Megatron-FSDP and per-token losses",
+    ),
+    Layout(
+        "tp2-sp-dp2-fsdp-zero3-per-token-fp32-gradients",
+        4,
+        "tp2 sp per-token fsdp optim_grads_params --megatron-fsdp-main-grads-dtype fp32",
+        ("llama-te",),
+        BF16,
+    ),
+    Layout("dp2-fsdp2", 2, "fsdp2", ("llama", "gpt-te", "moe-te")),
+    Layout("dp3-fsdp2", 3, "fsdp2 --global-batch-size 12", ("gpt-te",)),
+    Layout("tp2-sp-dp2-fsdp2", 4, "tp2 sp fsdp2", ("llama-te",)),
+    Layout("cp2-fsdp2", 2, "cp2 fsdp2", ("llama-te",), BF16),
+    Layout(
+        "dp2-fsdp2-whole-recompute",
+        2,
+        "fsdp2 --torch-fsdp2-no-reshard-after-forward recompute selective --recompute-modules "
+        "layernorm mlp",
+        ("llama-te",),
+        BF16,
+    ),
+    Layout(
+        "dp2-fsdp2-per-token",
+        2,
+        "fsdp2 per-token",
+        ("llama-te",),
+        BF16,
+        finding="torch FSDP2 and per-token losses",
+    ),
     Layout("cp2-dp2", 4, "cp2", ("llama-te",)),
     Layout("cp2-zero-overlap", 2, "cp2 zero overlap", ("llama-te",)),
     Layout("cp2-dp2-zero-overlap", 4, "cp2 zero overlap", ("llama-te",)),
@@ -328,11 +402,43 @@ LAYOUTS = (
     Layout("ep2", 2, "ep2", ("moe-te",), FP8),
     Layout("tp2-sp-ep2", 2, "tp2 sp ep2 etp1 alltoall", ("moe-te",), FP8),
     Layout("tp2-sp-etp2", 2, "tp2 sp", ("moe-te",), FP8),
+    Layout("dp2-fsdp-zero3", 2, "fsdp optim_grads_params", ("gpt-te",), FP8),
+    Layout("dp2-fsdp2", 2, "fsdp2", ("gpt-te",), FP8[:1]),
+    Layout("ep2-edp2-fsdp-zero3", 4, "ep2 fsdp optim_grads_params", ("moe-te",), FP8[-1:]),
+    Layout("mtp-tp2-sp-ep2-etp2", 4, "tp2 sp ep2 alltoall mtp", ("moe-deep",), FP8[-1:]),
     Layout("dp2-zero-fp8-weights", 2, "zero --fp8-param-gather", ("gpt-te",), FP8[:1]),
     Layout("tp2", 2, "tp2", ("gpt-te",), FP16),
     Layout("dp4-zero-overlap", 4, "zero overlap", ("llama-te",), FP16),
     Layout("pp2-constant-scale", 2, "pp2 --loss-scale 1024", ("gpt",), FP16),
     Layout("tp2-sp", 2, "tp2 sp", ("moe-te",), FP16),
+    Layout("muon-dp2-zero", 2, "zero muon duplicated", ("gpt-te",), BF16),
+    Layout(
+        "muon-dp2-zero-unpadded",
+        2,
+        "zero overlap muon blockwise --no-use-layer-wise-param-layout",
+        ("llama-te",),
+        BF16,
+    ),
+    Layout("muon-tp2-sp-blockwise", 2, "tp2 sp muon blockwise", ("llama-te",)),
+    Layout("muon-tp2-duplicated", 2, "tp2 muon duplicated --muon-nesterov", ("gpt-te",)),
+    Layout("muon-tp2-distributed", 2, "tp2 sp muon distributed", ("llama-te",)),
+    Layout("muon-tp2-sp-ep2-dp2", 4, "tp2 sp ep2 alltoall muon duplicated", ("moe-te",), BF16),
+    Layout("muon-pp2-dp2-zero", 4, "pp2 zero overlap muon duplicated", ("llama-te",), BF16),
+    Layout("precise-dp2-zero", 2, "zero precise", ("gpt-te",), BF16),
+    Layout(
+        "precise-fp8-moments-tp2-dp2-zero", 4, "tp2 zero precise fp8-moments", ("llama-te",), BF16
+    ),
+    Layout(
+        "precise-bf16-dp2-zero",
+        2,
+        "zero precise bf16-moments --main-grads-dtype bf16",
+        ("gpt-te",),
+        BF16,
+    ),
+    Layout("lion-tp2-dp2", 4, "tp2 --optimizer lion", ("llama-te",)),
+    Layout("sgd-tp2-dp2", 4, "tp2 --optimizer sgd", ("llama-te",)),
+    Layout("soap-dp2-zero", 2, "zero --optimizer soap", ("llama-te",), BF16),
+    Layout("soap-tp2", 2, "tp2 --optimizer soap", ("llama-te",)),
     Layout("sinkhorn-tp2-sp", 2, "tp2 sp sinkhorn", ("moe-te",)),
     Layout("sinkhorn-cp2", 2, "cp2 sinkhorn --moe-router-topk 1", ("moe-te",)),
     Layout("sinkhorn-pp2-ep2", 4, "pp2 ep2 alltoall sinkhorn", ("moe-te",)),
@@ -370,10 +476,21 @@ LAYOUTS = (
     Layout(
         "dp2-fsdp-zero3-meta",
         2,
-        "fsdp optim_grads_params --init-model-with-meta-device",
+        "fsdp optim_grads_params meta",
         ("llama-te",),
         FP32,
     ),
+    Layout(
+        "ep2-fsdp-zero3-meta",
+        2,
+        "ep2 alltoall fsdp optim_grads_params per-token meta deterministic",
+        ("moe-deep",),
+        finding="Megatron-FSDP on the meta device",
+    ),
+    Layout("ep2-fsdp-zero3-per-token", 2, "ep2 fsdp optim_grads_params per-token", ("moe-deep",)),
+    Layout("balanced-ep2", 2, "ep2 alltoall balanced", ("moe-deep",)),
+    Layout("jitter-ep2", 2, "ep2 alltoall jitter", ("moe-te",), FP32),
+    Layout("wide-tp2", 2, "tp2 wide", ("gpt",), FP32),
     Layout("defer-pp2", 2, "pp2 --defer-embedding-wgrad-compute", ("gpt-te",)),
     Layout("packed-tp2-sp", 2, "tp2 sp packed", ("llama-te",), data=DOCS),
     Layout("packed-dp2-zero", 2, "zero packed", ("llama-te",), data=DOCS),

@@ -139,9 +139,8 @@ def of_small(given: Given, large: Axes, kept: tuple[str, ...] | None = None) -> 
     etp = tp if large.etp == large.tp else min(2, large.etp)
     if kept is not None and "ep" not in kept and "tp" not in kept:
         etp = 1
-    if given.has("use_tp_pp_dp_mapping") and pp > 1 and etp > 1:
-        # Data parallelism of experts must be that of the other layers (parallel_state.py).
-        etp = max(etp, min(large.etp, tp * cp // ep))
+    if given.has("use_tp_pp_dp_mapping") and pp > 1:
+        tp, cp, ep, etp = _equal_copies(given, Axes(tp=tp, cp=cp, ep=ep, etp=etp), large)
     dp = size("dp")
     if dp > 1 and given.integer("num_distributed_optimizer_instances", 1) > 1:
         dp = 4
@@ -151,6 +150,29 @@ def of_small(given: Given, large: Axes, kept: tuple[str, ...] | None = None) -> 
             break
         dp *= 2
     return one
+
+
+def _equal_copies(given: Given, small: Axes, large: Axes) -> tuple[int, int, int, int]:
+    """The smallest tp, cp, ep and etp with as many copies of experts as of everything else.
+
+    They are between those of ``small`` and ``large``. ``initialize_model_parallel``
+    (megatron/core/parallel_state.py) needs that where pipelines are not the last in the order of
+    ranks.
+    """
+    spans = [
+        [size for size in range(least, most + 1) if size == least or most % size == 0]
+        for least, most in ((getattr(small, n), getattr(large, n)) for n in ("tp", "cp", "ep"))
+    ]
+    if given.has("hierarchical_context_parallel_sizes"):
+        spans[1] = [small.cp]
+    follows = not given.has("expert_tensor_parallel_size")
+    found = []
+    for tp, cp, ep in itertools.product(*spans):
+        etp = tp if follows else tp * cp // ep
+        if tp * cp == ep * etp and (follows or small.etp <= etp <= large.etp):
+            # Without experts there is no axis, though Megatron makes their groups.
+            found.append((tp, cp, ep, small.etp if follows and large.etp == 1 else etp))
+    return min(found, key=math.prod, default=(small.tp, small.cp, small.ep, small.etp))
 
 
 def jobs(given: Given, large: Axes, most: int) -> list[Axes]:

@@ -196,3 +196,13 @@ def test_lists_of_tensors():
     assert overflow.item() == 0
     apply(multi_tensor.multi_tensor_scale, overflow, [[torch.tensor([1e39 / 1e-3])], [scale]], 1.0)
     assert overflow.item() == 1
+
+
+def test_norm_of_many_elements():
+    """The norm of a large tensor is as accurate as the kernel's, however it is divided."""
+    whole = torch.randn(1 << 22, generator=torch.Generator().manual_seed(1))
+    exact = whole.double().square().sum().sqrt()
+    for parts in (1, 2, 7):
+        lists = [list(whole.tensor_split(parts))]
+        total, _ = multi_tensor.multi_tensor_l2norm(1, torch.zeros(1), lists)
+        close(total.double()[0], exact, 1e-7)

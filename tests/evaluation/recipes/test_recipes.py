@@ -146,6 +146,11 @@ def test_known_findings_are_those_of_the_page():
     words = "--multi-latent-attention --tensor-model-parallel-size 2"
     assert known.finding_of(words.split()) == "MLA without sequence parallelism"
     assert known.finding_of([*words.split(), "--sequence-parallel"]) == ""
+    words = "--use-megatron-fsdp --tensor-model-parallel-size 2 --sequence-parallel --bf16"
+    per_token = [*words.split(), "--calculate-per-token-loss"]
+    assert known.finding_of(per_token) == "Megatron-FSDP and per-token losses"
+    assert known.finding_of(words.split()) == ""
+    assert known.finding_of([*per_token, "--megatron-fsdp-main-grads-dtype", "fp32"]) == ""
 
 
 def test_the_table_without_running(checkout, tmp_path, capsys):

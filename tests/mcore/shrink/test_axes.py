@@ -108,8 +108,68 @@ def test_two_would_not_run_the_same_code():
     assert axes.of_small(instances, axes.of_large(instances, 16)).dp == 4
 
 
+@given(POWERS, POWERS, POWERS, POWERS, POWERS)
+def test_pipelines_before_data_parallelism(tp, cp, pp, ep, dp):
+    """As many copies of experts as of all else, as Megatron asserts in that order of ranks."""
+    ep = min(ep, tp * cp)
+    layout = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": tp * cp // ep}
+    given = flags(tp, cp, pp, num_experts=8, use_tp_pp_dp_mapping="", **layout)
+    large = axes.of_large(given, tp * cp * pp * dp)
+    for count in range(len(large.spread()) + 1):
+        for kept in itertools.combinations(large.spread(), count):
+            small = axes.of_small(given, large, kept)
+            assert small.edp == small.dp or small.pp == 1
+            assert set(kept) <= set(small.spread())
+
+
+def test_more_tensor_than_expert_parallelism():
+    """A recipe of Megatron-LM's: its experts leave no smaller tensor parallelism."""
+    layout = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    given = flags(4, 1, 2, num_experts=4, use_tp_pp_dp_mapping="", **layout)
+    small = axes.jobs(given, axes.of_large(given, 8), 8)
+    assert small == [axes.Axes(tp=4, pp=2, ep=2, etp=2)]
+    pair = axes.of_small(given, axes.of_large(given, 8), ("tp", "ep"))
+    assert pair == axes.Axes(tp=2, ep=2, etp=2, dp=2)
+
+
+def test_experts_divided_as_tensors_are():
+    """Without a size of their own; then context and expert parallelism must be equal."""
+    given = flags(4, 2, 2, num_experts=4, use_tp_pp_dp_mapping="", expert_model_parallel_size=2)
+    large = axes.of_large(given, 32)
+    assert axes.of_small(given, large) == axes.Axes(tp=2, cp=2, pp=2, ep=2, etp=2, dp=2)
+    assert axes.of_small(given, large, ("cp", "pp")) == axes.Axes(cp=2, pp=2, ep=2)
+    dense = flags(4, 1, 2, use_tp_pp_dp_mapping="")
+    assert axes.of_small(dense, axes.of_large(dense, 16)) == axes.Axes(tp=2, pp=2, dp=2)
+
+
 def test_copies_of_experts_stay():
     """Reducing the gradients of experts needs more than one copy of them."""
     given = flags(num_experts=8, expert_model_parallel_size=4)
     assert axes.of_small(given, axes.of_large(given, 4)).edp == 1
     assert axes.of_small(given, axes.of_large(given, 8)).edp == 2
+
+
+SAME_COPIES = [
+    (tp, cp, ep, tp * cp // ep)
+    for tp, cp, ep in itertools.product([1, 2, 4, 8], repeat=3)
+    if not tp * cp % ep
+]
+"""Sizes with which experts have as many copies as other layers."""
+
+
+@given(st.sampled_from(SAME_COPIES), st.sampled_from([1, 2]))
+def test_ranks_of_a_stage_follow_each_other(sizes, dp):
+    """``--use-tp-pp-dp-mapping`` with a pipeline: experts have as many copies as other layers."""
+    tp, cp, ep, etp = sizes
+    given = flags(
+        *(tp, cp, 2),
+        num_experts=8,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        use_tp_pp_dp_mapping="",
+    )
+    large = axes.of_large(given, tp * cp * 2 * dp)
+    for kept in (None, *itertools.combinations(large.spread(), 2)):
+        small = axes.of_small(given, large, kept)
+        if small.pp > 1 and (kept is None or "ep" in kept):
+            assert small.edp == small.dp

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records which elements go into norms, counts and updates, while Megatron computes them.
+
+What goes in is read from the arguments that Megatron's own functions get, and followed to the
+number that they return (flow.py). Nothing is derived from how Megatron should choose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms, group_ranks
+from megatron_ttrace.mcore import statistics
+from megatron_ttrace.mcore.optimizer import leaves_of, owned_by
+from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.mcore.sharded_weights import local, parts_of
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.counted import Counted, Counting, Runs, Statistic
+
+_GRADIENTS = ("main_grad", "grad", "decoupled_grad")
+
+Places = list[tuple[torch.nn.Parameter, ParameterPlace]]
+
+
+class Tally:
+    """Records one traced step of one rank."""
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        places: Places,
+        optimizer: Any,
+        mesh: Mesh,
+        attempt: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            chunks: this rank's model chunks.
+            places: of their parameters.
+            optimizer: Megatron's.
+            mesh: of this rank.
+            attempt: runs work of ours; if it fails, Megatron's step goes on.
+        """
+        self._chunks = chunks
+        named = dict(places)
+        # A parameter that no forward pass reads has no place, and is in the optimizer all the same.
+        unused = [
+            (parameter, ParameterPlace(name, tuple(parameter.shape), ()))
+            for chunk in chunks
+            for name, parameter in chunk.named_parameters()
+            if parameter not in named
+        ]
+        self._held = places
+        self._places = [*places, *unused]
+        self._optimizer = optimizer
+        self._attempt = attempt
+        self._parts = Parts(mesh)
+        self._countings: list[Counting] = []
+        self._orders: dict[Statistic, Counter[Runs]] = {one: Counter() for one in Statistic}
+
+    def counted(self, iteration: int) -> Counted:
+        """Everything that was recorded."""
+        sharded = parts_of(self._chunks)
+        held = []
+        for parameter, place in self._held:
+            if parameter.requires_grad:
+                numel = parameter.numel()
+                part = sharded.get(parameter)
+                span = part.range if part else (0, numel)
+                held.append(self._parts.number(place, *span, numel))
+        return Counted(iteration, tuple(self._parts.found), tuple(held), tuple(self._countings))
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Record the optimizer's step, which runs in this context."""
+        with contextlib.ExitStack() as stack:
+            for name, statistic in statistics.WATCHED.items():
+                for module in statistics.users(name):
+                    watched = functools.partial(self._call, statistic, vars(module)[name])
+                    stack.enter_context(_replaced(module, name, watched))
+            for leaf in leaves_of(self._optimizer):
+                inner = getattr(leaf, "optimizer", None)
+                if inner is not None and not getattr(leaf, "is_stub_optimizer", False):
+                    stepping = functools.partial(self._step, leaf, inner, inner.step)
+                    stack.enter_context(_replaced(inner, "step", stepping))
+            yield
+
+    def params_norm(self, compute: Callable[..., Any], *args: Any) -> Any:
+        """Record a call of the function that computes the norm of all parameters."""
+        return self._call(Statistic.PARAMS_NORM, compute, *args)
+
+    def _call(
+        self, statistic: Statistic, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        flow = self._attempt(lambda: self._flow(statistic))
+        if flow is None:
+            return original(*args, **kwargs)
+        if statistic is Statistic.CLIPPED:
+            self._attempt(lambda: self._clip(flow, *args, **kwargs))
+            return original(*args, **kwargs)
+        with self._followed(flow, original), flow:
+            value = original(*args, **kwargs)
+        self._attempt(lambda: self._add(statistic, flow, flow.result(value)))
+        return value
+
+    @contextlib.contextmanager
+    def _followed(self, flow: Flow, function: Callable[..., Any]) -> Iterator[None]:
+        """Follow what PyTorch's dispatcher does not show: collectives, and fused kernels."""
+        all_reduce = dist.all_reduce
+
+        def reduce(
+            tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, *more: Any
+        ) -> Any:
+            terms = self._attempt(lambda: flow.of(tensor))
+            work = all_reduce(tensor, op, group, *more)
+            self._attempt(lambda: flow.set(tensor, terms))
+            self._attempt(lambda: flow.reduced(tensor, group_ranks(group)))
+            return work
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_replaced(dist, "all_reduce", reduce))
+            # A global of the function's module, of which another may have wrapped the function.
+            scope = getattr(inspect.unwrap(function), "__globals__", {})
+            apply = scope.get(statistics.KERNELS)
+            if apply is not None:
+
+                def applied(kernel: Any, buffer: Any, lists: Any, *more: Any) -> Any:
+                    terms = self._attempt(lambda: flow.of(lists))
+                    out = apply(kernel, buffer, lists, *more)
+                    self._attempt(lambda: flow.set(out, terms))
+                    return out
+
+                scope[statistics.KERNELS] = applied
+                stack.callback(scope.__setitem__, statistics.KERNELS, apply)
+            yield
+
+    def _clip(
+        self, flow: Flow, parameters: Any, max_norm: float, total_norm: Any, *_: Any, **__: Any
+    ) -> None:
+        del max_norm
+        gradients = [
+            gradient
+            for parameter in ([parameters] if torch.is_tensor(parameters) else parameters)
+            for name in ("grad", "decoupled_grad")
+            if (gradient := getattr(parameter, name, None)) is not None
+        ]
+        self._add(Statistic.CLIPPED, flow, flow.of(gradients), float(total_norm))
+
+    def _step(
+        self, leaf: Any, inner: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._attempt(lambda: self._stepped(leaf, inner))
+        return original(*args, **kwargs)
+
+    def _stepped(self, leaf: Any, inner: Any) -> None:
+        flow = self._flow(Statistic.STEPPED)
+        terms: Terms = Counter()
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if any(getattr(parameter, name, None) is not None for name in _GRADIENTS[1:]):
+                    terms.update(flow.of(parameter))
+        group = statistics.gathered_over(leaf)
+        if group is not None and not parts_of(getattr(leaf, "model_chunks", ())):
+            flow.made.append(flow.collective(group_ranks(group), terms))
+            terms = Counter({(True, 0): 1})
+        flow.unknown = flow.unknown or statistics.unknown_kind(self._optimizer)
+        self._add(Statistic.STEPPED, flow, terms)
+
+    def _add(self, statistic: Statistic, flow: Flow, terms: Terms, value: float = 0.0) -> None:
+        parts, sums = flow.added(terms)
+        made = tuple(flow.made)
+        self._countings.append(Counting(statistic, made, parts, sums, value, flow.unknown))
+
+    def _flow(self, statistic: Statistic) -> Flow:
+        """Know what lies where just now: parameters or gradients."""
+        memory = Memory(self._parts)
+        of_parameters = statistic in (Statistic.PARAMS_NORM, Statistic.STEPPED)
+        for parameter, place in self._places:
+            whole = 0, parameter.numel()
+            for name in ("data",) if of_parameters else _GRADIENTS:
+                memory.add(getattr(parameter, name, None), place, whole, whole[1])
+        places, sharded = dict(self._places), parts_of(self._chunks)
+        for parameter, owned in owned_by(self._optimizer).items():
+            if parameter not in places:
+                continue
+            numel = parameter.numel()
+            span = owned.range or (0, numel)
+            found: list[Any] = [owned.main]
+            if not of_parameters:
+                holders = owned.main, owned.key, parameter
+                found = [getattr(one, name, None) for one in holders for name in _GRADIENTS]
+            elif part := sharded.get(parameter):
+                memory.add(part.weights, places[parameter], part.weights_range, numel)
+            for tensor in found:
+                if torch.is_tensor(tensor):
+                    memory.add(local(tensor), places[parameter], span, numel)
+        return Flow(memory, self._orders[statistic])
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within this context an attribute has another value."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a number is computed from: elements of parameters, followed through their computation.
+
+A tensor is identified by where it lies in memory (:class:`Memory`). What is computed from it is
+followed through every operation and collective (:class:`Flow`), so that nothing needs to be known
+about how the computation chooses its operands.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.mcore.sharded_weights import local
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.counted import Part, Runs, Sum, Term, runs_of
+
+Terms = Counter[tuple[bool, int]]
+"""How often each part, or (``True``) each result of a collective, is added; by number."""
+_UNKNOWN = (False, -1)
+"""Stands for a tensor of no known parameter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Span:
+    """Elements from ``first`` on of a rank's flattened parameter of ``numel``, at an address."""
+
+    address: int
+    end: int
+    place: ParameterPlace
+    first: int
+    numel: int
+    tensor: torch.Tensor
+    """Kept, so that nothing else is put at its address."""
+
+
+class Parts:
+    """The numbered pieces of parameters that a rank speaks of."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._numbers: dict[tuple[str, int, int], int] = {}
+        self.found: list[Part] = []
+
+    def number(self, place: ParameterPlace, first: int, last: int, numel: int) -> int:
+        """Of the elements ``first`` to ``last`` of a rank's flattened parameter of ``numel``."""
+        key = (place.name, first, last)
+        if key not in self._numbers:
+            where = place if (first, last) == (0, numel) else place.flat(first, last)
+            self._numbers[key] = len(self.found)
+            self.found.append(Part(place.name, place.logical_shape, where.boxes(self._mesh)))
+        return self._numbers[key]
+
+
+class Memory:
+    """Which elements of which parameters are at which addresses."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._spans: list[_Span] = []
+
+    def add(self, tensor: Any, place: ParameterPlace, span: tuple[int, int], numel: int) -> None:
+        """Remember a tensor that holds the elements ``span`` of a parameter of ``numel``.
+
+        Of two tensors that share memory the first is remembered.
+        """
+        address = _address(tensor)
+        if address is None or tensor.numel() != span[1] - span[0] or self.find(tensor):
+            return
+        end = address + tensor.numel() * tensor.element_size()
+        bisect.insort(self._spans, _Span(address, end, place, span[0], numel, tensor), key=_start)
+
+    def find(self, tensor: torch.Tensor) -> list[int]:
+        """The numbers of the parts in a tensor; what lies between parameters is padding."""
+        address = _address(tensor)
+        if address is None:
+            return []
+        size = tensor.element_size()
+        end = address + tensor.numel() * size
+        found = []
+        at = max(0, bisect.bisect_right(self._spans, address, key=_start) - 1)
+        while at < len(self._spans) and self._spans[at].address < end:
+            span = self._spans[at]
+            low, high = max(address, span.address), min(end, span.end)
+            if low < high and span.tensor.element_size() == size:
+                first = span.first + (low - span.address) // size
+                last = first + (high - low) // size
+                found.append(self._parts.number(span.place, first, last, span.numel))
+            at += 1
+        return found
+
+
+class Flow(TorchDispatchMode):
+    """Follows elements through one computation, which runs in its context.
+
+    Every operation is taken for a sum of its distinct inputs: true of all that norms and counts
+    are made with (``x * x``, ``a + b``, ``stack``, ``sqrt``).
+    """
+
+    def __init__(self, memory: Memory, orders: Counter[Runs]) -> None:
+        """Prepare; ``orders`` counts the collectives over each group in a step."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = memory
+        self._orders = orders
+        self._known: dict[int, Terms] = {}
+        self._read: Terms = Counter()
+        self._unknown = ""
+        self.made: list[Sum] = []
+        self.unknown = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note what its outputs are made of."""
+        # Asked before the operation overwrites its inputs.
+        terms = self._made_by(func._schema.name.removeprefix("aten::"), args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        self.set(out, terms)
+        return out
+
+    def of(self, values: Any) -> Terms:
+        """What tensors hold together; each tensor counts once."""
+        tensors = {id(one): one for one in tree_leaves(values) if torch.is_tensor(one)}
+        total: Terms = Counter()
+        for tensor in tensors.values():
+            total.update(self._of(local(tensor)))
+        return total
+
+    def set(self, values: Any, terms: Terms) -> None:
+        """Note that tensors are made of these terms."""
+        for tensor in tree_leaves(values):
+            if torch.is_tensor(tensor) and (storage := _storage(local(tensor))):
+                self._known[storage] = terms
+
+    def reduced(self, tensor: torch.Tensor, ranks: Runs) -> None:
+        """A collective has added up this tensor over a group."""
+        self.made.append(self.collective(ranks, self.of(tensor)))
+        self.set(tensor, Counter({(True, len(self.made) - 1): 1}))
+
+    def collective(self, ranks: Runs, terms: Terms) -> Sum:
+        """The next sum over a group."""
+        order = self._orders[ranks]
+        self._orders[ranks] += 1
+        return Sum(ranks, order, *self.added(terms))
+
+    def added(self, terms: Terms) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+        """Parts and sums that go into a result, apart; notes what is unknown among them."""
+        found: tuple[list[Term], list[Term]] = [], []
+        for (is_sum, number), times in sorted(terms.items()):
+            if (is_sum, number) == _UNKNOWN:
+                self.unknown = self._unknown
+            else:
+                found[is_sum].append(Term(number, times))
+        return tuple(found[0]), tuple(found[1])
+
+    def result(self, value: Any) -> Terms:
+        """What a returned number consists of; a Python number was read from a tensor."""
+        return self.of(value) if torch.is_tensor(value) else self._read
+
+    def _made_by(self, operation: str, args: Any, kwargs: Any) -> Terms:
+        if operation in ("zero_", "fill_"):
+            return Counter()
+        terms = self.of(args[1:] if operation == "copy_" else (args, kwargs))
+        if operation == "_local_scalar_dense":
+            self._read = terms
+        return terms
+
+    def _of(self, tensor: torch.Tensor) -> Terms:
+        if not tensor.numel():
+            return Counter()
+        if parts := self._memory.find(tensor):
+            return Counter((False, part) for part in parts)
+        known = self._known.get(_storage(tensor))
+        if known is None and tensor.numel() > 1:
+            self._unknown = f"a tensor of shape {tuple(tensor.shape)}"
+            return Counter([_UNKNOWN])
+        return known or Counter()
+
+
+def group_ranks(group: Any) -> Runs:
+    """The ranks of a process group; of all ranks for ``None``."""
+    return runs_of(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+
+
+def _start(span: _Span) -> int:
+    return span.address
+
+
+def _address(tensor: Any) -> int | None:
+    """Where a tensor's elements lie one after the other; ``None`` if they do not."""
+    try:
+        held = torch.is_tensor(tensor) and tensor.numel() and tensor.is_contiguous()
+        return tensor.data_ptr() or None if held else None
+    except RuntimeError:  # a wrapper without memory of its own, such as a quantised weight
+        return None
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether each element is in a norm, a count or an update exactly once: coverage, not size.
+
+A layer norm that is counted on every tensor-parallel rank changes the gradient norm by less than
+its tolerance. So what each rank put in (trace/counted.py) is added up through the collectives, as
+boxes, and every logical element must be in the result once, however small its share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from megatron_ttrace.compare.judge import verdict_of
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.coverage import Coverage, coverage
+from megatron_ttrace.trace.counted import (
+    Counted,
+    Counting,
+    Part,
+    Runs,
+    Statistic,
+    Sum,
+    Term,
+    ranks_of,
+)
+from megatron_ttrace.trace.findings import Cause, Finding, Miscounted, Note, Remark
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Reason, TraceKey, Verdict
+
+_CAUSES = {
+    Cause.COUNTED_TWICE: Reason.COUNTED_TWICE,
+    Cause.NEVER_COUNTED: Reason.NEVER_COUNTED,
+    Cause.OTHER_NORM: Reason.OTHER_NORM,
+}
+
+Held = Counter[tuple[int, int]]
+"""How often each rank's part is in a result: (rank, number of the part)."""
+Wrong = dict[tuple[Cause, str], tuple[Coverage, list[int]]]
+"""How often elements of a parameter are counted, and on which ranks, if not once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Judgement:
+    """What was found out about all statistics of a run.
+
+    Attributes:
+        verdicts: one per statistic of a step, or one per parameter that is wrong in it.
+        findings: of the wrong ones.
+        not_judged: statistics, each with the reason.
+    """
+
+    verdicts: tuple[Verdict, ...] = ()
+    findings: Mapping[TraceKey, Finding] = dataclasses.field(default_factory=dict)
+    not_judged: tuple[tuple[Statistic, str], ...] = ()
+
+
+def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]]) -> Judgement:
+    """Judge all statistics of all traced steps.
+
+    Args:
+        reference: what the reference counted; what it never counts is not expected.
+        measured: what each rank of the candidate counted.
+    """
+    from megatron_ttrace.report import wording  # only the rank that judges needs it
+
+    trusted = {one.iteration: one for one in reference}
+    verdicts: list[Verdict] = []
+    findings: dict[TraceKey, Finding] = {}
+    not_judged: dict[tuple[Statistic, str], None] = {}
+    for iteration in sorted({one.iteration for found in measured.values() for one in found}):
+        now = {
+            rank: one
+            for rank, found in measured.items()
+            for one in found
+            if one.iteration == iteration
+        }
+        for statistic in Statistic:
+            countings = [c for one in now.values() for c in _of(one, statistic)]
+            if not countings:
+                continue
+            if why := next((c.unknown for c in countings if c.unknown), ""):
+                not_judged[statistic, why] = None
+                continue
+            step = _Step(now, statistic)
+            wrong = step.wrong(_names_in(trusted.get(iteration), statistic))
+            if statistic is Statistic.CLIPPED:
+                wrong |= _other_norms(trusted.get(iteration), now)
+            key = TraceKey(iteration, STEP_LEVEL, Kind.COUNTED, statistic, statistic.number)
+            if not wrong:
+                verdicts.append(verdict_of(key, (), Outcome.PASS, now))
+            what = wording.STATISTICS[statistic]
+            for cause in _CAUSES:
+                names = tuple(name for found, name in wrong if found is cause)
+                for name in names:
+                    held, ranks = wrong[cause, name]
+                    here = dataclasses.replace(key, name=name)
+                    finding = Miscounted(
+                        cause,
+                        statistic=statistic,
+                        least=held.least,
+                        most=held.most,
+                        names=names,
+                    )
+                    note = Note(_REMARKS[cause], held.least, held.most, text=what)
+                    findings.setdefault(here, finding)
+                    verdicts.append(
+                        verdict_of(
+                            here,
+                            step.shapes.get(name, ()),
+                            Outcome.DIVERGED,
+                            ranks,
+                            note,
+                            reason=_CAUSES[cause],
+                        )
+                    )
+    return Judgement(tuple(verdicts), findings, tuple(not_judged))
+
+
+_REMARKS = {
+    Cause.COUNTED_TWICE: Remark.COUNTED_TWICE,
+    Cause.NEVER_COUNTED: Remark.NEVER_COUNTED,
+    Cause.OTHER_NORM: Remark.OTHER_NORM,
+}
+
+
+class _Step:
+    """One statistic of one traced step, on all ranks."""
+
+    def __init__(self, ranks: Mapping[int, Counted], statistic: Statistic) -> None:
+        self._ranks = ranks
+        self._statistic = statistic
+        self._sums: dict[tuple[Runs, int], dict[int, tuple[Counting, Sum]]] = {}
+        for rank, one in ranks.items():
+            for counting in _of(one, statistic):
+                for made in counting.made:
+                    members = self._sums.setdefault((made.group, made.order), {})
+                    members[rank] = counting, made
+        self._values: dict[tuple[Runs, int], Held] = {}
+        self._known: dict[object, dict[str, Coverage]] = {}
+        self.shapes = {
+            one.parts[number].name: one.parts[number].shape
+            for one in ranks.values()
+            for number in one.held
+        }
+
+    def wrong(self, expected: frozenset[str] | None) -> Wrong:
+        """Parameters of which some elements are not counted once.
+
+        ``expected``: those that the reference counts; ``None`` for all.
+        """
+        found: Wrong = {}
+        for rank in self._ranks:
+            for name, held in self._coverage(rank).items():
+                if held.most > 1:
+                    cause = Cause.COUNTED_TWICE
+                elif held.least < 1 and (expected is None or name in expected):
+                    cause = Cause.NEVER_COUNTED
+                else:
+                    continue
+                known, ranks = found.setdefault((cause, name), (held, []))
+                ranks.append(rank)
+                worst = Coverage(min(known.least, held.least), max(known.most, held.most))
+                found[cause, name] = worst, ranks
+        return found
+
+    def _coverage(self, rank: int) -> dict[str, Coverage]:
+        """How often a rank's result has the elements that it should have, by parameter."""
+        one = self._ranks[rank]
+        countings = _of(one, self._statistic)
+        if not countings:
+            return {}
+        own = [(term.number, term.times) for c in countings for term in c.parts]
+        sums = [
+            ((c.made[term.number].group, c.made[term.number].order), term.times)
+            for c in countings
+            for term in c.sums
+        ]
+        # Ranks with the same result and no parts of their own need to be looked at once.
+        same = (rank if own or self._statistic.is_local else -1, tuple(own), tuple(sums))
+        if same not in self._known:
+            total: Held = Counter({})
+            for number, times in own:
+                total[rank, number] += times
+            for key, times in sums:
+                _add(total, self._value(key), times)
+            self._known[same] = self._by_name(rank, total)
+        return self._known[same]
+
+    def _by_name(self, rank: int, total: Held) -> dict[str, Coverage]:
+        boxes: dict[str, list[Box]] = {}
+        for (holder, number), times in total.items():
+            part = self._ranks[holder].parts[number]
+            boxes.setdefault(part.name, []).extend(part.boxes * times)
+        if not self._statistic.is_local:
+            return {n: coverage(shape, boxes.get(n, ())) for n, shape in self.shapes.items()}
+        asked: dict[str, list[Box]] = {}
+        for part in self._own(self._ranks[rank]):
+            asked.setdefault(part.name, []).extend(part.boxes)
+        return {
+            name: coverage(self.shapes[name], boxes.get(name, ()), own)
+            for name, own in asked.items()
+            if name in self.shapes
+        }
+
+    def _own(self, one: Counted) -> list[Part]:
+        """What a rank holds; of clipping, what it steps, which may be a part of that."""
+        if self._statistic is not Statistic.CLIPPED:
+            return [one.parts[number] for number in one.held]
+        stepped = {
+            term.number
+            for counting in _of(one, Statistic.STEPPED)
+            for terms in (counting.parts, *(made.parts for made in counting.made))
+            for term in terms
+        }
+        return [one.parts[number] for number in sorted(stepped)]
+
+    def _value(self, key: tuple[Runs, int]) -> Held:
+        """What the ranks of a group have put together into a collective."""
+        if key not in self._values:
+            self._values[key] = Counter()  # a cycle, which no run can make, ends here
+            total: Held = Counter()
+            members = self._sums.get(key, {})
+            for rank in ranks_of(key[0]):
+                if rank in members:
+                    counting, made = members[rank]
+                    for term in made.parts:
+                        total[rank, term.number] += term.times
+                    for term in made.sums:
+                        earlier = counting.made[term.number]
+                        _add(total, self._value((earlier.group, earlier.order)), term.times)
+            self._values[key] = total
+        return self._values[key]
+
+
+def _add(total: Held, more: Held, times: int) -> None:
+    for key, count in more.items():
+        total[key] += count * times
+
+
+def _of(one: Counted, statistic: Statistic) -> list[Counting]:
+    return [counting for counting in one.countings if counting.statistic is statistic]
+
+
+def _names(one: Counted, counting: Counting) -> Iterator[str]:
+    """The parameters of a rank that are in one computation."""
+    terms: Iterable[Term] = (*counting.parts, *(t for made in counting.made for t in made.parts))
+    return (one.parts[term.number].name for term in terms)
+
+
+def _names_in(reference: Counted | None, statistic: Statistic) -> frozenset[str] | None:
+    found = [] if reference is None else _of(reference, statistic)
+    if reference is None or not found:
+        return None
+    return frozenset(name for counting in found for name in _names(reference, counting))
+
+
+def _other_norms(reference: Counted | None, ranks: Mapping[int, Counted]) -> Wrong:
+    """Parameters that are not clipped by the norm of those that they are in the reference."""
+    if reference is None:
+        return {}
+    trusted = _norms(reference)
+    found: Wrong = {}
+    for rank, one in ranks.items():
+        theirs: dict[float, str] = {}
+        ours: dict[float, str] = {}
+        for name, value in _norms(one).items():
+            if name not in trusted:
+                continue
+            # The first parameter clipped by a norm stands for all others: both runs must agree.
+            if theirs.setdefault(trusted[name], name) != ours.setdefault(value, name):
+                _, at = found.setdefault((Cause.OTHER_NORM, name), (Coverage(1, 1), []))
+                at.append(rank)
+    return found
+
+
+def _norms(one: Counted) -> dict[str, float]:
+    return {
+        name: counting.value
+        for counting in _of(one, Statistic.CLIPPED)
+        for name in _names(one, counting)
+    }

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron reports of a training step beside losses and gradient norm.
+
+``train`` calls ``training_log`` (megatron/training/training.py) after each step. That sums up
+auxiliary losses over microbatches, layers and ranks, and gives all numbers to TensorBoard's writer.
+So it is called after a traced step, too, with a writer that keeps them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.mcore.versions import call_known
+
+_UNWATCHED = MappingProxyType(
+    {
+        # Neither the line of numbers, which needs timers that run, nor figures of the machine.
+        "log_interval": sys.maxsize,
+        "tensorboard_log_interval": 1,
+        "log_loss_scale_to_tensorboard": False,
+        "log_memory_to_tensorboard": False,
+        "log_memory_interval": None,
+        "log_timers_to_tensorboard": False,
+        "log_world_size_to_tensorboard": False,
+    }
+)
+"""Options of ``training_log`` while it is called. The loss scale is the check's own."""
+
+_SKIPPED, _ZEROS, _LOGITS = 1, 6, 7
+"""Positions in what ``train_step`` returns."""
+
+COUNTS = frozenset(("num-zeros",))
+"""Numbers that count elements."""
+
+_WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
+
+
+class _Writer:
+    """Keeps what would be written to TensorBoard; curves over samples repeat those over steps."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def add_scalar(self, name: str, value: Any, step: Any) -> None:
+        """As TensorBoard's."""
+        del step
+        if not name.endswith(" vs samples"):
+            self.values[name] = value.clone() if torch.is_tensor(value) else value
+
+
+def reported(
+    result: Sequence[Any],
+    chunks: list[torch.nn.Module],
+    optimizer: Any,
+    params_norm: Callable[..., Any],
+) -> dict[str, Any]:
+    """What Megatron would log of a step, on the rank that logs; nothing on the others.
+
+    A collective. Losses and gradient norm are left out: the step returns them.
+
+    Args:
+        result: what ``train_step`` returned.
+        chunks: this rank's model chunks.
+        optimizer: Megatron's.
+        params_norm: calls the function that computes the norm of all parameters.
+    """
+    import megatron.training.training as training
+    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training import get_args
+
+    args = get_args()
+    writer = _Writer()
+    norm = params_norm(training.calc_params_l2_norm, chunks) if args.log_params_norm else None
+    writers = dict.fromkeys(_WRITERS, lambda: None) | {_WRITERS[0]: lambda: writer}
+    with _set(args, _UNWATCHED), _set(training, writers):
+        call_known(
+            training.training_log,
+            loss_dict={},
+            total_loss_dict={},
+            learning_rate=training.get_canonical_lr_for_logging(optimizer.param_groups),
+            iteration=1,
+            loss_scale=1.0,
+            report_memory_flag=False,
+            skipped_iter=result[_SKIPPED],
+            grad_norm=None,
+            params_norm=norm,
+            # An optimizer that is not asked for zeros returns 0 or None, as its class has it.
+            num_zeros_in_grad=result[_ZEROS] if args.log_num_zeros_in_grad else None,
+            max_attention_logit=result[_LOGITS],
+            pg_collection=get_attr_wrapped_model(chunks[0], "pg_collection"),
+            is_first_iteration=False,
+        )
+    return writer.values if dist.get_rank() == dist.get_world_size() - 1 else {}
+
+
+@contextmanager
+def _set(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Within this context attributes that exist have other values."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            if hasattr(owner, name):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+        yield
