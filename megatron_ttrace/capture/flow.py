@@ -195,8 +195,9 @@ def _start(span: _Span) -> int:
 def _address(tensor: Any) -> int | None:
     """Where a tensor's elements lie one after the other; ``None`` if they do not."""
     try:
-        held = torch.is_tensor(tensor) and tensor.numel() and tensor.is_contiguous()
-        return tensor.data_ptr() or None if held else None
+        if not torch.is_tensor(tensor) or local(tensor) is not tensor:
+            return None  # sharded: only its local part has an address
+        return tensor.data_ptr() or None if tensor.numel() and tensor.is_contiguous() else None
     except RuntimeError:  # a wrapper without memory of its own, such as a quantised weight
         return None
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from megatron_ttrace.capture.step import TracedModel, place_buffer
+from megatron_ttrace.capture.step import TracedModel, has_positions
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.moments import Moments, moments_of
 from megatron_ttrace.mcore.arguments import MegatronArguments
@@ -31,15 +31,13 @@ class Initial:
 def initial_values(model: TracedModel) -> list[Initial]:
     """The moments of all parameters and buffers that this rank holds; nothing is gathered.
 
-    Buffers that ranks divide are left out: their parts are tables, and no samples of one
-    distribution.
+    Tables of positions are left out: their parts are no samples of one distribution.
     """
     held = [(place, data) for _, place, data in model.held()]
     for names in model.names:
         for name, buffer in names.buffers.items():
-            shape, placement = place_buffer(name, buffer.shape, names, model.mesh)
-            if not placement and buffer.is_floating_point():
-                held.append((ParameterPlace(name, shape, placement), buffer))
+            if buffer.is_floating_point() and not has_positions(name, names):
+                held.append((ParameterPlace(name, tuple(buffer.shape), ()), buffer))
     found = []
     with torch.no_grad():
         for place, data in held:

@@ -266,9 +266,14 @@ def place_buffer(
     keeps the rows of its own positions (``_set_cos_sin_cache`` in
     megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py).
     """
-    owner, _, leaf = name.rpartition(".")
-    divided = getattr(names.modules.get(owner), "cp_group", None) is not None
     cp = mesh.size("cp")
-    if cp == 1 or leaf not in ("cos_cached", "sin_cached") or not divided:
+    if cp == 1 or not has_positions(name, names):
         return tuple(shape), ()
     return (shape[0] * cp, *shape[1:]), (Step("cp", ZigZag(0)),)
+
+
+def has_positions(name: str, names: Names) -> bool:
+    """Whether the rows of a buffer are positions, which context parallelism divides."""
+    owner, _, leaf = name.rpartition(".")
+    divided = getattr(names.modules.get(owner), "cp_group", None) is not None
+    return divided and leaf in ("cos_cached", "sin_cached")

@@ -78,6 +78,8 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
         for statistic in Statistic:
             countings = [c for one in now.values() for c in _of(one, statistic)]
             if not countings:
+                if iteration in trusted and _of(trusted[iteration], statistic):
+                    not_judged[statistic, "how it is computed"] = None
                 continue
             if why := next((c.unknown for c in countings if c.unknown), ""):
                 not_judged[statistic, why] = None

@@ -41,7 +41,7 @@ def test_cached_angles_are_divided_with_the_sequence(cp, group, leaf, shape, pla
 
 
 def test_start_of_buffers():
-    """Their initial values are taken like parameters', where every rank has all of them."""
+    """Their initial values are taken like parameters', except for tables of positions."""
     model = Model("group")
     model.register_buffer("calls", torch.tensor(0))
     mesh = mesh_of(0, 2, cp=2)

@@ -148,6 +148,9 @@ def test_what_is_unknown_is_said() -> None:
     found = judge((), ranks)
     assert not found.verdicts
     assert found.not_judged == ((Statistic.GRAD_NORM, "Muon"),)
+    silent = {0: [dataclasses.replace(ranks[0][0], countings=())]}
+    found = judge(ranks[1], silent)
+    assert found.not_judged == ((Statistic.GRAD_NORM, "how it is computed"),)
 
 
 def test_many_ranks() -> None:

@@ -168,6 +168,23 @@ def fsdp_single_copies():
     fsdp.DataParallelBuffer.__init__ = fixed
 
 
+def norm_after_dense():
+    """Apply the final norm after a last layer without experts, too."""
+    from megatron.core.models.common.utils import TransformerLayerNode
+
+    run = TransformerLayerNode.forward_impl
+
+    def fixed(self, *inputs):
+        output = run(self, *inputs)
+        decoder = self.chunk_state.model.decoder
+        ends = self.name == "mlp" and self.is_last_layer and not self.is_mtp
+        if ends and decoder.final_layernorm and not hasattr(decoder.layers[-1].mlp, "experts"):
+            output = decoder.final_layernorm(output)
+        return output
+
+    TransformerLayerNode.forward_impl = fixed
+
+
 def fsdp2_scaled_gradients():
     """Divide by all tokens of a step; torch's FSDP2 has averaged over data parallelism."""
     from megatron.core.distributed import TorchFullyShardedDataParallel as Wrapper
@@ -216,6 +233,7 @@ FIXS = {
     "delta-net-norm": delta_net_norm,
     "fsdp-scaled-gradients": fsdp_scaled_gradients,
     "fsdp-single-copies": fsdp_single_copies,
+    "norm-after-dense": norm_after_dense,
     "fsdp2-scaled-gradients": fsdp2_scaled_gradients,
     "meta-buffers": meta_buffers,
     "train-only-sinks": frozen,
