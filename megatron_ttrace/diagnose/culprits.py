@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_ttrace.mcore.names import ROOT
@@ -356,11 +356,33 @@ def _born(
         if v.kind is inputs:
             place = (v.microbatch, v.name)
             entering[place] = max(entering.get(place, 0.0), _severity(v))
-    return [
-        _Origin(v, v.name, grounds if (v.microbatch, v.name) in entering else without_inputs)
-        for number, v in enumerate(innermost)
-        if _is_new(v, innermost[:number], entering.get((v.microbatch, v.name), 0.0))
+    found = []
+    for number, v in enumerate(innermost):
+        if _is_new(v, innermost[:number], entering.get((v.microbatch, v.name), 0.0)):
+            known = (v.microbatch, v.name) in entering
+            jump = _largest_jump(v, _failures(verdicts, *outputs), entering)
+            found.append(jump or _Origin(v, v.name, grounds if known else without_inputs))
+    return found
+
+
+def _largest_jump(
+    container: Verdict, failed: Sequence[Verdict], entering: Mapping[tuple[int, str], float]
+) -> _Origin | None:
+    """A module inside, whose inputs fail a little and whose output by many times more.
+
+    It must also be many times further off than the container, whose inputs pass.
+    """
+    jumps = [
+        (_severity(one) / max(1.0, entering[one.microbatch, one.name]), one)
+        for one in failed
+        if one.microbatch == container.microbatch
+        and one.name != container.name
+        and _inside(one.name, container.name)
+        and (one.microbatch, one.name) in entering
+        and _severity(one) >= _SURFACING * _severity(container)
     ]
+    size, largest = max(jumps, key=lambda one: one[0], default=(0.0, container))
+    return _Origin(largest, largest.name, Grounds.JUMP) if size >= _SURFACING else None
 
 
 def _is_new(verdict: Verdict, earlier: Sequence[Verdict], entering: float) -> bool:

@@ -24,7 +24,7 @@ from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.diagnose import absent, ran, region, replicas
+from megatron_ttrace.diagnose import absent, ran, region, replicas, start
 from megatron_ttrace.diagnose.evidence import (
     ELEMENTS,
     Evidence,
@@ -144,8 +144,8 @@ class Explainer:
     def _explain(self, verdict: Verdict) -> Explanation:
         if verdict.kind is Kind.INITIAL:
             return Explanation(Finding(initial.cause(verdict)))
-        if verdict.verdict is Outcome.MISSING:
-            return Explanation(self._missing(verdict))
+        if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
+            return Explanation(self._misplaced(verdict))
         if verdict.verdict not in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT, Outcome.NONFINITE):
             return Explanation()
         try:
@@ -273,13 +273,17 @@ class Explainer:
             ):
                 yield other.name
 
-    def _missing(self, verdict: Verdict) -> Finding | None:
-        expected = [key.name for key in self._reference if _is_start(key)]
+    def started(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """The verdicts, with those of a start that failed apart from its consequences."""
+        return start.without_consequences(start.claims(verdicts, self._measured, self._meshes))
+
+    def _misplaced(self, verdict: Verdict) -> Finding | None:
+        expected = [key.name for key in self._reference if start.is_start(key)]
         held = {
-            rank: [one.key.name for one in found if _is_start(one.key)]
+            rank: [one.key.name for one in found if start.is_start(one.key)]
             for rank, found in self._measured.items()
         }
-        return absent.missing_layers(verdict.name, expected, held, self._meshes)
+        return absent.misplaced_layers(verdict.name, expected, held, self._meshes)
 
     def _alike_in(self, key: TraceKey, finding: Finding) -> tuple[int, int] | None:
         """How many of the failing main gradients are off by this very factor, if others are."""
@@ -306,7 +310,3 @@ class Explainer:
 def _sort_of(key: TraceKey) -> tuple[Kind, str, int]:
     """What a tensor has in common with the same tensor of other layers."""
     return key.kind, any_layer(key.name), key.index
-
-
-def _is_start(key: TraceKey) -> bool:
-    return key.kind is Kind.PARAM and key.index == 0 and key.microbatch == STEP_LEVEL

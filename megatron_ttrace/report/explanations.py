@@ -31,6 +31,8 @@ _GROUNDS = {
     Grounds.LOSS: "every module's output passes, the reported loss does not",
     Grounds.FIRST_ABSENT_GRADIENT: "forward passes, and this is the first gradient that was not "
     "computed",
+    Grounds.JUMP: "its output is off by many times more than its inputs: the largest jump within a "
+    "module whose inputs pass",
     Grounds.GRAD_INPUT: "forward passes and so do its output gradients, its input gradient does "
     "not",
     Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS: "the backward pass starts here",
@@ -164,6 +166,19 @@ def _layers(finding: f.MissingLayers) -> Said:
     )
     hint = f"{finding.total} // {finding.divisor} layers each, and the remainder is dropped"
     return text, hint if finding.divisor else ""
+
+
+def _misnumbered(finding: f.MisnumberedLayers) -> Said:
+    found = {
+        "by several": finding.twice,
+        "by none": finding.missing,
+        "without being in the reference": finding.strange,
+    }
+    said = ", ".join(f"{_ranges(layers)} {how}" for how, layers in found.items() if layers)
+    held = f"{' + '.join(map(str, finding.held))} = {sum(finding.held)}"
+    text = f"layers held by pipeline stages: {said}; the stages hold {held} of {finding.total}"
+    right = sum(finding.held) == finding.total
+    return text, "the offset of a stage's layer numbers" if right else ""
 
 
 def _factor(finding: f.ConstantFactor) -> Said:
@@ -331,6 +346,7 @@ _OVERWRITTEN = "the input saved for backward was overwritten before it was used"
 
 _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.MissingLayers: _layers,
+    f.MisnumberedLayers: _misnumbered,
     f.ConstantFactor: _factor,
     f.RankFactors: lambda it: (
         f"each rank's part is off by a factor of its own ({_listed(it)})",

@@ -257,6 +257,7 @@ _REASONS = {
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
     Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",
     Reason.OWN_SHARD: "updated by looking at a rank's own shard: depends on the layout by design",
+    Reason.OTHER_START: "other start: consequences of parameters that differed before the step",
     Reason.INITIAL_VALUES: "initial values: no distribution to compare",
 }
 
@@ -325,6 +326,8 @@ _NOTES = {
     "rank {ranks[1]}",
     Remark.DISTRIBUTION: "initial values differ in distribution: {samples}",
     Remark.LOST: "initial values are lost: {samples}",
+    Remark.CLAIMED: "pipeline stages {text} hold layer {value:.0f}",
+    Remark.OTHER_START: "a consequence: the step began from other parameters than the reference's",
     Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
     Remark.COUNTED_TWICE: "elements are counted up to {limit:.0f} times in {text}",
     Remark.NEVER_COUNTED: "elements are never counted in {text}",

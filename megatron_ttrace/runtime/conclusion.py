@@ -98,6 +98,7 @@ def conclude(
     verdicts, exact = exactness.examine(verdicts, config.arithmetic)
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured, ledger=ledger)
+    verdicts = explainer.started(verdicts)
 
     def explain(verdict: Verdict) -> Explanation:
         return explainer.explain(verdict, coverage.findings.get(verdict.key))

@@ -27,6 +27,7 @@ class Grounds(StrEnum):
     BETWEEN_MODULES = "between_modules"
     LOSS = "loss"
     FIRST_ABSENT_GRADIENT = "first_absent_gradient"
+    JUMP = "jump"
     GRAD_INPUT = "grad_input"
     GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
     FIRST_GRADIENT = "first_gradient"
@@ -46,6 +47,7 @@ class Cause(StrEnum):
     INITIAL_VALUES = "initial_values"
     RANDOM_STATE = "random_state"
     LAYERS = "missing_layers"
+    LAYER_NUMBERS = "layer_numbers"
     ZERO = "zero"
     FACTOR = "factor_per_rank"
     TOO_LARGE = "too_large"
@@ -105,6 +107,8 @@ class Remark(StrEnum):
     DISTRIBUTION = "distribution"
     LOST = "lost"
     NOT_THE_REFERENCES = "not_the_references"
+    CLAIMED = "claimed"
+    OTHER_START = "other_start"
     COUNTED_TWICE = "counted_twice"
     NEVER_COUNTED = "never_counted"
     OTHER_NORM = "other_norm"
@@ -174,6 +178,20 @@ class MissingLayers(Finding):
     total: int
     held: tuple[int, ...]
     divisor: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MisnumberedLayers(Finding):
+    """Layers that several stages hold (``twice``) or that the reference lacks (``strange``).
+
+    ``missing`` are on no stage; there are ``total``; ``held`` counts the layers of each stage.
+    """
+
+    missing: tuple[int, ...]
+    twice: tuple[int, ...]
+    strange: tuple[int, ...]
+    total: int
+    held: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

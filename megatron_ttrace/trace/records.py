@@ -112,6 +112,8 @@ class Reason(StrEnum):
     """Unchecked: an update that depends on a rank's whole shard of a matrix."""
     INITIAL_VALUES = "initial values"
     """Unchecked: there is no distribution to compare."""
+    OTHER_START = "other start"
+    """Unchecked: it fails, but the step began from other parameters than the reference's."""
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""
     COUNTED_TWICE = "counted twice"

@@ -68,6 +68,7 @@ def run(sink, where, wrong=0.0, perturb=None, guard=stand_in.no_waiting):
         return {"lm loss": loss.detach()}, norm
 
     tap = StepTap(traced, sink, (0,), fail, lambda: None)
+    tap._metrics = lambda result: None  # Megatron's log needs its arguments
     with guard():
         if perturb is None:
             tap.run(step)

@@ -137,12 +137,29 @@ def test_missing_layers() -> None:
     """Stages that hold fewer layers than there are, and the arithmetic that loses them."""
     expected = [f"decoder.layers.{layer}.mlp.weight" for layer in range(7)]
     ranks = meshes(2, pp=2)
-    found = absent.missing_layers(expected[6], expected, {0: expected[:3], 1: expected[3:6]}, ranks)
-    assert found is not None
+    held = {0: expected[:3], 1: expected[3:6]}
+    found = absent.misplaced_layers(expected[6], expected, held, ranks)
     assert "layer 6 of 7 on no pipeline stage: the stages hold 3 + 3 = 6 layers" in text(found)
     assert "7 // 2 layers each" in hint(found)
     all_held = {0: expected[:3], 1: expected[3:]}
-    assert absent.missing_layers(expected[6], expected, all_held, ranks) is None
+    assert absent.misplaced_layers(expected[6], expected, all_held, ranks) is None
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ((0, 1), "layers held by pipeline stages: 0..1 by several, 2..3 by none"),
+        ((4, 5), "2..3 by none, 4..5 without being in the reference; the stages hold 2 + 2 = 4 of"),
+        ((1, 2, 3), "layers held by pipeline stages: 1 by several; the stages hold 2 + 3 = 5 of 4"),
+    ],
+)
+def test_misnumbered_layers(second: tuple[int, ...], words: str) -> None:
+    """A stage whose layers have the numbers of others."""
+    names = [f"decoder.layers.{layer}.mlp.weight" for layer in range(6)]
+    held = {0: names[:2], 1: [names[layer] for layer in second]}
+    found = absent.misplaced_layers(names[second[0]], names[:4], held, meshes(2, pp=2))
+    assert words in text(found)
+    assert found.cause is Cause.LAYER_NUMBERS
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A start that failed: what the step computes from it says nothing about the step.
+
+The checker's own start values go into parameters by name, place and layer number. Where these are
+wrong (a mark of parallelism is lost, two pipeline stages number their layers alike), the step
+begins from other parameters than the reference's, and everything in it differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.diagnose.absent import layer_in, stages_of
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.report import wording
+from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.records import (
+    STEP_LEVEL,
+    Direction,
+    Kind,
+    Outcome,
+    Reason,
+    TraceKey,
+    Verdict,
+)
+
+_OTHER_START = (
+    Outcome.DIVERGED,
+    Outcome.REPLICA_CONFLICT,
+    Outcome.NONFINITE,
+    Outcome.SHAPE,
+    Outcome.UNCOVERED,
+)
+
+
+def is_start(key: TraceKey) -> bool:
+    """Whether this is a parameter before the step."""
+    return key.kind is Kind.PARAM and key.index == 0 and key.microbatch == STEP_LEVEL
+
+
+def claims(
+    verdicts: Iterable[Verdict], measured: Mapping[int, Sequence[Measured]], meshes: Sequence[Mesh]
+) -> list[Verdict]:
+    """The verdicts, where parameters of a layer that several pipeline stages hold are failures."""
+    held = {
+        rank: [one.key.name for one in found if is_start(one.key)]
+        for rank, found in measured.items()
+    }
+    stages = stages_of(held, meshes)
+    found = []
+    for verdict in verdicts:
+        layer = layer_in(verdict.name) if is_start(verdict.key) else None
+        at = [stage for stage, layers in stages.items() if layer in layers]
+        if layer is not None and len(at) > 1:
+            text = " and ".join(map(str, at))
+            note = wording.note_text(Note(Remark.CLAIMED, layer[1], text=text))
+            verdict = dataclasses.replace(verdict, verdict=Outcome.EXTRA, note=note)
+        found.append(verdict)
+    return found
+
+
+def without_consequences(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts, where failures that only show another start are unchecked, with this reason."""
+    begun = [
+        verdict.iteration
+        for verdict in verdicts
+        if is_start(verdict.key) and (verdict.verdict in _OTHER_START or _is_claimed(verdict))
+    ]
+    if not begun:
+        return list(verdicts)
+    note = wording.note_text(Note(Remark.OTHER_START))
+    return [
+        dataclasses.replace(one, verdict=Outcome.UNCHECKED, reason=Reason.OTHER_START, note=note)
+        if one.verdict.is_failure
+        and one.iteration >= min(begun)
+        and one.direction is not Direction.START
+        else one
+        for one in verdicts
+    ]
+
+
+def _is_claimed(verdict: Verdict) -> bool:
+    """Whether ``claims`` made this failure: the reference has this parameter."""
+    return verdict.verdict is Outcome.EXTRA and layer_in(verdict.name) is not None

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A start that failed: its own verdicts, and no failures that only follow from it."""
+
+import pytest
+
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.diagnose import start
+from megatron_ttrace.diagnose.culprits import localise
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Reason, TraceKey
+from tests.diagnose.evidence_by_hand import meshes
+from tests.diagnose.test_culprits import after, run, verdict
+
+WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize("outcome", [Outcome.SHAPE, Outcome.DIVERGED, Outcome.UNCOVERED])
+def test_consequences_of_another_start(outcome: Outcome) -> None:
+    """One failure is left, and it is the culprit; the others are unchecked for this reason."""
+    consequences = run(after("embedding.word_embeddings"))
+    verdicts = [verdict(WEIGHT, Kind.PARAM, outcome, microbatch=STEP_LEVEL), *consequences]
+    found = start.without_consequences(verdicts)
+    assert [one.name for one in found if one.verdict.is_failure] == [WEIGHT]
+    unchecked = [one for one in found if one.reason is Reason.OTHER_START]
+    assert len(unchecked) == sum(one.verdict.is_failure for one in consequences) > 10
+    assert "began from other parameters" in unchecked[0].note
+    (culprit,) = localise(found)
+    assert WEIGHT.startswith(culprit.name)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        verdict(WEIGHT, Kind.PARAM, Outcome.MISSING, microbatch=STEP_LEVEL),
+        verdict(WEIGHT, Kind.PARAM, Outcome.DIVERGED, microbatch=STEP_LEVEL, index=1),
+        verdict(WEIGHT, Kind.MAIN_GRAD, Outcome.DIVERGED),
+    ],
+)
+def test_other_failures_have_their_own_consequences(other) -> None:
+    """A missing layer, an update: nothing is set apart."""
+    verdicts = [*run(after("embedding.word_embeddings")), other]
+    assert start.without_consequences(verdicts) == verdicts
+
+
+def test_a_layer_that_two_stages_claim() -> None:
+    """Its parameters fail, however equal they are; layers outside are left alone."""
+    names = [f"decoder.layers.{layer}.mlp.weight" for layer in range(2)]
+    held = {0: names, 1: names[1:]}
+    measured = {
+        rank: [
+            Measured(TraceKey(1, STEP_LEVEL, Kind.PARAM, name, 0), "", (), (1,), None)
+            for name in [*own, "embedding.word_embeddings.weight"]
+        ]
+        for rank, own in held.items()
+    }
+    verdicts = [
+        verdict(name, Kind.PARAM, microbatch=STEP_LEVEL)
+        for name in [*names, "embedding.word_embeddings.weight"]
+    ]
+    verdicts.append(verdict("decoder.layers.1.mlp", Kind.OUTPUT, Outcome.DIVERGED))
+    claimed = start.claims(verdicts, measured, meshes(2, pp=2))
+    assert [one.name for one in claimed if one.verdict is Outcome.EXTRA] == [names[1]]
+    assert claimed[1].note == "pipeline stages 0 and 1 hold layer 1"
+    found = start.without_consequences(claimed)
+    assert [one.name for one in found if one.verdict.is_failure] == [names[1]]
+    assert start.claims(verdicts, measured, ()) == verdicts
