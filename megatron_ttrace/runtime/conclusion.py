@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -76,7 +76,11 @@ def conclude(
 
     began = time.monotonic()
     eps = float(reference.meta["epsilon"])
-    keys = [key for key in reference if key.kind is not Kind.INITIAL]
+    apart = {Kind.INITIAL}
+    captured = (one.key for found in measured.values() for one in found)
+    if unlogged := not (_logs(reference) and _logs(captured)):
+        apart.add(Kind.METRIC)
+    keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
     coverage = counted.judge(decode(reference.meta.get("counted", [])), counts)
     verdicts = [
@@ -86,7 +90,7 @@ def conclude(
         *judge(
             ((key, reference.entry(key).shape) for key in keys),
             {
-                rank: [one for one in found if one.key.kind is not Kind.INITIAL]
+                rank: [one for one in found if one.key.kind not in apart]
                 for rank, found in measured.items()
             },
             tolerances,
@@ -108,6 +112,8 @@ def conclude(
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]
     said += [wording.not_judged_text(*one) for one in coverage.not_judged]
+    if unlogged:
+        said.append("what is logged was not compared: training_log is not Megatron's own")
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         said.append("no computed tensor could be judged: all of them are unchecked")
@@ -151,6 +157,11 @@ def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
         if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
     )
     return TooFew(unchecked, judged, allowed, tuple(reasons.most_common(_REASONS)))
+
+
+def _logs(keys: Iterable[TraceKey]) -> bool:
+    """Whether a run reported what it logs."""
+    return any(key.kind is Kind.METRIC for key in keys)
 
 
 def _unjudged(
