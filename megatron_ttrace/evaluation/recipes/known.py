@@ -67,6 +67,13 @@ FINDINGS = (
         ),
     ),
     Finding(
+        "Several instances of the distributed optimizer",
+        lambda given: (
+            given.integer("num_distributed_optimizer_instances", 1) > 1
+            and given.has("log_params_norm")
+        ),
+    ),
+    Finding(
         "Megatron-FSDP and TP: the number of zeros",
         lambda given: (
             given.has("use_megatron_fsdp")
