@@ -8,6 +8,7 @@ number that they return (flow.py). Nothing is derived from how Megatron should c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections import Counter
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms, group_ranks, terms_of
+from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms, group_ranks
 from megatron_ttrace.mcore import statistics
+from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.mcore.optimizer import leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
@@ -51,24 +53,36 @@ class Tally:
             attempt: runs work of ours; if it fails, Megatron's step goes on.
         """
         self._chunks = chunks
-        self._places = places
+        named = dict(places)
+        # A parameter that no forward pass reads has no place, and is in the optimizer all the same.
+        unused = [
+            (parameter, ParameterPlace(name, tuple(parameter.shape), ()))
+            for chunk in chunks
+            for name, parameter in chunk.named_parameters()
+            if parameter not in named
+        ]
+        self._held = places
+        self._places = [*places, *unused]
         self._optimizer = optimizer
         self._attempt = attempt
         self._parts = Parts(mesh)
-        self._countings: list[Counting] = []
+        self._countings: list[tuple[Counting, float | torch.Tensor]] = []
         self._orders: dict[Statistic, Counter[Runs]] = {one: Counter() for one in Statistic}
 
     def counted(self, iteration: int) -> Counted:
         """Everything that was recorded."""
         sharded = parts_of(self._chunks)
         held = []
-        for parameter, place in self._places:
+        for parameter, place in self._held:
             if parameter.requires_grad:
-                numel = parameter.numel()
+                numel = raw(parameter).numel()
                 part = sharded.get(parameter)
                 span = part.range if part else (0, numel)
                 held.append(self._parts.number(place, *span, numel))
-        return Counted(iteration, tuple(self._parts.found), tuple(held), tuple(self._countings))
+        countings = tuple(
+            dataclasses.replace(one, value=float(value)) for one, value in self._countings
+        )
+        return Counted(iteration, tuple(self._parts.found), tuple(held), countings)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -144,7 +158,9 @@ class Tally:
             for name in ("grad", "decoupled_grad")
             if (gradient := getattr(parameter, name, None)) is not None
         ]
-        self._add(Statistic.CLIPPED, flow, flow.of(gradients), float(total_norm))
+        # On a GPU it is a tensor, which is read after the step.
+        value = total_norm.clone() if torch.is_tensor(total_norm) else total_norm
+        self._add(Statistic.CLIPPED, flow, flow.of(gradients), value)
 
     def _step(
         self, leaf: Any, inner: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -166,23 +182,27 @@ class Tally:
         flow.unknown = flow.unknown or statistics.unknown_kind(self._optimizer)
         self._add(Statistic.STEPPED, flow, terms)
 
-    def _add(self, statistic: Statistic, flow: Flow, terms: Terms, value: float = 0.0) -> None:
+    def _add(
+        self, statistic: Statistic, flow: Flow, terms: Terms, value: float | torch.Tensor = 0.0
+    ) -> None:
+        parts, sums = flow.added(terms)
         made = tuple(flow.made)
-        self._countings.append(Counting(statistic, made, *terms_of(terms), value, flow.unknown))
+        counting = Counting(statistic, made, parts, sums, unknown=flow.unknown)
+        self._countings.append((counting, value))
 
     def _flow(self, statistic: Statistic) -> Flow:
         """Know what lies where just now: parameters or gradients."""
         memory = Memory(self._parts)
         of_parameters = statistic in (Statistic.PARAMS_NORM, Statistic.STEPPED)
         for parameter, place in self._places:
-            whole = 0, parameter.numel()
+            whole = 0, raw(parameter).numel()
             for name in ("data",) if of_parameters else _GRADIENTS:
                 memory.add(getattr(parameter, name, None), place, whole, whole[1])
         places, sharded = dict(self._places), parts_of(self._chunks)
         for parameter, owned in owned_by(self._optimizer).items():
             if parameter not in places:
                 continue
-            numel = parameter.numel()
+            numel = raw(parameter).numel()
             span = owned.range or (0, numel)
             found: list[Any] = [owned.main]
             if not of_parameters:

@@ -25,6 +25,8 @@ from megatron_ttrace.trace.counted import Part, Runs, Sum, Term, runs_of
 
 Terms = Counter[tuple[bool, int]]
 """How often each part, or (``True``) each result of a collective, is added; by number."""
+_UNKNOWN = (False, -1)
+"""Stands for a tensor of no known parameter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class _Span:
     place: ParameterPlace
     first: int
     numel: int
+    tensor: torch.Tensor
+    """Kept, so that nothing else is put at its address."""
 
 
 class Parts:
@@ -72,7 +76,7 @@ class Memory:
         if address is None or tensor.numel() != span[1] - span[0] or self.find(tensor):
             return
         end = address + tensor.numel() * tensor.element_size()
-        bisect.insort(self._spans, _Span(address, end, place, span[0], numel), key=_start)
+        bisect.insort(self._spans, _Span(address, end, place, span[0], numel, tensor), key=_start)
 
     def find(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of the parts in a tensor; what lies between parameters is padding."""
@@ -86,7 +90,7 @@ class Memory:
         while at < len(self._spans) and self._spans[at].address < end:
             span = self._spans[at]
             low, high = max(address, span.address), min(end, span.end)
-            if low < high:
+            if low < high and span.tensor.element_size() == size:
                 first = span.first + (low - span.address) // size
                 last = first + (high - low) // size
                 found.append(self._parts.number(span.place, first, last, span.numel))
@@ -108,6 +112,7 @@ class Flow(TorchDispatchMode):
         self._orders = orders
         self._known: dict[int, Terms] = {}
         self._read: Terms = Counter()
+        self._unknown = ""
         self.made: list[Sum] = []
         self.unknown = ""
 
@@ -142,7 +147,17 @@ class Flow(TorchDispatchMode):
         """The next sum over a group."""
         order = self._orders[ranks]
         self._orders[ranks] += 1
-        return Sum(ranks, order, *terms_of(terms))
+        return Sum(ranks, order, *self.added(terms))
+
+    def added(self, terms: Terms) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+        """Parts and sums that go into a result, apart; notes what is unknown among them."""
+        found: tuple[list[Term], list[Term]] = [], []
+        for (is_sum, number), times in sorted(terms.items()):
+            if (is_sum, number) == _UNKNOWN:
+                self.unknown = self._unknown
+            else:
+                found[is_sum].append(Term(number, times))
+        return tuple(found[0]), tuple(found[1])
 
     def result(self, value: Any) -> Terms:
         """What a returned number consists of; a Python number was read from a tensor."""
@@ -163,16 +178,9 @@ class Flow(TorchDispatchMode):
             return Counter((False, part) for part in parts)
         known = self._known.get(_storage(tensor))
         if known is None and tensor.numel() > 1:
-            self.unknown = f"a tensor of shape {tuple(tensor.shape)}"
+            self._unknown = f"a tensor of shape {tuple(tensor.shape)}"
+            return Counter([_UNKNOWN])
         return known or Counter()
-
-
-def terms_of(terms: Terms) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
-    """Parts and sums, apart."""
-    found: tuple[list[Term], list[Term]] = [], []
-    for (is_sum, number), times in sorted(terms.items()):
-        found[is_sum].append(Term(number, times))
-    return tuple(found[0]), tuple(found[1])
 
 
 def group_ranks(group: Any) -> Runs:
@@ -187,8 +195,9 @@ def _start(span: _Span) -> int:
 def _address(tensor: Any) -> int | None:
     """Where a tensor's elements lie one after the other; ``None`` if they do not."""
     try:
-        held = torch.is_tensor(tensor) and tensor.numel() and tensor.is_contiguous()
-        return tensor.data_ptr() or None if held else None
+        if not torch.is_tensor(tensor) or local(tensor) is not tensor:
+            return None  # sharded: only its local part has an address
+        return tensor.data_ptr() or None if tensor.numel() and tensor.is_contiguous() else None
     except RuntimeError:  # a wrapper without memory of its own, such as a quantised weight
         return None
 

@@ -7,17 +7,18 @@ import dataclasses
 
 import torch
 
-from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.capture.step import TracedModel, has_positions
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.moments import Moments, moments_of
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.plan import describe
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Initial:
-    """How the initial values of this rank's part of a parameter are distributed."""
+    """How the initial values of this rank's part of a parameter or buffer are distributed."""
 
     name: str
     dtype: str
@@ -28,10 +29,18 @@ class Initial:
 
 
 def initial_values(model: TracedModel) -> list[Initial]:
-    """The moments of all parameters that this rank holds; nothing is gathered."""
+    """The moments of all parameters and buffers that this rank holds; nothing is gathered.
+
+    Tables of positions are left out: their parts are no samples of one distribution.
+    """
+    held = [(place, data) for _, place, data in model.held()]
+    for names in model.names:
+        for name, buffer in names.buffers.items():
+            if buffer.is_floating_point() and not has_positions(name, names):
+                held.append((ParameterPlace(name, tuple(buffer.shape), ()), buffer))
     found = []
     with torch.no_grad():
-        for _, place, data in model.held():
+        for place, data in held:
             boxes = place.boxes(model.mesh)
             pieces = (moments_of(local_view(data, box)) for box in boxes)
             found.append(

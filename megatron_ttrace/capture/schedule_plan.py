@@ -155,7 +155,8 @@ class PlanTap:
         after: Callable[[Any], Any] | None = None,
     ) -> None:
         """Follow what a node does, for which microbatch, and the gradients of its inputs."""
-        forward, backward, entered = node.forward_func, node.backward_func, []
+        forward, backward = node.forward_func, node.backward_func
+        entered: list[torch.Tensor] = []
 
         def run(*inputs: Any) -> Any:
             self._state.forward = number

@@ -19,7 +19,7 @@ from megatron_ttrace.capture.isolate import clipped_by
 from megatron_ttrace.capture.modules import ModuleTap, Sink
 from megatron_ttrace.mcore import logged
 from megatron_ttrace.mcore.names import Names
-from megatron_ttrace.mcore.optimizer import Owned, leaves_of, owned_by
+from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
 from megatron_ttrace.mcore.stacked import stacked_parameters
@@ -28,10 +28,9 @@ from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.counted import Counted
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind
+from megatron_ttrace.trace.records import ELEMENTS, STEP_LEVEL, VALUE, Kind
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
-MOMENTS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
 
 
 class StepSink(Sink, Protocol):
@@ -191,20 +190,22 @@ class StepTap:
                 self._placed(Kind.MAIN_GRAD, place.flat(start, end), part)
             elif gradient is not None:
                 self._placed(Kind.MAIN_GRAD, place, gradient)
-            before[parameter] = (owned.main if owned else parameter.data).detach().clone()
+            before[parameter] = (owned.weights if owned else parameter.data).detach().clone()
         return before
 
     def _update(self, before: dict[torch.nn.Parameter, torch.Tensor], result: Any) -> None:
         for parameter, place, owned in self._stepped():
             if parameter not in before:
                 continue
-            main = owned.main if owned else parameter.data
+            main = owned.weights if owned else parameter.data
             delta = main.detach().float() - before[parameter].float()
             where = place.flat(*owned.range) if owned and owned.range else place
             self._placed(Kind.PARAM_DELTA, where, delta)
-            for name, kind in MOMENTS.items():
-                moment = owned.state.get(name) if owned else None
-                if torch.is_tensor(moment):
+            if owned is None:
+                continue
+            for name, kind in owned.moments.items():
+                moment = owned.state.get(name)
+                if torch.is_tensor(moment) and moment.shape == main.shape:
                     self._placed(kind, where, moment)
         norm = result[1] if isinstance(result, tuple) and len(result) > 1 else None
         if norm is not None:
@@ -213,11 +214,11 @@ class StepTap:
     def _stepped(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, Owned | None]]:
         """Trainable parameters with what the optimizer holds of them.
 
-        A parameter that the distributed optimizer gave entirely to other ranks is left to them. One
+        A parameter that a distributed optimizer gave entirely to other ranks is left to them. One
         that no optimizer has is kept as a whole, so that it is found never to change.
         """
         owned = owned_by(self._model.optimizer)
-        elsewhere = _sharded_parameters(self._model.optimizer)
+        elsewhere = divided(self._model.optimizer)
         return [
             (parameter, place, owned.get(parameter))
             for parameter, place in self._model.places()
@@ -239,7 +240,8 @@ class StepTap:
             self._error(error)
             return
         for name, value in found.items():
-            self._attempt(self._scalar, Kind.METRIC, name, value)
+            index = ELEMENTS if name in logged.COUNTS else VALUE
+            self._attempt(self._scalar, Kind.METRIC, name, value, index)
 
     def _buffers(self) -> None:
         for names in self._model.names:
@@ -247,12 +249,12 @@ class StepTap:
                 shape, placement = place_buffer(name, buffer.shape, names, self._model.mesh)
                 self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, 0), buffer, shape, placement)
 
-    def _scalar(self, kind: Kind, name: str, value: Any) -> None:
+    def _scalar(self, kind: Kind, name: str, value: Any, index: int = 0) -> None:
         data = torch.as_tensor(value).detach().reshape(())
         if not torch.is_tensor(value):
             # A Python number was a float32 before; as float64 it would look more exact.
             data = data.float()
-        self._sink.placed((STEP_LEVEL, kind, name, 0), data, (), ())
+        self._sink.placed((STEP_LEVEL, kind, name, index), data, (), ())
 
 
 def place_buffer(
@@ -264,20 +266,14 @@ def place_buffer(
     keeps the rows of its own positions (``_set_cos_sin_cache`` in
     megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py).
     """
-    owner, _, leaf = name.rpartition(".")
-    divided = getattr(names.modules.get(owner), "cp_group", None) is not None
     cp = mesh.size("cp")
-    if cp == 1 or leaf not in ("cos_cached", "sin_cached") or not divided:
+    if cp == 1 or not has_positions(name, names):
         return tuple(shape), ()
     return (shape[0] * cp, *shape[1:]), (Step("cp", ZigZag(0)),)
 
 
-def _sharded_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
-    """All parameters in buffers that a distributed optimizer divides, owned here or elsewhere."""
-    return {
-        parameter
-        for leaf in leaves_of(optimizer)
-        if hasattr(leaf, "model_param_group_index_map")
-        for buffer in getattr(leaf, "buffers", ())
-        for parameter in buffer.params
-    }
+def has_positions(name: str, names: Names) -> bool:
+    """Whether the rows of a buffer are positions, which context parallelism divides."""
+    owner, _, leaf = name.rpartition(".")
+    divided = getattr(names.modules.get(owner), "cp_group", None) is not None
+    return divided and leaf in ("cos_cached", "sin_cached")

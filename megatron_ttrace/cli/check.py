@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Run the check and show its report."""
     command_ = training.command_of(args)
+    for name in command_.unset:
+        os.environ.pop(name, None)
     flags.check_single(args, "nproc_per_node")
     say = command.silent if args.quiet or args.json else command.progress()
     if args.shrink:

@@ -77,6 +77,8 @@ def _as_script(words: list[str]) -> Command | None:
     try:
         known = Path(words[0]).suffix != ".sh" and flags.path(words[0]).is_file()
     except (argparse.ArgumentTypeError, OSError) as error:
+        if len(words) == 1 and len(words[0].split()) > 1:
+            return None  # the text of a whole command
         raise TTraceError(f"the script {error}") from error
     return Command(words[0], tuple(words[1:])) if known else None
 
@@ -85,9 +87,10 @@ def checking(command: Command, job: Job, prefix: Path) -> list[str]:
     """The command that checks a small job."""
     from megatron_ttrace.mcore.shrink import documents
 
-    assignments = [f"{name}={value}" for name, value in command.environment.items()]
+    changes = [word for name in command.unset for word in ("-u", name)]
+    changes += [f"{name}={value}" for name, value in command.environment.items()]
     return [
-        *(["env", *assignments] if assignments else []),
+        *(["env", *changes] if changes else []),
         *("ttrace", "check", "--nproc-per-node", str(job.axes.ranks), "--"),
         *(command.script, *job.arguments, *documents.arguments(command.script, prefix)),
     ]

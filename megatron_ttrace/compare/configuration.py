@@ -13,6 +13,7 @@ from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Count, Record
+from megatron_ttrace.trace.records import Kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class RunConfig(Record):
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
         own_tokens: indices of the ``routing`` tensors of a router that depend on all tokens of a
             rank, where a rank has a part of a microbatch.
+        own_shards: kinds of tensors of a matrix that depend on a rank's whole shard of it.
         iterations: those that were traced.
         isolate: whether every module was given the reference's tensors.
         init: where the start values came from (``--ttrace-init``).
@@ -45,6 +47,7 @@ class RunConfig(Record):
     seq_length: Count = 0
     dispatcher: str = ""
     own_tokens: tuple[Count, ...] = ()
+    own_shards: tuple[Kind, ...] = ()
     iterations: tuple[Count, ...] = ()
     isolate: bool = False
     init: str = ""

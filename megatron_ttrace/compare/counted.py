@@ -15,7 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from megatron_ttrace.compare.judge import verdict_of
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
-from megatron_ttrace.trace.counted import Counted, Counting, Runs, Statistic, Sum, Term, ranks_of
+from megatron_ttrace.trace.counted import (
+    Counted,
+    Counting,
+    Part,
+    Runs,
+    Statistic,
+    Sum,
+    Term,
+    ranks_of,
+)
 from megatron_ttrace.trace.findings import Cause, Finding, Miscounted, Note, Remark
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Reason, TraceKey, Verdict
 
@@ -69,6 +78,8 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
         for statistic in Statistic:
             countings = [c for one in now.values() for c in _of(one, statistic)]
             if not countings:
+                if iteration in trusted and _of(trusted[iteration], statistic):
+                    not_judged[statistic, "how it is computed"] = None
                 continue
             if why := next((c.unknown for c in countings if c.unknown), ""):
                 not_judged[statistic, why] = None
@@ -185,11 +196,26 @@ class _Step:
             boxes.setdefault(part.name, []).extend(part.boxes * times)
         if not self._statistic.is_local:
             return {n: coverage(shape, boxes.get(n, ())) for n, shape in self.shapes.items()}
-        one = self._ranks[rank]
+        asked: dict[str, list[Box]] = {}
+        for part in self._own(self._ranks[rank]):
+            asked.setdefault(part.name, []).extend(part.boxes)
         return {
-            part.name: coverage(part.shape, boxes.get(part.name, ()), part.boxes)
-            for part in (one.parts[number] for number in one.held)
+            name: coverage(self.shapes[name], boxes.get(name, ()), own)
+            for name, own in asked.items()
+            if name in self.shapes
         }
+
+    def _own(self, one: Counted) -> list[Part]:
+        """What a rank holds; of clipping, what it steps, which may be a part of that."""
+        if self._statistic is not Statistic.CLIPPED:
+            return [one.parts[number] for number in one.held]
+        stepped = {
+            term.number
+            for counting in _of(one, Statistic.STEPPED)
+            for terms in (counting.parts, *(made.parts for made in counting.made))
+            for term in terms
+        }
+        return [one.parts[number] for number in sorted(stepped)]
 
     def _value(self, key: tuple[Runs, int]) -> Held:
         """What the ranks of a group have put together into a collective."""

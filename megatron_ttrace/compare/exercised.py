@@ -18,6 +18,7 @@ import torch
 
 from megatron_ttrace.compare.tokens import PRIMARY
 from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.mcore import quiet
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.records import (
@@ -45,6 +46,7 @@ class Requested(Record):
 
     Attributes:
         dropout: any dropout.
+        random_routing: routers draw random numbers.
         clip: largest gradient norm, 0 without clipping.
         masks_ends: ``--eod-mask-loss``.
         resets_positions: ``--reset-position-ids``.
@@ -62,6 +64,7 @@ class Requested(Record):
     """
 
     dropout: bool = False
+    random_routing: bool = False
     clip: float = 0.0
     masks_ends: bool = False
     resets_positions: bool = False
@@ -83,7 +86,8 @@ class Requested(Record):
         window = getattr(args, "window_size", None)
         sparse = getattr(args, "experimental_attention_variant", None) == "dsa"
         return cls(
-            dropout=bool(args.hidden_dropout or args.attention_dropout),
+            dropout=quiet.has_dropout(args),
+            random_routing=quiet.has_random_routing(args),
             clip=float(args.clip_grad or 0.0),
             masks_ends=bool(args.eod_mask_loss),
             resets_positions=bool(args.reset_position_ids),
@@ -205,6 +209,7 @@ def unexercised(
         ),
         (one_bucket, NotExercised(what.BUCKETS, 1)),
         (asked.dropout, NotExercised(what.DROPOUT)),
+        (asked.random_routing, NotExercised(what.RANDOM_ROUTING)),
         (asked.masks_ends and seen.masks_loss is False, NotExercised(what.LOSS_MASK)),
         (
             asked.resets_positions and seen.restarts_positions is False,

@@ -141,6 +141,14 @@ def _judge(
         return _unchecked(why)
     if bad := [rank for rank, one in holders if one.moments and one.moments.nonfinite]:
         return _Finding(Outcome.NONFINITE, Note(Remark.NONFINITE), bad)
+    if expected[1].is_constant and expected[1].n > 1:
+        # Copies of a constant, too, are each compared with it.
+        each: dict[Region, _Part] = {
+            (at,): _Part(one.moments, (rank,))
+            for at, (rank, one) in enumerate(holders)
+            if one.moments and one.moments.n
+        }
+        return _constant(expected[1], sum((part.own for part in each.values()), Moments()), each)
     if conflicts := conflicting(
         (rank, one.region, one.moments.checksum)
         for rank, one in holders

@@ -25,7 +25,7 @@ def judge(
     measured: Mapping[int, Sequence[Measured]],
     tolerances: Tolerances,
     eps: float,
-    unjudged: Callable[[TraceKey], Reason | None] = lambda key: None,
+    unjudged: Callable[[TraceKey, Sequence[Holder]], Reason | None] = lambda key, holders: None,
 ) -> list[Verdict]:
     """One verdict for every tensor of the reference or of any rank.
 
@@ -34,7 +34,8 @@ def judge(
         measured: what each rank found.
         tolerances: of the reference.
         eps: machine epsilon of the compute dtype, for printing errors in its multiples.
-        unjudged: why a tensor cannot be compared in this layout; ``None`` if it can.
+        unjudged: why a tensor that these ranks hold cannot be compared in this layout; ``None`` if
+            it can.
     """
     by_key: dict[TraceKey, list[Holder]] = {}
     for rank, found in measured.items():
@@ -44,7 +45,7 @@ def judge(
     verdicts = []
     for key, shape in expected:
         holders = by_key.pop(key, [])
-        if reason := unjudged(key):
+        if reason := unjudged(key, holders):
             note = Note(Remark(reason.value))
             verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
         else:

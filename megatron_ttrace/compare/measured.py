@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from enum import StrEnum
 
 import torch
@@ -72,6 +73,12 @@ class Measured:
     def region(self) -> tuple[object, ...]:
         """The logical elements that the rank holds; replicas hold the same."""
         return tuple(box.region for box in self.boxes)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the rank holds some of the logical elements only."""
+        held = sum(math.prod(box.extent) for box in self.boxes)
+        return held < math.prod(self.logical_shape)
 
 
 def fails(sums: Sums | None, tolerances: Tolerances, key: TraceKey) -> bool:

@@ -25,6 +25,7 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, counted
 from megatron_ttrace.trace.codec import CodecError
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.sanitise import clean
@@ -106,6 +107,21 @@ def counts_of(candidate: TraceReader) -> dict[int, tuple[Counted, ...]]:
     except CodecError as error:
         where = f"{candidate.directory}/meta.json"
         raise TTraceError(f"{where} is damaged ({error}): run the traced job again") from error
+
+
+def ledger_of(candidate: TraceReader) -> Ledger:
+    """The collectives that a saved candidate ran; an older trace has none.
+
+    Raises:
+        TTraceError: when the record is damaged.
+    """
+    found = candidate.meta.get("ledger")
+    try:
+        return UNRECORDED if found is None else Ledger.from_json(found)
+    except CodecError as error:
+        raise TTraceError(
+            f"{candidate.directory}/meta.json is damaged (ledger{error}): run the traced job again"
+        ) from error
 
 
 def _contradiction(mesh: Mesh, rank: int, world_size: int) -> str:

@@ -28,7 +28,7 @@ import torch
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, Count
-from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, ELEMENTS, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
@@ -109,6 +109,7 @@ class Tolerances:
         safety: float = SAFETY,
         bound: float = BLIND,
         rounding: float = 0.0,
+        compute: float = 0.0,
     ) -> None:
         """Prepare.
 
@@ -120,10 +121,12 @@ class Tolerances:
             rounding: epsilon with which gradients were rounded before they were accumulated in a
                 wider dtype, where replays do not show it: they give every module exact inputs, but
                 never divide the tokens that a gradient is summed over differently.
+            compute: epsilon with which the step was computed.
         """
         self._safety = safety
         self._bound = bound
         self._rounding = rounding
+        self._compute = compute
         self._moved = moved
         self._dtypes = dtypes
         self._pooled: dict[tuple[int, Kind, str, int], float] = defaultdict(float)
@@ -170,6 +173,10 @@ class Tolerances:
         Numerical Algorithms, section 4.2).
         """
         terms = self._terms[key.iteration, key.kind]
+        if key.kind is Kind.METRIC and key.index == ELEMENTS:
+            # A sum of rounded numbers is zero by accident with a probability of about epsilon,
+            # and in another order others are.
+            return (1 + max(eps, self._compute) / 2 * terms) / norm if norm else math.inf
         if terms > 1:
             return eps / 2 * math.log2(terms)
         if key.kind is Kind.MAIN_GRAD:
@@ -257,12 +264,14 @@ def of_reference(reference: TraceReader) -> Tolerances:
         reference.verify(FILE)
     entries = (entry for entries in reference.ranks.values() for entry in entries)
     dtypes = ((entry.key, entry.dtype) for entry in entries)
+    compute = float(reference.meta.get("epsilon", 0.0))
     if not reference.meta.get("fp8"):
-        return read(reference.directory, dtypes)
+        return read(reference.directory, dtypes, compute=compute)
     return read(
         reference.directory,
         dtypes,
         safety=SAFETY_MODULE if reference.meta.get("by_module") else SAFETY,
         bound=BLIND_FP8,
-        rounding=float(reference.meta["epsilon"]),
+        rounding=compute,
+        compute=compute,
     )

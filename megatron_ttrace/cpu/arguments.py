@@ -192,7 +192,7 @@ def _adapt_communication(adapter: _Adapter) -> None:
         adapter.switch_off("moe_token_dispatcher_type", "flex token dispatcher", "alltoall")
         adapter.switch_off("moe_enable_deepep", "flex token dispatcher")
     spread = args.tensor_model_parallel_size > 1 or (adapter.get("context_parallel_size") or 1) > 1
-    if spread and not fsdp:  # which refuses it
+    if spread and not (fsdp or adapter.get("use_torch_fsdp2")):  # which refuse it
         _set_max_connections()
 
 

@@ -137,6 +137,21 @@ def _install_load() -> None:
     torch.load = load
 
 
+def _install_meshes() -> None:
+    """Meshes of ranks whose devices are CPUs; torch's FSDP2 takes its device from the mesh."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+
+    build = DeviceMesh.__init__
+
+    @functools.wraps(build)
+    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        build(self, to_cpu(device_type), *args, **kwargs)
+
+    setattr(DeviceMesh, "__init__", init)  # noqa: B010 - mypy refuses the assignment
+
+
 class NoDevice:
     """Context manager in place of ``torch.cuda.device``: there is one device, the CPU."""
 
@@ -184,4 +199,5 @@ def install() -> None:
     _install_factories()
     _install_tensor_moves()
     _install_load()
+    _install_meshes()
     _install_cuda_queries()

@@ -60,32 +60,48 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+                gradient = self._gradient(parameter)
+                if gradient is not None:
+                    self._update(parameter, gradient.float(), group)
         return loss
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad
+
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> None:
         state = self.state[parameter]
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
+        moments = state["exp_avg"].float(), state["exp_avg_sq"].float()
+        value, exp_avg, exp_avg_sq = self._stepped(parameter.float(), gradient, *moments, group)
+        state["exp_avg"].copy_(exp_avg)
+        state["exp_avg_sq"].copy_(exp_avg_sq)
+        parameter.copy_(value)
+
+    def _stepped(
+        self,
+        value: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        group: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weight and moments after the group's current step; all tensors are float32."""
         beta1, beta2 = group["betas"]
         step, decay = group["step"], group["weight_decay"]
         correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
         correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
-
-        value, grad = parameter.float(), parameter.grad.float()  # type: ignore[union-attr]
         if not self.adam_w_mode and decay:
             grad = grad + decay * value
-        exp_avg = state["exp_avg"].float().mul(beta1).add_(grad, alpha=1.0 - beta1)
-        exp_avg_sq = state["exp_avg_sq"].float().mul(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+        exp_avg = exp_avg.mul(beta1).add_(grad, alpha=1.0 - beta1)
+        exp_avg_sq = exp_avg_sq.mul(beta2).addcmul_(grad, grad, value=1.0 - beta2)
         update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt_() + group["eps"])
         if self.adam_w_mode and decay:
             update.add_(value, alpha=decay)
-
-        state["exp_avg"].copy_(exp_avg)
-        state["exp_avg_sq"].copy_(exp_avg_sq)
-        parameter.copy_(value.sub(update, alpha=group["lr"]))
+        return value.sub(update, alpha=group["lr"]), exp_avg, exp_avg_sq
 
 
 class FusedSGD(torch.optim.SGD):

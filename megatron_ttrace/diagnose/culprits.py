@@ -25,6 +25,7 @@ from typing import NamedTuple
 from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.report import explanations
+from megatron_ttrace.report.ledger import citation_text
 from megatron_ttrace.trace.findings import (
     Composed,
     ConstantFactor,
@@ -142,6 +143,7 @@ def _one_per_module(
                 margin=verdict.margin,
                 hint=explanations.hint_text(why, verdict),
                 where=why.where,
+                collectives=citation_text(why.collectives),
                 cause=why.finding.cause if why.finding else None,
                 axes=why.finding.axes if why.finding else (),
                 group=_group(groups, direction, verdict, grounds, why.finding),

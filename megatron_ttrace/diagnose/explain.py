@@ -24,7 +24,7 @@ from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.diagnose import absent, region, replicas, start
+from megatron_ttrace.diagnose import absent, ran, region, replicas, start
 from megatron_ttrace.diagnose.evidence import (
     ELEMENTS,
     Evidence,
@@ -34,10 +34,10 @@ from megatron_ttrace.diagnose.evidence import (
 )
 from megatron_ttrace.diagnose.search import Found, alternative, repeated, search
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.places import location
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.findings import (
     FACTORS,
     Cause,
@@ -53,13 +53,15 @@ from megatron_ttrace.trace.store import TraceReader
 STRICT = "TTRACE_STRICT"
 """Environment variable: when set, as in tests, an error in the test of a repair is raised."""
 
-WORK = 1e9
+WORK = 2e9
 """What all searches of a run may compute together, in elements."""
 
 UNKNOWN_LAYERS = 2
 """Layers in which nothing was found for a tensor, after which no more are searched."""
 
 _SEARCH = 400
+_WHOLE = 1 << 22
+"""Elements of the largest tensor that other tensors are read to be compared with."""
 _SAME_SORT = {
     Kind.INPUT: (Kind.INPUT, Kind.OUTPUT),
     Kind.OUTPUT: (Kind.INPUT, Kind.OUTPUT),
@@ -79,6 +81,7 @@ class Explainer:
         tolerances: Tolerances,
         *,
         measured: Mapping[int, Sequence[Measured]] | None = None,
+        ledger: Ledger = UNRECORDED,
     ) -> None:
         """Prepare.
 
@@ -87,10 +90,12 @@ class Explainer:
             candidate: directory of the shards that were kept; it may be absent.
             tolerances: of the reference.
             measured: what each rank measured; it shows which ranks hold which tensors.
+            ledger: the collectives of the traced steps, and the code that ran in them.
         """
         self._reference = reference
         self._tolerances = tolerances
         self._measured = measured or {}
+        self._ledger = ledger
         self._work = Work(WORK)
         self._found: dict[tuple[Kind, str, int], Found] = {}
         self._unknown: Counter[tuple[Kind, str, int]] = Counter()
@@ -113,16 +118,30 @@ class Explainer:
                 kept.setdefault(entry.key, []).append((rank, number))
         return kept
 
-    def explain(self, verdict: Verdict) -> Explanation:
-        """What was found out about the cause of a failure. Raises only where ``STRICT`` is set."""
-        found = Explanation()
+    def explain(self, verdict: Verdict, known: Finding | None = None) -> Explanation:
+        """What was found out about the cause of a failure. Raises only where ``STRICT`` is set.
+
+        Args:
+            verdict: of the failed tensor.
+            known: what the judgement itself found out, if it says more than that.
+        """
+        found = Explanation(known)
         try:
-            found = self._explain(verdict)
+            if known is None:
+                found = self._explain(verdict)
         except ExhaustedError:
             pass
         except Exception as error:  # noqa: BLE001 - explanations are optional
             self._failed(f"explanation of {verdict.key}", error)
-        return dataclasses.replace(found, where=location(verdict, found.finding))
+        try:
+            return dataclasses.replace(
+                found,
+                where=ran.where(verdict, found.finding, self._ledger),
+                collectives=ran.cite(verdict, found.finding, self._ledger),
+            )
+        except Exception as error:  # noqa: BLE001 - so is what ran
+            self._failed(f"what ran in {verdict.key}", error)
+            return found
 
     def _explain(self, verdict: Verdict) -> Explanation:
         if verdict.kind is Kind.INITIAL:
@@ -199,7 +218,7 @@ class Explainer:
 
     def _parts(self, candidate: TraceReader, key: TraceKey) -> Iterator[FailedPart]:
         kept = self._kept.get(key, [])
-        limit = max(1, ELEMENTS // max(1, len(kept) // 8))
+        limit = max(1, ELEMENTS // max(1, len(kept)))
         for rank, number in kept:
             entry = candidate.resolve(rank, number)
             if not (entry.partial_over or entry.sums) and (entry.boxes or not entry.logical_shape):
@@ -213,7 +232,7 @@ class Explainer:
 
     def _others(self, key: TraceKey, shape: tuple[int, ...]) -> Iterator[tuple[Finding, TraceKey]]:
         """Tensors that may be in this one's place: other times first, then other modules."""
-        if math.prod(shape) > ELEMENTS:
+        if math.prod(shape) > _WHOLE:
             return
         near: dict[TraceKey, list[TraceKey]] = {}
         for other in self._reference:

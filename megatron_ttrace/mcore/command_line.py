@@ -42,6 +42,7 @@ class Command:
         environment: what is assigned before it.
         ranks: how many ranks it starts in all, or ``None`` if that is not said.
         nodes: on how many machines.
+        unset: variables that it must not inherit.
     """
 
     script: str
@@ -49,6 +50,7 @@ class Command:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ranks: int | None = None
     nodes: int = 1
+    unset: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

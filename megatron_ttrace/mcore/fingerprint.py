@@ -16,13 +16,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.mcore import provenance, versions
+from megatron_ttrace.mcore import fim, provenance, versions
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.reference_arguments import overrides_of
 
+FIM_BY_SAMPLE = "fim_by_sample"
+"""Whether samples are rearranged by their index (:mod:`megatron_ttrace.mcore.fim`)."""
 _TOLD = "told"
 """The part of an identity that is reported but not compared."""
 _HARMLESS_PREFIXES = (
@@ -88,6 +90,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "seeds": settings.seeds,
             "reference_args": settings.reference_args,
             "device": _device(),
+            FIM_BY_SAMPLE: fim.is_by_sample(args, settings),
         },
         "data": _data(args),
         "environment": provenance.numeric_environment(),

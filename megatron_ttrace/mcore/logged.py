@@ -36,6 +36,9 @@ _UNWATCHED = MappingProxyType(
 _SKIPPED, _ZEROS, _LOGITS = 1, 6, 7
 """Positions in what ``train_step`` returns."""
 
+COUNTS = frozenset(("num-zeros",))
+"""Numbers that count elements."""
+
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
 
@@ -88,7 +91,8 @@ def reported(
             skipped_iter=result[_SKIPPED],
             grad_norm=None,
             params_norm=norm,
-            num_zeros_in_grad=result[_ZEROS],
+            # An optimizer that is not asked for zeros returns 0 or None, as its class has it.
+            num_zeros_in_grad=result[_ZEROS] if args.log_num_zeros_in_grad else None,
             max_attention_logit=result[_LOGITS],
             pg_collection=get_attr_wrapped_model(chunks[0], "pg_collection"),
             is_first_iteration=False,

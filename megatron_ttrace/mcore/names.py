@@ -44,15 +44,21 @@ class Names:
     unused: tuple[str, ...] = ()
 
 
+_WRAPPERS = {
+    "DistributedDataParallel",
+    "Float16Module",
+    "FullyShardedDataParallel",
+    "MegatronFSDP",
+    "TorchFullyShardedDataParallel",
+}
+
+
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model inside Megatron's DDP and mixed-precision wrappers."""
-    while type(chunk).__name__ in (
-        "DistributedDataParallel",
-        "Float16Module",
-        "FullyShardedDataParallel",
-        "MegatronFSDP",
-        "TorchFullyShardedDataParallel",
-    ):
+    """The model inside Megatron's DDP and mixed-precision wrappers.
+
+    torch's FSDP2 gives a module that it divides a class of its own, derived from the old one.
+    """
+    while any(base.__name__ in _WRAPPERS for base in type(chunk).__mro__):
         chunk = chunk.module  # type: ignore[assignment]
     return chunk
 

@@ -4,19 +4,41 @@
 In megatron/core/optimizer, ``FP32Optimizer`` steps the model's own parameters,
 ``Float16OptimizerWithFloat16Params`` float32 copies of them, and ``DistributedOptimizer`` a flat
 range of (a copy of) each, divided as the data-parallel buckets are. ``ChainedOptimizer`` is a list
-of these.
+of these; ``LayerWiseDistributedOptimizer`` is one whose parameters are divided among the
+data-parallel ranks, each as a whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megatron_ttrace.mcore.names import unwrap
-from megatron_ttrace.mcore.sharded_weights import buffers_of, local, parts_of, publish
+from megatron_ttrace.mcore.sharded_weights import buffers_of, local, parts_of, publish, rows_of
+from megatron_ttrace.trace.records import Kind
+
+_ADAM = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+_MOMENTUM = {"momentum_buffer": Kind.EXP_AVG}
+
+MOMENTS: Mapping[str, Mapping[str, Kind]] = MappingProxyType(
+    {
+        "Adam": _ADAM,
+        "AdamW": _ADAM,
+        "FusedAdam": _ADAM,
+        "SOAP": _ADAM,
+        "Lion": {"exp_avg": Kind.EXP_AVG},
+        "SGD": _MOMENTUM,
+        "FusedSGD": _MOMENTUM,
+        "TensorParallelMuon": _MOMENTUM,
+        "TensorParallelAdaptiveMuon": {**_MOMENTUM, "moment2_buffer": Kind.EXP_AVG_SQ},
+    }
+)
+"""Running means that torch optimizers keep of each parameter's gradient and of its square, by the
+optimizer's class and by their names in its state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +50,7 @@ class Owned:
         inner: the torch optimizer that steps it.
         group: its parameter group there.
         range: its elements of the flattened local parameter; ``None`` for all.
-        sharded: with Megatron-FSDP, the sharded tensor that ``main`` is this rank's part of.
+        sharded: with FSDP, the sharded tensor that ``main`` is this rank's part of.
     """
 
     main: torch.Tensor
@@ -47,9 +69,40 @@ class Owned:
         """The optimizer's state of this tensor; empty before its first step."""
         # Not inner.state[key]: that would create an entry.
         found: dict[str, Any] = self.inner.state.get(self.key, {})
+        if is_precision_aware(self.inner):
+            inner: Any = self.inner
+            found = {name: inner.get_unscaled_state(self.key, name) for name in found}
         return {
             name: local(value) if torch.is_tensor(value) else value for name, value in found.items()
         }
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The values that are stepped: those of ``main``, or what the torch optimizer has of it.
+
+        TransformerEngine's Adam may own main weights; ``main`` is then a part of the model's own
+        parameter, and with ``store_param_remainders`` the state has the 16 bits that it lacks.
+        """
+        own: torch.Tensor | None = self.state.get("master_param")
+        if own is None or self.main.dtype == torch.float32:
+            return self.main
+        if own.dtype != torch.int16:
+            return own
+        high = self.main.detach().view(torch.int16).to(torch.int32) << 16
+        return (high + own.to(torch.int32)).view(torch.float32)
+
+    @property
+    def moments(self) -> Mapping[str, Kind]:
+        """The names of its moments (:data:`MOMENTS`); empty for an unknown optimizer."""
+        return MOMENTS.get(type(self.inner).__name__, {})
+
+
+def is_precision_aware(inner: torch.optim.Optimizer) -> bool:
+    """Whether this is TransformerEngine's Adam with state of fewer bits, or with main weights."""
+    dtypes = getattr(inner, "name_to_dtype_map", {})
+    return bool(getattr(inner, "master_weights", False)) or any(
+        dtype != torch.float32 for dtype in dtypes.values()
+    )
 
 
 def leaves_of(optimizer: Any) -> Iterator[Any]:
@@ -91,8 +144,34 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
                 *_pairs(leaf.fp32_from_fp32_groups, leaf.fp32_from_fp32_groups),
             ]
         for parameter, main in pairs:
-            owned[parameter] = Owned(main, inner, groups[id(main)])
+            rows = rows_of(parameter)
+            sharded = None if rows is None else main
+            owned[parameter] = Owned(local(main), inner, groups[id(main)], rows, sharded)
     return owned
+
+
+def divided(optimizer: Any) -> set[torch.nn.Parameter]:
+    """All parameters that are divided over data-parallel ranks, owned here or elsewhere."""
+    found = {
+        parameter
+        for leaf in leaves_of(optimizer)
+        if hasattr(leaf, "model_param_group_index_map")
+        for buffer in getattr(leaf, "buffers", ())
+        for parameter in buffer.params
+    }
+    return found | layer_wise(optimizer)
+
+
+def layer_wise(optimizer: Any) -> set[torch.nn.Parameter]:
+    """Parameters that are divided as wholes: one data-parallel rank steps each of them."""
+    found = {
+        parameter
+        for part in getattr(optimizer, "chained_optimizers", ())
+        for parameter in layer_wise(part)
+    }
+    for name in ("dp_cp_params_list", "expt_dp_params_list"):
+        found.update(*(getattr(optimizer, name, None) or ()))
+    return found
 
 
 def _pairs(models: Any, mains: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -121,6 +200,10 @@ class Snapshot:
             {parameter: _copies(state) for parameter, state in inner.state.items()}
             for inner in self._inner
         ]
+        self._scales = [
+            {one: _copies(scales) for one, scales in getattr(inner, "_scales", {}).items()}
+            for inner in self._inner
+        ]
         self._settings = [
             [
                 {name: _copied(value) for name, value in group.items() if name != "params"}
@@ -139,9 +222,11 @@ class Snapshot:
         with torch.no_grad():
             for tensor, value in self._tensors:
                 tensor.data.copy_(value)
-            for inner, states, settings in zip(
-                self._inner, self._states, self._settings, strict=True
+            for inner, states, scales, settings in zip(
+                self._inner, self._states, self._scales, self._settings, strict=True
             ):
+                if scales:
+                    inner._scales = {one: _copies(found) for one, found in scales.items()}
                 for parameter in [p for p in inner.state if p not in states]:
                     del inner.state[parameter]
                 for parameter, state in states.items():

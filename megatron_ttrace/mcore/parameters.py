@@ -20,9 +20,8 @@ UNMARKED = {"softmax_offset": 0}
 ``--softmax-type learnable``, one per head (``DotProductAttention.sharded_state_dict``)."""
 
 _OF_EXPERTS = re.compile(r"\.experts\.(?:local_experts\.\d+\.)?(linear_fc[12])\.(weight|bias)\d*$")
-"""Parameters of experts. Before 0.19 no attribute says that ``TELinear`` divides them, and those of
-``TEGroupedLinear`` name dim 0 for both layers, because these (in
-megatron/core/extensions/transformer_engine.py) pass no parallel mode for experts."""
+"""Parameters of experts. Before 0.19 the attributes of both layers name dim 0, because ``TELinear``
+and ``TEGroupedLinear`` (megatron/core/extensions/transformer_engine.py) pass no parallel mode."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

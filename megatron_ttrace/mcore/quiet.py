@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is switched off or restored for a rehearsal: dropout, reruns, metrics, random states."""
+"""What is switched off or restored for a rehearsal: random choices, reruns, metrics."""
 
 from __future__ import annotations
 
@@ -15,10 +15,44 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 
 _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
 
+_RANDOM_ROUTING = {
+    "moe_router_force_load_balancing": False,
+    "moe_router_force_biased": None,
+    "moe_input_jitter_eps": None,
+}
+"""Options with which a router draws random numbers (megatron/core/transformer/moe/router.py), and
+what they are without."""
+
 
 def has_dropout(args: MegatronArguments) -> bool:
     """Whether this run uses dropout."""
     return bool(args.hidden_dropout or args.attention_dropout)
+
+
+def has_random_routing(args: MegatronArguments) -> bool:
+    """Whether routers draw random numbers."""
+    return bool(getattr(args, "num_experts", None)) and any(
+        getattr(args, name, off) != off for name, off in _RANDOM_ROUTING.items()
+    )
+
+
+@contextmanager
+def without_random_routing(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let routers choose by their own scores: each rank draws numbers of its own."""
+    changed: list[tuple[Any, str, Any]] = []
+    try:
+        for chunk in chunks:
+            for module in chunk.modules():
+                config = getattr(module, "config", None)
+                for name, off in _RANDOM_ROUTING.items():
+                    value = getattr(config, name, off)
+                    if value != off:
+                        changed.append((config, name, value))
+                        setattr(config, name, off)
+        yield
+    finally:
+        for config, name, value in changed:
+            setattr(config, name, value)
 
 
 @contextmanager

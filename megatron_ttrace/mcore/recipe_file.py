@@ -76,12 +76,15 @@ def _words(flag: str, value: Any) -> list[str]:
         return [flag]
     if text.startswith("[") and text.endswith("]"):
         return [flag, *text[1:-1].split()]
-    try:
-        # The quotes that protect a value from the shell.
-        plain = shlex.split(text)
-    except ValueError:
-        plain = []
-    return [flag, plain[0] if len(plain) == 1 else text] if text else [flag]
+    for _ in range(2):
+        # Quotes protect a value from xargs, then from eval (run_training.sh of the tests).
+        try:
+            plain = shlex.split(text)
+        except ValueError:
+            break
+        if len(plain) == 1:
+            text = plain[0]
+    return [flag, text] if text else [flag]
 
 
 def _script(path: Path, values: Mapping[str, Any]) -> Path:

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that Megatron-FSDP shards (``--use-megatron-fsdp``, ZeRO-1 to 3).
+"""Weights that FSDP shards: between steps a module's parameters are sharded tensors (``DTensor``).
 
-Between steps a module's parameters are sharded tensors (``DTensor``). ``orig_param`` of each is the
-raw parameter that replaces it in forward and backward passes. Both are views of buckets, two per
+With Megatron-FSDP (``--use-megatron-fsdp``, ZeRO-1 to 3) ``orig_param`` of each is the raw
+parameter that replaces it in forward and backward passes. Both are views of buckets, two per
 parameter group: one that the optimizer steps (main weights, or the model's own if there are none)
 and one that the model computes with
 (megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py).
+
+torch's FSDP2 (``--use-torch-fsdp2``, ZeRO-3) divides the rows of each parameter. The optimizer
+treats the sharded tensors like any others
+(megatron/core/distributed/torch_fully_sharded_data_parallel.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,22 +46,47 @@ def buffers_of(chunks: Iterable[torch.nn.Module]) -> list[Any]:
 
 def parts_of(chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, WeightPart]:
     """This rank's part of each sharded parameter."""
-    parts = {}
-    for buffer in buffers_of(chunks):
-        sharded = {id(p.orig_param): p for _, p in buffer.optimizer_named_parameters}
-        for group in buffer.parameter_groups:
-            weights = group.model_weight_buffer
-            main = group.main_weight_buffer or weights
-            for item, raw in enumerate(group.params):
-                stepped = range_of(main, item)
-                whole = weights.is_data_distributed
-                parts[sharded[id(raw)]] = WeightPart(
-                    main.get_item(item, only_shard=True).detach().view(-1),
-                    stepped,
-                    weights.get_item(item, only_shard=whole).detach().view(-1),
-                    range_of(weights, item) if whole else (0, raw.numel()),
-                )
+    parts: dict[torch.nn.Parameter, WeightPart] = {}
+    for chunk in chunks:
+        buffers = buffers_of([chunk])
+        for buffer in buffers:
+            parts.update(_in_buckets(buffer))
+        for parameter in chunk.parameters() if not buffers else ():
+            if (rows := rows_of(parameter)) is not None:
+                parts[parameter] = WeightPart(local(parameter), rows, local(parameter), rows)
     return parts
+
+
+def _in_buckets(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, WeightPart]]:
+    """Megatron-FSDP's."""
+    sharded = {id(p.orig_param): p for _, p in buffer.optimizer_named_parameters}
+    for group in buffer.parameter_groups:
+        weights = group.model_weight_buffer
+        main = group.main_weight_buffer or weights
+        for item, raw in enumerate(group.params):
+            whole = weights.is_data_distributed
+            part = WeightPart(
+                main.get_item(item, only_shard=True).detach().view(-1),
+                range_of(main, item),
+                weights.get_item(item, only_shard=whole).detach().view(-1),
+                range_of(weights, item) if whole else (0, raw.numel()),
+            )
+            yield sharded[id(raw)], part
+
+
+def rows_of(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
+    """This rank's elements of a flattened parameter that torch's FSDP2 divides, else ``None``.
+
+    Rows are divided as by ``torch.chunk``: all ranks but the last ones have equally many.
+    """
+    if not getattr(parameter, "is_torch_fsdp2_param", False):
+        return None
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    rows, *rest = parameter.shape
+    each = -(-rows // mesh.size())
+    start = min(mesh.get_local_rank() * each, rows)
+    width = math.prod(rest)
+    return start * width, min(start + each, rows) * width
 
 
 def range_of(buffer: Any, item: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ how they are called and start nothing. Only the shell knows its arrays, conditio
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -72,17 +73,21 @@ def resolve(script: ShellScript, directory: Path | None = None) -> Command:
         words, variables = json.loads(call)
         found = _training(words)
         if found is not None:
+            # As they are where the training starts: the script may change what it was given.
             own = {
                 name: value
                 for name, value in variables.items()
-                if name.startswith(_VARIABLES) and os.environ.get(name) != value
+                if (name in script.environment or name.startswith(_VARIABLES))
+                and os.environ.get(name) != value
             }
-            return Command(
-                found.script,
-                found.arguments,
-                {**own, **script.environment, **found.environment},
-                found.ranks,
-                found.nodes,
+            return dataclasses.replace(
+                found,
+                environment={**own, **found.environment},
+                unset=tuple(
+                    name
+                    for name in os.environ
+                    if name.startswith(_VARIABLES) and name not in variables
+                ),
             )
     last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
     why = f": {last[0]}" if last else ""

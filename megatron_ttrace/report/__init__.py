@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megatron_ttrace.report import files, terminal
 from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.collectives import Collective
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
@@ -33,6 +34,7 @@ def publish(
     wandb: bool = True,
     junit: bool = False,
     run_id: str | None = None,
+    collectives: Sequence[Collective] | None = None,
 ) -> None:
     """Write, log and print the report of a check.
 
@@ -46,6 +48,7 @@ def publish(
         wandb: whether to log to W&B at all.
         junit: whether to write ``junit.xml`` too.
         run_id: id of the run; the summary's own by default, else this process's.
+        collectives: those of the traced steps; ``None`` writes no file of them.
 
     Raises:
         TTraceError: when ``verdicts.jsonl`` or ``summary.json`` cannot be written.
@@ -56,6 +59,8 @@ def publish(
     files.remove(directory / files.SUMMARY)
     run = run_id or (summary.run.id if summary.run else shared.run_id())
     files.write_verdicts(directory / files.VERDICTS, verdicts, run)
+    if collectives is not None:
+        files.write_collectives(directory / files.COLLECTIVES, collectives, run)
     files.write_summary(directory / files.SUMMARY, summary, run)
     page = directory / files.HTML
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.codec import Record
+from megatron_ttrace.trace.collectives import Collective
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.sealing import (
     CHECKSUM,
@@ -29,6 +31,7 @@ from megatron_ttrace.trace.sealing import (
 
 VERDICTS = "verdicts.jsonl"
 SUMMARY = "summary.json"
+COLLECTIVES = "collectives.jsonl"
 HTML = "report.html"
 JUNIT = "junit.xml"
 
@@ -90,9 +93,20 @@ def write_verdicts(path: Path, verdicts: Iterable[Verdict], run_id: str | None =
         verdicts: what to write.
         run_id: id of the run; this process's by default.
     """
+    _write_records(path, verdicts, run_id)
+
+
+def write_collectives(
+    path: Path, collectives: Iterable[Collective], run_id: str | None = None
+) -> None:
+    """The same for the collectives of the traced steps."""
+    _write_records(path, collectives, run_id)
+
+
+def _write_records(path: Path, records: Iterable[Record], run_id: str | None) -> None:
     run = {"run": run_id or shared.run_id()}
     encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-    write_atomically(path, (encoder.encode(one.to_json() | run) + "\n" for one in verdicts))
+    write_atomically(path, (encoder.encode(one.to_json() | run) + "\n" for one in records))
 
 
 def write_summary(path: Path, summary: Summary, run_id: str | None = None) -> None:
@@ -106,8 +120,8 @@ def write_summary(path: Path, summary: Summary, run_id: str | None = None) -> No
     run = run_id or (summary.run.id if summary.run else shared.run_id())
     content = summary.to_json()
     content["run"] = {**(content["run"] or {}), "id": run}
-    verdicts = path.with_name(VERDICTS)
-    sealed = {VERDICTS: checksum_of_file(verdicts)[1]} if verdicts.is_file() else {}
+    beside = (path.with_name(name) for name in (VERDICTS, COLLECTIVES))
+    sealed = {one.name: checksum_of_file(one)[1] for one in beside if one.is_file()}
     # Whatever JSON does not know becomes text.
     plain = json.loads(json.dumps(strict({**content, "files": sealed}), default=str))
     write_atomically(path, [seal_json(plain, indent=2)])

@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from megatron_ttrace.report import figures, files, table, wording
+from megatron_ttrace.report import figures, files, ledger, table, wording
 from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, script_json
 
@@ -28,6 +28,7 @@ MAX_EMBEDDED = 50_000
 MAX_CULPRITS = 10
 MAX_ALIKE = 100
 MAX_ROWS = 60
+MAX_COLLECTIVES = 200
 OPEN_ROWS = 12
 _NAME_LIMIT = 240
 
@@ -73,7 +74,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
         reasons=[(wording.reason_text(r), n) for r, n in table.unchecked_reasons(verdicts)],
         exactness=wording.exactness_text(summary.exactness),
         inexact=bool(summary.exactness and summary.exactness.lost),
-        notices=wording.notices(summary),
+        notices=[*map(ledger.finding_text, summary.collective_findings), *wording.notices(summary)],
         culprits=culprits,
         more_culprits=len(causes) - len(culprits),
         figure=figure,
@@ -85,6 +86,9 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
         layers=[_layer(row) for row in rows[:MAX_ROWS]],
         open_rows=OPEN_ROWS,
         more_layers=max(0, len(rows) - MAX_ROWS),
+        collectives=ledger.table(summary.collectives[:MAX_COLLECTIVES]),
+        more_collectives=max(0, len(summary.collectives) - MAX_COLLECTIVES),
+        collectives_file=files.COLLECTIVES,
         run=wording.run_pairs(summary.run),
         config=_pairs(summary.config),
         versions=_pairs(summary.versions),

@@ -18,6 +18,8 @@ from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Rea
 from megatron_ttrace.trace.sanitise import clean
 
 UNNAMED = "(unnamed)"
+WHOLE_STEP = "(whole step)"
+"""The row of what belongs to no layer and passes."""
 UNMEASURED_MARGIN = 1e9
 """Stands for a failure without a number (a missing layer, NaN) where infinity cannot be shown."""
 
@@ -165,6 +167,8 @@ def _places(verdicts: Sequence[Verdict]) -> list[Place]:
                 kind = Kind.PARAM_DELTA
             elif kind is Kind.INITIAL:
                 kind = Kind.PARAM
+            elif kind in (Kind.COUNTED, Kind.METRIC) and not verdict.verdict.is_failure:
+                layer, tail = WHOLE_STEP, kind.value
             known[key] = layer, Column(verdict.direction, tail, kind)
         places.append(known[key])
     return places

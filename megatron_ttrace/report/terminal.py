@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_ttrace.report import files, table, wording
+from megatron_ttrace.report.ledger import finding_text
 from megatron_ttrace.trace.records import Culprit, Direction, Outcome, Result, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, for_encoding, shorten
 
@@ -71,6 +72,11 @@ def render(
         times = [f"{clean(name, 40)} {took:.1f} s" for name, took in summary.timings.items()]
         page.field("time", ", ".join(times))
     for texts, limit, what in (
+        (
+            [finding_text(one) for one in summary.collective_findings],
+            MAX_NOTICES,
+            "findings about collectives",
+        ),
         ([clean(notice, NOTE_LIMIT) for notice in summary.notices], MAX_NOTICES, "notices"),
         (
             [wording.not_exercised_text(one) for one in summary.not_exercised],

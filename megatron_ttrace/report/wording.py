@@ -204,6 +204,7 @@ _NOT_EXERCISED = {
     Unexercised.BUCKETS: "overlap between gradient buckets (there is one; --ddp-bucket-size "
     "makes more)",
     Unexercised.DROPOUT: "dropout (switched off in the traced steps)",
+    Unexercised.RANDOM_ROUTING: "random routing (switched off in the traced steps)",
     Unexercised.LOSS_MASK: "--eod-mask-loss (no token of the batches is masked)",
     Unexercised.POSITION_RESET: "--reset-position-ids (no sample of the batches holds the start "
     "of a second document)",
@@ -256,6 +257,7 @@ _REASONS = {
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
     Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",
     Reason.OTHER_START: "other start: consequences of parameters that differed before the step",
+    Reason.OWN_SHARD: "updated by looking at a rank's own shard: depends on the layout by design",
     Reason.INITIAL_VALUES: "initial values: no distribution to compare",
 }
 
@@ -270,6 +272,7 @@ def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
     found = {
         "cause": clean(culprit.explanation, NOTE_LIMIT) or UNKNOWN,
         "hint": clean(culprit.hint, NOTE_LIMIT),
+        "observed": clean(culprit.collectives, NOTE_LIMIT),
         "look at": clean(culprit.where, NOTE_LIMIT),
     }
     return [(label, text) for label, text in found.items() if text]
@@ -295,6 +298,8 @@ _NOTES = {
     "allgather can); its layer is judged as a whole",
     Remark.OWN_TOKENS: "chosen by looking at all tokens of a rank, which has a part of them here: "
     "depends on the layout by design; the rest is judged with the reference's choice",
+    Remark.OWN_SHARD: "the optimizer looks at a rank's whole shard of the matrix: depends on the "
+    "layout by design; its gradient is judged",
     Remark.EXTRA: "the reference has no such tensor",
     Remark.EMPTY: "empty: no element to compare",
     Remark.MISSING: "no rank of the candidate has this tensor",

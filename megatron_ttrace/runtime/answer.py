@@ -12,52 +12,60 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.wire import decode
-from megatron_ttrace.mcore import balancing, provenance
+from megatron_ttrace.mcore import balancing, own_shards, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.runtime import recording
 from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
 from megatron_ttrace.runtime.conclusion import conclude
 from megatron_ttrace.runtime.requirements import isolates
 from megatron_ttrace.trace import counted
+from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.store import seal
 
 
 def answer(
     comparison: Comparison,
-    findings: Sequence[tuple[dict[str, Any], Any, Any]],
+    findings: Sequence[tuple[dict[str, Any], Any, Any, Any]],
     *,
     model: TracedModel,
     args: MegatronArguments,
     settings: Settings,
     timings: dict[str, float],
     notices: Sequence[str],
-) -> tuple[Summary, list[Verdict]]:
-    """Conclude, on one rank; ``findings`` are each rank's mesh, measures and counts, as JSON."""
+) -> tuple[Summary, list[Verdict], Ledger]:
+    """Conclude, on one rank.
+
+    ``findings`` are each rank's mesh, measurements, counts and ledger, as JSON.
+    """
     config = config_of(model, args, settings)
     directory = settings.directory / "candidate"
+    ledger, lost = recording.merged([(mesh, said) for mesh, *_, said in findings], args)
     if any(directory.glob("*.index.jsonl")):
         meta = {
             "role": "candidate",
             "complete": settings.save_candidate,
-            "meshes": [mesh for mesh, _, _ in findings],
-            "counted": [counts for _, _, counts in findings] if settings.save_candidate else [],
+            "meshes": [mesh for mesh, *_ in findings],
+            "counted": [counts for *_, counts, _ in findings] if settings.save_candidate else [],
             "config": config.on(model.mesh),
+            "ledger": ledger.to_json(),
         }
         seal(directory, meta)
     summary, verdicts = conclude(
         comparison.reference,
         comparison.tolerances,
-        {rank: decode(message) for rank, (_, message, _) in enumerate(findings)},
+        {rank: decode(message) for rank, (_, message, *_) in enumerate(findings)},
         candidate=directory,
-        counts={rank: counted.decode(message) for rank, (_, _, message) in enumerate(findings)},
+        counts={rank: counted.decode(message) for rank, (*_, message, _) in enumerate(findings)},
         mesh=model.mesh,
         config=config,
         timings=timings,
-        notices=notices,
+        notices=[*notices, *lost],
         allow_unchecked=settings.allow_unchecked,
+        ledger=ledger,
     )
-    return dataclasses.replace(summary, run=provenance.collect(args)), verdicts
+    return dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger
 
 
 def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> RunConfig:
@@ -71,6 +79,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         seq_length=args.seq_length,
         dispatcher=dispatcher(args),
         own_tokens=tuple(balancing.depends_on_layout(args)),
+        own_shards=own_shards.depends_on_layout(args)[0],
         iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
         init=settings.init,
@@ -97,7 +106,7 @@ def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings)
     )
 
 
-def publish(summary: Summary, verdicts: list[Verdict], settings: Settings) -> None:
+def publish(summary: Summary, verdicts: list[Verdict], ledger: Ledger, settings: Settings) -> None:
     """Write the report; send it to the trackers that Megatron has opened."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
@@ -110,4 +119,5 @@ def publish(summary: Summary, verdicts: list[Verdict], settings: Settings) -> No
         wandb_run=getattr(get_wandb_writer(), "run", None),
         tensorboard=get_tensorboard_writer(),
         wandb=settings.wandb,
+        collectives=ledger.collectives,
     )

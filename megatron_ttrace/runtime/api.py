@@ -172,7 +172,13 @@ def compare(
 
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.compare.configuration import RunConfig
-    from megatron_ttrace.compare.offline import counts_of, epsilon_of, measure_saved, meshes_of
+    from megatron_ttrace.compare.offline import (
+        counts_of,
+        epsilon_of,
+        ledger_of,
+        measure_saved,
+        meshes_of,
+    )
     from megatron_ttrace.report import publish
     from megatron_ttrace.runtime.conclusion import conclude
     from megatron_ttrace.trace import shared
@@ -191,7 +197,7 @@ def compare(
     if not tested.meta.get("complete"):
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
     epsilon_of(trusted)
-    meshes = meshes_of(tested)
+    meshes, ledger = meshes_of(tested), ledger_of(tested)
     with consistent(theirs, ours):
         summary, verdicts = conclude(
             trusted,
@@ -203,6 +209,7 @@ def compare(
             config=RunConfig.from_json(tested.meta.get("config")),
             timings={"measure": time.monotonic() - began},
             allow_unchecked=allow_unchecked,
+            ledger=ledger,
         )
     folder = Path(output) if output is not None else ours.parent
     run = tested.meta["run"]
@@ -214,6 +221,7 @@ def compare(
             wandb=wandb,
             console=None if show else Console(file=io.StringIO()),
             run_id=run,
+            collectives=ledger.collectives,
         )
     return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
 

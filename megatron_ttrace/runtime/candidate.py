@@ -8,6 +8,7 @@ This file decides when; how is in ``requirements.py`` (which runs are refused), 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import loss_scale, quiet
+from megatron_ttrace.mcore import fim, loss_scale, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import answer, launch, requirements
@@ -29,6 +30,7 @@ from megatron_ttrace.runtime.comparison import (
     layout_of,
     microbatch_numbers,
 )
+from megatron_ttrace.runtime.recording import Recording
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
 from megatron_ttrace.trace import counted, shared
@@ -45,8 +47,12 @@ class CandidateSession(Session):
         self._timings: dict[str, float] = {}
         self._notices: list[str] = []
         requirements.require(args, settings)
+        if fim.is_by_sample(args, settings):
+            fim.rearrange_by_sample()
         if quiet.has_dropout(args) and dist.get_rank() == 0:
             print("ttrace: dropout is switched off in the traced steps", flush=True)
+        if quiet.has_random_routing(args) and dist.get_rank() == 0:
+            print("ttrace: random routing is switched off in the traced steps", flush=True)
         for text in requirements.notices(args, settings):
             self._notice(text)
         run = ranks.from_one(0, "preparing the check", lambda: shared.prepare(settings.directory))
@@ -60,6 +66,7 @@ class CandidateSession(Session):
     ) -> None:
         """Hand the state of a run that starts from a checkpoint to the reference first."""
         super().begin(chunks, optimizer, scheduler)
+        self._recording = Recording(self.model)
         for name in (name for names in self.model.names for name in names.unused):
             self._notice(f"{name} of the last stage is unused in the forward pass: not traced")
         if self._comparison is None:
@@ -162,7 +169,8 @@ class CandidateSession(Session):
             comparison.reference, iteration, batches, count, mesh, self.ranks, self.device
         )
         with comparison.step(iteration, layout, batches, numbers) as sink:
-            comparison.counted.append(self.rehearse(run, sink, numbers, iteration))
+            step = functools.partial(self._recording.step, iteration, run)
+            comparison.counted.append(self.rehearse(step, sink, numbers, iteration))
 
     def _find_reference(self, started: Started | None) -> None:
         began = time.monotonic()
@@ -195,13 +203,14 @@ class CandidateSession(Session):
                 dataclasses.asdict(self.model.mesh),
                 self.comparison.findings(),
                 counted.encode(self.comparison.counted),
+                self._recording.message(),
             ],
             self.device,
         )
         self._timings["gather"] = time.monotonic() - began
 
         def report() -> int:
-            summary, verdicts = answer.answer(
+            summary, verdicts, ledger = answer.answer(
                 self.comparison,
                 findings,
                 model=self.model,
@@ -210,7 +219,7 @@ class CandidateSession(Session):
                 timings=self._timings,
                 notices=self._notices,
             )
-            answer.publish(summary, verdicts, self.settings)
+            answer.publish(summary, verdicts, ledger, self.settings)
             return summary.verdict.exit_code
 
         last = dist.get_world_size() - 1

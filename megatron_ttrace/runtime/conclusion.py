@@ -10,18 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_ttrace.compare import counted, exactness, exercised, experts, initial
+from megatron_ttrace.compare import collectives, counted, exactness, exercised, experts, initial
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.judge import Holder, judge
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.residual import residuals
-from megatron_ttrace.mcore import places, versions
+from megatron_ttrace.mcore import own_shards, versions
 from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
 from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.records import (
@@ -53,6 +54,7 @@ def conclude(
     counts: Mapping[int, Sequence[Counted]] = MappingProxyType({}),
     notices: Sequence[str] = (),
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
+    ledger: Ledger = UNRECORDED,
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain.
 
@@ -68,6 +70,7 @@ def conclude(
         notices: for the report.
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
+        ledger: the collectives of the traced steps, and the code that ran in them.
     """
     from megatron_ttrace.report import wording  # only the rank that judges needs it
 
@@ -94,13 +97,11 @@ def conclude(
     ]
     verdicts, exact = exactness.examine(verdicts, config.arithmetic)
     judged = time.monotonic()
-    explainer = Explainer(reference, candidate, tolerances, measured=measured)
+    explainer = Explainer(reference, candidate, tolerances, measured=measured, ledger=ledger)
     verdicts = explainer.started(verdicts)
 
     def explain(verdict: Verdict) -> Explanation:
-        if known := coverage.findings.get(verdict.key):
-            return Explanation(known, where=places.location(verdict, known))
-        return explainer.explain(verdict)
+        return explainer.explain(verdict, coverage.findings.get(verdict.key))
 
     culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
     explained = time.monotonic()
@@ -130,6 +131,8 @@ def conclude(
         exactness=exact,
         residuals=residuals(verdicts, culprits, explainer.evidence),
         not_exercised=exercised.unexercised(config.requested, observed, mesh, verdicts),
+        collectives=collectives.rows(ledger.collectives),
+        collective_findings=ledger.findings,
     )
     return summary, verdicts
 
@@ -150,9 +153,19 @@ def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
     return TooFew(unchecked, judged, allowed, tuple(reasons.most_common(_REASONS)))
 
 
-def _unjudged(mesh: Mesh, job: RunConfig, key: TraceKey) -> Reason | None:
+def _unjudged(
+    mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Holder]
+) -> Reason | None:
     if key.kind is Kind.ROUTING and key.index in job.own_tokens:
         return Reason.OWN_TOKENS
+    if (
+        key.kind in job.own_shards
+        and key.direction is Direction.UPDATE
+        and any(
+            own_shards.is_matrix(key.name, one.logical_shape) and one.is_part for _, one in holders
+        )
+    ):
+        return Reason.OWN_SHARD
     return Reason.DISPATCHED if experts.is_beyond(key, mesh, job.dispatcher) else None
 
 

@@ -14,11 +14,14 @@ Three places are perturbed, so that forward, backward and gradients get new erro
 An epsilon of the compute dtype is much smaller than the steps of FP8: nearly all elements would be
 rounded to the same FP8 number. In another layout they change because scales differ, so scales are
 perturbed too (if TransformerEngine is emulated; the real one's scales cannot be changed).
+
+Muon orthogonalises in bfloat16 also where all else is float32 (``--muon-fp32-matmul-prec medium``):
+there, what it orthogonalises is multiplied by 1 ± epsilon of bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,6 +31,7 @@ from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu import te
 from megatron_ttrace.mcore.names import ROOT, Names
+from megatron_ttrace.mcore.optimizer import leaves_of
 
 _EMBEDDING = "embedding"
 _HEAD = "output_layer"
@@ -76,10 +80,39 @@ def split_head(
 
 
 @contextmanager
-def perturbed(chunks: Sequence[Names], seed: int) -> Iterator[None]:
-    """Within this context the model's next step runs perturbed; parameters are *not* restored."""
+def rounded_momentum(optimizer: Any, generator: torch.Generator) -> Iterator[None]:
+    """Within this context optimizers that orthogonalise in bfloat16 get another rounding of it."""
+    found: list[Any] = [getattr(leaf, "optimizer", None) for leaf in leaves_of(optimizer)]
+    coarse = [one for one in found if getattr(one, "fp32_matmul_prec", "") == "medium"]
+
+    def rounding(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def orthogonalize(p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            ones = torch.ones_like(grad, dtype=torch.bfloat16)
+            return original(p, grad * perturb(ones, generator), **kwargs)
+
+        return orthogonalize
+
+    for inner in coarse:
+        inner.orthogonalize = rounding(inner.orthogonalize)
+    try:
+        yield
+    finally:
+        for inner in coarse:
+            del inner.orthogonalize
+
+
+@contextmanager
+def perturbed(chunks: Sequence[Names], seed: int, optimizer: Any = None) -> Iterator[None]:
+    """Within this context the model's next step runs perturbed; parameters are *not* restored.
+
+    Args:
+        chunks: of the model.
+        seed: of the random signs.
+        optimizer: Megatron's, if its own arithmetic is to be perturbed, too.
+    """
     generator = torch.Generator().manual_seed(seed)
     handles = []
+    parameters = [parameter for names in chunks for parameter in names.parameters.values()]
 
     def outputs(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if torch.is_tensor(output) and output.is_floating_point():
@@ -88,11 +121,11 @@ def perturbed(chunks: Sequence[Names], seed: int) -> Iterator[None]:
             return output * factor
         return output
 
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.dtype == torch.float32:
+                parameter.data.copy_(perturb(parameter.data, generator))
     for names in chunks:
-        with torch.no_grad():
-            for parameter in names.parameters.values():
-                if parameter.dtype == torch.float32:
-                    parameter.data.copy_(perturb(parameter.data, generator))
         for name, module in names.modules.items():
             if name in (_EMBEDDING, ROOT):
                 handles.append(module.register_forward_hook(outputs))
@@ -105,4 +138,6 @@ def perturbed(chunks: Sequence[Names], seed: int) -> Iterator[None]:
             from megatron_ttrace.cpu.te import quantize
 
             stack.enter_context(quantize.other_scales(generator))
+        if all(parameter.dtype == torch.float32 for parameter in parameters):
+            stack.enter_context(rounded_momentum(optimizer, generator))
         yield

@@ -20,7 +20,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import loss_scale
+from megatron_ttrace.mcore import fim, fingerprint, loss_scale
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
@@ -47,6 +47,8 @@ class ReferenceSession(Session):
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
         self._order = Order.read(settings.overrides)
         self._directory = Path(self._order.directory)
+        if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
+            fim.rearrange_by_sample()
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
 
@@ -147,7 +149,7 @@ class ReferenceSession(Session):
             layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
             for seed in range(1, self.settings.seeds + 1):
                 again()
-                with perturbed(self.model.names, seed):
+                with perturbed(self.model.names, seed, self.model.optimizer):
                     for iteration in block:
                         replay = self._replay(reader, iteration, layout, seed)
                         self.rehearse(run, replay, numbers, iteration)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import balancing
+from megatron_ttrace.mcore import balancing, fim, own_shards
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
@@ -35,10 +35,12 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         raise TTraceError(why)
     if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
         raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
-    if getattr(args, "use_torch_fsdp2", False):
+    if getattr(args, "use_torch_fsdp2", False) and getattr(
+        args, "init_model_with_meta_device", False
+    ):
         raise TTraceError(
-            "--use-torch-fsdp2: its sharded weights are not captured; check the same job with "
-            "--use-megatron-fsdp or --use-distributed-optimizer"
+            "--use-torch-fsdp2 with --init-model-with-meta-device: Megatron leaves the weights "
+            "without memory: omit the latter"
         )
     if settings.role == "candidate" and getattr(args, "cuda_graph_impl", "none") != "none":
         raise TTraceError(
@@ -47,11 +49,42 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
         raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
-    if getattr(args, "fim_data", False) and getattr(args, "data_parallel_size", 1) > 1:
+    if getattr(args, "overlap_moe_expert_parallel_comm", False) and getattr(
+        args, "hybrid_layer_pattern", None
+    ):
+        raise TTraceError(
+            "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern: the pieces in which "
+            "its layers run are not captured: check the same job without the overlap"
+        )
+    if (
+        getattr(args, "fim_data", False)
+        and getattr(args, "data_parallel_size", 1) > 1
+        and not fim.is_by_sample(args, settings)
+    ):
         raise TTraceError(
             "--fim-data with data parallelism: each rank rearranges samples at random in the order "
-            "in which it reads them, so another layout trains on others: check the same job "
-            "without it"
+            "in which it reads them, so another layout trains on others: check the same job with "
+            "--ttrace-exit, which rearranges each sample by its index"
+        )
+    main_weights = getattr(args, "main_params_dtype", None)
+    if main_weights is not None and main_weights.itemsize < 4:
+        raise TTraceError(
+            "--main-params-dtype fp16: every rank rounds its part of the main weights with a scale "
+            "of its own, so another layout trains others: check the same job with fp32"
+        )
+    if getattr(args, "optimizer_cpu_offload", False):
+        raise TTraceError(
+            "--optimizer-cpu-offload: main weights and moments in the host's memory are not "
+            "captured: check the same job without it"
+        )
+    if getattr(args, "use_precision_aware_optimizer", False) and starts_from_checkpoint(args):
+        raise TTraceError(
+            "--use-precision-aware-optimizer with --load: a loaded start is not handed over"
+        )
+    if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
+        raise TTraceError(
+            "--use-distributed-optimizer with another optimizer than Adam: Megatron has it "
+            "for --bf16 only: give it, or omit --use-distributed-optimizer"
         )
     if balancing.depends_on_layout(args) and getattr(
         args, "moe_pad_expert_input_to_capacity", False
@@ -73,6 +106,16 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
             f"{' and '.join(options.values())}: looks at all tokens of a rank, which has a part of "
             "a microbatch in this layout: another choice than a single device's by design; both "
             "runs take the reference's"
+        )
+    if option := own_shards.depends_on_layout(args)[1]:
+        found.append(
+            f"{option}: every tensor-parallel rank updates its own shard of a matrix, which is "
+            "another update than a single device's by design: unchecked; gradients are judged"
+        )
+    if fim.is_by_sample(args, settings):
+        found.append(
+            "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
+            "the rank that reads it, so that all layouts have the same samples"
         )
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")

@@ -118,7 +118,7 @@ class Session(abc.ABC):
             return
         parts = parts_of(self.model.chunks)
         self.ranks.together("setting the start values", lambda: self._fill(parts))
-        if parts:
+        if buffers_of(self.model.chunks):
             publish(self.model.chunks)
         else:
             self.model.optimizer.reload_model_params()
@@ -223,6 +223,7 @@ class Session(abc.ABC):
     def _keep(self, kept: ExitStack, *, restore: bool) -> None:
         kept.enter_context(quiet.one_attempt())
         kept.enter_context(quiet.without_dropout(self.model.chunks))
+        kept.enter_context(quiet.without_random_routing(self.model.chunks))
         kept.enter_context(quiet.random_states_kept())
         kept.enter_context(quiet.metrics_kept())
         kept.enter_context(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
+from megatron_ttrace.trace.collectives import Citation
 from megatron_ttrace.trace.counted import Statistic
 
 UNKNOWN = "unknown"
@@ -79,6 +80,7 @@ class Remark(StrEnum):
 
     DISPATCHED = "dispatched"
     OWN_TOKENS = "own tokens"
+    OWN_SHARD = "own shard"
     EXTRA = "extra"
     EMPTY = "empty"
     MISSING = "missing"
@@ -453,9 +455,10 @@ class Explanation:
 
     Attributes:
         finding: the simplest repair that passed its test, if one did.
-        where: file, line and function of Megatron that are the common location of such faults.
+        where: file, line and function to look at.
         ranks: where the tensor fails.
         alike: how many failing main gradients are off by this very factor, and how many fail.
+        collectives: what the ledger says about the module.
         other: another repair that passed and is nearly as simple.
         observed: a pattern of the error that no repair was tested for.
     """
@@ -464,5 +467,6 @@ class Explanation:
     where: str = ""
     ranks: FailingRanks | None = None
     alike: tuple[int, int] | None = None
+    collectives: Citation | None = None
     other: Finding | None = None
     observed: Finding | None = None

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, Count, Rank, Record, Size
+from megatron_ttrace.trace.collectives import CollectiveRow, LedgerFinding
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.unexercised import NotExercised
 
@@ -107,6 +108,8 @@ class Reason(StrEnum):
     """Unchecked: its rows went through a token dispatcher that cannot be followed."""
     OWN_TOKENS = "own tokens"
     """Unchecked: a choice that depends on all tokens that a rank has, here a part of them."""
+    OWN_SHARD = "own shard"
+    """Unchecked: an update that depends on a rank's whole shard of a matrix."""
     INITIAL_VALUES = "initial values"
     """Unchecked: there is no distribution to compare."""
     OTHER_START = "other start"
@@ -149,6 +152,10 @@ SCORES, CHOICE, KEPT = 0, 1, 2
 what is left of it within the experts' capacity."""
 
 
+VALUE, ELEMENTS = 0, 1
+"""Indices of a ``metric``: a value that was computed, and how many elements have a property."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class TraceKey:
     """Names one logical tensor of a run.
@@ -162,6 +169,12 @@ class TraceKey:
     kind: Kind
     name: str
     index: Count = 0
+
+    @property
+    def direction(self) -> Direction:
+        """Where in the step the tensor stands; a parameter is read before the step and after it."""
+        after = self.kind is Kind.PARAM and self.index
+        return Direction.UPDATE if after else self.kind.direction
 
     def __str__(self) -> str:
         where = "" if self.microbatch == STEP_LEVEL else f" microbatch {self.microbatch}"
@@ -202,9 +215,8 @@ class Verdict(Record):
 
     @property
     def direction(self) -> Direction:
-        """Where in the step the tensor stands; a parameter is read before the step and after it."""
-        after = self.kind is Kind.PARAM and self.index
-        return Direction.UPDATE if after else self.kind.direction
+        """Where in the step the tensor stands."""
+        return self.key.direction
 
     @property
     def is_luck(self) -> bool:
@@ -219,8 +231,9 @@ class Culprit(Record):
     ``reason`` is the chain of evidence in one sentence, ``explanation`` a hypothesis about the
     cause that was tested on the shards, or "unknown"; ``cause`` and ``axes`` are its sort and the
     mesh axes it speaks of. ``hint`` is what it suggests, which was not tested. ``where`` is the
-    common location of such faults in Megatron: file, line and function. Culprits with the same
-    ``group`` have one cause, or are the same module of several layers; 0 where this is not known.
+    code to look at: file, line and function. ``collectives`` are those that ran in the module in
+    this direction, which is an observation and no cause. Culprits with the same ``group`` have one
+    cause, or are the same module of several layers; 0 where this is not known.
     """
 
     name: str
@@ -241,6 +254,7 @@ class Culprit(Record):
     where: str = ""
     cause: Cause | None = None
     axes: tuple[str, ...] = ()
+    collectives: str = ""
     group: Count = 0
 
     def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
@@ -388,6 +402,8 @@ class Summary(Record):
     the settings of the check, ``execution_order`` the modules in the order the reference ran them.
     ``exactness`` is ``None`` where nothing is known of it. ``residuals`` are those of failed
     tensors, as far as their shards were kept. ``not_exercised`` is what a pass says nothing about.
+    ``collectives`` are those of the traced steps, folded over layers, and ``collective_findings``
+    is what is wrong with them, which the verdict does not depend on.
     """
 
     verdict: Result
@@ -402,6 +418,8 @@ class Summary(Record):
     residuals: tuple[Residual, ...] = ()
     run: Run | None = None
     not_exercised: tuple[NotExercised, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
+    collective_findings: tuple[LedgerFinding, ...] = ()
 
     def contradiction(self) -> str:
         """Why this summary cannot be true; empty if it can."""

@@ -36,7 +36,7 @@ _LEFTOVER = 5.0
 """Seconds to wait for ranks whose launcher is gone. The kernel ends them within milliseconds."""
 
 _ID = re.compile("[0-9a-f]{16}")
-_REPORTS = ("summary.json", "verdicts.jsonl", "report.html", "junit.xml")
+_REPORTS = ("summary.json", "verdicts.jsonl", "collectives.jsonl", "report.html", "junit.xml")
 _TRACES = ("candidate", "start")
 _OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
 _OF_LOGS = re.compile(r"rank-\d+\.log|.*\.request\.json")

@@ -16,6 +16,7 @@ class Unexercised(StrEnum):
     SHARDED_OPTIMIZER = "sharded_optimizer"
     BUCKETS = "buckets"
     DROPOUT = "dropout"
+    RANDOM_ROUTING = "random_routing"
     LOSS_MASK = "loss_mask"
     POSITION_RESET = "position_reset"
     ATTENTION_RESET = "attention_reset"

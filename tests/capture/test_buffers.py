@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ttrace.capture.step import place_buffer
+from megatron_ttrace.capture.initial import initial_values
+from megatron_ttrace.capture.step import TracedModel, place_buffer
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.plan import describe
 from tests.placement.meshes import mesh_of
@@ -37,3 +38,14 @@ def test_cached_angles_are_divided_with_the_sequence(cp, group, leaf, shape, pla
     name = f"rotary.{leaf}"
     found = place_buffer(name, names.buffers[name].shape, names, mesh_of(0, cp, cp=cp))
     assert (found[0], describe(found[1])) == (shape, placement)
+
+
+def test_start_of_buffers():
+    """Their initial values are taken like parameters', except for tables of positions."""
+    model = Model("group")
+    model.register_buffer("calls", torch.tensor(0))
+    mesh = mesh_of(0, 2, cp=2)
+    taken = initial_values(TracedModel([model], [canonical_names(model)], None, mesh, gated=False))
+    assert [(one.name, one.logical_shape, one.moments.n) for one in taken] == [
+        ("rotary.inv_freq", (4,), 4)
+    ]

@@ -158,6 +158,30 @@ def leaf(*shape):
     return torch.randn(*shape, requires_grad=True) * 1.0
 
 
+class IdentityOp(nn.Module):
+    """Megatron's module that does nothing."""
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_what_an_identity_returns_is_what_entered(viewed):
+    """Also where another hook makes a view of it: the residual belongs to the gradient."""
+
+    def compute(self, x):
+        return (x + self.last(self.norm(x))).sum()
+
+    model = Function(compute, norm=IdentityOp(), last=nn.Linear(3, 3))
+    if viewed:
+        model.norm.register_forward_hook(lambda module, args, output: output.view_as(output))
+    sink = Recorder()
+    with tapped([model], sink):
+        model(leaf(2, 3)).backward()
+    gradient = sink.values[0, Kind.GRAD_INPUT, "last", 0]
+    torch.testing.assert_close(gradient, 1 + model.last.weight.sum(0).expand(2, 3))
+
+
 def test_in_place_modification_is_noticed():
     """What left a module is not what enters the next, though it is the same tensor object."""
 

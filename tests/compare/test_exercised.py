@@ -90,6 +90,7 @@ def test_a_job_that_uses_what_it_asks_for_is_told_nothing(mesh) -> None:
         ({}, {}, TP2, NotExercised(Unexercised.SHARDED_OPTIMIZER, 1)),
         ({"buckets": 1}, {}, DP2, NotExercised(Unexercised.BUCKETS, 1)),
         ({"dropout": True}, {}, DP2, NotExercised(Unexercised.DROPOUT)),
+        ({"random_routing": True}, {}, DP2, NotExercised(Unexercised.RANDOM_ROUTING)),
         ({}, {"masks_loss": False}, DP2, NotExercised(Unexercised.LOSS_MASK)),
         ({}, {"restarts_positions": False}, DP2, NotExercised(Unexercised.POSITION_RESET)),
         ({}, {"hides_documents": False}, DP2, NotExercised(Unexercised.ATTENTION_RESET)),

@@ -268,6 +268,16 @@ def test_constants():
     assert not math.isnan(verdict.rel_err_eps)
 
 
+def test_copies_of_a_constant():
+    """A buffer of zeros that one rank left uninitialised: that rank is named, whichever it is."""
+    zeros, rubbish = torch.zeros(4), torch.tensor([0.0, 1e30, 0.0, 3e-9])
+    for wrong in (0, 1):
+        both = [held(rank, rubbish if rank == wrong else zeros, (4,)) for rank in (0, 1)]
+        verdict = verdict_of(reference_of(zeros), *both)
+        assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (wrong,))
+        assert cause(verdict) is Cause.INITIAL_VALUES
+
+
 def test_not_finite():
     """In the candidate it is found, in the reference nothing can be said."""
     bad = drawn(2, *SHAPE).index_fill(0, torch.tensor([3]), math.nan)

@@ -55,6 +55,15 @@ def devices() -> dict[str, Any]:
     }
 
 
+def mesh() -> str:
+    """The device of a mesh of ranks; torch's FSDP2 takes its own from there."""
+    return str(
+        torch.distributed.device_mesh.DeviceMesh(
+            "cuda", [0], _init_backend=False, _rank=0
+        ).device_type
+    )
+
+
 def default_device() -> str:
     with torch.device("meta"):
         return str(torch.empty(2).device)
@@ -216,6 +225,7 @@ def main() -> None:
         ],
         "devices": devices(),
         "default device": default_device(),
+        "mesh": mesh(),
         "scripted": scripted(),
         "types": type_names(),
         "streams": streams(),

@@ -2,6 +2,7 @@
 """A GPU command line becomes one that a CPU can run, and says what that took away."""
 
 import copy
+import os
 import sys
 from argparse import Namespace
 
@@ -72,6 +73,17 @@ def test_a_command_line_for_the_cpu_loses_nothing(parse):
         "--no-persist-layer-norm",
     )
     assert adapt_arguments(args) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "set_to"),
+    [("--bf16", "1"), ("--use-torch-fsdp2", None), ("--use-megatron-fsdp", None)],
+)
+def test_connections(flag, set_to, parse, monkeypatch):
+    """Tensor parallelism needs a single queue, which both FSDPs refuse."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    adapt_arguments(parse("--tensor-model-parallel-size", "2", flag))
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == set_to
 
 
 def test_twice_is_once(parse):

@@ -32,6 +32,10 @@ def test_every_spelling_of_a_device_is_the_cpu(facts):
     assert set(facts["devices"]["asked"].values()) == {"cpu"}
 
 
+def test_a_mesh_of_ranks_is_of_cpus(facts):
+    assert facts["mesh"] == "cpu"
+
+
 def test_also_in_other_threads(facts):
     """Checkpoints are written, and data sets built, by threads."""
     assert facts["devices"]["thread"] == "cpu"

@@ -15,6 +15,7 @@ from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.placement.plan import plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text, ranks_text
+from megatron_ttrace.trace.collectives import Ledger, Sources
 from megatron_ttrace.trace.findings import UNKNOWN, Cause
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
@@ -58,7 +59,10 @@ def made(tmp_path: Path) -> tuple[Explainer, Path]:
     )
     moved = {key: Moved(128, float(value.norm()), (1e-6,)) for key, value in data.items()}
     tolerances = Tolerances(moved, dict.fromkeys(data, "float32"))
-    explainer = Explainer(TraceReader(reference), candidate, tolerances, measured=measured)
+    ledger = Ledger(sources=Sources(finalize="finalize"))
+    explainer = Explainer(
+        TraceReader(reference), candidate, tolerances, measured=measured, ledger=ledger
+    )
     return explainer, candidate
 
 
@@ -71,7 +75,7 @@ def test_one_sentence(made: tuple[Explainer, Path]) -> None:
     assert f"as are all {len(NAMES)} main gradients that fail" in said
     assert "on all 2 ranks" in said
     assert hint_text(found, verdict) == "a missing division or a doubled reduction over dp"
-    assert found.where.startswith("start_grad_sync in megatron/core/")
+    assert (found.where, found.collectives) == ("finalize", None)
     assert found.finding is not None
     assert (found.finding.cause, found.finding.axes) == (Cause.TOO_LARGE, ("dp",))
 

@@ -25,6 +25,7 @@ from megatron.core.transformer import multi_latent_attention as mla  # noqa: E40
 from megatron.core.transformer import multi_token_prediction as mtp  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.experimental_attention_variant import dsa  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
 
 def over_context_parallel(count):
@@ -167,6 +168,47 @@ def fsdp_single_copies():
     fsdp.DataParallelBuffer.__init__ = fixed
 
 
+def norm_after_dense():
+    """Apply the final norm after a last layer without experts, too."""
+    from megatron.core.models.common.utils import TransformerLayerNode
+
+    run = TransformerLayerNode.forward_impl
+
+    def fixed(self, *inputs):
+        output = run(self, *inputs)
+        decoder = self.chunk_state.model.decoder
+        ends = self.name == "mlp" and self.is_last_layer and not self.is_mtp
+        if ends and decoder.final_layernorm and not hasattr(decoder.layers[-1].mlp, "experts"):
+            output = decoder.final_layernorm(output)
+        return output
+
+    TransformerLayerNode.forward_impl = fixed
+
+
+def fsdp2_scaled_gradients():
+    """Divide by all tokens of a step; torch's FSDP2 has averaged over data parallelism."""
+    from megatron.core.distributed import TorchFullyShardedDataParallel as Wrapper
+
+    def fixed(self, factor):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(float(factor) * self.process_group.size())
+
+    Wrapper.scale_gradients = fixed
+
+
+def meta_buffers():
+    """Set a router's bias and counters to zero, as its constructor did, once they have memory."""
+    reset = TopKRouter.reset_parameters
+
+    def fixed(self):
+        reset(self)
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
+    TopKRouter.reset_parameters = fixed
+
+
 def frozen():
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     from megatron.core.models.gpt import GPTModel
@@ -191,6 +233,9 @@ FIXS = {
     "delta-net-norm": delta_net_norm,
     "fsdp-scaled-gradients": fsdp_scaled_gradients,
     "fsdp-single-copies": fsdp_single_copies,
+    "norm-after-dense": norm_after_dense,
+    "fsdp2-scaled-gradients": fsdp2_scaled_gradients,
+    "meta-buffers": meta_buffers,
     "train-only-sinks": frozen,
 }
 

@@ -22,6 +22,11 @@ MLA = (
 )
 SPARSE = matrix.MODELS["dsa-te"] + " --context-parallel-size 2 --cp-comm-type allgather"
 
+META = (
+    f"{matrix.MODELS['moe-deep']} --expert-model-parallel-size 2 {matrix.FLAGS['fsdp']} "
+    "optim_grads_params --calculate-per-token-loss --init-model-with-meta-device "
+    "--deterministic-mode --moe-token-dispatcher-type alltoall --global-batch-size 4"
+)
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
 FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
 
@@ -44,10 +49,22 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         ),
         (
             "",
+            "norm-after-dense",
+            f"{TE} --bf16 {matrix.EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
+            f"{matrix.FLAGS['in-pieces']} --moe-layer-freq [1,0]",
+        ),
+        (
+            "",
             "fsdp-single-copies",
             f"{FSDP} {matrix.EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
             "--global-batch-size 8",
         ),
+        (
+            "",
+            "fsdp2-scaled-gradients",
+            f"{TE} {matrix.FLAGS['fsdp2']} --calculate-per-token-loss --bf16",
+        ),
+        ("", "meta-buffers", META),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):

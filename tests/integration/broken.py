@@ -18,6 +18,21 @@ import torch  # noqa: E402
 LAUNCH = Path(__file__).parents[2] / "launch"
 
 
+def unreduced_input_gradients():
+    """The second layer does not sum the gradient of its MLP's input over tensor-parallel ranks."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    forward = TransformerLayer.forward
+
+    def broken(self, *args, **more):
+        if self.layer_number == 2:
+            linear = self.mlp.linear_fc1
+            linear.disable_grad_reduce, linear.allreduce_dgrad = True, False
+        return forward(self, *args, **more)
+
+    TransformerLayer.forward = broken
+
+
 def filters_of_the_next_rank():
     """A context-parallel rank convolves with the next one's filters."""
     from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
@@ -163,6 +178,47 @@ def recomputed_from_half():
         )
 
     random.detach_variable = broken
+
+
+def residual_without_a_gradient():
+    """Half of the gradients that go around a layer's experts are lost between its pieces."""
+    from megatron.core.models.common.utils import TransformerLayerNode
+
+    run = TransformerLayerNode.backward_impl
+
+    def broken(self, outputs, gradients):
+        for one in self.detached[:1]:
+            one.grad = one.grad * 0.5
+        return run(self, outputs, gradients)
+
+    TransformerLayerNode.backward_impl = broken
+
+
+def rows_of_other_tokens():
+    """What is dispatched while another microbatch goes back arrives one row late."""
+    from megatron.core.models.common.utils import TransformerLayerNode
+
+    run = TransformerLayerNode.forward_impl
+
+    def broken(self, *inputs):
+        output = run(self, *inputs)
+        return output.roll(1, dims=0) if self.name == "moe_dispatch" else output
+
+    TransformerLayerNode.forward_impl = broken
+
+
+def weights_of_a_microbatch_too_few():
+    """The third layer forgets its experts' weight gradients of the microbatch that goes last."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    compute, calls = MoELayer.backward_dw, []
+
+    def broken(self, routed_experts=True, shared_experts=False):
+        calls.append(self.layer_number == 3 and routed_experts)
+        if not calls[-1] or sum(calls) > 1:
+            compute(self, routed_experts, shared_experts)
+
+    MoELayer.backward_dw = broken
 
 
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:

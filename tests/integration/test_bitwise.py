@@ -45,6 +45,10 @@ FSDP = [
     *("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
     *("--data-parallel-sharding-strategy", "optim_grads_params"),
 ]
+FSDP2 = [
+    *("--use-torch-fsdp2", "--ckpt-format", "torch_dist", "--no-gradient-accumulation-fusion"),
+    "--untie-embeddings-and-output-weights",
+]
 STEP = [
     *("--pipeline-model-parallel-size", "2", "--num-layers", "4"),
     *("--num-virtual-stages-per-pipeline-rank", "2", "--ckpt-format", "torch"),
@@ -60,10 +64,11 @@ STEP = [
         (ZERO, ["--bf16"]),
         pytest.param(STEP, ["--bf16"], marks=pytest.mark.nightly),
         (FSDP, ["--bf16"]),
+        pytest.param(FSDP2, ["--bf16"], marks=pytest.mark.nightly),
         pytest.param(ZERO, ["--fp16"], marks=pytest.mark.nightly),
         pytest.param(ZERO, ["--fp16", "--initial-loss-scale", "1024"], marks=pytest.mark.nightly),
     ],
-    ids=["fp32", "bf16", "step-bf16", "fsdp-bf16", "fp16-skipped", "fp16"],
+    ids=["fp32", "bf16", "step-bf16", "fsdp-bf16", "fsdp2-bf16", "fp16-skipped", "fp16"],
 )
 def test_a_traced_run_trains_the_same(
     tmp_path: Path, sharding: list[str], dtype: list[str]

@@ -50,6 +50,13 @@ def test_a_state_space_layer(tmp_path):
         ("a_microbatch_too_few", "defer-pp2/gpt-te/fp32", "embedding.word_embeddings"),
         ("padding_among_the_rows", "tp2-sp-etp2/moe-te/fp8-delayed", "decoder.layers.0.mlp"),
         ("two_documents_in_one", "packed-tp2-sp/llama-te/fp32", "decoder.layers.0.self_attention"),
+        ("residual_without_a_gradient", "ep2-in-pieces/moe-te/bf16", "decoder.layers.1"),
+        ("rows_of_other_tokens", "pp2-vpp2-ep2-in-pieces/moe-te/bf16", "decoder.layers.0.mlp"),
+        (
+            "weights_of_a_microbatch_too_few",
+            "pp2-vpp2-ep2-in-pieces-mtp/moe-deep/bf16",
+            "decoder.layers.2.mlp.experts",
+        ),
         ("recomputed_from_half", "recompute-mlp-tp2/llama-te/fp32", "decoder.layers."),
     ],
 )

@@ -59,6 +59,24 @@ def test_logged_metrics_of_experts_are_not_added_to():
     tracker.clear()
 
 
+def test_random_routing_is_off_and_put_back():
+    """All options with which a router draws random numbers."""
+    import argparse
+
+    import torch
+
+    config = argparse.Namespace(
+        moe_router_force_load_balancing=True, moe_router_force_biased=0.5, moe_input_jitter_eps=None
+    )
+    router, other = torch.nn.Identity(), torch.nn.Identity()
+    router.config = config
+    wanted = argparse.Namespace(**vars(config))
+    assert quiet.has_random_routing(argparse.Namespace(num_experts=4, **vars(config)))
+    with quiet.without_random_routing([torch.nn.Sequential(router, other)]):
+        assert not quiet.has_random_routing(argparse.Namespace(num_experts=4, **vars(config)))
+    assert config == wanted
+
+
 def test_dropout_is_put_back_when_switching_it_off_fails():
     """Some modules are changed already."""
     import torch

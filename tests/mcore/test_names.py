@@ -152,3 +152,6 @@ def test_megatrons_wrappers_are_taken_off():
     inner = nn.Linear(2, 2)
     assert unwrap(DistributedDataParallel(Float16Module(inner))) is inner
     assert unwrap(inner) is inner
+    sharded = Float16Module(inner)
+    sharded.__class__ = type("FSDPFloat16Module", (Float16Module,), {})
+    assert unwrap(sharded) is inner

@@ -9,7 +9,6 @@ threads. What the tables of mcore/ are told of it here is what a change would wr
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +23,12 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.mcore import parameters, places, roles, versions
+from megatron_ttrace.mcore import parameters, roles, versions
 from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.conclusion import conclude
+from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Result, Summary, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.placement.meshes import mesh_of
@@ -228,6 +229,13 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
             "config": {},
         },
     )
+    code = sources_of(
+        [canonical_names(models[0])],
+        lambda name: ("", ""),
+        optimizer=None,
+        finalize=None,
+        step=None,
+    )
     return conclude(
         reference,
         tolerances,
@@ -236,6 +244,7 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
         mesh=meshes[0],
         config=RunConfig(),
         timings={},
+        ledger=Ledger(sources=code),
     )
 
 
@@ -247,11 +256,9 @@ def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is declared of the new module: three rows of tables, all in mcore/."""
+    """What is declared of the new module: two rows of tables, all in mcore/."""
     monkeypatch.setattr(roles, "FIRST_OF_GATED", (*roles.FIRST_OF_GATED, "gate_up"))
     monkeypatch.setitem(parameters.UNMARKED, "channel_scales", 0)
-    place = places.Place("core/made/up.py:FusedGatedLinear", name=r"\.gate_up$")
-    monkeypatch.setattr(places, "PLACES", (place, *places.PLACES))
 
 
 @pytest.mark.usefixtures("supported")
@@ -280,7 +287,7 @@ def test_a_supported_module_is_captured_and_placed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("supported")
 def test_a_fault_in_it_is_localised(tmp_path: Path) -> None:
-    """One culprit: this module, forward, on both ranks, with the place that the table names."""
+    """One culprit: this module, forward, on both ranks, with the place of its code."""
     summary, _ = check(tmp_path, fault=2.0)
     assert summary.verdict is Result.DIVERGED
     [culprit] = summary.culprits
@@ -288,7 +295,8 @@ def test_a_fault_in_it_is_localised(tmp_path: Path) -> None:
         *(GATE_UP, Kind.OUTPUT, Direction.FORWARD),
         (0, 1),
     )
-    assert "FusedGatedLinear in megatron/core/made/up.py" in json.dumps(culprit.to_json())
+    line = FusedGatedLinear.forward.__code__.co_firstlineno
+    assert culprit.where.endswith(f"test_new_module.py:{line} (FusedGatedLinear.forward)")
 
 
 def test_without_the_rows_it_is_not_supported(tmp_path: Path) -> None:

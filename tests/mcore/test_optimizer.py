@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ttrace.mcore.optimizer import Snapshot, leaves_of, owned_by
+from megatron_ttrace.mcore.optimizer import Snapshot, divided, leaves_of, owned_by
 
 
 def plain(model, cls=torch.optim.AdamW, **options):
@@ -95,6 +95,18 @@ def test_flat_ranges():
     assert list(owned) == [model.weight]
     assert owned[model.weight].range == (2, 9)
     assert torch.equal(owned[model.weight].main.detach(), model.weight.detach().reshape(-1)[2:9])
+
+
+def test_parameters_that_other_ranks_step():
+    """A layer-wise optimizer knows them all, at any depth of a chain, and owns some as wholes."""
+    model = nn.Linear(2, 3)
+    mine = types.SimpleNamespace(optimizer=torch.optim.SGD([model.weight], lr=0.1))
+    layer_wise = chained(mine)
+    layer_wise.dp_cp_params_list = [[model.weight], [model.bias]]
+    layer_wise.expt_dp_params_list = None
+    assert divided(layer_wise) == divided(chained(layer_wise, mine)) == set(model.parameters())
+    assert list(owned_by(chained(layer_wise))) == [model.weight]
+    assert divided(plain(model)) == set()
 
 
 def test_stubs_own_nothing():

@@ -274,10 +274,11 @@ def test_fused_optimizers_count_by_group():
 
 
 def test_other_optimizers_are_left_alone():
-    """SGD has no moments to prime."""
+    """Plain SGD has no moments to prime, and those of a foreign optimizer are unknown."""
     main = parameter(4, 4)
     place = place_parameter("a.weight", main, SINGLE, gated=False)
     assert primed(SINGLE, main, place, cls=torch.optim.SGD) is None
+    assert primed(SINGLE, main, place, cls=torch.optim.Adagrad).keys() == {"step", "sum"}
 
 
 def test_attention_sinks_are_divided_by_head():

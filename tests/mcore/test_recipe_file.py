@@ -52,10 +52,19 @@ def test_values_become_words(checkout, values):
 
 def test_values_that_are_quoted_or_bracketed(checkout):
     """As the tests' shell script makes them."""
-    values = {"--moe-layer-freq": "([0]*3+[1]*2)", "--a": "[x y]", "--b": "0:4 2B:8", "--c": "1e-5"}
+    values = {
+        "--moe-layer-freq": "([0]*3+[1]*2)",
+        "--a": "[x y]",
+        "--b": "0:4 2B:8",
+        "--c": "1e-5",
+        "--d": "'99,1,0'",
+        "--e": r"\"*E\"",
+        "--f": '"it',
+    }
     found = recipe_file.read(write(checkout, MODEL_ARGS=values, ENV_VARS={"A": 1}))
     assert found.arguments == (
-        *("--a", "x", "y", "--b", "0:4 2B:8", "--c", "1e-5"),
+        *("--a", "x", "y", "--b", "0:4 2B:8", "--c", "1e-5", "--d", "99,1,0"),
+        *("--e", "*E", "--f", '"it'),
         *("--moe-layer-freq", "([0]*3+[1]*2)"),
     )
     assert found.environment == {"A": "1"}

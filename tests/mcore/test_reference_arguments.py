@@ -66,6 +66,16 @@ def test_the_layout_goes_the_model_stays(tmp_path):
     assert not hasattr(args, "use_torch_fsdp2")
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("fsdp2", [True, False])
+def test_gradients_are_reduced_in_the_same_precision(fsdp2, bf16):
+    """torch's FSDP2 reduces those of bf16 weights in bf16."""
+    args = candidate(use_torch_fsdp2=fsdp2, bf16=bf16, grad_reduce_in_bf16=False)
+    apply(args, SETTINGS)
+    assert args.grad_reduce_in_bf16 is (fsdp2 and bf16)
+    assert not args.use_torch_fsdp2
+
+
 def test_pipeline_stages_leave_the_pattern_of_layers(tmp_path):
     """A hybrid model's pattern says where stages end; what stands behind a slash is kept."""
     args = candidate(hybrid_layer_pattern="M-|M*/MM")

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the buckets of Megatron-FSDP, built by Megatron itself, without processes."""
+"""Reading the buckets of Megatron-FSDP, built by Megatron itself, without processes.
 
+And the rows of torch's FSDP2.
+"""
+
+import math
 import types
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_ttrace.mcore.sharded_weights import buffers_of, like, local, parts_of
+from megatron_ttrace.mcore.sharded_weights import buffers_of, like, local, parts_of, rows_of
 
 fsdp = pytest.importorskip("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer")
 
@@ -74,7 +82,36 @@ def test_every_element_is_held_once(size, distributed, main):
 def test_other_wrappers_have_no_buckets():
     """Megatron's DDP keeps its buffers elsewhere."""
     assert not buffers_of([torch.nn.Linear(2, 2)])
-    assert not parts_of([types.SimpleNamespace(param_and_grad_buffer=object())])
+    model = torch.nn.Linear(2, 2)
+    model.param_and_grad_buffer = object()
+    assert not parts_of([model])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_rows_of_a_parameter(size):
+    """torch's FSDP2 divides rows, unevenly if it must; a rank may have none."""
+    held = [[] for _ in SHAPES]
+    for rank in range(size):
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        mesh = init_device_mesh("cpu", (size,))
+        for number, shape in enumerate(SHAPES):
+            whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+            # What fully_shard does; its collectives need processes.
+            own = [*whole.chunk(size), *[whole[:0]] * size][rank]
+            sharded = DTensor.from_local(
+                own, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()
+            )
+            parameter = torch.nn.Parameter(sharded)
+            assert rows_of(parameter) is None
+            parameter.is_torch_fsdp2_param = True
+            model = torch.nn.Module()
+            model.weight = parameter
+            part = parts_of([model])[parameter]
+            assert part.stepped.tolist() == list(range(*part.range))
+            assert part.weights_range == part.range
+            held[number] += part.weights.tolist()
+        dist.destroy_process_group()
+    assert held == [list(range(math.prod(shape))) for shape in SHAPES]
 
 
 def test_plain_tensors_are_themselves():

@@ -123,3 +123,11 @@ def test_replicas_of_16384_ranks_are_counted():
         if mesh.at("pp") == 0:
             boxes += plan(SHAPE, (Step("tp", BlockShard(0)),), mesh)
     assert coverage(SHAPE, boxes) == Coverage(CP * DP, CP * DP)
+
+
+def test_within() -> None:
+    """Only the elements that are asked for are counted."""
+    rows = [Box((row, 0), (1, 3), (0, 0)) for row in range(4)]
+    assert coverage((4, 3), [rows[1], rows[1]], rows[1:2]) == Coverage(2, 2)
+    assert coverage((4, 3), [rows[1]], rows[1:3]) == Coverage(0, 1)
+    assert coverage((4, 3), [rows[1]], []) == Coverage(1, 1)

@@ -69,3 +69,19 @@ def test_no_such_script(tmp_path):
     """Is said."""
     with pytest.raises(TTraceError, match=r"absent\.sh: no such script"):
         shell_script.resolve(ShellScript((str(tmp_path / "absent.sh"),)))
+
+
+def test_the_script_has_the_last_word_on_variables(tmp_path, monkeypatch):
+    """What it exports or unsets, whatever was assigned before it; its own variables are its own."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    text = (
+        "unset CUDA_DEVICE_MAX_CONNECTIONS\nexport NVTE_A=2 OTHER=3\n"
+        "torchrun pretrain_gpt.py --num-layers $LAYERS"
+    )
+    (tmp_path / "train.sh").write_text(text)
+    given = {"LAYERS": "4", "NVTE_A": "1", "NVTE_B": "1"}
+    found = shell_script.resolve(ShellScript((str(tmp_path / "train.sh"),), given))
+    assert found.arguments == ("--num-layers", "4")
+    assert found.environment == {"LAYERS": "4", "NVTE_A": "2", "NVTE_B": "1"}
+    assert found.unset == ("CUDA_DEVICE_MAX_CONNECTIONS",)

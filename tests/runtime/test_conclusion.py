@@ -17,10 +17,18 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import versions
-from megatron_ttrace.placement.boxes import product, whole
+from megatron_ttrace.placement.boxes import Box, product, whole
 from megatron_ttrace.report.wording import too_few_text
-from megatron_ttrace.runtime.conclusion import _is_evidence, conclude, not_enough
-from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
+from megatron_ttrace.runtime.conclusion import _is_evidence, _unjudged, conclude, not_enough
+from megatron_ttrace.trace.records import (
+    Kind,
+    Outcome,
+    Reason,
+    Result,
+    Summary,
+    TraceKey,
+    Verdict,
+)
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 from tests.placement.meshes import mesh_of
@@ -44,6 +52,27 @@ def verdict(kind: Kind, outcome: Outcome, index: int = 0) -> Verdict:
 def test_only_computed_tensors_that_pass_are_evidence(kind, outcome, index, expected) -> None:
     """A run whose computed tensors are all unchecked is not equivalent by default."""
     assert _is_evidence(verdict(kind, outcome, index)) is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "name", "rows", "reason"),
+    [
+        (Kind.PARAM_DELTA, 0, "a.weight", 2, Reason.OWN_SHARD),
+        (Kind.PARAM, 1, "a.weight", 2, Reason.OWN_SHARD),
+        (Kind.PARAM, 0, "a.weight", 2, None),
+        (Kind.PARAM_DELTA, 0, "a.weight", 4, None),
+        (Kind.PARAM_DELTA, 0, "embedding.word_embeddings.weight", 2, None),
+        (Kind.MAIN_GRAD, 0, "a.weight", 2, None),
+        (Kind.EXP_AVG, 0, "a.weight", 2, None),
+    ],
+)
+def test_updates_of_parts_of_a_matrix(kind, index, name, rows, reason) -> None:
+    """Muon's blockwise update is unchecked where a rank holds a part; the rest is judged."""
+    key = TraceKey(1, -1, kind, name, index)
+    box = Box((0, 0), (rows, 3), (0, 0))
+    holders = [(0, Measured(key, "", (box,), (4, 3), Sums()))]
+    job = RunConfig(own_shards=(Kind.PARAM_DELTA, Kind.PARAM, Kind.EXP_AVG_SQ))
+    assert _unjudged(mesh_of(0, 2, tp=2), job, key, holders) is reason
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A perturbed replay is one epsilon away from the reference."""
 
+import types
+
 import pytest
 import torch
 
@@ -63,6 +65,25 @@ def test_fp8_is_rounded_with_another_scale(monkeypatch, emulated):
         replay = quantize.current_scaling(x, torch.float8_e4m3fn)
     assert torch.equal(plain, replay) != emulated
     assert torch.equal(quantize.current_scaling(x, torch.float8_e4m3fn), plain)
+
+
+def test_muon_rounds_to_bfloat16():
+    """Where it says so, its momentum gets another rounding in a replay, and none afterwards."""
+
+    class Muon:
+        def __init__(self, precision):
+            self.fp32_matmul_prec = precision
+
+        def orthogonalize(self, p, grad, **group):
+            return grad
+
+    ones = torch.ones(8, 8)
+    for precision, size in (("medium", 2.0**-7), ("high", 0.0)):
+        inner = Muon(precision)
+        optimizer = types.SimpleNamespace(optimizer=inner)
+        with perturbed([canonical_names(Model())], 1, optimizer):
+            assert float((inner.orthogonalize(None, ones) - 1).abs().max()) == size
+        assert torch.equal(inner.orthogonalize(None, ones), ones)
 
 
 def test_no_hook_is_left():

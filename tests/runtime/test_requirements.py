@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.flags import Settings
@@ -24,11 +25,27 @@ def settings(**values):
 
 REFUSED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
-    ({"use_torch_fsdp2": True}, {}, "--use-torch-fsdp2"),
+    (
+        {"use_torch_fsdp2": True, "init_model_with_meta_device": True},
+        {},
+        "--use-torch-fsdp2 with --init-model-with-meta-device",
+    ),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
-    ({"overlap_moe_expert_parallel_comm": True}, {}, "--overlap-moe-expert-parallel-comm"),
+    (
+        {"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M*E"},
+        {},
+        "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern",
+    ),
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
     ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
+    ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
+    ({"optimizer_cpu_offload": True}, {}, "--optimizer-cpu-offload"),
+    (
+        {"use_precision_aware_optimizer": True, "load": "there"},
+        {},
+        "--use-precision-aware-optimizer with --load",
+    ),
+    ({"use_layer_wise_distributed_optimizer": True, "bf16": False}, {}, "for --bf16 only"),
     (
         {
             "num_experts": 4,
@@ -54,9 +71,12 @@ def test_refused(given, asked, words, monkeypatch):
 
 
 ACCEPTED = [
+    ({"fim_data": True, "data_parallel_size": 2}, {"exit_after": True}),
     ({"rampup_batch_size": ["2", "2", "8"]}, {}),
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
     ({"use_megatron_fsdp": True}, {}),
+    ({"overlap_moe_expert_parallel_comm": True}, {}),
+    ({"use_torch_fsdp2": True}, {}),
     ({"load": "there"}, {}),
     ({"cuda_graph_impl": "none"}, {}),
 ]

@@ -194,7 +194,7 @@ def test_the_contracts_words():
     """Kinds and verdicts by the names that reports and programs use."""
     assert {kind.value for kind in Kind} == set(
         "input output grad_output grad_input main_grad param param_delta exp_avg exp_avg_sq "
-        "buffer routing loss grad_norm tokens initial".split()
+        "buffer routing loss grad_norm tokens initial counted metric".split()
     )
     assert {outcome.value for outcome in Outcome} == set(
         "pass diverged replica_conflict missing extra uncovered shape nonfinite unchecked".split()
@@ -218,6 +218,8 @@ def test_what_counts_as_a_failure():
         (Kind.GRAD_INPUT, Direction.BACKWARD),
         (Kind.MAIN_GRAD, Direction.GRADIENT),
         (Kind.GRAD_NORM, Direction.GRADIENT),
+        (Kind.COUNTED, Direction.GRADIENT),
+        (Kind.METRIC, Direction.UPDATE),
         (Kind.EXP_AVG_SQ, Direction.UPDATE),
     ],
 )

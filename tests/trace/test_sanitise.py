@@ -19,6 +19,14 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from megatron_ttrace.report import html, junit, terminal
+from megatron_ttrace.trace.collectives import (
+    CollectiveRow,
+    LedgerFault,
+    LedgerFinding,
+    Operation,
+    Phase,
+    RanHere,
+)
 from megatron_ttrace.trace.records import Outcome
 from megatron_ttrace.trace.sanitise import clean, for_encoding, script_json, shorten
 from tests.report.synthetic_report import culprit_of, make_summary, make_verdict
@@ -65,6 +73,15 @@ def check_with(name: str, note: str, verdict: Outcome = Outcome.DIVERGED):
         config={**summary.config, name: note},
         timings={name: 1.0},
         versions={name: note},
+        collectives=(
+            CollectiveRow(
+                *(Operation.REDUCE, note, name, 2, note, 1, 2, name, 1, Phase.OTHER, note, 1),
+            ),
+        ),
+        collective_findings=tuple(
+            LedgerFinding(fault, name, (0, 1), (RanHere((0,), 1, name, note),), dtype=note)
+            for fault in LedgerFault
+        ),
     )
     return summary, verdicts
 

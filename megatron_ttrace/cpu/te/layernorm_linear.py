@@ -189,7 +189,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
     def _add_linear(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
         shape = (self.out_features, self.in_features)
         self.add_parameter("weight", shape, dtype, device, init, tracked=True)
-        self.mark_partitioned(self.weight, self.parallel_mode is not None, 0)
+        self.mark_partitioned(self.weight, True, 0)
         if self.use_bias:
             self.add_parameter("bias", (self.out_features,), dtype, device, torch.nn.init.zeros_)
             self.mark_partitioned(self.bias, self.parallel_mode == "column", 0)

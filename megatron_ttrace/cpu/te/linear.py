@@ -211,9 +211,9 @@ class Linear(TransformerEngineBaseModule):
         )
         if delay_wgrad_compute:
             self.delay_gradients("weight")
-        self.mark_partitioned(
-            self.weight, parallel_mode is not None, 1 if parallel_mode == "row" else 0
-        )
+        # Marked in any case, as by TransformerEngine: Megatron before 0.19 gives experts no mode,
+        # and counts a gradient norm by the mark.
+        self.mark_partitioned(self.weight, True, 1 if parallel_mode == "row" else 0)
         if bias:
             self.add_parameter("bias", (self.out_features,), dtype, device, torch.nn.init.zeros_)
             if parallel_mode == "row":

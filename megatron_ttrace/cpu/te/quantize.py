@@ -33,7 +33,7 @@ def other_scales(generator: torch.Generator) -> Iterator[None]:
         _elsewhere.pop()
 
 
-def _lowered(scale: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+def lowered(scale: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     """Another scale than a tensor's own, where one is asked for."""
     if not _elsewhere:
         return scale
@@ -83,7 +83,7 @@ def rounded(
 
     ``scale`` broadcasts against ``tensor``.
     """
-    scale = _lowered(scale, power_of_two)
+    scale = lowered(scale, power_of_two)
     return cast(tensor, scale, fp8).to(compute_dtype(tensor.dtype)) / scale
 
 

@@ -82,12 +82,24 @@ FINDINGS = (
         ),
     ),
     Finding(
+        "torch FSDP2 and per-token losses",
+        lambda given: given.has("use_torch_fsdp2") and given.has("calculate_per_token_loss"),
+    ),
+    Finding(
         "Megatron-FSDP and experts without copies",
         lambda given: (
             given.has("use_megatron_fsdp")
             and given.text("data_parallel_sharding_strategy").startswith("optim_grads")
             and not given.has("calculate_per_token_loss")
             and _above_one(given, "expert_model")
+        ),
+    ),
+    Finding(
+        "Megatron-FSDP on the meta device",
+        lambda given: (
+            given.has("use_megatron_fsdp")
+            and given.has("init_model_with_meta_device")
+            and given.has("moe_router_enable_expert_bias")
         ),
     ),
     Finding(

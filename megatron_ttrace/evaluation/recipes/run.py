@@ -166,7 +166,9 @@ class Checker:
             limit=self._seconds,
         )
         began = time.monotonic()
-        command = shlex.join(self._runner.job(case).checking())
+        variables = [f"{name}={value}" for name, value in job.environment]
+        checking = self._runner.job(case).checking()
+        command = shlex.join([*(["env", *variables] if variables else []), *checking])
         try:
             found = self._runner.run(case)
             verdicts = found.verdicts()

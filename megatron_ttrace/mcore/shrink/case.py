@@ -36,11 +36,13 @@ class Case:
         given: the arguments of the large job.
         large: its axes.
         small: those of the small job.
+        own_data: whether it trains on the large job's data and vocabulary.
     """
 
     given: Given
     large: Axes
     small: Axes
+    own_data: bool = False
 
     @functools.cached_property
     def unit(self) -> int:

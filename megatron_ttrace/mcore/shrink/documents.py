@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of a small job: text that every machine has, in documents of very uneven length."""
+"""The data of a small job: text that every machine has, in documents of very uneven length.
+
+Scripts that mask word pieces (BERT, T5) keep their own data: they need sentences, and a tokenizer
+with tokens for masks, whose vocabulary is not here.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,18 @@ from megatron_ttrace.mcore.versions import quiet_imports
 _BYTES = 300_000
 _SHORTEST, _LONGEST = 1, 400
 """Bytes of a document: a sample has none to many borders between documents."""
+
+
+_MASKED = b"MaskedWordPieceDataset"
+"""Part of the names of the data sets that BERT's and T5's scripts build."""
+
+
+def suits(script: str) -> bool:
+    """Whether a script can train on this text. Nothing is imported."""
+    try:
+        return _MASKED not in Path(script).read_bytes()
+    except OSError:
+        return True  # whoever runs the script says so
 
 
 def write(prefix: Path) -> Path:
@@ -45,12 +61,14 @@ def _cut(text: bytes) -> Iterator[bytes]:
 
 
 def arguments(script: str, prefix: Path) -> list[str]:
-    """The arguments of a small job's data.
+    """The arguments of a small job's data; none where it keeps its own.
 
     Args:
         script: a training script, whose Megatron counts tokens of its tokenizer.
         prefix: of the data set.
     """
+    if not suits(script):
+        return []
     words = text_data.training_flags(prefix, _release(script)).split()
     return [*words, "--split", "99,1,0"]
 

@@ -10,7 +10,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.command_line import Command
 from megatron_ttrace.mcore.options.decisions import Action, decision
 from megatron_ttrace.mcore.options.roles import Role
-from megatron_ttrace.mcore.shrink import axes
+from megatron_ttrace.mcore.shrink import axes, documents
 from megatron_ttrace.mcore.shrink.axes import Axes
 from megatron_ttrace.mcore.shrink.case import Case, Change
 from megatron_ttrace.mcore.shrink.given import Flag, Given
@@ -109,7 +109,8 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
     given = Given.parse(command.arguments)
     require_checkable(given)
     large = axes.of_large(given, command.ranks)
-    made = [_job(given, large, small) for small in axes.jobs(given, large, most)]
+    own_data = not documents.suits(command.script)
+    made = [_job(Case(given, large, small, own_data)) for small in axes.jobs(given, large, most)]
     first, rows, kept, lost = made[0]
     if len(made) > 1:
         names = ", ".join(large.spread())
@@ -141,8 +142,7 @@ def require_checkable(given: Given) -> None:
         )
 
 
-def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[str], list[str]]:
-    case = Case(given, large, small)
+def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
     changes: dict[str, Change] = {}
     for rule in RULES:
         for one in rule(case):
@@ -155,7 +155,7 @@ def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[s
     kept: list[str] = []
     lost: list[str] = []
     gone: dict[Role, list[Flag]] = {}
-    for flag in given.flags:
+    for flag in case.given.flags:
         option = flag.option or ""
         change = changes.pop(option, None)
         found = decision(option)
@@ -168,7 +168,11 @@ def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[s
                 lost.append(f"{flag.name}: {change.why}")
             if change.values is not None:
                 words += [flag.name, *change.values]
-        elif found is not None and found.role in DROPPED:
+        elif (
+            found is not None
+            and found.role in DROPPED
+            and not (case.own_data and found.role is Role.INPUT)
+        ):
             gone.setdefault(found.role, []).append(flag)
             if option in _LOST:
                 lost.append(f"{flag.name}: {_LOST[option]}")
@@ -182,7 +186,7 @@ def _job(given: Given, large: Axes, small: Axes) -> tuple[Job, list[Row], list[s
         if change.values is not None:
             rows.append(_row(name, None, change))
             words += [name, *change.values]
-    return Job(small, tuple(words)), rows, kept, lost
+    return Job(case.small, tuple(words)), rows, kept, lost
 
 
 def _row(name: str, flag: Flag | None, change: Change) -> Row:

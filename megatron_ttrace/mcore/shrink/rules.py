@@ -229,10 +229,14 @@ def length(case: Case) -> Iterator[Change]:
     given, short = case.given, case.sequence
     why = "tokens for every rank"
     before = 1
-    for option in ("seq_length", "encoder_seq_length", "decoder_seq_length"):
+    for option in ("seq_length", "encoder_seq_length"):
         if given.has(option):
             before = max(before, given.integer(option, 1))
             yield Change(option, (str(short),), why)
+    if given.has("decoder_seq_length"):
+        shorter = given.integer("decoder_seq_length", 1) < before
+        size = short // 2 if shorter else short
+        yield Change("decoder_seq_length", (str(size),), "shorter than the encoder's, if so before")
     if given.has("max_position_embeddings"):
         positions = given.integer("max_position_embeddings", 1)
         size = short if positions <= before else 2 * short
@@ -320,6 +324,8 @@ def buckets(case: Case) -> Iterator[Change]:
 
 def vocabulary(case: Case) -> Iterator[Change]:
     """That of the data: 257 tokens, which need some padding."""
+    if case.own_data:
+        return
     for option in ("vocab_size", "padded_vocab_size", "vocab_extra_ids"):
         if case.given.has(option):
             yield Change(option, None, "that of the data instead")
@@ -341,6 +347,8 @@ def schedule(case: Case) -> Iterator[Change]:
 
 def data(case: Case) -> Iterator[Change]:
     """What needs data or a tokenizer that is not there."""
+    if case.own_data:
+        return
     given = case.given
     needs = {
         "sft": "conversations and a tokenizer with a chat format",

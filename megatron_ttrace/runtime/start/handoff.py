@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_ttrace.capture.step import MOMENTS, TracedModel
+from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare.measure import checksum, local_view, logical_view
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
-from megatron_ttrace.mcore.optimizer import owned_by
+from megatron_ttrace.mcore.optimizer import layer_wise, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.runtime.agreement import Ranks
@@ -39,16 +39,26 @@ def write(model: TracedModel, directory: Path) -> str:
     writer = TraceWriter(directory, model.mesh.rank)
     marks = hashlib.sha256()
     owned = owned_by(model.optimizer)
+    one_has_it = layer_wise(model.optimizer)
     for parameter, place in model.places():
         part = owned.get(parameter)
-        is_flat = part is not None and part.range is not None
-        if not is_flat and (model.mesh.at("dp") or model.mesh.at("cp")):
+        if parameter in one_has_it:
+            is_mine = part is not None
+        elif part is not None and part.range is not None:
+            is_mine = True
+        else:
+            is_mine = not (model.mesh.at("dp") or model.mesh.at("cp"))
+        if not is_mine:
             continue
         where = place.flat(*part.range) if part is not None and part.range else place
         tensors = {Kind.PARAM: part.main if part is not None else parameter.data}
-        for name, kind in MOMENTS.items():
-            if part is not None and torch.is_tensor(part.state.get(name)):
-                tensors[kind] = part.state[name]
+        if part is not None:
+            state = part.state
+            tensors |= {
+                kind: state[name]
+                for name, kind in part.moments.items()
+                if torch.is_tensor(state.get(name))
+            }
         for kind, data in tensors.items():
             entry = Entry(
                 key=TraceKey(0, STEP_LEVEL, kind, where.name),
@@ -100,7 +110,7 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
                 continue
             where = place.flat(*part.range) if part.range else place
             copy(Kind.PARAM, where, part.main)
-            for name, kind in MOMENTS.items():
+            for name, kind in part.moments.items():
                 if (kind, place.name) not in pieces:
                     continue
                 moment = torch.zeros_like(part.main, dtype=torch.float32)

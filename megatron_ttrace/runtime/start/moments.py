@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start values for Adam's moments.
+"""Start values for the optimizer's moments.
 
 Adam's first step from empty moments is nearly the sign of the gradient. An element whose gradient
 is only rounding changes by twice the learning rate, so the updates of a healthy bf16 run differ by
-20 % and reveal nothing. From moments as in the middle of training the update is a smooth function
-of the gradient and as accurate as it, and a moment that is read from the wrong place becomes
-visible.
+20 % and reveal nothing. Likewise Lion's, which always is a sign, and Muon's, which gives every
+direction of the momentum the same length, also those that are only rounding. From moments as in
+the middle of training the update is a smooth function of the gradient and as accurate as it, and a
+moment that is read from the wrong place becomes visible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from megatron_ttrace.compare.measure import local_view
-from megatron_ttrace.mcore.optimizer import Owned
+from megatron_ttrace.mcore.optimizer import Owned, is_precision_aware
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import like
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.start.generator import normal
+from megatron_ttrace.trace.records import Kind
 
 SCALE = 0.01
 """Standard deviation of the first moment. Larger than usual gradients: the update is linear."""
@@ -40,31 +43,57 @@ def awaken(owned: Iterable[Owned], rate: float) -> None:
 
 
 def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: int) -> None:
-    """Give every Adam-like optimizer moments as in the middle of training; others are unchanged."""
+    """Give every optimizer moments as in the middle of training; unknown ones are unchanged."""
     for place, part in owned:
-        if type(part.inner).__name__ not in ("Adam", "AdamW", "FusedAdam"):
+        if not part.moments or part.group.get("momentum") == 0:
             continue
         where = place.flat(*part.range) if part.range else place
-        first = torch.empty_like(part.main, dtype=torch.float32)
-        second = torch.empty_like(part.main, dtype=torch.float32)
-        for box in where.boxes(mesh):
-            shape, origin, extent = where.logical_shape, box.logical, box.extent
-            values = normal(seed, f"{place.name}/exp_avg", shape, origin, extent)
-            local_view(first, box).copy_(values * SCALE)
-            spread = normal(seed, f"{place.name}/exp_avg_sq", shape, origin, extent)
-            local_view(second, box).copy_((spread * 0.15 + 1.0) * SCALE**2)
         state = part.inner.state[part.key]
-        state["exp_avg"], state["exp_avg_sq"] = like(part.key, first), like(part.key, second)
+        reduced = is_precision_aware(part.inner)
+        if reduced:
+            inner: Any = part.inner
+            remainders = inner.store_param_remainders and part.main.dtype == torch.bfloat16
+            inner.initialize_state(part.key, remainders)
+        for name, kind in part.moments.items():
+            moment = torch.empty_like(part.main, dtype=torch.float32)
+            for box in where.boxes(mesh):
+                shape, origin, extent = where.logical_shape, box.logical, box.extent
+                values = normal(seed, f"{place.name}/{kind}", shape, origin, extent)
+                if kind is Kind.EXP_AVG_SQ:
+                    values = (values * 0.15 + 1.0) * SCALE
+                local_view(moment, box).copy_(values * SCALE)
+            if reduced:
+                inner.set_scaled_state(part.key, name, like(part.key, _coarse(moment)))
+            else:
+                state[name] = like(part.key, moment)
+        if type(part.inner).__name__ == "SOAP":
+            _prime_bases(part, state)
         set_step(part, part.key, STEP)
 
 
+def _coarse(moment: torch.Tensor) -> torch.Tensor:
+    """Rounded to powers of two, so that no type of few bits and no rank's own scale moves it."""
+    return moment.sign() * torch.exp2(moment.abs().log2().round())
+
+
+def _prime_bases(part: Owned, state: dict[str, Any]) -> None:
+    """Give SOAP eigenvalues that are far apart, so that the order of its bases is not rounding."""
+    for name, size in zip("LR", part.main.shape, strict=True):
+        values = torch.linspace(2.0, 1.0, size, device=part.main.device)
+        state[name] = torch.diag(values)
+        state[f"Q_{name}"] = torch.eye(size, device=part.main.device)
+
+
 def set_step(part: Owned, key: torch.Tensor, step: float) -> None:
-    """Set the number of steps that Adam has made; ``key`` is the parameter in its state.
+    """Set the number of steps that the optimizer has made; ``key`` is the parameter in its state.
 
     torch's Adam keeps it for each parameter, the fused ones of Apex and TransformerEngine in the
-    parameter group.
+    parameter group. Optimizers without a mean of squares count no steps.
     """
-    if type(part.inner).__name__ == "FusedAdam":
+    kind = type(part.inner).__name__
+    if kind == "FusedAdam":
         part.group["step"] = int(step)
-    else:
+    elif kind == "SOAP":
+        part.inner.state[key]["step"] = int(step)
+    elif "exp_avg_sq" in part.moments:
         part.inner.state[key]["step"] = torch.tensor(float(step))

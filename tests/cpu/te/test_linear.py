@@ -115,9 +115,14 @@ def test_delayed_weight_gradient():
     x = torch.randn(3, 6, dtype=torch.float64)
     for module in (now, later):
         module(x).sum().backward()
+    assert later.need_backward_dw()
+    assert not now.need_backward_dw()
+    assert later.weight.skip_backward_post_hook
     assert later.weight.grad is None
+    collected = []
+    later.register_wgrad_accumulation_and_reduce_hooks(lambda: collected.append(later.weight.grad))
     later.backward_dw()
-    close(later.weight.grad, now.weight.grad)
+    close(collected[0], now.weight.grad)
 
 
 def test_fused_accumulation_leaves_the_gradient_to_autograd():
@@ -200,6 +205,19 @@ def check_two_ranks(rank, kind, mode, sequence_parallel, buffer):
     assert part.weight.partition_dim == dims["weight"]
     if normed:
         assert part.layer_norm_weight.sequence_parallel is sequence_parallel
+
+
+@pytest.mark.parametrize("mode", [None, "column", "row"])
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear, GroupedLinear])
+def test_weights_are_marked_without_a_mode_too(kind, mode):
+    """As by TransformerEngine's ``reset_parameters``; a gradient norm is counted by the mark."""
+    if kind is LayerNormLinear and mode == "row":
+        pytest.skip("TransformerEngine has none")
+    sizes = (1, 6, 4) if kind is GroupedLinear else (6, 4)
+    module = kind(*sizes, parallel_mode=mode, tp_size=1)
+    weight = module.weight0 if kind is GroupedLinear else module.weight
+    assert weight.tensor_model_parallel
+    assert weight.partition_dim == (1 if mode == "row" else 0)
 
 
 def check_all(rank):

@@ -22,7 +22,7 @@ def test_the_promised_size():
     """At least sixty over all axes, alone and combined, on 2, 4 and 8 ranks."""
     healthy = [one for one in configurations() if not one.finding]
     assert len(healthy) >= 60
-    assert {one.nproc for one in healthy} == {1, 2, 4, 8}
+    assert {1, 2, 4, 8} <= {one.nproc for one in healthy}
 
 
 def test_every_finding_is_written_up():

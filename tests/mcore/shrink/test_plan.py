@@ -11,7 +11,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.command_line import Command
 from megatron_ttrace.mcore.options.decisions import option_of
 from megatron_ttrace.mcore.options.roles import ROLES, Role
-from megatron_ttrace.mcore.shrink import plan
+from megatron_ttrace.mcore.shrink import documents, plan
 from megatron_ttrace.mcore.shrink.given import Flag, Given
 
 LARGE = """
@@ -139,3 +139,20 @@ def test_shrinking_again_changes_nothing():
     (again,) = shrunk(" ".join(job.arguments), job.axes.ranks).jobs
     first, second = Given.parse(job.arguments), Given.parse(again.arguments)
     assert {str(flag) for flag in first.flags} == {str(flag) for flag in second.flags}
+
+
+def test_masked_word_pieces_keep_their_data(tmp_path):
+    """BERT and T5 need sentences and tokens for masks, which no data of ours has."""
+    words = LARGE.split()
+    scripts = {"pretrain_gpt.py": "GPTDataset", "pretrain_bert.py": "BERTMaskedWordPieceDataset"}
+    kept = {}
+    for name, text in scripts.items():
+        script = tmp_path / name
+        script.write_text(text, encoding="utf-8")
+        (job,) = plan.shrink(Command(str(script), tuple(words), {}, 1024)).jobs
+        given = Given.parse(job.arguments)
+        kept[name] = [given.text(one) for one in ("data_path", "vocab_size", "tokenizer_type")]
+        assert given.has("num_layers")
+        assert bool(documents.arguments(str(script), tmp_path)) == (name == "pretrain_gpt.py")
+    assert kept["pretrain_gpt.py"] == ["", "", ""]
+    assert kept["pretrain_bert.py"] == ["1 blend", "50257", "GPT2BPETokenizer"]

@@ -259,6 +259,10 @@ def test_experts(text, expected):
             "--hierarchical-context-parallel-sizes 4 2",
             {"seq_length": "128"},
         ),
+        (
+            "--encoder-seq-length 512 --decoder-seq-length 128",
+            {"encoder_seq_length": "64", "decoder_seq_length": "32"},
+        ),
     ],
 )
 def test_length(text, expected):

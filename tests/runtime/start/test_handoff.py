@@ -12,7 +12,8 @@ from megatron_ttrace.mcore.optimizer import Owned
 from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime.start import handoff
-from megatron_ttrace.trace.store import seal
+from megatron_ttrace.trace.store import TraceReader, seal
+from tests.placement.meshes import mesh_of
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> SimpleNamespace:
@@ -32,6 +33,20 @@ def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> Simpl
     monkeypatch.setattr(handoff, "owned_by", lambda optimizer: optimizer.owned)
     optimizer = SimpleNamespace(owned=owned, reload_model_params=lambda: None)
     return SimpleNamespace(mesh=SINGLE, optimizer=optimizer, places=lambda: places)
+
+
+def test_each_rank_writes_the_layers_that_it_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a layer-wise optimizer: also one that is not the first, and no others."""
+    model = trained(monkeypatch, 1)
+    model.mesh = mesh_of(1, 2)
+    weight, bias = model.optimizer.owned
+    del model.optimizer.owned[bias]
+    model.optimizer.dp_cp_params_list = [[bias], [weight]]
+    handoff.write(model, tmp_path)
+    seal(tmp_path, {"role": "start"})
+    assert {entry.key.name for entry in TraceReader(tmp_path).ranks[1]} == {"weight"}
 
 
 def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

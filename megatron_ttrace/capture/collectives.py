@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of collectives of a traced step, and the code that ran in it.
+
+All of Python's collectives end in methods of PyTorch's ``ProcessGroup``, whichever function of
+``torch.distributed`` was called and under whichever name it was imported. These methods are
+replaced while a traced step runs. The replacement notes the arguments and calls the original with
+exactly these: no tensor is read, nothing is synchronised. Functional collectives do not pass these
+methods, and are taken at ``torch.distributed._functional_collectives``.
+
+A collective of the forward pass belongs to the module that runs on its thread. In the backward
+pass, autograd knows the graph node that it runs, and the number that this node got when the forward
+pass made it; modules noted these numbers when they began and ended. On a GPU, autograd runs on a
+thread of its own, with its own numbers for what is recomputed there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import hashlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from megatron_ttrace.capture.chunk_state import is_recomputing
+from megatron_ttrace.capture.modules import tensors_in
+from megatron_ttrace.errors import one_line
+from megatron_ttrace.mcore import sources
+from megatron_ttrace.mcore.groups import group_name
+from megatron_ttrace.mcore.names import ROOT, Names
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.collectives import Operation, Phase, Ran, RankLedger
+
+_NODES = 200
+"""Graph nodes of a module that are looked at for autograd functions."""
+
+
+class _Method(NamedTuple):
+    """A method of ``ProcessGroup``: positions of the tensors that are its input.
+
+    ``agreed``: position of the tensors whose size is the same on all ranks; ``None`` if no size is.
+    ``peer``: position of the other rank of a message.
+    """
+
+    operation: Operation
+    input: int
+    agreed: int | None
+    peer: int | None = None
+
+
+_METHODS = {
+    "allreduce": _Method(Operation.ALL_REDUCE, 0, 0),
+    "allreduce_coalesced": _Method(Operation.ALL_REDUCE, 0, 0),
+    "reduce": _Method(Operation.REDUCE, 0, 0),
+    "broadcast": _Method(Operation.BROADCAST, 0, 0),
+    # Lists may have parts of unequal size: their sum is what all ranks have in common.
+    "allgather": _Method(Operation.ALL_GATHER, 1, 0),
+    "allgather_coalesced": _Method(Operation.ALL_GATHER, 1, 0),
+    "reduce_scatter": _Method(Operation.REDUCE_SCATTER, 1, 1),
+    "gather": _Method(Operation.GATHER, 1, 1),
+    "gather_single": _Method(Operation.GATHER, 1, 1),
+    "scatter": _Method(Operation.SCATTER, 0, 0),
+    "alltoall": _Method(Operation.ALL_TO_ALL, 1, None),
+    "alltoall_base": _Method(Operation.ALL_TO_ALL, 1, None),
+    "all_to_all_single": _Method(Operation.ALL_TO_ALL, 1, None),
+    "send": _Method(Operation.SEND, 0, None, 1),
+    "recv": _Method(Operation.RECV, 0, None, 1),
+    "recv_anysource": _Method(Operation.RECV, 0, None),
+    **dict.fromkeys(
+        (
+            "_allgather_base",
+            "all_gather_single",
+            "allgather_into_tensor_coalesced",
+            "all_gather_single_coalesced",
+        ),
+        _Method(Operation.ALL_GATHER, 1, 1),
+    ),
+    **dict.fromkeys(
+        (
+            "_reduce_scatter_base",
+            "reduce_scatter_single",
+            "reduce_scatter_tensor_coalesced",
+            "reduce_scatter_single_coalesced",
+        ),
+        _Method(Operation.REDUCE_SCATTER, 1, 1),
+    ),
+}
+"""Those of any release of PyTorch; barriers move no data."""
+
+_FUNCOL = "torch.distributed._functional_collectives"
+"""It is not imported for this: then nobody calls it."""
+
+_FUNCTIONAL = {
+    "all_reduce": Operation.ALL_REDUCE,
+    "all_reduce_coalesced": Operation.ALL_REDUCE,
+    "all_gather_tensor": Operation.ALL_GATHER,
+    "all_gather_into_tensor_coalesced": Operation.ALL_GATHER,
+    "reduce_scatter_tensor": Operation.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": Operation.REDUCE_SCATTER,
+    "all_to_all_single": Operation.ALL_TO_ALL,
+    "broadcast": Operation.BROADCAST,
+}
+
+
+class _Group(NamedTuple):
+    members: tuple[int, ...]
+    communicator: str
+    name: str
+
+
+class _Run:
+    """What a thread runs: modules from the outermost, and when which of them was innermost."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+        self.numbers: list[int] = []
+        self.names: list[str] = []
+
+    def changed(self) -> None:
+        """From the next graph node on, the innermost module is another one."""
+        self.numbers.append(torch._C._autograd._get_sequence_nr())
+        self.names.append(self.stack[-1] if self.stack else "")
+
+    def made(self, number: int) -> str:
+        """The module that made a graph node."""
+        position = bisect.bisect_right(self.numbers, number) - 1
+        return self.names[position] if position >= 0 else ""
+
+
+class CollectiveTap:
+    """Records the collectives of the steps that run in :meth:`active`, on one rank."""
+
+    def __init__(self, chunks: Sequence[Names], mesh: Mesh) -> None:
+        """Prepare.
+
+        Args:
+            chunks: canonical names of this rank's model chunks.
+            mesh: the layout.
+        """
+        self._mesh = mesh
+        self._modules = {module: name for names in chunks for name, module in names.modules.items()}
+        self._groups: dict[Any, _Group] = {}
+        self._ran: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        self._order: dict[str, Any] = {}
+        self._functions: dict[str, tuple[str, str]] = {}
+        self._main = _Run()
+        self._runs = {threading.get_ident(): self._main}
+        self._iteration = 0
+        self.error = ""
+
+    def functions(self, module: str) -> tuple[str, str]:
+        """Where the autograd functions of a module are (:func:`sources.sources_of`)."""
+        return self._functions.get(module, ("", ""))
+
+    def ledger(self) -> RankLedger:
+        """What was recorded, without the code of modules."""
+        ran = tuple(
+            Ran(
+                iteration,
+                operation,
+                reduction,
+                group.name,
+                group.members,
+                group.communicator,
+                dtype,
+                size,
+                agreed,
+                peer,
+                module,
+                phase,
+                "" if code is None else sources.shown(code, line),
+                count,
+            )
+            for (
+                (iteration, operation, reduction, group, dtype, size, agreed, peer),
+                (module, phase, code, line),
+            ), count in self._ran.items()
+        )
+        order = {name: digest.hexdigest() for name, digest in self._order.items()}
+        return RankLedger(ran, order, error=self.error)
+
+    @contextmanager
+    def active(self, iteration: int) -> Iterator[None]:
+        """Record what runs in this context. Everything is put back at its end."""
+        self._iteration = iteration
+        with ExitStack() as kept:
+            try:
+                self._attach(kept)
+            except Exception as error:  # noqa: BLE001 - recording never harms training
+                self.error = one_line(error)
+                kept.close()
+            yield
+
+    def _attach(self, kept: ExitStack) -> None:
+        kept.callback(register_module_forward_pre_hook(self._begins).remove)
+        kept.callback(register_module_forward_hook(self._ends, always_call=True).remove)
+        for name in _METHODS:
+            original = vars(dist.ProcessGroup).get(name)
+            if original is not None:
+                kept.callback(setattr, dist.ProcessGroup, name, original)
+                setattr(dist.ProcessGroup, name, self._method(name, original))
+        functional = sys.modules.get(_FUNCOL)
+        for name in _FUNCTIONAL:
+            original = getattr(functional, name, None)
+            if original is not None:
+                kept.callback(setattr, functional, name, original)
+                setattr(functional, name, self._functional(name, original))
+
+    def _guard(self, work: Callable[..., None], *args: Any) -> None:
+        """An error of ours never reaches the training run; nothing is recorded after it."""
+        if self.error:
+            return
+        try:
+            work(*args)
+        except Exception as error:  # noqa: BLE001 - recording never harms training
+            self.error = one_line(error)
+
+    @property
+    def _run(self) -> _Run:
+        return self._runs.setdefault(threading.get_ident(), _Run())
+
+    # Modules
+
+    def _begins(self, module: torch.nn.Module, args: Any) -> None:
+        name = self._modules.get(module)
+        if name is not None:
+            run = self._run
+            run.stack.append(name)
+            run.changed()
+
+    def _ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        name, run = self._modules.get(module), self._run
+        if name is None or not run.stack:
+            return
+        run.stack.pop()
+        run.changed()
+        if name not in self._functions:
+            self._guard(self._find_functions, name, output)
+
+    def _find_functions(self, name: str, output: Any) -> None:
+        """Find the Python autograd functions among the graph nodes that a module made itself."""
+        run = self._run
+        waiting = [t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None]
+        seen = set(waiting)
+        found: list[tuple[int, bool, str]] = []
+        while waiting and len(seen) < _NODES:
+            node = waiting.pop()
+            number = node._sequence_nr()
+            maker = run.made(number)
+            if not (maker == name or maker.startswith(f"{name}.") or (maker and name == ROOT)):
+                continue
+            after = [one for one, _ in node.next_functions if one is not None]
+            kind = getattr(type(node), "_forward_cls", None)
+            if kind is not None and maker == name:
+                place = sources.function_place(kind.backward)
+                if place and not sources.in_torch(inspect.getfile(kind)):
+                    found.append((number, any(hasattr(one, "variable") for one in after), place))
+            fresh = [one for one in after if one not in seen and not hasattr(one, "variable")]
+            seen.update(fresh)
+            waiting += fresh
+        if seen:
+            found.sort()
+            weight = [place for _, accumulates, place in found if accumulates]
+            self._functions[name] = (
+                found[0][2] if found else "",
+                weight[0] if weight else "",
+            )
+
+    # Collectives
+
+    def _method(self, name: str, original: Any) -> Callable[..., Any]:
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            self._guard(self._note_method, name, group, args, kwargs)
+            return original(group, *args, **kwargs)
+
+        return method
+
+    def _functional(self, name: str, original: Any) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            self._guard(self._note_functional, _FUNCTIONAL[name], original, args, kwargs)
+            return original(*args, **kwargs)
+
+        return function
+
+    def _note_method(self, name: str, group: Any, args: Any, kwargs: Any) -> None:
+        what, coalesced = _METHODS[name], name.endswith("_coalesced")
+        given = [*args, *kwargs.values()]
+        reduction = _reduction(given) if what.operation.reduces else ""
+        known = self._group(group)
+        peer = -1 if what.peer is None else known.members[int(given[what.peer])]
+        inputs = given[what.input]
+        agreed = () if what.agreed is None else given[what.agreed]
+        pairs = zip(inputs, agreed, strict=True) if coalesced else [(inputs, agreed)]
+        for tensors, alike in pairs:
+            size = -1 if what.agreed is None else _bytes(_flat(alike))
+            self._add(what.operation, reduction, known, list(_flat(tensors)), size, peer)
+
+    def _note_functional(self, operation: Operation, original: Any, args: Any, kwargs: Any) -> None:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        c10d: Any = dist.distributed_c10d
+        resolve = sys.modules[_FUNCOL]._resolve_group_name
+        known = self._group(
+            c10d._resolve_process_group(resolve(given["group"], given.get("tag", "")))
+        )
+        reduction = str(given.get("reduceOp", ""))
+        for one in _flat(next(iter(given.values()))):
+            size = -1 if operation is Operation.ALL_TO_ALL else _bytes([one])
+            self._add(operation, reduction, known, [one], size, -1)
+
+    def _add(
+        self,
+        operation: Operation,
+        reduction: str,
+        group: _Group,
+        tensors: Sequence[torch.Tensor],
+        agreed: int,
+        peer: int,
+    ) -> None:
+        if len(group.members) < 2 or not tensors:
+            return
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        what = operation, reduction, group, dtype, _bytes(tensors), agreed, peer
+        self._ran[(self._iteration, *what), self._place(operation)] += 1
+        if operation not in (Operation.SEND, Operation.RECV):
+            digest = self._order.setdefault(
+                group.communicator, hashlib.blake2b(digest_size=8, usedforsecurity=False)
+            )
+            digest.update(f"{operation} {reduction} {dtype} {agreed};".encode())
+
+    def _group(self, group: Any) -> _Group:
+        known = self._groups.get(group)
+        if known is None:
+            members = tuple(dist.get_process_group_ranks(group))
+            name = group_name(group.group_desc or "", members, self._mesh)
+            known = self._groups[group] = _Group(members, group.group_name, name)
+        return known
+
+    def _place(self, operation: Operation) -> tuple[str, Phase, CodeType | None, int]:
+        """Module, part of the step, code and line of the collective that is being called."""
+        code, line, phase, nested = _site(operation)
+        run = self._run
+        if run.stack:
+            recomputes = is_recomputing()
+            return run.stack[-1], phase or _PASSES[recomputes], code, line
+        if not is_recomputing():
+            return "", phase or Phase.OTHER, code, line
+        node = torch._C._current_autograd_node()
+        # Nodes that were made on another thread than autograd's, unless it recomputed them itself.
+        made = (run if nested or run is self._main else self._main).made
+        module = "" if node is None else made(node._sequence_nr())
+        return module, phase or Phase.BACKWARD, code, line
+
+
+_PASSES = (Phase.FORWARD, Phase.RECOMPUTATION)
+
+
+def _site(operation: Operation) -> tuple[CodeType | None, int, Phase | None, bool]:
+    """Code and line that call a collective, the part of the step that they tell, and nesting.
+
+    The code is the innermost frame of Megatron on this side of autograd's engine; without one, of
+    other code. Frames outside of the innermost module's call tell no part of the step: the data
+    parallel wrapper is one of them.
+    """
+    frame = sys._getframe(1)
+    code: CodeType | None = None
+    other: tuple[CodeType | None, int] = (None, 0)
+    line, phase = 0, None
+    outside = nested = False
+    while frame is not None and not (code is not None and (outside or phase)):
+        own, file = frame.f_code, frame.f_code.co_filename
+        if sources.enters_autograd(own):
+            nested = True
+            break
+        if sources.in_torch(file):
+            outside = outside or own.co_name == "_call_impl"
+        elif sources.in_megatron(file):
+            if code is None:
+                code, line = own, frame.f_lineno
+            if not outside:
+                phase = sources.phase_of(file, operation)
+        elif other[0] is None and not sources.is_own(file):
+            other = own, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return (code, line, phase, nested) if code is not None else (*other, phase, nested)
+
+
+def _reduction(given: Iterable[Any]) -> str:
+    """``sum``, ``avg``, ``max`` ...: of the options of a collective, or the argument itself."""
+    for one in given:
+        value = getattr(one, "reduceOp", one)
+        kind = getattr(value, "op", value)
+        if isinstance(kind, dist.ReduceOp.RedOpType):
+            return str(kind).rpartition(".")[2].lower()
+    return ""
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

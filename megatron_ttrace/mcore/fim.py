@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fill-in-the-middle samples that do not depend on who reads them, nor in which order.
+
+``GPTFIMDataset`` (megatron/training/datasets/fim_dataset.py) rearranges samples at random, with one
+generator per process. A data-parallel rank reads a part of the samples, so in another layout the
+same sample is rearranged in another way. In a run that ends with its check, every sample has a
+generator of its own instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy
+
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.flags import Settings
+
+_READ = "_query_document_sample_shuffle_indices"
+
+
+def is_by_sample(args: MegatronArguments, settings: Settings) -> bool:
+    """Whether a candidate rearranges each sample by its index; no training follows its check."""
+    return bool(getattr(args, "fim_data", False)) and settings.exit_after
+
+
+def rearrange_by_sample() -> None:
+    """Seed the data set's generator with a sample's index before the sample is read.
+
+    Called before the data loader forks workers.
+    """
+    from megatron.training.datasets.fim_dataset import GPTFIMDataset
+
+    original = getattr(GPTFIMDataset, _READ)
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def read(self: Any, idx: int) -> Any:
+        self.np_rng = numpy.random.RandomState([self.config.random_seed, int(idx)])
+        return original(self, idx)
+
+    setattr(GPTFIMDataset, _READ, read)

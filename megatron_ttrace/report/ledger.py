@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives of traced steps, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ttrace.report.wording import on_ranks
+from megatron_ttrace.trace.collectives import (
+    Citation,
+    CollectiveRow,
+    LedgerFault,
+    LedgerFinding,
+    Operation,
+    Phase,
+    RanHere,
+)
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+_SHOWN = 4
+"""Collectives that a sentence names."""
+
+_WHEN = {
+    Phase.FORWARD: "in its forward pass",
+    Phase.BACKWARD: "in its backward pass",
+    Phase.GRADIENTS: "in the reduction of gradients",
+}
+_UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB"))
+
+
+def citation_text(cited: Citation | None) -> str:
+    """What ran in a culprit, over which axes nothing was reduced, what its siblings ran."""
+    if cited is None:
+        return ""
+    when = _WHEN[cited.direction]
+    kinds = dict.fromkeys((one.operation, one.group, one.dtype) for one in cited.ran)
+    ran = [f"{operation} over {group} ({dtype})" for operation, group, dtype in kinds]
+    more = f" and {len(ran) - _SHOWN} more" if len(ran) > _SHOWN else ""
+    said = [f"no collective ran {when}"]
+    if ran:
+        said = [f"collectives {when}: {', '.join(ran[:_SHOWN])}{more}"]
+    if cited.without and ran:
+        said.append(f"no reduction over {' or '.join(cited.without)}")
+    elif cited.without:
+        said = [f"no reduction over {' or '.join(cited.without)} ran {when}"]
+    if cited.lacking:
+        lacking = ", ".join(f"{operation} over {group}" for operation, group in cited.lacking)
+        who = "its sibling in another layer" if cited.siblings == 1 else f"all {cited.siblings} of "
+        who += "" if cited.siblings == 1 else "its siblings in other layers"
+        said.append(f"{who} ran {lacking}")
+    return "; ".join(said)
+
+
+def finding_text(finding: LedgerFinding) -> str:
+    """One sentence about what is wrong with the collectives."""
+    where = f"over {clean(finding.group, 60)} (ranks {', '.join(map(str, finding.members[:8]))}"
+    where += ", ...)" if len(finding.members) > 8 else ")"
+    if finding.groups > 1:
+        where += f" and {finding.groups - 1} more such groups"
+    if finding.fault is LedgerFault.ORDER:
+        sides = " and ".join(on_ranks(one.ranks) for one in finding.ran[:3])
+        return f"the same collectives {where} ran in different orders: {sides} disagree"
+    what = " ".join(
+        part
+        for part in (
+            finding.operation.value if finding.operation else "",
+            finding.reduction,
+            clean(finding.dtype, 40),
+        )
+        if part
+    )
+    size = f", {size_text(finding.bytes)}" if finding.bytes >= 0 else ""
+    if finding.fault is LedgerFault.PRECISION:
+        place = _place(finding.ran[0]) if finding.ran else ""
+        return (
+            f"{what} {where}{size}: a lower precision than {clean(finding.expected, 40)}, which "
+            f"the settings ask for{place}"
+        )
+    if finding.operation is Operation.SEND:
+        what = what.replace("send", "message", 1)
+        where = f"from rank {finding.members[0]} to rank {finding.members[-1]}"
+        counts = (
+            f"{'received' if number else 'sent'} {_times(one.count)}{_place(one)}"
+            for number, one in enumerate(finding.ran)
+        )
+        return f"{what}{size} {where}: {', '.join(counts)}"
+    counts = (f"{_times(one.count)} on {on_ranks(one.ranks)}{_place(one)}" for one in finding.ran)
+    return f"{what}{size} {where} ran unequally often: {'; '.join(counts)}"
+
+
+def size_text(size: int) -> str:
+    """``4.0 KB``."""
+    return next((f"{size / unit:.1f} {name}" for unit, name in _UNITS if size >= unit), f"{size} B")
+
+
+def table(rows: Sequence[CollectiveRow]) -> list[dict[str, str]]:
+    """The rows of the table in the HTML report."""
+    return [
+        {
+            "direction": row.direction.value.replace("_", " "),
+            "module": clean(row.module, 240) or "-",
+            "modules": str(row.modules),
+            "operation": row.operation.value + f" {clean(row.reduction, 40)}" * bool(row.reduction),
+            "group": f"{clean(row.group, 60)} ({row.size})",
+            "dtype": clean(row.dtype, 40),
+            "bytes": size_text(row.least)
+            + (f" to {size_text(row.most)}" if row.most > row.least else ""),
+            "count": f"{row.count:,}",
+            "where": clean(row.where, NOTE_LIMIT) or "-",
+        }
+        for row in rows
+    ]
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count:,} times")
+
+
+def _place(one: RanHere) -> str:
+    module = f" in {clean(one.module, 240)}" if one.module else ""
+    return module + (f" at {clean(one.where, NOTE_LIMIT)}" if one.where else "")

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of collectives in a running job: recorded on each rank, judged on one.
+
+It adds to the report. Whatever goes wrong with it is a notice, and the check goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ttrace.capture.collectives import CollectiveTap
+from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare import collectives
+from megatron_ttrace.errors import one_line
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.groups import axes_of
+from megatron_ttrace.mcore.precision import reduced_in
+from megatron_ttrace.mcore.sources import sources_of
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger, RankLedger
+
+
+class Recording:
+    """Records the collectives of one rank's traced steps."""
+
+    def __init__(self, model: TracedModel) -> None:
+        self._model = model
+        self._tap = CollectiveTap(model.names, model.mesh)
+        self._forward_step: Any = None
+
+    def step(self, iteration: int, run: Callable[[], Any]) -> Any:
+        """Run Megatron's training step; returns what it returned."""
+        if isinstance(run, functools.partial):
+            first = run.args[0] if run.args else None
+            self._forward_step = run.keywords.get("forward_step_func", first)
+        with self._tap.active(iteration):
+            return run()
+
+    def message(self) -> Any:
+        """What was recorded, as JSON for the rank that judges. Never raises."""
+        try:
+            from megatron.core.utils import get_model_config
+
+            config = get_model_config(self._model.chunks[0])
+            sources = sources_of(
+                self._model.names,
+                self._tap.functions,
+                optimizer=self._model.optimizer,
+                finalize=config.finalize_model_grads_func,
+                step=self._forward_step,
+            )
+            return dataclasses.replace(self._tap.ledger(), sources=sources).to_json()
+        except Exception as error:  # noqa: BLE001 - it is an addition to the report
+            return RankLedger(error=one_line(error)).to_json()
+
+
+def merged(
+    messages: Sequence[tuple[dict[str, Any], Any]], args: MegatronArguments
+) -> tuple[Ledger, list[str]]:
+    """The ledger of all ranks, and notices of what is missing in it. Never raises.
+
+    Args:
+        messages: mesh and :meth:`Recording.message` of each rank.
+        args: of the candidate.
+    """
+    try:
+        meshes = [codec.decode(Mesh, mesh) for mesh, _ in messages]
+        ranks = [RankLedger.from_json(said) for _, said in messages]
+        compute, gradients = reduced_in(args)
+        ledger = collectives.merge(
+            ranks, lambda members: axes_of(members, meshes), compute=compute, gradients=gradients
+        )
+    except Exception as error:  # noqa: BLE001 - it is an addition to the report
+        return UNRECORDED, [f"the collectives were not recorded ({one_line(error)})"]
+    lost = [f"rank {rank}: {one.error}" for rank, one in enumerate(ranks) if one.error][:1]
+    return ledger, [f"not all collectives were recorded ({one})" for one in lost]

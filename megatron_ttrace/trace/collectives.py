@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of the collectives of a traced step, and of the code that ran in it.
+
+``collectives.jsonl`` has one :class:`Collective` per line (docs/flags-and-files.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+from megatron_ttrace.trace.codec import Count, Rank, Record
+
+
+class Operation(StrEnum):
+    """What a collective does."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    SEND = "send"
+    RECV = "recv"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the result combines the values of several ranks."""
+        return self in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
+
+
+class Phase(StrEnum):
+    """The part of a training step in which a collective ran."""
+
+    FORWARD = "forward"
+    RECOMPUTATION = "recomputation"
+    BACKWARD = "backward"
+    GRADIENTS = "gradient_reduction"
+    OPTIMIZER = "optimizer"
+    PARAMETERS = "parameter_gather"
+    OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective(Record):
+    """Equal collectives of one module: one line of ``collectives.jsonl``.
+
+    Attributes:
+        iteration: the traced step.
+        operation: what it does; ``reduction`` is ``sum``, ``avg``, ``max`` ... of one that reduces.
+        group: the mesh axes that the group spans, joined by ``-``, or the group's own name.
+        size: number of ranks of the group.
+        dtype: of the elements.
+        bytes: of the input (of the output, for a receiving operation).
+        module: the module that ran it, in the forward or backward pass; empty outside of modules.
+        direction: the part of the step.
+        where: file, line and function of the call.
+        count: how often it ran on each of ``ranks``.
+    """
+
+    iteration: Count
+    operation: Operation
+    reduction: str
+    group: str
+    size: Count
+    dtype: str
+    bytes: Count
+    module: str
+    direction: Phase
+    where: str
+    count: Count
+    ranks: tuple[Rank, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CollectiveRow(Record):
+    """Alike collectives of all layers: one row of the table in a report.
+
+    Attributes:
+        module: with ``*`` in the place of numbers; ``modules`` is how many such modules there are.
+        least, most: bytes.
+        count: the largest number that any rank ran.
+
+    The others as in :class:`Collective`.
+    """
+
+    operation: Operation
+    reduction: str
+    group: str
+    size: Count
+    dtype: str
+    least: Count
+    most: Count
+    module: str
+    modules: Count
+    direction: Phase
+    where: str
+    count: Count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ran(Record):
+    """Equal collectives as one rank records them.
+
+    Attributes:
+        group: the mesh axes that the group spans, if its name says so.
+        members: global ranks of the group; ``communicator`` is its name, the same on all of them.
+        agreed: bytes that are the same on all members; -1 if each may have its own number.
+        peer: global rank that a message is sent to or received from; -1 if there is none, or any.
+
+    The others as in :class:`Collective`.
+    """
+
+    iteration: Count
+    operation: Operation
+    reduction: str
+    group: str
+    members: tuple[Rank, ...]
+    communicator: str
+    dtype: str
+    bytes: Count
+    agreed: int
+    peer: int
+    module: str
+    direction: Phase
+    where: str
+    count: Count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModuleCode:
+    """Where the code of a module is; each as ``file:line (function)``, empty if not known.
+
+    Attributes:
+        forward: its class's ``forward``.
+        backward: ``backward`` of the last autograd function of its backward pass, which makes the
+            gradient of its input.
+        weight: the same for the function that computes the gradient of its weight.
+    """
+
+    forward: str
+    backward: str = ""
+    weight: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sources(Record):
+    """The code that ran, as ``file:line (function)``.
+
+    Attributes:
+        modules: number in ``codes`` by canonical name.
+        codes: of the modules.
+        optimizer: the optimizer's ``step``.
+        finalize: what reduces the gradients after the last microbatch.
+        step: the training script's forward step, which reads the batch and computes the loss.
+    """
+
+    modules: dict[str, Count] = dataclasses.field(default_factory=dict)
+    codes: tuple[ModuleCode, ...] = ()
+    optimizer: str = ""
+    finalize: str = ""
+    step: str = ""
+
+    def of(self, module: str) -> ModuleCode | None:
+        """The code of a module, or of the innermost known module that contains it."""
+        while module:
+            number = self.modules.get(module)
+            if number is not None and number < len(self.codes):
+                return self.codes[number]
+            module = module.rpartition(".")[0]
+        return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankLedger(Record):
+    """What one rank recorded.
+
+    ``order`` holds, by communicator, the checksum of the sequence of its collectives; messages
+    between two ranks are not in it. ``error`` says why the record is not complete; empty if it is.
+    """
+
+    ran: tuple[Ran, ...] = ()
+    order: dict[str, str] = dataclasses.field(default_factory=dict)
+    sources: Sources = Sources()
+    error: str = ""
+
+
+class LedgerFault(StrEnum):
+    """What is wrong with collectives."""
+
+    COUNT = "count"
+    """Members of a group ran an operation unequally often."""
+    ORDER = "order"
+    """Members of a group ran the same operations in different orders."""
+    PRECISION = "precision"
+    """A reduction in a lower precision than the run's settings say."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RanHere:
+    """What some ranks ran: ``count`` times, first at ``where`` in ``module``."""
+
+    ranks: tuple[Rank, ...]
+    count: Count
+    module: str = ""
+    where: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LedgerFinding(Record):
+    """A fault that the collectives themselves show, whatever the tensors' values are.
+
+    Attributes:
+        fault: its sort.
+        group: name of the group, as in :class:`Collective`; ``members`` are those of the first such
+            group, ``groups`` is the number of such groups.
+        operation: the operation concerned, ``None`` for an order.
+        reduction: as in :class:`Collective`, as are ``dtype`` and ``bytes`` (-1: any number).
+        ran: by ranks.
+        expected: the dtype that the settings ask for.
+    """
+
+    fault: LedgerFault
+    group: str
+    members: tuple[Rank, ...]
+    ran: tuple[RanHere, ...]
+    operation: Operation | None = None
+    reduction: str = ""
+    dtype: str = ""
+    bytes: int = -1
+    expected: str = ""
+    groups: Count = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ledger(Record):
+    """The collectives of all ranks, what is wrong with them, and the code that ran.
+
+    ``recorded`` is false if the collectives of some rank are not known.
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    findings: tuple[LedgerFinding, ...] = ()
+    sources: Sources = Sources()
+    recorded: bool = True
+
+
+UNRECORDED = Ledger(recorded=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Citation:
+    """The collectives that ran in a culprit, and those that its siblings ran in addition.
+
+    Attributes:
+        direction: the part of the step that they ran in.
+        ran: inside the culprit (for gradients: over the axes concerned).
+        without: axes of the finding over which no reduction ran there.
+        lacking: operation and group of what each sibling ran and the culprit did not.
+        siblings: number of modules of other layers that correspond to the culprit.
+    """
+
+    direction: Phase
+    ran: tuple[Collective, ...] = ()
+    without: tuple[str, ...] = ()
+    lacking: tuple[tuple[Operation, str], ...] = ()
+    siblings: int = 0

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each collective is recorded with its module and direction, and nothing else changes.
+
+The process group is PyTorch's fake one: its collectives do nothing, through the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ttrace.capture.collectives import _METHODS, CollectiveTap
+from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.trace.collectives import Operation, Phase, Ran
+from tests.placement.meshes import mesh_of
+
+SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[dist.ProcessGroup]:
+    """This process is the first of two ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
+    dist.destroy_process_group()
+
+
+class Copy(torch.autograd.Function):
+    """Its gradient is reduced."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Reduce(torch.autograd.Function):
+    """Its output is reduced."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        dist.all_reduce(x, group=group)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Parallel(nn.Module):
+    """A linear layer, and the region before or behind it."""
+
+    def __init__(self, group: dist.ProcessGroup, function: type) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(SIZE))
+        self.group, self.function = group, function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.function is Copy:
+            return Copy.apply(x, self.group) @ self.weight
+        return Reduce.apply(x @ self.weight, self.group)
+
+
+class Layer(nn.Module):
+    def __init__(self, group: dist.ProcessGroup, number: int) -> None:
+        super().__init__()
+        self.layer_number = number
+        self.column, self.row = Parallel(group, Copy), Parallel(group, Reduce)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.row(self.column(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, group: dist.ProcessGroup, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(group, 1), Layer(group, 2)])
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.recompute is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.recompute)
+        return x.sum()
+
+
+def tap_of(model: nn.Module) -> CollectiveTap:
+    """For a model on two tensor-parallel ranks."""
+    return CollectiveTap([canonical_names(model)], mesh_of(0, 2, tp=2))
+
+
+def recorded(tap: CollectiveTap) -> list[Ran]:
+    """What was recorded, without an error."""
+    ledger = tap.ledger()
+    assert not ledger.error
+    return list(ledger.ran)
+
+
+@pytest.mark.parametrize("recompute", [None, True, False])
+def test_module_and_direction(group: dist.ProcessGroup, recompute: bool | None) -> None:
+    """Also of what is computed again within the backward pass, and of its own backward pass."""
+    model = Model(group, recompute)
+    tap = tap_of(model)
+    with tap.active(3):
+        for _ in range(2):
+            model(torch.ones(2, SIZE, requires_grad=True)).backward()
+    found = {(one.module, one.direction): one for one in recorded(tap)}
+    expected = {
+        (f"layers.{layer}.{name}", phase)
+        for layer in range(2)
+        for name, phases in {
+            # Without reentry, recomputation stops at the last saved tensor, before the reduction.
+            "row": [Phase.FORWARD, *[Phase.RECOMPUTATION] * (recompute is True)],
+            "column": [Phase.BACKWARD],
+        }.items()
+        for phase in phases
+    }
+    assert found.keys() == expected
+    for one in found.values():
+        assert (one.iteration, one.count, one.group, one.members) == (3, 2, "tp", (0, 1))
+        assert (one.operation, one.reduction) == (Operation.ALL_REDUCE, "sum")
+        assert (one.dtype, one.bytes, one.agreed) == ("float32", 32, 32)
+        assert one.where.endswith(
+            f"({'Reduce.forward' if 'row' in one.module else 'Copy.backward'})"
+        )
+
+
+def test_functions_of_modules(group: dist.ProcessGroup) -> None:
+    """The autograd functions of a module itself; those inside it belong to the inner one."""
+    model = Model(group)
+    tap = tap_of(model)
+    with tap.active(1):
+        model(torch.ones(2, SIZE, requires_grad=True)).backward()
+    assert tap.functions("layers.1.column")[0].endswith("(Copy.backward)")
+    assert tap.functions("layers.1") == ("", "")
+    assert tap.functions("layers.7") == ("", "")
+
+
+def test_every_way_to_call(group: dist.ProcessGroup) -> None:
+    """Functions of ``torch.distributed`` under any name, coalesced ones and functional ones."""
+    gather = dist.all_gather_into_tensor
+    x, two = torch.ones(4, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+    tap = tap_of(nn.Linear(1, 1))
+    with tap.active(1):
+        gather(two, x, group=group)
+        dist._all_gather_base(two, x, group=group)
+        dist.all_gather([x, x.clone()], x, group=group)
+        dist.reduce_scatter_tensor(x, two, op=dist.ReduceOp.AVG, group=group)
+        dist._reduce_scatter_base(x, two, group=group)
+        dist.reduce_scatter(x, [x, x], group=group)
+        dist.all_reduce(x, dist.ReduceOp.MAX, group)
+        dist.all_to_all_single(two, two, [2, 6], [4, 4], group=group)
+        dist.broadcast(x, 0, group=group)
+        with dist._coalescing_manager(group):
+            dist.all_reduce(x, group=group)
+            dist.all_reduce(two, group=group)
+        ops = [dist.P2POp(dist.isend, x, 1, group), dist.P2POp(dist.irecv, two, 1, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        funcol.all_reduce(two, "sum", group)
+        dist.barrier(group)
+    found = [
+        (one.operation.value, one.reduction, one.bytes, one.agreed, one.peer, one.count)
+        for one in recorded(tap)
+    ]
+    assert found == [
+        ("all_gather", "", 8, 8, -1, 1),
+        ("all_gather", "", 8, 8, -1, 1),
+        ("all_gather", "", 8, 16, -1, 1),
+        ("reduce_scatter", "avg", 16, 16, -1, 1),
+        ("reduce_scatter", "sum", 16, 16, -1, 1),
+        ("reduce_scatter", "sum", 16, 16, -1, 1),
+        ("all_reduce", "max", 8, 8, -1, 1),
+        ("all_to_all", "", 16, -1, -1, 1),
+        ("broadcast", "", 8, 8, -1, 1),
+        ("all_reduce", "sum", 8, 8, -1, 1),
+        ("all_reduce", "sum", 16, 16, -1, 1),
+        ("send", "", 8, -1, 1, 1),
+        ("recv", "", 16, -1, 1, 1),
+        ("all_reduce", "sum", 16, 16, -1, 1),
+    ]
+
+
+def test_order(group: dist.ProcessGroup) -> None:
+    """The same collectives in another order have another checksum."""
+    orders = []
+    for sizes in ([4, 8], [8, 4], [4, 8]):
+        tap = tap_of(nn.Linear(1, 1))
+        with tap.active(1):
+            for size in sizes:
+                dist.all_reduce(torch.ones(size), group=group)
+        orders.append(tap.ledger().order[group.group_name])
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_everything_is_put_back(group: dist.ProcessGroup) -> None:
+    """Also after an error of the step; one rank alone has no collectives."""
+    before = {name: vars(dist.ProcessGroup).get(name) for name in _METHODS}
+    hooks = len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks)
+    functional = dict(vars(funcol))
+    alone = dist.new_group([0])
+    tap = tap_of(nn.Linear(1, 1))
+
+    def step() -> None:
+        assert vars(dist.ProcessGroup)["allreduce"] is not before["allreduce"]
+        dist.all_reduce(torch.ones(1), group=alone)
+        raise KeyError
+
+    with pytest.raises(KeyError), tap.active(1):
+        step()
+    assert {name: vars(dist.ProcessGroup).get(name) for name in _METHODS} == before
+    assert (len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks)) == hooks
+    assert dict(vars(funcol)) == functional
+    assert recorded(tap) == []
+
+
+def test_an_error_of_ours_is_no_error_of_the_step(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step goes on; the record says that it is not complete."""
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    tap = tap_of(nn.Linear(1, 1))
+    monkeypatch.setattr(tap, "_add", broken)
+    with tap.active(1):
+        dist.all_reduce(torch.ones(4), group=group)
+    assert tap.ledger().error == "RuntimeError: broken"

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A number is followed back to the elements of parameters that it was computed from."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms
+from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.placement.mesh import SINGLE
+
+A, B = ParameterPlace("a", (4, 2), ()), ParameterPlace("b", (6,), ())
+ALL = {"a": 1, "b": 1}
+
+
+class Job:
+    """Two gradients in one buffer with padding between them."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.arange(16.0)
+        self.a, self.b = self.buffer[:8].view(4, 2), self.buffer[9:15]
+        self.parts = Parts(SINGLE)
+        memory = Memory(self.parts)
+        memory.add(self.a, A, (0, 8), 8)
+        memory.add(self.b, B, (0, 6), 6)
+        self.flow = Flow(memory, Counter())
+
+    def names(self, terms: Terms) -> dict[str, int]:
+        """How often parameters are in a result; of collectives, their number."""
+        found: Counter[str] = Counter()
+        for (is_sum, number), times in terms.items():
+            found["sum" if is_sum else self.parts.found[number].name] += times
+        return dict(found)
+
+    def followed(self, compute: Callable[["Job"], object]) -> dict[str, int]:
+        """What the result of a computation consists of."""
+        with self.flow:
+            value = compute(self)
+        return self.names(self.flow.result(value))
+
+
+def read_norm(job: Job) -> float:
+    """A norm as Megatron's kernels compute it, read from a tensor."""
+    norm = torch.stack([job.a.norm(), job.b.norm()]).norm()
+    return (norm * norm).item() ** 0.5
+
+
+def zeros(job: Job) -> torch.Tensor:
+    """A count, added up in place."""
+    total = torch.zeros(1)
+    for one in (job.a, job.b):
+        total += one.numel() - torch.count_nonzero(one)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("compute", "names"),
+    [
+        (read_norm, ALL),
+        (zeros, ALL),
+        (lambda job: job.a.pow(2).sum() + job.a.abs().max(), {"a": 2}),
+        (lambda job: job.buffer.norm(), ALL),
+        (lambda job: job.b.double().square().sum(), {"b": 1}),
+        (lambda job: torch.ones(3).sum(), {}),
+        (lambda job: job.a.sum().zero_(), {}),
+        (lambda job: torch.zeros(()).copy_(job.b.sum()), {"b": 1}),
+    ],
+)
+def test_followed(compute: Callable[[Job], object], names: dict[str, int]) -> None:
+    """Each parameter, as often as it was added."""
+    job = Job()
+    assert job.followed(compute) == names
+    assert not job.flow.unknown
+
+
+def test_a_piece() -> None:
+    """A view of some elements, across a row."""
+    job = Job()
+    terms = job.flow.of(job.buffer[3:8])
+    (number,) = [number for _, number in terms]
+    assert sum(box.numel for box in job.parts.found[number].boxes) == 5
+
+
+def test_a_collective() -> None:
+    """What goes into it, and that its result is what is read."""
+    job = Job()
+    with job.flow:
+        total = job.a.norm() + job.b.norm()
+        job.flow.reduced(total, ((0, 3, 1),))
+        job.flow.reduced(total, ((0, 3, 1),))
+        value = total.item()
+    first, second = job.flow.made
+    assert (first.order, second.order) == (0, 1)
+    assert len(first.parts) == 2
+    assert second.sums == ((0, 1),)
+    assert job.flow.result(value) == {(True, 1): 1}
+
+
+def test_an_unknown_tensor() -> None:
+    """A tensor of no parameter is said to be unknown where it is in a result."""
+    job = Job()
+    foreign = torch.ones(2, 3)
+    with job.flow:
+        known = job.a.norm()
+        value = known + foreign.norm()
+    parts, _ = job.flow.added(job.flow.of(known))
+    assert len(parts) == 1
+    assert not job.flow.unknown
+    job.flow.added(job.flow.of(value))
+    assert "(2, 3)" in job.flow.unknown

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must agree between ranks is compared; what may differ is not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ttrace.compare.collectives import merge, rows
+from megatron_ttrace.trace.collectives import (
+    Ledger,
+    LedgerFault,
+    ModuleCode,
+    Operation,
+    Phase,
+    Ran,
+    RankLedger,
+    Sources,
+)
+
+SUM = Ran(
+    iteration=1,
+    operation=Operation.ALL_REDUCE,
+    reduction="sum",
+    group="tp",
+    members=(0, 1),
+    communicator="1",
+    dtype="bfloat16",
+    bytes=64,
+    agreed=64,
+    peer=-1,
+    module="decoder.layers.0.mlp.linear_fc2",
+    direction=Phase.FORWARD,
+    where="megatron/core/a.py:1 (reduce)",
+    count=2,
+)
+OTHER_LAYER = dataclasses.replace(SUM, module="decoder.layers.1.mlp.linear_fc2")
+
+
+def ledger(*ranks: RankLedger, compute: str = "bfloat16", gradients: str = "float32") -> Ledger:
+    """The ledger of a job; groups without a name are called ``ranks``."""
+    return merge(ranks, lambda members: "ranks", compute=compute, gradients=gradients)
+
+
+def rank(*ran: Ran, order: str = "a") -> RankLedger:
+    """What a rank recorded, with one order for all its groups."""
+    return RankLedger(ran, {one.communicator: order for one in ran})
+
+
+def test_equal_ranks() -> None:
+    """One line for both ranks; nothing is wrong."""
+    found = ledger(rank(SUM, OTHER_LAYER), rank(SUM, OTHER_LAYER))
+    assert (found.findings, found.recorded) == ((), True)
+    assert [(one.module, one.count, one.ranks) for one in found.collectives] == [
+        (SUM.module, 2, (0, 1)),
+        (OTHER_LAYER.module, 2, (0, 1)),
+    ]
+    (row,) = rows(found.collectives)
+    assert (row.module, row.modules, row.count) == ("decoder.layers.*.mlp.linear_fc2", 2, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float32"},
+        {"agreed": 32},
+        {"reduction": "avg"},
+        {"operation": Operation.REDUCE_SCATTER},
+        {"count": 3},
+    ],
+)
+def test_unequal_ranks(change: dict[str, object]) -> None:
+    """Operation, reduction, dtype, size and number must agree; both sides are told."""
+    found = ledger(rank(SUM), rank(dataclasses.replace(SUM, **change)))
+    first = found.findings[0]
+    assert {one.fault for one in found.findings} == {LedgerFault.COUNT}
+    assert (first.group, first.members, first.operation) == ("tp", (0, 1), SUM.operation)
+    assert [(one.ranks, one.count) for one in first.ran] == [
+        ((0,), 2),
+        ((1,), 3 if "count" in change else 0),
+    ]
+    assert first.ran[0].where == SUM.where
+
+
+def test_a_rank_without() -> None:
+    """A member that ran nothing in a group counts, too; so do equal groups, once."""
+    two, three = (dataclasses.replace(SUM, members=(2, 3), communicator="2") for _ in range(2))
+    found = ledger(rank(SUM), rank(), rank(two), rank())
+    (finding,) = found.findings
+    assert (finding.members, finding.groups) == ((0, 1), 2)
+    assert [(one.ranks, one.count) for one in finding.ran] == [((0,), 2), ((1,), 0)]
+    assert ledger(rank(SUM), rank(SUM), rank(two), rank(three)).findings == ()
+
+
+def test_order() -> None:
+    """The same operations in another order."""
+    (finding,) = ledger(rank(SUM), rank(SUM, order="b")).findings
+    assert (finding.fault, finding.operation) == (LedgerFault.ORDER, None)
+    assert [one.ranks for one in finding.ran] == [(0,), (1,)]
+
+
+def test_what_may_differ() -> None:
+    """Own splits of an all-to-all, modules, places, and what other groups run."""
+    split = dataclasses.replace(SUM, operation=Operation.ALL_TO_ALL, reduction="", agreed=-1)
+    own = dataclasses.replace(split, bytes=8, module="other", where="elsewhere")
+    alone = dataclasses.replace(SUM, members=(1, 2), communicator="3", bytes=8, agreed=8)
+    assert not ledger(rank(split), rank(own, alone), rank(alone)).findings
+
+
+def test_messages() -> None:
+    """What is sent must be received."""
+    send = dataclasses.replace(
+        SUM, operation=Operation.SEND, reduction="", group="pp", agreed=-1, peer=1
+    )
+    receive = dataclasses.replace(send, operation=Operation.RECV, peer=0)
+    assert not ledger(rank(send), rank(receive)).findings
+    (finding,) = ledger(rank(send), rank(dataclasses.replace(receive, count=1))).findings
+    assert (finding.fault, finding.members, finding.bytes) == (LedgerFault.COUNT, (0, 1), 64)
+    assert [one.count for one in finding.ran] == [2, 1]
+    lost = ledger(rank(send), rank(dataclasses.replace(receive, bytes=32))).findings
+    assert [[one.count for one in each.ran] for each in lost] == [[2, 0], [0, 2]]
+    anybody = dataclasses.replace(receive, peer=-1)
+    assert not ledger(rank(send), rank(anybody)).findings
+
+
+@pytest.mark.parametrize(
+    ("dtype", "direction", "reduction", "expected"),
+    [
+        ("bfloat16", Phase.GRADIENTS, "sum", "float32"),
+        ("float16", Phase.GRADIENTS, "avg", "float32"),
+        ("float8_e4m3fn", Phase.FORWARD, "sum", "bfloat16"),
+        ("bfloat16", Phase.GRADIENTS, "max", ""),
+        ("float32", Phase.GRADIENTS, "sum", ""),
+        ("int64", Phase.GRADIENTS, "sum", ""),
+        ("bfloat16", Phase.BACKWARD, "sum", ""),
+        ("float16", Phase.BACKWARD, "sum", ""),
+        ("float8_e4m3fn", Phase.OTHER, "sum", ""),
+    ],
+)
+def test_precision(dtype: str, direction: Phase, reduction: str, expected: str) -> None:
+    """Sums of gradients have the dtype of the settings, others that of the activations."""
+    one = dataclasses.replace(SUM, dtype=dtype, direction=direction, reduction=reduction)
+    found = ledger(rank(one), rank(one)).findings
+    assert [each.expected for each in found] == [expected] * bool(expected)
+    for finding in found:
+        assert (finding.fault, finding.ran[0].ranks) == (LedgerFault.PRECISION, (0, 1))
+
+
+def test_settings_that_leave_it_open() -> None:
+    """Then no dtype is wrong."""
+    one = dataclasses.replace(SUM, direction=Phase.GRADIENTS)
+    assert not ledger(rank(one), rank(one), gradients="").findings
+
+
+def test_a_rank_that_failed() -> None:
+    """Its collectives are not known, so nothing is said about agreement."""
+    found = ledger(rank(SUM), RankLedger(error="broken"))
+    assert (found.findings, found.recorded) == ((), False)
+    assert found.collectives
+
+
+def test_names_and_places_are_completed() -> None:
+    """A group without a name gets one; a call outside of Megatron is at its module's code."""
+    code = Sources({"decoder": 0}, (ModuleCode("megatron/core/b.py:2 (Block.forward)"),))
+    one = dataclasses.replace(SUM, group="", where="")
+    found = ledger(dataclasses.replace(rank(one), sources=code), rank(one))
+    (collective,) = found.collectives
+    assert collective.group == "ranks"
+    assert collective.where == "megatron/core/b.py:2 (Block.forward)"
+    assert found.sources == code
+
+
+def test_json() -> None:
+    """A ledger is the same after a round trip, as is a rank's."""
+    first = dataclasses.replace(rank(SUM), sources=Sources({"a": 0}, (ModuleCode("x"),)))
+    found = ledger(first, rank())
+    assert found.findings
+    assert Ledger.from_json(found.to_json()) == found
+    assert RankLedger.from_json(first.to_json()) == first

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coverage of norms, counts and updates, judged from what ranks say they put in."""
+
+import dataclasses
+
+from megatron_ttrace.compare.counted import Judgement, judge
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.counted import (
+    Counted,
+    Counting,
+    Part,
+    Statistic,
+    Sum,
+    Term,
+    runs_of,
+)
+from megatron_ttrace.trace.findings import Cause, Miscounted
+from megatron_ttrace.trace.records import Outcome, Reason
+
+NORM, WEIGHT, HALVES = "norm.weight", "fc.weight", ((0, 2), (2, 2))
+
+
+def norm() -> Part:
+    """A whole layer norm."""
+    return Part(NORM, (4,), (Box((0,), (4,), (0,)),))
+
+
+def weight(half: int) -> Part:
+    """Two of the four rows of a weight that tensor parallelism divides."""
+    start, size = HALVES[half]
+    return Part(WEIGHT, (4, 3), (Box((start, 0), (size, 3), (0, 0)),))
+
+
+def rank(
+    at: int, group: range, *, parts: tuple[int, ...] = (0, 1), statistic=Statistic.GRAD_NORM, **more
+) -> Counted:
+    """Tensor-parallel rank ``at`` adds ``parts`` of (norm, weight) up over a group."""
+    made = Sum(runs_of(group), 0, tuple(Term(part) for part in parts))
+    counting = Counting(statistic, (made,), (), (Term(0),), **more)
+    return Counted(1, (norm(), weight(at % 2)), (0, 1), (counting,))
+
+
+def failures(found: Judgement) -> dict[str, tuple[Reason | None, tuple[int, ...]]]:
+    """Names that fail, with reason and ranks."""
+    bad = (one for one in found.verdicts if one.verdict is Outcome.DIVERGED)
+    return {one.name: (one.reason, one.ranks) for one in bad}
+
+
+def test_once_each() -> None:
+    """One rank leaves the replica out: one verdict, which passes."""
+    found = judge((), {0: [rank(0, range(2))], 1: [rank(1, range(2), parts=(1,))]})
+    assert [(one.name, one.verdict) for one in found.verdicts] == [("grad_norm", Outcome.PASS)]
+    assert not found.findings
+
+
+def test_a_replica_twice() -> None:
+    """Both tensor-parallel ranks put the layer norm in."""
+    found = judge((), {0: [rank(0, range(2))], 1: [rank(1, range(2))]})
+    assert failures(found) == {NORM: (Reason.COUNTED_TWICE, (0, 1))}
+    (finding,) = found.findings.values()
+    assert isinstance(finding, Miscounted)
+    assert (finding.cause, finding.most, finding.names) == (Cause.COUNTED_TWICE, 2, (NORM,))
+
+
+def test_a_part_never() -> None:
+    """A rank does not put its rows in: half of the weight is missing from both results."""
+    found = judge((), {0: [rank(0, range(2))], 1: [rank(1, range(2), parts=())]})
+    assert failures(found) == {WEIGHT: (Reason.NEVER_COUNTED, (0, 1))}
+
+
+def test_a_group_too_small() -> None:
+    """Each rank sums over itself: it lacks what the other has, the first one has the norm."""
+    ranks = {0: [rank(0, range(1))], 1: [rank(1, range(1, 2), parts=(1,))]}
+    assert failures(judge((), ranks)) == {
+        NORM: (Reason.NEVER_COUNTED, (1,)),
+        WEIGHT: (Reason.NEVER_COUNTED, (0, 1)),
+    }
+
+
+def test_a_group_too_large() -> None:
+    """Summed over data-parallel replicas as well."""
+    ranks = {at: [rank(at, range(4), parts=(1,) if at % 2 else (0, 1))] for at in range(4)}
+    assert {reason for reason, _ in failures(judge((), ranks)).values()} == {Reason.COUNTED_TWICE}
+
+
+def test_two_collectives() -> None:
+    """A sum over one group goes into a sum over another; nothing is counted twice."""
+    ranks = {}
+    for at in range(4):
+        tp, dp = at % 2, at // 2
+        # Data-parallel ranks have different rows of the norm, as with a sharded optimizer.
+        part = Part(NORM, (4,), (Box((2 * dp,), (2,), (0,)),))
+        inner = Sum(runs_of(range(tp, 4, 2)), 0, (Term(0),) if tp == 0 else ())
+        outer = Sum(runs_of(range(2 * dp, 2 * dp + 2)), 0, (), (Term(0),))
+        counting = Counting(Statistic.PARAMS_NORM, (inner, outer), (), (Term(1),))
+        ranks[at] = [Counted(1, (part,), (0,), (counting,))]
+    assert not failures(judge((), ranks))
+    ranks[2] = [dataclasses.replace(ranks[2][0], parts=ranks[0][0].parts)]
+    # The same rows twice, the others never: the worse is told.
+    assert failures(judge((), ranks)) == {NORM: (Reason.COUNTED_TWICE, (0, 1, 2, 3))}
+
+
+def test_what_the_reference_does_not_count() -> None:
+    """It is not expected of the candidate."""
+    alone = Counting(Statistic.GRAD_NORM, (), (Term(1),))
+    reference = Counted(1, (norm(), Part(WEIGHT, (4, 3), ())), (0, 1), (alone,))
+    ranks = {0: [rank(0, range(2), parts=(1,))], 1: [rank(1, range(2), parts=(1,))]}
+    assert not failures(judge((reference,), ranks))
+    assert failures(judge((), ranks)) == {NORM: (Reason.NEVER_COUNTED, (0, 1))}
+
+
+def test_an_update() -> None:
+    """A rank needs its own elements only: once from one of the ranks that it gathers from."""
+    step = Statistic.STEPPED
+    shards = [Part(NORM, (4,), (Box((start,), (2,), (0,)),)) for start in (0, 2)]
+    made = Sum(runs_of(range(2)), 0, (Term(1),))
+    counting = Counting(step, (made,), (), (Term(0),))
+    ranks = {at: [Counted(1, (norm(), shards[at]), (0,), (counting,))] for at in range(2)}
+    assert not failures(judge((), ranks))
+    again = dataclasses.replace(counting, parts=(Term(1),))
+    ranks[1] = [dataclasses.replace(ranks[1][0], countings=(again,))]
+    assert failures(judge((), ranks)) == {NORM: (Reason.COUNTED_TWICE, (1,))}
+
+
+def clipped(values: dict[str, float]) -> Counted:
+    """A single rank clips each parameter by a norm."""
+    parts = tuple(Part(name, (1,), (Box((0,), (1,), (0,)),)) for name in values)
+    countings = [
+        Counting(Statistic.CLIPPED, (), (Term(number),), (), value)
+        for number, value in enumerate(values.values())
+    ]
+    return Counted(1, parts, tuple(range(len(parts))), tuple(countings))
+
+
+def test_clipped_by_another_norm() -> None:
+    """The norms' values do not matter, only which parameters share one."""
+    reference = clipped({"a": 2.0, "b": 2.0, "mtp": 5.0})
+    assert not failures(judge((reference,), {0: [clipped({"a": 2.1, "b": 2.1, "mtp": 4.9})]}))
+    found = judge((reference,), {0: [clipped({"a": 2.1, "b": 2.1000001, "mtp": 4.9})]})
+    assert failures(found) == {"b": (Reason.OTHER_NORM, (0,))}
+    found = judge((reference,), {0: [clipped({"a": 2.1, "b": 2.1, "mtp": 2.1})]})
+    assert failures(found) == {"mtp": (Reason.OTHER_NORM, (0,))}
+
+
+def test_what_is_unknown_is_said() -> None:
+    """An optimizer whose division is not known is not judged, by name."""
+    ranks = {0: [rank(0, range(2), parts=(), unknown="Muon")], 1: [rank(1, range(2), parts=())]}
+    found = judge((), ranks)
+    assert not found.verdicts
+    assert found.not_judged == ((Statistic.GRAD_NORM, "Muon"),)
+    silent = {0: [dataclasses.replace(ranks[0][0], countings=())]}
+    found = judge(ranks[1], silent)
+    assert found.not_judged == ((Statistic.GRAD_NORM, "how it is computed"),)
+
+
+def test_many_ranks() -> None:
+    """A result that all ranks share is added up once."""
+    world = range(1024)
+    first = {0: (0, 1), 1: (1,)}
+    ranks = {at: [rank(at, world, parts=first.get(at, ()))] for at in world}
+    assert not failures(judge((), ranks))

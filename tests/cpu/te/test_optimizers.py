@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam whose state has fewer bits than float32."""
+
+import pytest
+import torch
+
+from megatron_ttrace.cpu import optimizers
+from megatron_ttrace.cpu.te.optimizers import FusedAdam, joined, parted
+from megatron_ttrace.mcore.optimizer import Owned, Snapshot
+from megatron_ttrace.mcore.parameters import place_parameter
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.runtime.start import moments
+
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def precise(parameter, **options):
+    """As Megatron makes it for bf16 training."""
+    return FusedAdam(
+        [parameter],
+        **OPTIONS,
+        **{"master_weights": True, "use_decoupled_grad": True, **options},
+    )
+
+
+def train(optimizer, parameter, *, decoupled, steps=5):
+    """Steps with gradients of a seed."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        gradient = torch.randn(parameter.shape, generator=generator)
+        if decoupled:
+            parameter.decoupled_grad = gradient
+        else:
+            parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+
+
+def start():
+    """A bf16 parameter."""
+    return torch.nn.Parameter(
+        torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).bfloat16()
+    )
+
+
+def test_a_value_in_two_parts():
+    """Every float32 value is a bf16 number, its nearest, and 16 bits."""
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(2)) * 1e3
+    rounded, remainder = parted(values)
+    assert torch.equal(joined(rounded, remainder), values)
+    assert ((rounded.float() - values).abs() <= values.abs() * 2.0**-8).all()
+    assert remainder.unique().numel() > 5_000
+
+
+@pytest.mark.parametrize("remainders", [True, False])
+def test_own_main_weights_are_those_of_float32_copies(remainders):
+    """Bit for bit, after several steps; the parameter is their rounded value."""
+    parameter = start()
+    main = torch.nn.Parameter(parameter.detach().float())
+    expected = optimizers.FusedAdam([main], **OPTIONS)
+    train(expected, main, decoupled=False)
+    inner = precise(parameter, store_param_remainders=remainders)
+    assert torch.equal(Owned(parameter, inner, inner.param_groups[0]).weights, parameter)
+    train(inner, parameter, decoupled=True)
+    part = Owned(parameter, inner, inner.param_groups[0])
+    assert torch.equal(part.weights, main)
+    assert (inner.state[parameter]["master_param"].dtype == torch.int16) == remainders
+    assert torch.allclose(parameter.float(), main, rtol=2.0**-8)
+    assert torch.equal(part.state["exp_avg"], expected.state[main]["exp_avg"])
+    inner.zero_grad()
+    assert parameter.decoupled_grad is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "eps"),
+    [
+        (torch.uint8, torch.float8_e4m3fn, 2.0**-4),
+        (torch.float16, torch.float16, 2.0**-11),
+        (torch.bfloat16, torch.bfloat16, 2.0**-8),
+    ],
+)
+def test_moments_of_fewer_bits(dtype, stored, eps):
+    """One rounding per step; the largest value uses the whole range of the type."""
+    parameter = start()
+    inner = precise(parameter, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    train(inner, parameter, decoupled=True, steps=1)
+    exact = start()
+    expected = precise(exact)
+    train(expected, exact, decoupled=True, steps=1)
+    assert torch.equal(parameter, exact)
+    for name in ("exp_avg", "exp_avg_sq"):
+        held, full = inner.state[parameter][name], expected.state[exact][name]
+        assert held.dtype == stored
+        error = inner.get_unscaled_state(parameter, name) - full
+        assert 0 < float(error.norm() / full.norm()) < eps
+        if dtype == torch.uint8:
+            assert float(held.float().abs().max()) == 448
+
+
+def test_primed_moments_are_exact_in_every_type():
+    """Whatever part of a parameter a rank scales."""
+    found = []
+    for dtype in (torch.float32, torch.uint8, torch.float16, torch.bfloat16):
+        parameter = start()
+        inner = precise(parameter, exp_avg_dtype=dtype, store_param_remainders=True)
+        part = Owned(parameter, inner, inner.param_groups[0])
+        place = place_parameter("a.weight", parameter, SINGLE, gated=False)
+        moments.prime([(place, part)], SINGLE, seed=7)
+        assert torch.equal(part.weights, parameter)
+        found.append(part.state["exp_avg"])
+    assert found[0].unique().numel() > 10
+    assert all(torch.allclose(one, found[0], rtol=1e-6, atol=1e-8) for one in found[1:])
+
+
+def test_a_restored_step_has_its_scales_again():
+    """What is stored means nothing without them."""
+    parameter = start()
+    inner = precise(parameter, exp_avg_dtype=torch.float16)
+    train(inner, parameter, decoupled=True, steps=1)
+    before = inner.get_unscaled_state(parameter, "exp_avg").clone()
+    leaf = torch.nn.Module()
+    leaf.optimizer = inner
+    snapshot = Snapshot([], leaf)
+    train(inner, parameter, decoupled=True, steps=2)
+    assert not torch.equal(inner.get_unscaled_state(parameter, "exp_avg"), before)
+    snapshot.restore()
+    assert torch.equal(inner.get_unscaled_state(parameter, "exp_avg"), before)
+
+
+def test_coarse_main_weights_are_refused():
+    """They are not emulated."""
+    with pytest.raises(NotImplementedError, match="fewer bits"):
+        precise(start(), master_weight_dtype=torch.float16)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Culprits cite the collectives that ran in them; places are those of the code that ran."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ttrace.diagnose.ran import cite, where
+from megatron_ttrace.trace.collectives import (
+    UNRECORDED,
+    Collective,
+    Ledger,
+    ModuleCode,
+    Operation,
+    Phase,
+    Sources,
+)
+from megatron_ttrace.trace.findings import Cause, Finding
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Verdict
+
+FC1 = "decoder.layers.{}.mlp.linear_fc1"
+LINEAR = ModuleCode("layers.py:1 (Column.forward)", "layers.py:2 (Linear.backward)", "w.py:3 (W)")
+SOURCES = Sources(
+    {"model": 1, "decoder": 1, "embedding": 1} | {FC1.format(layer): 0 for layer in range(3)},
+    (LINEAR, ModuleCode("block.py:4 (Block.forward)")),
+    optimizer="optimizer.py:5 (step)",
+    finalize="finalize.py:6 (finalize)",
+    step="pretrain.py:7 (forward_step)",
+)
+
+
+def ran(
+    module: str,
+    direction: Phase,
+    operation: Operation = Operation.ALL_REDUCE,
+    group: str = "tp",
+    place: str = "call.py:8 (reduce)",
+    size: int = 64,
+) -> Collective:
+    """A collective of the first iteration."""
+    reduction = "sum" if operation.reduces else ""
+    return Collective(
+        1, operation, reduction, group, 2, "float32", size, module, direction, place, 1, (0, 1)
+    )
+
+
+def failed(kind: Kind, name: str, outcome: Outcome = Outcome.DIVERGED) -> Verdict:
+    """A failure of which only kind, name and outcome matter."""
+    levels = (Kind.INPUT, Kind.OUTPUT, Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+    microbatch = 0 if kind in levels else STEP_LEVEL
+    return Verdict(1, microbatch, kind, name, 0, outcome, None, None, None, None, (0,), "", (1,))
+
+
+BACKWARD = [ran(FC1.format(layer), Phase.BACKWARD) for layer in range(3)]
+PARTIAL = Finding(Cause.PARTIAL, ("tp",))
+
+
+def test_what_siblings_ran() -> None:
+    """All of them ran it, the culprit did not; also without a finding."""
+    ledger = Ledger((*BACKWARD[:1], *BACKWARD[2:]), sources=SOURCES)
+    cited = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), PARTIAL, ledger)
+    assert cited is not None
+    assert (cited.ran, cited.without) == ((), ("tp",))
+    assert (cited.lacking, cited.siblings) == (((Operation.ALL_REDUCE, "tp"),), 2)
+    blank = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), None, ledger)
+    assert blank == dataclasses.replace(cited, without=())
+    # One sibling without it, and nothing is unusual about the culprit.
+    few = Ledger(tuple(BACKWARD[:1]), sources=SOURCES)
+    cited = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), PARTIAL, few)
+    assert cited is not None
+    assert (cited.lacking, cited.without) == ((), ("tp",))
+
+
+def test_siblings_have_the_same_code() -> None:
+    """A layer of another class may communicate differently."""
+    sources = dataclasses.replace(SOURCES, modules=SOURCES.modules | {FC1.format(1): 1})
+    cited = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), None, Ledger((BACKWARD[0],), (), sources))
+    assert cited is not None
+    assert (cited.lacking, cited.siblings) == ((), 0)
+
+
+def test_what_ran_in_a_container() -> None:
+    """In the modules inside it, in this direction and iteration only."""
+    inside, other = ran(FC1.format(0), Phase.FORWARD), ran(FC1.format(10), Phase.FORWARD)
+    later = dataclasses.replace(inside, iteration=2)
+    ledger = Ledger((inside, other, later, *BACKWARD), sources=SOURCES)
+    cited = cite(failed(Kind.OUTPUT, "decoder.layers.0"), None, ledger)
+    assert cited is not None
+    assert cited.ran == (inside,)
+
+
+@pytest.mark.parametrize(
+    ("group", "axis", "without"),
+    [
+        ("tp", "tp", ()),
+        ("dp-cp", "cp", ()),
+        ("embedding", "pp", ()),
+        ("dp", "tp", ("tp",)),
+        ("etp", "tp", ("tp",)),
+    ],
+)
+def test_gradients(group: str, axis: str, without: tuple[str, ...]) -> None:
+    """The reductions of gradients over the axes of the finding."""
+    ledger = Ledger((ran("", Phase.GRADIENTS, group=group),), sources=SOURCES)
+    tensor = failed(Kind.MAIN_GRAD, f"{FC1.format(0)}.weight")
+    cited = cite(tensor, Finding(Cause.TOO_SMALL, (axis,)), ledger)
+    assert cited is not None
+    assert cited.without == without
+    assert cite(tensor, Finding(Cause.ROWS), ledger) is None
+
+
+def test_nothing_is_cited() -> None:
+    """Without a record, and for what is wrong before the step."""
+    ledger = Ledger(tuple(BACKWARD), sources=SOURCES)
+    assert cite(failed(Kind.OUTPUT, FC1.format(0)), PARTIAL, UNRECORDED) is None
+    assert cite(failed(Kind.OUTPUT, FC1.format(0)), PARTIAL, Ledger()) is None
+    assert cite(failed(Kind.TOKENS, "tokens"), None, ledger) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "finding", "expected"),
+    [
+        (Kind.OUTPUT, FC1.format(0), None, LINEAR.forward),
+        (Kind.OUTPUT, FC1.format(0), PARTIAL, LINEAR.forward),
+        (Kind.GRAD_INPUT, FC1.format(1), None, LINEAR.backward),
+        (Kind.GRAD_INPUT, f"{FC1.format(1)}#1", PARTIAL, "call.py:8 (reduce)"),
+        (Kind.GRAD_INPUT, "embedding", None, "block.py:4 (Block.forward)"),
+        (Kind.MAIN_GRAD, f"{FC1.format(0)}.weight", Finding(Cause.ROWS), LINEAR.weight),
+        (Kind.MAIN_GRAD, f"{FC1.format(0)}.weight", PARTIAL, SOURCES.finalize),
+        (
+            Kind.MAIN_GRAD,
+            f"{FC1.format(0)}.weight",
+            Finding(Cause.TOO_LARGE, ("dp",)),
+            "large.py:9 (sync)",
+        ),
+        (Kind.MAIN_GRAD, "embedding.weight", None, SOURCES.finalize),
+        (Kind.GRAD_NORM, "grad_norm", None, "norm.py:1 (norm)"),
+        (Kind.PARAM_DELTA, f"{FC1.format(0)}.weight", PARTIAL, SOURCES.optimizer),
+        (Kind.BUFFER, "decoder.layers.0.mlp.router.bias", None, "block.py:4 (Block.forward)"),
+        (Kind.LOSS, "lm loss", None, SOURCES.step),
+        (Kind.TOKENS, "tokens", None, SOURCES.step),
+        (Kind.PARAM, "decoder.layers.7.mlp.weight", None, SOURCES.codes[1].forward),
+    ],
+)
+def test_where(kind: Kind, name: str, finding: Finding | None, expected: str) -> None:
+    """The call, the function or the class that ran."""
+    collectives = (
+        *BACKWARD,
+        ran("", Phase.GRADIENTS, group="dp", place="small.py:9 (sync)", size=8),
+        ran("", Phase.GRADIENTS, group="dp", place="large.py:9 (sync)"),
+        ran("", Phase.OPTIMIZER, place="norm.py:1 (norm)"),
+    )
+    assert where(failed(kind, name), finding, Ledger(collectives, sources=SOURCES)) == expected
+
+
+def test_nothing_is_made_up() -> None:
+    """Where nothing was recorded, nothing is known."""
+    assert where(failed(Kind.OUTPUT, "a"), None, UNRECORDED) == ""
+    assert where(failed(Kind.MAIN_GRAD, "a.weight"), PARTIAL, UNRECORDED) == ""

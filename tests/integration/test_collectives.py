@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reduction that is missing is missing in the ledger, and the culprit says so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.evaluation.matrix.configurations import configurations
+from megatron_ttrace.report.files import load_report
+from megatron_ttrace.trace.collectives import Collective, Operation, Phase
+from megatron_ttrace.trace.records import Summary
+from tests.integration.jobs import ttrace
+
+SCRIPT = Path(__file__).with_name("broken.py")
+BROKEN = "decoder.layers.1.mlp.linear_fc1"
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a job whose second layer lacks a reduction in its backward pass."""
+    directory = tmp_path_factory.mktemp("collectives")
+    job = next(one for one in configurations() if one.name == "tp2/gpt/fp32").case(directory)
+    done = ttrace(
+        *("check", "--quiet", "--ttrace-no-wandb", "--ttrace-dir", directory / "out"),
+        *("--ttrace-save-candidate", "--nproc-per-node", job.nproc, "--", SCRIPT, *job.arguments),
+        cwd=directory,
+        BROKEN="unreduced_input_gradients",
+    )
+    assert done.returncode == 1, done.stderr
+    return directory / "out"
+
+
+def culprits_of(summary: Summary) -> None:
+    """The culprit cites what did not run, and where that would have been."""
+    culprit = summary.culprits[0]
+    assert (culprit.name, culprit.direction.value) == (BROKEN, "backward")
+    assert culprit.collectives == (
+        "no reduction over tp ran in its backward pass; "
+        "its sibling in another layer ran all_reduce over tp"
+    )
+    assert re.fullmatch(
+        r"megatron/core/tensor_parallel/layers\.py:\d+ "
+        r"\(LinearWithGradAccumulationAndAsyncCommunication\.backward\)",
+        culprit.where,
+    )
+
+
+def test_a_missing_reduction(checked: Path) -> None:
+    """In the summary, the ledger and the page."""
+    summary, _ = load_report(checked)
+    culprits_of(summary)
+    assert summary.collective_findings == ()
+    ran = [
+        Collective.from_json(json.loads(line))
+        for line in (checked / "collectives.jsonl").read_text().splitlines()
+    ]
+    reduced = {
+        one.module: (one.group, one.size, one.dtype, one.ranks)
+        for one in ran
+        if one.direction is Phase.BACKWARD and one.operation is Operation.ALL_REDUCE
+    }
+    assert BROKEN not in reduced
+    assert reduced["decoder.layers.0.mlp.linear_fc1"] == ("tp", 2, "float32", (0, 1))
+    layers = [row for row in summary.collectives if row.module == "decoder.layers.*.mlp.linear_fc2"]
+    assert [(row.modules, row.direction.value) for row in layers] == [(2, "forward")]
+    page = (checked / "report.html").read_text()
+    assert "Collectives of the traced steps" in page
+    assert "decoder.layers.*.mlp.linear_fc2" in page
+
+
+def test_from_the_saved_candidate(checked: Path) -> None:
+    """``ttrace compare`` says the same."""
+    done = ttrace(
+        *("compare", "--json", checked / "reference", checked / "candidate"), cwd=checked.parent
+    )
+    assert done.returncode == 1, done.stderr
+    culprits_of(Summary.from_json(json.loads(done.stdout)))

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elements that are counted twice or never, and wrong numbers in Megatron's log, are found."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.report.files import load_report
+from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.records import Kind, Reason
+from tests.integration.jobs import TINY, ttrace
+
+SCRIPT = Path(__file__).with_name("miscounted.py")
+TP, PP = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
+LOGGED = ("--log-num-zeros-in-grad", "--log-params-norm", "--untie-embeddings-and-output-weights")
+MOE = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "1e-2"),
+    *("--moe-router-load-balancing-type", "aux_loss", "--moe-z-loss-coeff", "1e-3"),
+    *("--disable-bias-linear", "--moe-grouped-gemm", "--transformer-impl", "transformer_engine"),
+)
+
+
+def check(fault, arguments, directory):
+    """Summary and verdicts of a small job with a fault in it."""
+    done = ttrace(
+        *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", 2, "--", SCRIPT),
+        *(*TINY, *arguments),
+        cwd=directory,
+        MISCOUNTED=fault,
+    )
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    return load_report(directory / "ttrace-out")
+
+
+def test_a_logged_number(tmp_path):
+    """The number of zeros is twice the reference's; which elements were counted is right."""
+    summary, verdicts = check("zeros_twice", (*TP, *LOGGED), tmp_path)
+    assert [(one.name, one.kind) for one in summary.culprits] == [("num-zeros", Kind.METRIC)]
+    assert [one.name for one in verdicts if one.verdict.is_failure] == ["num-zeros"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("fault", "arguments", "name", "cause"),
+    [
+        ("embedding_on_both_stages", PP, "embedding.word_embeddings.weight", Cause.COUNTED_TWICE),
+        (
+            *("small_ones_on_every_rank", TP),
+            *("decoder.layers.0.input_layernorm.weight", Cause.COUNTED_TWICE),
+        ),
+        ("stages_apart", PP, "decoder.layers.1.input_layernorm.weight", Cause.NEVER_COUNTED),
+        (
+            *("another_norm_for_experts", ("--expert-model-parallel-size", "2", *MOE)),
+            *("decoder.layers.0.mlp.experts.linear_fc1.weight0", Cause.OTHER_NORM),
+        ),
+    ],
+)
+def test_elements(fault, arguments, name, cause, tmp_path):
+    """One culprit, with the name of the first parameter and the others in its explanation."""
+    summary, verdicts = check(fault, arguments, tmp_path)
+    assert [(one.name, one.kind, one.cause) for one in summary.culprits] == [
+        (name, Kind.COUNTED, cause)
+    ]
+    wrong = [one for one in verdicts if one.kind is Kind.COUNTED and one.verdict.is_failure]
+    assert {one.reason for one in wrong} == {Reason(cause.replace("_", " "))}
+
+
+@pytest.mark.nightly
+def test_an_auxiliary_loss(tmp_path):
+    """The losses that are logged are a sum over ranks that each have the whole."""
+    arguments = (*TP, "--sequence-parallel", *MOE)
+    summary, _ = check("auxiliary_loss_per_rank", arguments, tmp_path)
+    assert {one.name for one in summary.culprits} == {"load_balancing_loss", "z_loss"}

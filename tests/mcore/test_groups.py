@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups are named by the axes that they span."""
+
+import pytest
+
+from megatron_ttrace.mcore.groups import axes_of, group_name
+from tests.placement.meshes import mesh_of
+
+LAYOUT = {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 1}
+MESHES = [mesh_of(rank, 16, **LAYOUT) for rank in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("description", "members", "name"),
+    [
+        ("TENSOR_MODEL_PARALLEL_GROUP", (0, 1), "tp"),
+        ("DATA_PARALLEL_GROUP_WITH_CP", (0, 2, 4, 6), "dp-cp"),
+        ("DATA_PARALLEL_GROUP_WITH_CP_AG", (0, 2, 4, 6), "dp-cp"),
+        ("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", (0, 1), "ep"),
+        ("EMBEDDING_GROUP", (0, 8), "embedding"),
+        ("default_pg", tuple(range(16)), "world"),
+        # A part of the data-parallel ranks.
+        ("DATA_PARALLEL_GROUP_WITH_CP", (0, 2), ""),
+        ("", (0, 1), ""),
+        ("of another program", (0, 1), ""),
+    ],
+)
+def test_description(description: str, members: tuple[int, ...], name: str) -> None:
+    """Megatron's description, unless the group has other ranks; axes of size 1 are left out."""
+    assert group_name(description, members, MESHES[0]) == name
+
+
+@pytest.mark.parametrize(
+    ("members", "name"),
+    [
+        ((0, 1), "tp"),
+        ((0, 2), "cp"),
+        ((0, 1, 2, 3), "tp-cp"),
+        ((0, 8), "pp"),
+        ((0, 4), "dp"),
+        ((0, 3), "ranks"),
+        ((0, 1, 2), "ranks"),
+    ],
+)
+def test_coordinates(members: tuple[int, ...], name: str) -> None:
+    """Without a description: the axes along which the members differ, if they are all there."""
+    assert axes_of(members, MESHES) == name

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which updates depend on the layout by design."""
+
+import argparse
+
+import pytest
+
+from megatron_ttrace.mcore.own_shards import depends_on_layout, is_matrix
+from megatron_ttrace.trace.records import Kind
+
+MUON = {"optimizer": "muon", "muon_tp_mode": "blockwise"}
+
+
+def arguments(**values):
+    """Megatron's, with two tensor-parallel ranks."""
+    return argparse.Namespace(**{"tensor_model_parallel_size": 2, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "option"),
+    [
+        (MUON, "--optimizer muon --muon-tp-mode blockwise"),
+        ({**MUON, "optimizer": "dist_muon"}, "--optimizer muon --muon-tp-mode blockwise"),
+        ({**MUON, "muon_tp_mode": "duplicated"}, ""),
+        ({**MUON, "tensor_model_parallel_size": 1}, ""),
+        (
+            {**MUON, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 2},
+            "--optimizer muon --muon-tp-mode blockwise",
+        ),
+        ({"optimizer": "soap"}, "--optimizer soap"),
+        ({"optimizer": "adam", "muon_tp_mode": "blockwise"}, ""),
+    ],
+)
+def test_where_a_rank_steps_a_part_of_a_matrix(values, option):
+    """Only there; Muon's momentum is a mean of gradients and is judged all the same."""
+    kinds, found = depends_on_layout(arguments(**values))
+    assert found == option
+    assert (Kind.PARAM_DELTA in kinds) == bool(option)
+    assert (Kind.EXP_AVG in kinds) == (option == "--optimizer soap")
+    assert Kind.MAIN_GRAD not in kinds
+
+
+def test_matrices():
+    """Embeddings and vectors are stepped by Adam."""
+    assert is_matrix("decoder.layers.0.mlp.linear_fc1.weight", (8, 4))
+    assert not is_matrix("decoder.layers.0.mlp.linear_fc1.bias", (8,))
+    assert not is_matrix("embedding.word_embeddings.weight", (8, 4))

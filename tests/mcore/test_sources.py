@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places are those of the Megatron that is imported, and of nothing in between."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ttrace.cpu.te import base
+from megatron_ttrace.mcore import sources
+from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase
+
+HERE = "tests/mcore/test_sources.py"
+
+
+class Own(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The code of this class."""
+        return x
+
+
+class Heir(Own):
+    """Has no code of its own."""
+
+
+class Optimizer:
+    def step(self) -> None:
+        """Not all have ``step_with_ready_grads``."""
+
+
+def forward_step() -> None:
+    """A training script's."""
+
+
+def line_of(function: object) -> int:
+    """The first line of a function."""
+    return function.__code__.co_firstlineno  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Own, Heir])
+def test_class(kind: type) -> None:
+    """The class that defines the method."""
+    place = sources.class_place(kind, "forward")
+    assert place.endswith(f"{HERE}:{line_of(Own.forward)} (Own.forward)")
+
+
+def test_no_place() -> None:
+    """Neither PyTorch's nor this package's code is what a user should look at."""
+    assert sources.class_place(torch.nn.Linear, "forward") == ""
+    assert sources.function_place(torch.no_grad) == ""
+    assert sources.function_place(len) == ""
+    assert sources.function_place(None) == ""
+    assert sources.is_own(base.__file__)
+
+
+def test_megatron_is_relative_to_its_package() -> None:
+    """Wherever it is installed."""
+    found = importlib.util.find_spec("megatron.core")
+    assert found is not None
+    assert found.origin is not None
+    assert sources.in_megatron(found.origin)
+    code = compile("pass", str(Path(found.origin).with_name("utils.py")), "exec")
+    assert sources.shown(code, 12) == "megatron/core/utils.py:12 (<module>)"
+
+
+@pytest.mark.parametrize(
+    ("file", "operation", "phase"),
+    [
+        ("core/distributed/param_and_grad_buffer.py", Operation.ALL_REDUCE, Phase.GRADIENTS),
+        ("core/distributed/param_and_grad_buffer.py", Operation.ALL_GATHER, Phase.PARAMETERS),
+        ("core/optimizer/clip_grads.py", Operation.ALL_REDUCE, Phase.OPTIMIZER),
+        ("core/optimizer/clip_grads.py", Operation.ALL_GATHER, Phase.OPTIMIZER),
+        ("core/tensor_parallel/mappings.py", Operation.ALL_REDUCE, None),
+    ],
+)
+def test_phase(file: str, operation: Operation, phase: Phase | None) -> None:
+    """By the folder of Megatron."""
+    assert sources.phase_of(sources.megatron_folder() + file, operation) is phase
+
+
+def test_sources() -> None:
+    """A module without code of its own has that of the module that calls it; equal ones once."""
+    modules = {
+        "decoder": Own(),
+        "decoder.norm": torch.nn.LayerNorm(2),
+        "decoder.0": Own(),
+        "decoder.1": Heir(),
+    }
+    functions = {"decoder.0": ("back.py:1 (f)", "")}
+    found = sources.sources_of(
+        [Names(modules, {}, {}, frozenset())],
+        lambda name: functions.get(name, ("", "")),
+        optimizer=Optimizer(),
+        finalize=functools.partial(forward_step),
+        step=None,
+    )
+    own = sources.class_place(Own, "forward")
+    assert found.codes == (ModuleCode(own), ModuleCode(own, "back.py:1 (f)"))
+    assert found.modules == {"decoder": 0, "decoder.norm": 0, "decoder.0": 1, "decoder.1": 0}
+    assert found.of("decoder.norm.deeper") == ModuleCode(own)
+    assert found.of("elsewhere") is None
+    assert found.finalize.endswith(f"{HERE}:{line_of(forward_step)} (forward_step)")
+    assert found.optimizer == sources.class_place(Optimizer, "step") != ""
+    assert found.step == ""

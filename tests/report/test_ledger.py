@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentences about collectives, their table in the page, and their file."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_ttrace.report import files, html, publish
+from megatron_ttrace.report.ledger import citation_text, finding_text, size_text, table
+from megatron_ttrace.trace.collectives import (
+    Citation,
+    Collective,
+    CollectiveRow,
+    LedgerFault,
+    LedgerFinding,
+    Operation,
+    Phase,
+    RanHere,
+)
+from megatron_ttrace.trace.records import Summary
+from tests.report.synthetic_report import healthy_verdicts, make_summary
+from tests.trace.test_sanitise import parse
+
+RAN = Collective(
+    1,
+    Operation.ALL_GATHER,
+    "",
+    "tp",
+    2,
+    "bfloat16",
+    4096,
+    "decoder.layers.0.mlp.linear_fc1",
+    Phase.FORWARD,
+    "megatron/core/a.py:1 (gather)",
+    2,
+    (0, 1),
+)
+ROW = CollectiveRow(
+    Operation.REDUCE_SCATTER,
+    "sum",
+    "dp-cp",
+    4,
+    "float32",
+    512,
+    3 << 20,
+    "",
+    1,
+    Phase.GRADIENTS,
+    "megatron/core/b.py:2 (sync)",
+    3,
+)
+COUNT = LedgerFinding(
+    LedgerFault.COUNT,
+    "tp",
+    (0, 1),
+    (RanHere((0,), 2, "decoder.layers.0", "a.py:1 (f)"), RanHere((1,), 0)),
+    Operation.ALL_REDUCE,
+    "sum",
+    "float32",
+    64,
+)
+
+
+@pytest.mark.parametrize(
+    ("cited", "text"),
+    [
+        (None, ""),
+        (Citation(Phase.FORWARD), "no collective ran in its forward pass"),
+        (
+            Citation(Phase.BACKWARD, (), ("tp",)),
+            "no reduction over tp ran in its backward pass",
+        ),
+        (
+            Citation(Phase.FORWARD, (RAN, RAN), ("tp",), ((Operation.REDUCE, "ep"),), 3),
+            "collectives in its forward pass: all_gather over tp (bfloat16); no reduction over "
+            "tp; all 3 of its siblings in other layers ran reduce over ep",
+        ),
+        (
+            Citation(Phase.GRADIENTS, (dataclasses.replace(RAN, group="dp"),)),
+            "collectives in the reduction of gradients: all_gather over dp (bfloat16)",
+        ),
+    ],
+)
+def test_citation(cited: Citation | None, text: str) -> None:
+    """What ran, what did not, what others ran."""
+    assert citation_text(cited) == text
+
+
+@pytest.mark.parametrize(
+    ("finding", "text"),
+    [
+        (
+            COUNT,
+            "all_reduce sum float32, 64 B over tp (ranks 0, 1) ran unequally often: 2 times on "
+            "rank 0 in decoder.layers.0 at a.py:1 (f); never on rank 1",
+        ),
+        (
+            LedgerFinding(
+                LedgerFault.ORDER, "dp", (0, 2), (RanHere((0,), 0), RanHere((2,), 1)), groups=2
+            ),
+            "the same collectives over dp (ranks 0, 2) and 1 more such groups ran in different "
+            "orders: rank 0 and rank 2 disagree",
+        ),
+        (
+            dataclasses.replace(
+                COUNT, fault=LedgerFault.PRECISION, dtype="bfloat16", expected="float32"
+            ),
+            "all_reduce sum bfloat16 over tp (ranks 0, 1), 64 B: a lower precision than float32, "
+            "which the settings ask for in decoder.layers.0 at a.py:1 (f)",
+        ),
+        (
+            LedgerFinding(
+                LedgerFault.COUNT,
+                "pp",
+                (0, 1),
+                (RanHere((0,), 1), RanHere((1,), 0)),
+                Operation.SEND,
+                dtype="float32",
+                bytes=2048,
+            ),
+            "message float32, 2.0 KB from rank 0 to rank 1: sent once, received never",
+        ),
+    ],
+)
+def test_finding(finding: LedgerFinding, text: str) -> None:
+    """One sentence that names operation, group, ranks and place."""
+    assert finding_text(finding) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KB"), (3 << 30, "3.0 GB")]
+)
+def test_size(size: int, text: str) -> None:
+    """In units that are read at a glance."""
+    assert size_text(size) == text
+
+
+def summary() -> Summary:
+    """An equivalent run with a row, and a finding."""
+    made = make_summary(healthy_verdicts())
+    return dataclasses.replace(made, collectives=(ROW,), collective_findings=(COUNT,))
+
+
+def test_the_page() -> None:
+    """The finding is on top, the row in a table; neither is there without a record."""
+    text = " ".join(parse(html.render(summary(), [])).texts)
+    assert finding_text(COUNT) in text[: text.index("Margin of every tensor")]
+    (row,) = table([ROW])
+    assert row["bytes"] == "512 B to 3.0 MB"
+    for value in row.values():
+        assert value in text
+    assert "Collectives of the traced steps" not in html.render(make_summary([]), [])
+
+
+def test_files(tmp_path: Path) -> None:
+    """A line per collective, with the id of the run; the summary is the same when read again."""
+    said = io.StringIO()
+    made = summary()
+    verdicts = healthy_verdicts()
+    publish(made, verdicts, tmp_path, console=Console(file=said), wandb=False, collectives=[RAN])
+    (line,) = (tmp_path / files.COLLECTIVES).read_text().splitlines()
+    document = json.loads(line)
+    assert set(document) == {field.name for field in dataclasses.fields(Collective)} | {"run"}
+    assert Collective.from_json(document) == RAN
+    found, _ = files.load_report(tmp_path)
+    assert (found.collectives, found.collective_findings) == ((ROW,), (COUNT,))
+    assert "ran unequally often" in " ".join(said.getvalue().split())
