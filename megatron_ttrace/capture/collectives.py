@@ -203,6 +203,9 @@ class CollectiveTap:
             yield
 
     def _attach(self, kept: ExitStack) -> None:
+        # Another PyTorch may lack one of these; then it is missed here, and not in the step.
+        torch._C._autograd._get_sequence_nr()
+        torch._C._current_autograd_node()
         kept.callback(register_module_forward_pre_hook(self._begins).remove)
         kept.callback(register_module_forward_hook(self._ends, always_call=True).remove)
         for name in _METHODS:

@@ -36,7 +36,8 @@ _REDUCED = (Cause.PARTIAL, *FACTORS)
 def cite(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> Citation | None:
     """The collectives that ran in the module of a failed tensor, in its direction.
 
-    ``None`` if none are recorded, or the tensor comes from no module's computation.
+    ``None`` if none are recorded, the tensor comes from no module's computation, or the module may
+    communicate unseen.
     """
     phase = _PHASES.get(verdict.direction)
     if phase is None or not ledger.recorded or not ledger.collectives:
@@ -44,7 +45,7 @@ def cite(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> Citation 
     axes = _axes(finding)
     if phase not in (Phase.FORWARD, Phase.BACKWARD):
         ran = tuple(one for one in _of(ledger, verdict, phase) if set(axes) & _spans(one.group))
-        return Citation(phase, ran, _without(axes, ran)) if axes else None
+        return Citation(phase, ran, _without(axes, ran, ledger.unseen)) if axes else None
     module = verdict.name.partition("#")[0]
     ran = tuple(_inside(_of(ledger, verdict, phase), module))
     siblings = [
@@ -64,7 +65,9 @@ def cite(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> Citation 
         for what in (theirs[0] if theirs else ())
         if what not in own and all(what in each for each in theirs)
     )
-    return Citation(phase, ran, _without(axes, ran), lacking, len(siblings))
+    if ledger.unseen and not ran and not lacking:
+        return None
+    return Citation(phase, ran, _without(axes, ran, ledger.unseen), lacking, len(siblings))
 
 
 def where(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> str:
@@ -129,7 +132,9 @@ def _spans(group: str) -> set[str]:
     return axes | {"pp"} if "embedding" in axes else axes
 
 
-def _without(axes: Iterable[str], ran: Iterable[Collective]) -> tuple[str, ...]:
-    """Axes over which none of these reduces."""
+def _without(
+    axes: Iterable[str], ran: Iterable[Collective], unseen: Iterable[str]
+) -> tuple[str, ...]:
+    """Axes over which nothing is reduced: none of these does, and all would have been seen."""
     spanned = {axis for one in ran if one.operation.reduces for axis in _spans(one.group)}
-    return tuple(axis for axis in axes if axis not in spanned)
+    return tuple(axis for axis in axes if axis not in spanned.union(unseen))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.placement.mesh import Mesh
 
 _DESCRIBED = {
@@ -61,3 +62,14 @@ def axes_of(members: Sequence[int], meshes: Sequence[Mesh]) -> str:
         if axes and len(members) == math.prod(meshes[0].size(axis) for axis in axes):
             return "-".join(axes)
     return "ranks"
+
+
+def unseen_axes(args: MegatronArguments) -> tuple[str, ...]:
+    """Axes over which a run communicates outside of PyTorch's process groups.
+
+    TransformerEngine's user buffers overlap tensor-parallel communication with products. The
+    ``flex`` dispatcher has libraries of its own (megatron/core/transformer/moe/fused_a2a.py).
+    """
+    overlaps = bool(getattr(args, "tp_comm_overlap", False))
+    flex = bool(args.num_experts) and args.moe_token_dispatcher_type == "flex"  # noqa: S105
+    return ("tp",) * overlaps + ("etp", "ep") * flex

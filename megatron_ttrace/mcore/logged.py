@@ -63,7 +63,9 @@ def reported(
 ) -> dict[str, Any]:
     """What Megatron would log of a step, on the rank that logs; nothing on the others.
 
-    A collective. Losses and gradient norm are left out: the step returns them.
+    A collective. Losses and gradient norm are left out: the step returns them. A script that puts a
+    function of its own in the place of Megatron's may report elsewhere: it is not called, and
+    nothing is returned.
 
     Args:
         result: what ``train_step`` returned.
@@ -75,6 +77,8 @@ def reported(
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_args
 
+    if training.training_log.__module__ != training.__name__:
+        return {}
     args = get_args()
     writer = _Writer()
     norm = params_norm(training.calc_params_l2_norm, chunks) if args.log_params_norm else None

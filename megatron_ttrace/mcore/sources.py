@@ -136,20 +136,23 @@ def sources_of(
     """
     codes: dict[ModuleCode, int] = {}
     modules: dict[str, int] = {}
+    places: dict[type, str] = {}
     for names in chunks:
         for name, module in names.modules.items():
-            place = class_place(type(module), "forward")
-            if not place:
+            kind = type(module)
+            if kind not in places:
+                places[kind] = class_place(kind, "forward")
+            if not (place := places[kind]):
                 # A layer that Megatron takes from elsewhere: the module that calls it.
                 outer = modules.get(name.rpartition(".")[0])
                 place = "" if outer is None else list(codes)[outer].forward
             code = ModuleCode(place, *functions(name))
             modules.setdefault(name, codes.setdefault(code, len(codes)))
-    kind = type(next(leaves_of(optimizer)))
+    leaf = type(next(leaves_of(optimizer)))
     return Sources(
         modules,
         tuple(codes),
-        class_place(kind, "step_with_ready_grads") or class_place(kind, "step"),
+        class_place(leaf, "step_with_ready_grads") or class_place(leaf, "step"),
         function_place(finalize),
         function_place(step),
     )

@@ -256,8 +256,8 @@ _REASONS = {
     Reason.UNDEFINED: "undefined: NaN in both runs",
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
     Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",
-    Reason.OTHER_START: "other start: consequences of parameters that differed before the step",
     Reason.OWN_SHARD: "updated by looking at a rank's own shard: depends on the layout by design",
+    Reason.OTHER_START: "other start: consequences of parameters that differed before the step",
     Reason.INITIAL_VALUES: "initial values: no distribution to compare",
 }
 

@@ -16,7 +16,7 @@ from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare import collectives
 from megatron_ttrace.errors import one_line
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.groups import axes_of
+from megatron_ttrace.mcore.groups import axes_of, unseen_axes
 from megatron_ttrace.mcore.precision import reduced_in
 from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
@@ -77,4 +77,5 @@ def merged(
     except Exception as error:  # noqa: BLE001 - it is an addition to the report
         return UNRECORDED, [f"the collectives were not recorded ({one_line(error)})"]
     lost = [f"rank {rank}: {one.error}" for rank, one in enumerate(ranks) if one.error][:1]
+    ledger = dataclasses.replace(ledger, unseen=unseen_axes(args))
     return ledger, [f"not all collectives were recorded ({one})" for one in lost]

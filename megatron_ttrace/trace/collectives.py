@@ -239,13 +239,15 @@ class LedgerFinding(Record):
 class Ledger(Record):
     """The collectives of all ranks, what is wrong with them, and the code that ran.
 
-    ``recorded`` is false if the collectives of some rank are not known.
+    ``recorded`` is false if the collectives of some rank are not known. Over the axes ``unseen``
+    the run may communicate outside of PyTorch's process groups.
     """
 
     collectives: tuple[Collective, ...] = ()
     findings: tuple[LedgerFinding, ...] = ()
     sources: Sources = Sources()
     recorded: bool = True
+    unseen: tuple[str, ...] = ()
 
 
 UNRECORDED = Ledger(recorded=False)

@@ -242,3 +242,14 @@ def test_an_error_of_ours_is_no_error_of_the_step(
     with tap.active(1):
         dist.all_reduce(torch.ones(4), group=group)
     assert tap.ledger().error == "RuntimeError: broken"
+
+
+def test_another_pytorch(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what the record needs of PyTorch, nothing is attached, and the step runs."""
+    monkeypatch.delattr(torch._C, "_current_autograd_node")
+    before = vars(dist.ProcessGroup)["allreduce"]
+    tap = tap_of(nn.Linear(1, 1))
+    with tap.active(1):
+        assert vars(dist.ProcessGroup)["allreduce"] is before
+        dist.all_reduce(torch.ones(4), group=group)
+    assert "_current_autograd_node" in tap.ledger().error

@@ -7,10 +7,15 @@ errors show that the stand-in sees a tensor on the wrong device, and a hook that
 
 import contextlib
 import dataclasses
+import threading
+from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.step import StepTap, TracedModel
 from megatron_ttrace.compare import device, sinks, sketch
 from megatron_ttrace.compare.planning import RankLayout
@@ -22,10 +27,12 @@ from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime.perturb import perturbed
+from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests import stand_in
 from tests.capture.recorder import Model, batch
+from tests.placement.meshes import mesh_of
 
 CPU = torch.device("cpu")
 
@@ -61,6 +68,7 @@ def run(sink, where, wrong=0.0, perturb=None, guard=stand_in.no_waiting):
         return {"lm loss": loss.detach()}, norm
 
     tap = StepTap(traced, sink, (0,), fail, lambda: None)
+    tap._metrics = lambda result: None  # Megatron's log needs its arguments
     with guard():
         if perturb is None:
             tap.run(step)
@@ -227,3 +235,80 @@ def test_a_planted_error_is_seen(reference, there, monkeypatch, plant, error):
     plant(monkeypatch)
     with pytest.raises(error):
         run(sink_of(reference), there)
+
+
+class Reduced(torch.autograd.Function):
+    """A collective in the backward pass, on a thread of the device."""
+
+    threads: ClassVar[set[int]] = set()
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Reduced.threads.add(threading.get_ident())
+        dist.all_reduce(torch.ones(4))
+        return grad
+
+
+class Again(torch.autograd.Function):
+    """Computes a module again in the backward pass, as activation recomputation does."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return Reduced.apply(x) * self.weight
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, recompute):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Scaled(), Scaled(), Scaled()])
+        self.recompute = recompute
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = Again.apply(layer, x) if self.recompute else layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_modules_of_collectives_on_threads_of_the_device(there, recompute):
+    """Graph nodes have numbers of their own on each thread."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = Stack(recompute).to(there)
+        tap = CollectiveTap([canonical_names(model)], mesh_of(0, 2, tp=2))
+        Reduced.threads.clear()
+        with tap.active(1):
+            for _ in range(2):
+                model(torch.ones(4).to(there).requires_grad_()).backward()
+    finally:
+        dist.destroy_process_group()
+    assert threading.get_ident() not in Reduced.threads
+    found = tap.ledger()
+    assert not found.error
+    assert [(one.module, one.direction, one.count) for one in found.ran] == [
+        (f"layers.{number}", Phase.BACKWARD, 2) for number in (2, 1, 0)
+    ]

@@ -119,6 +119,16 @@ def test_nothing_is_cited() -> None:
     assert cite(failed(Kind.TOKENS, "tokens"), None, ledger) is None
 
 
+def test_what_may_run_unseen_is_not_missed() -> None:
+    """User buffers reduce over tp without a process group."""
+    ledger = Ledger((ran("", Phase.GRADIENTS, group="dp"),), sources=SOURCES, unseen=("tp",))
+    assert cite(failed(Kind.GRAD_INPUT, FC1.format(0)), PARTIAL, ledger) is None
+    tensor = failed(Kind.MAIN_GRAD, f"{FC1.format(0)}.weight")
+    cited = cite(tensor, Finding(Cause.PARTIAL, ("tp", "cp")), ledger)
+    assert cited is not None
+    assert cited.without == ("cp",)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "finding", "expected"),
     [

@@ -15,9 +15,13 @@ megatron_ttrace.enable()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.optimizer import optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet  # noqa: E402
-from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
+from megatron.core.tensor_parallel import (  # noqa: E402
+    get_cuda_rng_tracker,
+    param_is_not_tensor_parallel_duplicate,
+)
 from megatron.core.tensor_parallel.mappings import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
 )
@@ -223,6 +227,17 @@ def frozen():
     GPTModel.__init__ = fixed
 
 
+def sharded_zeros():
+    """Leave out copies on other tensor-parallel ranks, as the gradient norm does."""
+    count = optimizer.count_zeros_fp32
+
+    def fixed(parameters, *args, **keywords):
+        own = [one for one in parameters if param_is_not_tensor_parallel_duplicate(one)]
+        return count(own, *args, **keywords)
+
+    optimizer.count_zeros_fp32 = fixed
+
+
 FIXS = {
     "mla-rotary-key": mla_rotary_key,
     "masked-tokens": masked_tokens,
@@ -236,6 +251,7 @@ FIXS = {
     "norm-after-dense": norm_after_dense,
     "fsdp2-scaled-gradients": fsdp2_scaled_gradients,
     "meta-buffers": meta_buffers,
+    "sharded-zeros": sharded_zeros,
     "train-only-sinks": frozen,
 }
 

@@ -27,6 +27,11 @@ META = (
     "optim_grads_params --calculate-per-token-loss --init-model-with-meta-device "
     "--deterministic-mode --moe-token-dispatcher-type alltoall --global-batch-size 4"
 )
+ZEROS = (
+    f"{matrix.MODELS['llama-te']} --tensor-model-parallel-size 2 --sequence-parallel "
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --log-num-zeros-in-grad "
+    "--data-parallel-sharding-strategy optim_grads_params"
+)
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
 FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
 
@@ -65,6 +70,7 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             f"{TE} {matrix.FLAGS['fsdp2']} --calculate-per-token-loss --bf16",
         ),
         ("", "meta-buffers", META),
+        ("", "sharded-zeros", ZEROS),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):

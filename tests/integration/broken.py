@@ -33,6 +33,19 @@ def unreduced_input_gradients():
     TransformerLayer.forward = broken
 
 
+def gradients_in_low_precision():
+    """Gradients are reduced in the model's dtype, whatever the arguments say."""
+    from megatron.core.distributed import DistributedDataParallelConfig as Config
+
+    init = Config.__init__
+
+    def broken(self, *args, **more):
+        init(self, *args, **more)
+        self.grad_reduce_in_fp32 = False
+
+    Config.__init__ = broken
+
+
 def filters_of_the_next_rank():
     """A context-parallel rank convolves with the next one's filters."""
     from megatron.core.ssm.mamba_context_parallel import MambaContextParallel

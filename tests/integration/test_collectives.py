@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ttrace.evaluation.matrix.configurations import configurations
 from megatron_ttrace.report.files import load_report
-from megatron_ttrace.trace.collectives import Collective, Operation, Phase
+from megatron_ttrace.trace.collectives import Collective, LedgerFault, Operation, Phase
 from megatron_ttrace.trace.records import Summary
 from tests.integration.jobs import ttrace
 
@@ -19,19 +19,24 @@ SCRIPT = Path(__file__).with_name("broken.py")
 BROKEN = "decoder.layers.1.mlp.linear_fc1"
 
 
+def check(fault: str, name: str, directory: Path, *flags: str) -> Path:
+    """The output of a job of the matrix with a fault in it."""
+    job = next(one for one in configurations() if one.name == name).case(directory)
+    done = ttrace(
+        *("check", "--quiet", "--ttrace-no-wandb", "--ttrace-dir", directory / "out", *flags),
+        *("--nproc-per-node", job.nproc, "--", SCRIPT, *job.arguments),
+        cwd=directory,
+        BROKEN=fault,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return directory / "out"
+
+
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a job whose second layer lacks a reduction in its backward pass."""
     directory = tmp_path_factory.mktemp("collectives")
-    job = next(one for one in configurations() if one.name == "tp2/gpt/fp32").case(directory)
-    done = ttrace(
-        *("check", "--quiet", "--ttrace-no-wandb", "--ttrace-dir", directory / "out"),
-        *("--ttrace-save-candidate", "--nproc-per-node", job.nproc, "--", SCRIPT, *job.arguments),
-        cwd=directory,
-        BROKEN="unreduced_input_gradients",
-    )
-    assert done.returncode == 1, done.stderr
-    return directory / "out"
+    return check("unreduced_input_gradients", "tp2/gpt/fp32", directory, "--ttrace-save-candidate")
 
 
 def culprits_of(summary: Summary) -> None:
@@ -79,3 +84,14 @@ def test_from_the_saved_candidate(checked: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     culprits_of(Summary.from_json(json.loads(done.stdout)))
+
+
+def test_a_low_precision(tmp_path: Path) -> None:
+    """Gradients that are reduced in bf16, where the settings say float32."""
+    summary, _ = load_report(check("gradients_in_low_precision", "dp2/gpt/bf16", tmp_path))
+    (finding,) = summary.collective_findings
+    assert (finding.fault, finding.operation) == (LedgerFault.PRECISION, Operation.ALL_REDUCE)
+    assert (finding.group, finding.dtype, finding.expected) == ("dp", "bfloat16", "float32")
+    (ran,) = finding.ran
+    assert ran.ranks == (0, 1)
+    assert ran.where.endswith("(_ParamAndGradBucketGroup.start_grad_sync)")

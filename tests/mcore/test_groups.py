@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups are named by the axes that they span."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_ttrace.mcore.groups import axes_of, group_name
+from megatron_ttrace.mcore.groups import axes_of, group_name, unseen_axes
 from tests.placement.meshes import mesh_of
 
 LAYOUT = {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 1}
@@ -45,3 +47,20 @@ def test_description(description: str, members: tuple[int, ...], name: str) -> N
 def test_coordinates(members: tuple[int, ...], name: str) -> None:
     """Without a description: the axes along which the members differ, if they are all there."""
     assert axes_of(members, MESHES) == name
+
+
+@pytest.mark.parametrize(
+    ("overlap", "experts", "dispatcher", "axes"),
+    [
+        (False, None, "flex", ()),
+        (True, None, "flex", ("tp",)),
+        (False, 4, "alltoall", ()),
+        (True, 4, "flex", ("tp", "etp", "ep")),
+    ],
+)
+def test_unseen(overlap: bool, experts: int | None, dispatcher: str, axes: object) -> None:
+    """Communication of other libraries."""
+    args = SimpleNamespace(
+        tp_comm_overlap=overlap, num_experts=experts, moe_token_dispatcher_type=dispatcher
+    )
+    assert unseen_axes(args) == axes  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ class Campaign:
         case = dataclasses.replace(
             layout.case(self._directory),
             script=Path(train.__file__),
-            environment={**variables, train.SCRIPT: layout.script},
+            environment=variables,
             limit=limit,
         )
         return self._runner.run(case).summary

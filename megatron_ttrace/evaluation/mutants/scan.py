@@ -25,7 +25,6 @@ PACKAGES = (
     "megatron.core.pipeline_parallel",
     "megatron.core.transformer.moe",
     "megatron.core.optimizer",
-    "megatron.core.ssm",
 )
 
 

@@ -58,6 +58,23 @@ FINDINGS = (
         ),
     ),
     Finding(
+        "A tied head that is never used",
+        lambda given: (
+            given.integer("mtp_num_layers") > 0
+            and _above_one(given, "pipeline_model")
+            and not given.has("untie_embeddings_and_output_weights")
+            and (given.has("log_num_zeros_in_grad") or given.has("log_params_norm"))
+        ),
+    ),
+    Finding(
+        "Megatron-FSDP and TP: the number of zeros",
+        lambda given: (
+            given.has("use_megatron_fsdp")
+            and _above_one(given, "tensor_model")
+            and given.has("log_num_zeros_in_grad")
+        ),
+    ),
+    Finding(
         "Sparse attention's indexer under context parallelism",
         lambda given: (
             given.text("experimental_attention_variant") == "dsa" and _above_one(given, "context")
