@@ -162,11 +162,13 @@ def _group(
     """The number of the group of culprits with one cause.
 
     One finding is one cause. Where its numbers are each tensor's own, or nothing was found, the
-    same tensor of other layers has the same cause.
+    same tensor of other layers is alike.
     """
     stage = direction, verdict.kind, grounds
+    # A start that fails, fails for all parameters alike.
+    name = "" if grounds is Grounds.START else any_layer(verdict.name)
     keys: list[tuple[object, ...]] = [
-        (*stage, verdict.index, any_layer(verdict.name), finding.cause if finding else None)
+        (*stage, verdict.index, verdict.verdict, name, finding.cause if finding else None)
     ]
     if finding is not None and type(finding) is not Finding:
         keys.append((*stage, _without_ratio(finding)))

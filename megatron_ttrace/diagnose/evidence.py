@@ -23,8 +23,8 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.findings import FailingRanks, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 
-ELEMENTS = 1 << 22
-"""Of larger parts, only so many elements are judged: an explanation must be quick."""
+ELEMENTS = 1 << 20
+"""Of larger tensors, only so many elements on all ranks are judged: it must be quick."""
 
 DENSE = ("tp", "cp", "dp", "pp")
 EXPERT = ("etp", "ep", "edp", "pp")

@@ -53,13 +53,15 @@ from megatron_ttrace.trace.store import TraceReader
 STRICT = "TTRACE_STRICT"
 """Environment variable: when set, as in tests, an error in the test of a repair is raised."""
 
-WORK = 1e9
+WORK = 2e9
 """What all searches of a run may compute together, in elements."""
 
 UNKNOWN_LAYERS = 2
 """Layers in which nothing was found for a tensor, after which no more are searched."""
 
 _SEARCH = 400
+_WHOLE = 1 << 22
+"""Elements of the largest tensor that other tensors are read to be compared with."""
 _SAME_SORT = {
     Kind.INPUT: (Kind.INPUT, Kind.OUTPUT),
     Kind.OUTPUT: (Kind.INPUT, Kind.OUTPUT),
@@ -216,7 +218,7 @@ class Explainer:
 
     def _parts(self, candidate: TraceReader, key: TraceKey) -> Iterator[FailedPart]:
         kept = self._kept.get(key, [])
-        limit = max(1, ELEMENTS // max(1, len(kept) // 8))
+        limit = max(1, ELEMENTS // max(1, len(kept)))
         for rank, number in kept:
             entry = candidate.resolve(rank, number)
             if not (entry.partial_over or entry.sums) and (entry.boxes or not entry.logical_shape):
@@ -230,7 +232,7 @@ class Explainer:
 
     def _others(self, key: TraceKey, shape: tuple[int, ...]) -> Iterator[tuple[Finding, TraceKey]]:
         """Tensors that may be in this one's place: other times first, then other modules."""
-        if math.prod(shape) > ELEMENTS:
+        if math.prod(shape) > _WHOLE:
             return
         near: dict[TraceKey, list[TraceKey]] = {}
         for other in self._reference:

@@ -63,7 +63,7 @@ CLOSING: tuple[Closing, ...] = (
 )
 """Repairs of the same size are told in this order."""
 
-WORK = 5e7
+WORK = 2e8
 """What one repair of a composition may compute, in elements."""
 
 _FACTORS = (ConstantFactor, RankFactors, ProductFactors)

@@ -235,7 +235,7 @@ def _culprit(
             *((label.capitalize(), text) for label, text in wording.cause_pairs(first)),
         ],
         "row": -1 if shown is None else number[id(shown)],
-        "all": len(group),
+        "all": f"{len(group)} {'with this cause' if first.cause else 'alike'}",
         "likewise": names[:MAX_ALIKE],
         "more": max(0, len(names) - MAX_ALIKE),
     }

@@ -137,7 +137,7 @@ def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> Non
         if len(group) > 1:
             names = table.folded(group, summary.execution_order)
             more = f", and {len(names) - MAX_ALIKE} more" if len(names) > MAX_ALIKE else ""
-            what = "with this cause" if group[0].cause else "of the same modules"
+            what = "with this cause" if group[0].cause else "alike"
             page.field("all", f"{len(group)} {what}: {', '.join(names[:MAX_ALIKE])}{more}")
     texts = []
     for group in groups[MAX_CULPRITS:]:

@@ -63,3 +63,10 @@ def test_a_layer_that_two_stages_claim() -> None:
     found = start.without_consequences(claimed)
     assert [one.name for one in found if one.verdict.is_failure] == [names[1]]
     assert start.claims(verdicts, measured, ()) == verdicts
+
+
+def test_all_parameters_of_a_failed_start_are_one_group() -> None:
+    """They fail alike, whatever their names are."""
+    names = ["embedding.word_embeddings.weight", WEIGHT, "output_layer.weight"]
+    verdicts = [verdict(n, Kind.PARAM, Outcome.SHAPE, microbatch=STEP_LEVEL) for n in names]
+    assert [culprit.group for culprit in localise(verdicts)] == [1, 1, 1]
