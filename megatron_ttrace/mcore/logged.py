@@ -63,9 +63,7 @@ def reported(
 ) -> dict[str, Any]:
     """What Megatron would log of a step, on the rank that logs; nothing on the others.
 
-    A collective. Losses and gradient norm are left out: the step returns them. A script that puts a
-    function of its own in the place of Megatron's may report elsewhere: it is not called, and
-    nothing is returned.
+    A collective. Losses and gradient norm are left out: the step returns them.
 
     Args:
         result: what ``train_step`` returned.
@@ -77,8 +75,6 @@ def reported(
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_args
 
-    if training.training_log.__module__ != training.__name__:
-        return {}
     args = get_args()
     log = _of(training)
     if log is None:

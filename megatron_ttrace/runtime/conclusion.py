@@ -113,7 +113,7 @@ def conclude(
     said = [*notices, *initial.notices(verdicts)]
     said += [wording.not_judged_text(*one) for one in coverage.not_judged]
     if unlogged:
-        said.append("what is logged was not compared: training_log is not Megatron's own")
+        said.append("what is logged was not compared: Megatron's training_log was not found")
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         said.append("no computed tensor could be judged: all of them are unchecked")
