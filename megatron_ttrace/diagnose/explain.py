@@ -37,6 +37,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.findings import (
     FACTORS,
@@ -152,7 +153,7 @@ class Explainer:
             return Explanation()
         try:
             evidence = self.evidence(verdict.key)
-        except TTraceError as error:  # the files may be damaged
+        except (TTraceError, CodecError) as error:  # the files may be damaged
             _log.warning("cannot read what was kept of %s: %s", verdict.key, error)
             return Explanation()
         if evidence is None:
@@ -193,7 +194,7 @@ class Explainer:
         reference = self._reference.tensor(entry)
         if not reference.is_floating_point():
             return None
-        microbatches = int(self._reference.meta.get("microbatches", 1))
+        microbatches = codec.decode(int, self._reference.meta.get("microbatches", 1))
         ranks = self._meshes[0].size("dp") if self._meshes else 1
         evidence = Evidence(
             key=key,
