@@ -28,7 +28,7 @@ from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.counted import Counted
-from megatron_ttrace.trace.records import ELEMENTS, STEP_LEVEL, VALUE, Kind
+from megatron_ttrace.trace.records import CHOSEN, ELEMENTS, STEP_LEVEL, VALUE, Kind
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
 
@@ -241,6 +241,7 @@ class StepTap:
             return
         for name, value in found.items():
             index = ELEMENTS if name in logged.COUNTS else VALUE
+            index = CHOSEN if name.endswith(logged.CHOICES) else index
             self._attempt(self._scalar, Kind.METRIC, name, value, index)
 
     def _buffers(self) -> None:

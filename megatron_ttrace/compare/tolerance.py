@@ -28,7 +28,7 @@ import torch
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, Count
-from megatron_ttrace.trace.records import CHOICE, ELEMENTS, KEPT, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, CHOSEN, ELEMENTS, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
@@ -177,6 +177,8 @@ class Tolerances:
             # A sum of rounded numbers is zero by accident with a probability of about epsilon,
             # and in another order others are.
             return (1 + max(eps, self._compute) / 2 * terms) / norm if norm else math.inf
+        if key.kind is Kind.METRIC and key.index == CHOSEN:
+            return math.inf
         if terms > 1:
             return eps / 2 * math.log2(terms)
         if key.kind is Kind.MAIN_GRAD:

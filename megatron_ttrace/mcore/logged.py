@@ -39,6 +39,9 @@ _SKIPPED, _ZEROS, _LOGITS = 1, 6, 7
 COUNTS = frozenset(("num-zeros",))
 """Numbers that count elements."""
 
+CHOICES = "_acceptance_rate"
+"""End of the names of numbers that count right choices: of the likeliest token (MTP)."""
+
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
 

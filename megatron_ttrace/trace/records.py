@@ -152,8 +152,9 @@ SCORES, CHOICE, KEPT = 0, 1, 2
 what is left of it within the experts' capacity."""
 
 
-VALUE, ELEMENTS = 0, 1
-"""Indices of a ``metric``: a value that was computed, and how many elements have a property."""
+VALUE, ELEMENTS, CHOSEN = 0, 1, 2
+"""Indices of a ``metric``: a value that was computed, how many elements have a property, and how
+many choices (the largest of several numbers) are right: rounding alone decides between equals."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)

@@ -178,6 +178,14 @@ def test_beyond_a_blind_tolerance_is_still_a_failure():
     assert verdict_of(found(0.6), limits=tolerances(0.5)).verdict is Outcome.DIVERGED
 
 
+def test_an_infinite_tolerance_is_blind_to_an_infinite_error():
+    """Of a count that is 0 in the reference, and is decided by rounding, no number is wrong."""
+    one = found(1.0)
+    sums = dataclasses.replace(one.sums, reference=0.0)
+    verdict = verdict_of(dataclasses.replace(one, sums=sums), limits=Known(inf, 0.0))
+    assert (verdict.verdict, verdict.rel_err, verdict.margin) == (Outcome.UNCHECKED, inf, 0.0)
+
+
 @pytest.mark.parametrize(
     ("key", "error", "outcome", "margin"),
     [
