@@ -175,7 +175,7 @@ def verdict_of(
     margin = None
     if error is not None:
         margin = error / tolerance if tolerance else (math.inf if error else 0.0)
-        if math.isinf(tolerance):
+        if tolerance == math.inf:
             margin = 0.0  # also of an infinite error: another number than 0
     return Verdict(
         key.iteration,
