@@ -28,7 +28,7 @@ from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.counted import Counted
-from megatron_ttrace.trace.records import CHOSEN, ELEMENTS, STEP_LEVEL, VALUE, Kind
+from megatron_ttrace.trace.records import CHOSEN, ELEMENTS, LOSS, STEP_LEVEL, VALUE, Kind
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
 
@@ -240,9 +240,7 @@ class StepTap:
             self._error(error)
             return
         for name, value in found.items():
-            index = ELEMENTS if name in logged.COUNTS else VALUE
-            index = CHOSEN if name.endswith(logged.CHOICES) else index
-            self._attempt(self._scalar, Kind.METRIC, name, value, index)
+            self._attempt(self._scalar, Kind.METRIC, name, value, _index_of(name))
 
     def _buffers(self) -> None:
         for names in self._model.names:
@@ -256,6 +254,15 @@ class StepTap:
             # A Python number was a float32 before; as float64 it would look more exact.
             data = data.float()
         self._sink.placed((STEP_LEVEL, kind, name, index), data, (), ())
+
+
+def _index_of(metric: str) -> int:
+    """What sort of number a metric is."""
+    if metric in logged.COUNTS:
+        return ELEMENTS
+    if metric.endswith(logged.CHOICES):
+        return CHOSEN
+    return LOSS if metric.endswith(logged.LOSSES) else VALUE
 
 
 def place_buffer(

@@ -28,7 +28,16 @@ import torch
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, Count
-from megatron_ttrace.trace.records import CHOICE, CHOSEN, ELEMENTS, KEPT, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import (
+    CHOICE,
+    CHOSEN,
+    ELEMENTS,
+    KEPT,
+    LOSS,
+    SCORES,
+    Kind,
+    TraceKey,
+)
 from megatron_ttrace.trace.store import TraceReader, atomic_write
 
 SAFETY = 4.0
@@ -178,7 +187,11 @@ class Tolerances:
             # and in another order others are.
             return (1 + max(eps, self._compute) / 2 * terms) / norm if norm else math.inf
         if key.kind is Kind.METRIC and key.index == CHOSEN:
-            return math.inf
+            return math.inf  # rounding alone decides between equals
+        if key.kind is Kind.METRIC and key.index == LOSS:
+            # Router losses are rounded to the dtype of the logits after the mean over a rank's
+            # tokens. A replay has the same tokens in its mean, and often rounds to the same number.
+            return max(eps, self._compute) / 2
         if terms > 1:
             return eps / 2 * math.log2(terms)
         if key.kind is Kind.MAIN_GRAD:

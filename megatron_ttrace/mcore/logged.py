@@ -42,6 +42,10 @@ COUNTS = frozenset(("num-zeros",))
 CHOICES = "_acceptance_rate"
 """End of the names of numbers that count right choices: of the likeliest token (MTP)."""
 
+LOSSES = "loss"
+"""End of the names of auxiliary losses, z loss, and losses of multi-token prediction and of sparse
+attention's indexer."""
+
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
 

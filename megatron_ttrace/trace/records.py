@@ -152,9 +152,10 @@ SCORES, CHOICE, KEPT = 0, 1, 2
 what is left of it within the experts' capacity."""
 
 
-VALUE, ELEMENTS, CHOSEN = 0, 1, 2
-"""Indices of a ``metric``: a value that was computed, how many elements have a property, and how
-many choices (the largest of several numbers) are right: rounding alone decides between equals."""
+VALUE, ELEMENTS, CHOSEN, LOSS = 0, 1, 2, 3
+"""Indices of a ``metric``: a value that is given or computed in float32, how many elements have a
+property, how many choices (the largest of several numbers) are right, and a mean over tokens that
+is rounded to the dtype of the model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)

@@ -19,7 +19,7 @@ from megatron_ttrace.compare.tolerance import (
     write,
 )
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOSEN, LOSS, STEP_LEVEL, VALUE, Kind, TraceKey
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
 FP32, BF16 = 2.0**-23, 2.0**-7
@@ -153,6 +153,17 @@ def test_a_zero_reference_has_no_rms():
     """All zeros: any error is infinite."""
     found = of(KEY, {KEY: Moved(4, 0.0, (0.0,))}, "float32")
     assert (found.rms, found.value) == (0.0, SAFETY * FP32 / 2)
+
+
+@pytest.mark.parametrize(
+    ("index", "least"), [(VALUE, FP32 / 2), (LOSS, BF16 / 2), (CHOSEN, math.inf)]
+)
+def test_metrics_of_a_step_in_bf16(index, least):
+    """A mean that is rounded to BF16 may move by that though no replay shows it; a rate may not."""
+    key = TraceKey(1, -1, Kind.METRIC, "z_loss", index)
+    found = Tolerances({key: Moved(1, 2.0, (0.0, 0.0))}, {key: "float32"}, compute=BF16)
+    assert found.of(key).value >= SAFETY * least
+    assert (found.of(key).value < SAFETY * BF16 / 2) == (index == VALUE)
 
 
 def test_the_file_keeps_every_number(tmp_path):
