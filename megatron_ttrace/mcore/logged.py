@@ -42,9 +42,8 @@ COUNTS = frozenset(("num-zeros",))
 CHOICES = "_acceptance_rate"
 """End of the names of numbers that count right choices: of the likeliest token (MTP)."""
 
-LOSSES = "loss"
-"""End of the names of auxiliary losses, z loss, and losses of multi-token prediction and of sparse
-attention's indexer."""
+LOSSES = "_loss"
+"""End of the names of router losses (auxiliary, z), which are computed in the logits' dtype."""
 
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
