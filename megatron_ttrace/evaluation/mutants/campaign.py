@@ -23,11 +23,12 @@ from megatron_ttrace.evaluation.mutants.records import (
 from megatron_ttrace.evaluation.mutants.scan import modules
 from megatron_ttrace.processes.waiting import OutOfTimeError
 from megatron_ttrace.runtime.runner import NO_WANDB, Runner
-from megatron_ttrace.trace.records import Result, Summary
+from megatron_ttrace.trace.records import Culprit, Result, Summary
 
 _PATIENCE = 6.0
 _LEAST_SECONDS = 20.0
 _MOST_SECONDS = 300.0
+_CULPRITS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,22 +134,23 @@ class Campaign:
     def _try(self, mutant: Mutant, layout: Configuration) -> MutantTrial:
         limit = max(_LEAST_SECONDS, _PATIENCE * self.reached[layout.name].seconds)
         began = time.monotonic()
+        culprits: tuple[Culprit, ...] = ()
         try:
             summary = self._run(layout, {train.MUTANT: train.encode(mutant)}, limit)
             survived = summary.verdict is Result.EQUIVALENT
             fate = Fate.SURVIVED if survived else Fate.DIVERGED
-            told = suites.culprits_of(summary, 2)
+            told, culprits = suites.culprits_of(summary, 2), summary.culprits[:_CULPRITS]
         except OutOfTimeError as error:
             fate, told = Fate.HUNG, str(error)
         except TTraceError as error:
             fate, told = Fate.CRASHED, suites.one_line(error)
-        return MutantTrial(layout.name, fate, time.monotonic() - began, told)
+        return MutantTrial(layout.name, fate, time.monotonic() - began, told, culprits)
 
     def _run(self, layout: Configuration, variables: dict[str, str], limit: float) -> Summary:
         case = dataclasses.replace(
             layout.case(self._directory),
             script=Path(train.__file__),
-            environment=variables,
+            environment={**variables, train.SCRIPT: layout.script},
             limit=limit,
         )
         return self._runner.run(case).summary

@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.evaluation.matrix.configurations import Configuration, arguments_of
+from megatron_ttrace.evaluation.matrix.configurations import (
+    SCRIPTS,
+    Configuration,
+    arguments_of,
+)
 
 _BUCKETS = "--ddp-bucket-size 20000"
 """So small that even these models have several."""
@@ -19,7 +23,8 @@ _AUX = "--moe-aux-loss-coeff 0.1"
 
 
 def _job(name: str, nproc: int, model: str, words: str) -> Configuration:
-    return Configuration(name, nproc, arguments_of(model, words))
+    script = SCRIPTS.get(model, "pretrain_gpt.py")
+    return Configuration(name, nproc, arguments_of(model, words), script=script)
 
 
 LAYOUTS = (
@@ -61,6 +66,9 @@ LAYOUTS = (
     _job("tp2-ep2", 4, "moe-te", f"tp2 sp ep2 {_AUX}"),
     _job("ep2-edp2-zero", 4, "moe-te", f"ep2 zero overlap {_AUX}"),
     _job("zero-instances", 4, "gpt", "zero --num-distributed-optimizer-instances 2"),
+    _job("tp2-sp-hybrid", 2, "hybrid", "tp2 sp"),
+    _job("cp2-hybrid", 2, "hybrid", "cp2"),
+    _job("tp2-sp-gdn", 2, "gdn-te", "tp2 sp"),
 )
 
 _FIRST = {
@@ -68,6 +76,7 @@ _FIRST = {
     "distributed": ("dp2-zero-overlap", "dp2-zero", "dp2", "tp2-dp2-zero", "ep2"),
     "pipeline_parallel": ("pp2-vpp2", "pp2", "pp2-dp2-zero", "pp2-vpp2-dp2", "cp2-moe"),
     "transformer.moe": ("ep2", "tp2-sp-ep2", "ep2-all-gather", "cp2-moe", "tp2-ep2"),
+    "ssm": ("tp2-sp-hybrid", "cp2-hybrid", "tp2-sp-gdn"),
     "optimizer": ("dp2-zero", "dp2-zero-overlap", "tp2-dp2-zero", "ep2", "tp2-fp16", "pp2-mtp"),
 }
 _THEN = (

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.records import Culprit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,12 +75,13 @@ class Fate(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MutantTrial:
-    """One mutant in one layout; ``told`` are the first culprits, or the error."""
+    """One mutant in one layout; ``told`` are the first culprits in words, or the error."""
 
     layout: str
     fate: Fate
     seconds: float
     told: str = ""
+    culprits: tuple[Culprit, ...] = ()
 
 
 class Explanation(StrEnum):

@@ -25,6 +25,7 @@ PACKAGES = (
     "megatron.core.pipeline_parallel",
     "megatron.core.transformer.moe",
     "megatron.core.optimizer",
+    "megatron.core.ssm",
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training script of a campaign: ``pretrain_gpt.py`` with a mutant, or with lines recorded.
+"""The training script of a campaign: one of ``launch/`` with a mutant, or with lines recorded.
 
 The mutant is put in before the training script starts, and its name is removed from the process.
 Flags, arguments and environment are those of any other run, so neither the checker nor a reference
@@ -28,6 +28,8 @@ MUTANT = "MUTANT_TO_INTRODUCE"
 """Environment variable: a mutant, as JSON."""
 COVERAGE = "MUTANT_TO_INTRODUCE_LINES"
 """Environment variable: folder for one file of lines per rank."""
+SCRIPT = "MUTANT_TO_INTRODUCE_SCRIPT"
+"""Environment variable: name of the training script in ``launch/``."""
 
 
 def encode(mutant: Mutant) -> str:
@@ -60,7 +62,7 @@ def main() -> None:
     """Prepare this process and train."""
     mutant = os.environ.pop(MUTANT, None)
     lines = os.environ.pop(COVERAGE, None)
-    script = launch_dir() / "pretrain_gpt.py"
+    script = launch_dir() / os.environ.pop(SCRIPT)
     # The reference runs the program that is named here.
     sys.argv[0] = str(script)
     sys.path.insert(0, str(script.parent))
