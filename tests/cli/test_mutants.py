@@ -3,6 +3,8 @@
 
 import datetime
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,12 +34,26 @@ def test_list():
     assert "1 mutants" in output
 
 
+def test_list_of_a_checkout(tmp_path):
+    """Its source is scanned, not that of the installed Megatron."""
+    core = tmp_path / "megatron" / "core"
+    (core / "optimizer").mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "optimizer" / "own.py").write_text("def f(x, world_size):\n    return x / world_size\n")
+    # A process of its own: a warm one has imported the installed Megatron.
+    command = [sys.executable, "-m", "megatron_ttrace", "mutants", "list", "--checkout", tmp_path]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    assert {one["module"] for one in json.loads(done.stdout)} == {"megatron.core.optimizer.own"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["run", "--only", "nothing*"], "no mutant matches nothing*"),
         (["run", "--only", DOUBLED, "--layout", "tp3"], "--layout tp3: unknown, known are tp2"),
         (["run", "--count", "0"], "--count 0: at least 1"),
+        (["list", "--checkout", "no/such"], "--checkout no/such: has no megatron/core"),
+        (["score", "no/such.jsonl"], "no/such.jsonl: cannot be read"),
         (["run", "--json", "no/such/folder.json"], "not writable"),
     ],
 )
