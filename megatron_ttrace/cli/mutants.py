@@ -204,6 +204,7 @@ def _run(args: argparse.Namespace) -> int:
     if not chosen:
         raise TTraceError("no layout runs the line of any of these mutants")
     say(f"{scanned} found, {len(reached)} of {len(mutants)} are reached, {len(chosen)} to run")
+    say(f"seeds: {' '.join(map(str, seeds)) or 'none'}")
     ids = {mutant.id for mutant in chosen}
     rows = [row for row in rows if row.mutant.id in ids]
     done = {row.mutant.id for row in rows}
