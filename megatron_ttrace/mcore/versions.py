@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron_ttrace.cpu import te
 from megatron_ttrace.errors import TTraceError
 
 SUPPORTED = ("0.17.1", "0.18.2", "0.19.0")
@@ -81,6 +82,8 @@ def installed() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if te.emulated():
+        found["transformer-engine"] = f"{te.releases.current()} (emulated)"
     with contextlib.suppress(ImportError):
         found["megatron-core"] = megatron_core_version()
     return found
