@@ -33,7 +33,9 @@ def auxiliary_loss_of_every_rank():
 def losses_of_every_microbatch():
     """The losses of routers are not divided by the number of microbatches."""
     scale = MoEAuxLossAutoScaler.set_loss_scale
-    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda it: scale(it * get_num_microbatches()))
+    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(
+        lambda it: scale(it * get_num_microbatches())
+    )
 
 
 def no_z_loss():
