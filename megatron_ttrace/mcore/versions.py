@@ -73,9 +73,8 @@ def call_known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def installed() -> dict[str, str]:
     """Versions of everything that can change a number, for fingerprints and reports."""
-    from megatron_ttrace.cpu import te  # imports torch
-
     from megatron_ttrace import __version__
+    from megatron_ttrace.cpu import te  # imports torch
 
     found = {"megatron-ttrace": __version__, "python": platform.python_version()}
     for name in _DISTRIBUTIONS:
