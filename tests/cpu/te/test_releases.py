@@ -9,6 +9,7 @@ from megatron_ttrace.cpu.te import releases
 from megatron_ttrace.cpu.te.releases import KNOWN, PINNED, Release, parsed
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.versions import SUPPORTED, megatron_core_version
+from tests.cpu.te import document
 
 
 def test_every_supported_megatron_has_its_release():
@@ -35,3 +36,11 @@ def test_other_text_is_refused_in_one_line(text):
         return
     with pytest.raises(TTraceError, match=r"use one of 2\.3, 2\.4"):
         parsed(text)
+
+
+def test_document_has_the_table():
+    """``python -m tests.cpu.te.document`` writes it anew."""
+    text = document.PATH.read_text(encoding="utf-8")
+    assert document.BEGIN in text
+    assert document.END in text
+    assert text == document.replaced(text)
