@@ -17,6 +17,7 @@ from megatron.core.models.gpt import gpt_model  # noqa: E402
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler  # noqa: E402
 
 
 def auxiliary_loss_of_every_rank():
@@ -33,7 +34,9 @@ def auxiliary_loss_of_every_rank():
 def losses_of_every_microbatch():
     """The losses of routers are not divided by the number of microbatches."""
     scale = MoEAuxLossAutoScaler.set_loss_scale
-    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda it: scale(it * get_num_microbatches()))
+    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(
+        lambda it: scale(it * get_num_microbatches())
+    )
 
 
 def no_z_loss():
@@ -48,14 +51,23 @@ def no_z_loss():
 
 
 def head_without_mtp():
-    """Multi-token prediction has no gradient of the head's weight."""
+    """Multi-token prediction takes the head's weight for a frozen one."""
     process = gpt_model.process_mtp_loss
 
-    def processed(*args, output_layer, output_weight, **more):
-        weight = output_layer.weight if output_weight is None else output_weight
-        return process(*args, output_layer=output_layer, output_weight=weight.detach(), **more)
+    def processed(*args, output_layer, **more):
+        output_layer.weight.requires_grad_(False)
+        try:
+            return process(*args, output_layer=output_layer, **more)
+        finally:
+            output_layer.weight.requires_grad_(True)
 
     gpt_model.process_mtp_loss = processed
+
+
+def mtp_of_every_microbatch():
+    """The loss of multi-token prediction is not divided by the number of microbatches."""
+    scale = MTPLossAutoScaler.set_loss_scale
+    MTPLossAutoScaler.set_loss_scale = lambda it: scale(it * get_num_microbatches())
 
 
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
