@@ -20,15 +20,21 @@ from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler  # noqa: E402
 
 
-def auxiliary_loss_of_every_rank():
+def auxiliary_loss_of_every_rank(first=1, last=2):
     """Each tensor-parallel rank adds the whole auxiliary loss's gradient; the log is right."""
     attach = TopKRouter.attach_and_log_load_balancing_loss
 
     def attached(self, activation, aux_loss_coeff, aux_loss, *args, **more):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
+        ranks = ranks if first <= self.layer_number <= last else 1
         return attach(self, activation, aux_loss_coeff * ranks, aux_loss * ranks, *args, **more)
 
     TopKRouter.attach_and_log_load_balancing_loss = attached
+
+
+def auxiliary_loss_of_the_first_layer():
+    """The same in the first layer only, below one whose auxiliary loss is right."""
+    auxiliary_loss_of_every_rank(last=1)
 
 
 def losses_of_every_microbatch():
@@ -39,15 +45,21 @@ def losses_of_every_microbatch():
     )
 
 
-def no_z_loss():
-    """The z loss is logged, and has no gradient."""
-    apply = TopKRouter.apply_z_loss
+def no_z_loss(right=0):
+    """The z loss is logged, and has no gradient, after ``right`` calls that are right."""
+    apply, calls = TopKRouter.apply_z_loss, []
 
     def applied(self, logits, *args, **more):
-        apply(self, logits.detach(), *args, **more)
-        return logits
+        calls.append(self)
+        with_loss = apply(self, logits if len(calls) <= right else logits.detach(), *args, **more)
+        return with_loss if len(calls) <= right else logits
 
     TopKRouter.apply_z_loss = applied
+
+
+def no_z_loss_in_the_second_step():
+    """The first step's routers, two in each of three microbatches, are right."""
+    no_z_loss(right=6)
 
 
 def head_without_mtp():

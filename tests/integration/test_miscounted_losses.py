@@ -85,11 +85,19 @@ def test_other_losses(fault, arguments, name, explanation, tmp_path):
             *("no_z_loss", ("--ttrace-isolate",)),
             "the z loss's share of the gradient is missing",
         ),
+        (
+            *("no_z_loss_in_the_second_step", ("--ttrace-iterations", "1-2")),
+            "the z loss's share of the gradient is missing",
+        ),
+        (
+            *("auxiliary_loss_of_the_first_layer", ()),
+            "the auxiliary loss's share of the gradient is 2.000 times too large = the size of tp",
+        ),
     ],
-    ids=["bf16", "isolated"],
+    ids=["bf16", "isolated", "later", "below"],
 )
 def test_in_other_runs(fault, flags, explanation, tmp_path):
-    """In 16 bits; and with every module given the reference's gradients."""
+    """In 16 bits; isolated; in a later step; in a layer below others, which add shares as well."""
     found = culprits(fault, (*TP, *MOE, *flags), tmp_path)
     assert {one.name for one in found} <= {"decoder.layers.0.mlp.router", ROUTER}
     assert all(one.explanation.startswith(explanation) for one in found)
