@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     for name in command_.unset:
         os.environ.pop(name, None)
     flags.check_single(args, "nproc_per_node")
+    began = time.time()
     say = command.silent if args.quiet or args.json else command.progress()
     if args.shrink:
         reports = _shrunk(args, command_, say)
@@ -98,12 +100,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from megatron_ttrace.report import terminal
+        from megatron_ttrace.report import terminal, wandb
 
+        console = Console()
         for report in reports:
             terminal.render(
-                report.summary, report.verdicts, Console(), report.directory, report.isolating
+                report.summary, report.verdicts, console, report.directory, report.isolating
             )
+            if line := wandb.left_offline(report.directory, began):
+                terminal.say(console, line)
     return max((int(report.verdict.exit_code) for report in reports), key=_SEVERITY.index)
 
 

@@ -87,7 +87,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar="N",
         help="number of nights on the page (default 30)",
     )
-    where.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
+    where.add_argument(
+        "--wandb", action="store_true", help="send the W&B run to the server (default: offline)"
+    )
+    where.add_argument("--no-wandb", action="store_true", help="make no W&B run")
     where.add_argument(
         "--show", action="store_true", help="draw the page again, without running anything"
     )
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.no_wandb:
         from megatron_ttrace.evaluation.nightly import wandb
 
-        print(wandb.log(night, said, page, directory=args.directory))
+        print(wandb.log(night, said, page, directory=args.directory, online=args.wandb))
     return night.exit_code
 
 

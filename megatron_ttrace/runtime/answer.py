@@ -123,5 +123,6 @@ def publish(summary: Summary, verdicts: list[Verdict], ledger: Ledger, settings:
         wandb_run=getattr(get_wandb_writer(), "run", None),
         tensorboard=get_tensorboard_writer(),
         wandb=settings.wandb,
+        wandb_online=settings.wandb_online,
         collectives=ledger.collectives,
     )

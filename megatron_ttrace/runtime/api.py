@@ -156,7 +156,7 @@ def compare(
             ``--ttrace-save-candidate``.
         output: where the report is written; by default the directory that holds ``candidate``.
         allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
-        wandb: whether to log the report to W&B too.
+        wandb: whether to log the report to W&B too, online if a key is configured.
         show: whether to print the report.
 
     Returns:
@@ -219,6 +219,7 @@ def compare(
             verdicts,
             folder,
             wandb=wandb,
+            wandb_online=wandb,
             console=None if show else Console(file=io.StringIO()),
             run_id=run,
             collectives=ledger.collectives,
