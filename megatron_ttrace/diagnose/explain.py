@@ -45,6 +45,7 @@ from megatron_ttrace.trace.findings import (
     Cause,
     Explanation,
     Finding,
+    LossShare,
     OtherIteration,
     OtherMicrobatch,
     OtherTensor,
@@ -313,7 +314,11 @@ class Explainer:
 
     def _alike_in(self, key: TraceKey, finding: Finding) -> tuple[int, int] | None:
         """How many of the failing main gradients are off by this very factor, if others are."""
-        if key.kind is not Kind.MAIN_GRAD or finding.cause not in FACTORS:
+        if (
+            key.kind is not Kind.MAIN_GRAD
+            or finding.cause not in FACTORS
+            or isinstance(finding, LossShare)
+        ):
             return None
         ratios: dict[TraceKey, list[float]] = {}
         for one in (one for found in self._measured.values() for one in found):
