@@ -99,7 +99,7 @@ class Planner:
                 return [self._parameter(key, whole, *known)]
             return [self.activation(key, local)]
         except ValueError as error:
-            return [Measured.misfit(key, whole, str(error))]
+            return [Measured.misfit(key, local if known is None else known[0], str(error))]
 
     def rows(self, key: TraceKey, local: tuple[int, ...]) -> list[Match | Measured]:
         """An experts' tensor: parts of several microbatches' tensors.

@@ -49,6 +49,10 @@ class Kind(StrEnum):
         return _DIRECTION[self]
 
 
+MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+"""What optimizers keep of earlier gradients."""
+
+
 class Direction(StrEnum):
     """Where in a training step a module went wrong."""
 
