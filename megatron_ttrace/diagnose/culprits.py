@@ -26,6 +26,7 @@ from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.report import explanations
 from megatron_ttrace.report.ledger import citation_text
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Composed,
     ConstantFactor,
@@ -43,6 +44,7 @@ _SURFACING = 5.0
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 _MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+_REDUCED = Statistic.REDUCED.number
 _UPDATED = (Kind.PARAM_DELTA, *_MOMENTS, Kind.PARAM, Kind.BUFFER)
 
 
@@ -299,9 +301,12 @@ def _backward(verdicts: Sequence[Verdict]) -> list[_Origin]:
 
 
 def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
-    found = [
+    reduced = [one for one in _counted(verdicts) if one.verdict.index == _REDUCED]
+    known = {v.name for v in _failures(verdicts, Kind.COUNTED) if v.index == _REDUCED}
+    found = reduced + [
         _Origin(verdict, owner(verdict.name), Grounds.MAIN_GRAD)
         for verdict in _failures(verdicts, Kind.MAIN_GRAD)
+        if verdict.name not in known
     ]
     if found or any(v.verdict in _ABSENT for v in _failures(verdicts, *_MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.
@@ -314,7 +319,10 @@ def _counted(verdicts: Sequence[Verdict]) -> list[_Origin]:
     first: dict[object, Verdict] = {}
     for verdict in _failures(verdicts, Kind.COUNTED):
         first.setdefault((verdict.index, verdict.reason), verdict)
-    return [_Origin(v, v.name, Grounds.COUNTED) for v in first.values()]
+    return [
+        _Origin(v, v.name, Grounds.REDUCED if v.index == _REDUCED else Grounds.COUNTED)
+        for v in first.values()
+    ]
 
 
 def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
