@@ -26,6 +26,7 @@ from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.report import explanations
 from megatron_ttrace.report.ledger import citation_text
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Composed,
     ConstantFactor,
@@ -51,6 +52,7 @@ _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
+_REDUCED = Statistic.REDUCED.number
 _UPDATED = (*MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 
@@ -310,9 +312,12 @@ def _backward(verdicts: Sequence[Verdict]) -> list[_Origin]:
 
 
 def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
-    found = [
+    reduced = [one for one in _counted(verdicts) if one.verdict.index == _REDUCED]
+    known = {v.name for v in _failures(verdicts, Kind.COUNTED) if v.index == _REDUCED}
+    found = reduced + [
         _Origin(verdict, owner(verdict.name), Grounds.MAIN_GRAD)
         for verdict in _failures(verdicts, Kind.MAIN_GRAD)
+        if verdict.name not in known
     ]
     if found and all(one.verdict.verdict in _ABSENT for one in found):
         # No optimizer has these: what each one steps says which elements, and why.
@@ -328,7 +333,10 @@ def _counted(verdicts: Sequence[Verdict]) -> list[_Origin]:
     first: dict[object, Verdict] = {}
     for verdict in _failures(verdicts, Kind.COUNTED):
         first.setdefault((verdict.index, verdict.reason), verdict)
-    return [_Origin(v, v.name, Grounds.COUNTED) for v in first.values()]
+    return [
+        _Origin(v, v.name, Grounds.REDUCED if v.index == _REDUCED else Grounds.COUNTED)
+        for v in first.values()
+    ]
 
 
 def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ttrace.report.wording import STATISTICS, runs
 from megatron_ttrace.trace import findings as f
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
 from megatron_ttrace.trace.records import Kind, Verdict
 from megatron_ttrace.trace.sanitise import clean
@@ -40,6 +41,7 @@ _GROUNDS = {
     "that fails",
     Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
     "not",
+    Grounds.REDUCED: "every activation gradient passes, {index} does not have every element once",
     Grounds.COUNTED: "no main gradient differs, {index} does not have every element once",
     Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
@@ -377,6 +379,17 @@ def statistic_text(verdict: Verdict) -> str:
     return statistics[verdict.index % len(statistics)]
 
 
+_MARKS = "a mark of tensor parallelism or of sharing, or a process group"
+_SUSPECTS = {
+    Statistic.GRAD_NORM: _MARKS,
+    Statistic.NUM_ZEROS: _MARKS,
+    Statistic.PARAMS_NORM: _MARKS,
+    Statistic.CLIPPED: _MARKS,
+    Statistic.STEPPED: "the parameter groups of the optimizer, or its shards",
+    Statistic.REDUCED: "when the reduction of a bucket starts, or its process group",
+}
+
+
 def _miscounted(finding: f.Miscounted) -> Said:
     what = STATISTICS[finding.statistic]
     if finding.cause is Cause.OTHER_NORM:
@@ -385,13 +398,14 @@ def _miscounted(finding: f.Miscounted) -> Said:
         text = f"counted {finding.most} times in {what}"
     else:
         some = "some elements are " if finding.most else ""
+        if finding.statistic is Statistic.REDUCED:
+            some = "gradients of some ranks are "  # at least the rank's own are
         text = f"{some}never counted in {what}"
     others = [clean(name) for name in finding.names[1:]]
     if others:
         shown = ", ".join(others[:_OTHERS]) + ", ..." * (len(others) > _OTHERS)
         text += f", as are elements of {len(others)} more parameters: {shown}"
-    marks = "a mark of tensor parallelism or of sharing, or a process group"
-    return text, marks if finding.cause is not Cause.OTHER_NORM else ""
+    return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
 
 
 _OVERWRITTEN = "the input saved for backward was overwritten before it was used"

@@ -284,6 +284,7 @@ STATISTICS = {
     Statistic.PARAMS_NORM: "the norm of all parameters",
     Statistic.CLIPPED: "gradient clipping",
     Statistic.STEPPED: "the optimizer's update",
+    Statistic.REDUCED: "the reduction of gradients over data-parallel ranks",
 }
 """What takes elements of parameters or gradients, for people."""
 

@@ -32,6 +32,7 @@ class Grounds(StrEnum):
     GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
     FIRST_GRADIENT = "first_gradient"
     MAIN_GRAD = "main_grad"
+    REDUCED = "reduced"
     COUNTED = "counted"
     GRAD_NORM = "grad_norm"
     METRIC = "metric"
