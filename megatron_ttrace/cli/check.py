@@ -167,11 +167,11 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
         shrink.show(found, Console(stderr=True))
     folder = Path(ours.ttrace_dir)
     prefix = folder.with_name(f"{folder.name}-data") / training.DATA
-    data = documents.arguments(large.script, prefix)
+    data = documents.arguments(large.script, prefix, found.jobs[0].arguments)
     if not args.no_fork:
         # Before the data is written: that imports Megatron, which must be the script's own.
         jobs.prepare(ours.ttrace_device, Path(large.script), modules=PRELOADED, arguments=theirs)
-    documents.write(prefix)
+    documents.write(prefix, found.jobs[0].arguments)
     reports = []
     for number, job in enumerate(found.jobs, 1):
         if len(found.jobs) > 1:
