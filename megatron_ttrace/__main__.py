@@ -20,6 +20,8 @@ COMMANDS = (
     "megatron_ttrace.cli.shrink",
     "megatron_ttrace.cli.recipes",
     "megatron_ttrace.cli.compare",
+    "megatron_ttrace.cli.record",
+    "megatron_ttrace.cli.diff",
     "megatron_ttrace.cli.plant",
     "megatron_ttrace.cli.report",
     "megatron_ttrace.cli.matrix",
