@@ -6,14 +6,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ttrace.cli import command, jobs, training
+from megatron_ttrace.cli import apart, command, jobs, training
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
@@ -29,7 +26,6 @@ far rounding may move each of them. A run that differs from its reference is kep
 
 exit code: 0 the trace was kept, 2 it was not
 """
-_INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
 
 
 def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
@@ -126,54 +122,16 @@ def run_apart(
     Raises:
         TTraceError: when there is no trace, with the reason.
     """
-    from megatron_ttrace.processes.tether import tethered
-
     if (folder / "candidate").is_dir():
         shutil.rmtree(folder / "candidate")
-    words = [interpreter_of(text), "-P", "-m", "megatron_ttrace", "record"]
-    words += ["--nproc-per-node", str(jobs.ranks_of(found)), "--ttrace-dir", str(folder.resolve())]
+    words = ["record", "--nproc-per-node", str(jobs.ranks_of(found))]
+    words += ["--ttrace-dir", str(folder.resolve()), *options, "--", found.script]
     own = {name: value for name, value in os.environ.items() if name not in found.unset}
-    process = subprocess.Popen(
-        tethered([*words, *options, "--", found.script, *found.arguments]),
-        env={**own, **found.environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
+    code, said = apart.ttrace(
+        apart.interpreter_of(text.split()),
+        [*words, *found.arguments],
+        {**own, **found.environment},
+        quiet=quiet,
     )
-    said: list[str] = []
-    last = ""
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            last = line.strip() or last
-            if said or line.startswith("ttrace: "):
-                said.append(line.rstrip())
-            elif line.startswith("[") and not quiet:
-                print(line, end="", file=sys.stderr, flush=True)
-        code = process.wait()
-    finally:
-        process.kill()
-        process.wait()
     if code:
-        why = "\n".join(said).removeprefix("ttrace: ") or last or f"exit code {code}"
-        raise TTraceError(f"no trace of {command.in_one_line(text)[:60]!r}: {why}")
-
-
-def interpreter_of(text: str) -> str:
-    """The Python of the environment in which a command runs, which may be another than this one's.
-
-    It is the one that the command names with its folder, or the one beside such a ``torchrun``.
-
-    Raises:
-        TTraceError: when there is none.
-    """
-    for word in text.split():
-        path = Path(word)
-        if path.parent != Path() and _INTERPRETER.fullmatch(path.name):
-            beside = path if path.name.startswith("python") else path.with_name("python")
-            if not beside.is_file():
-                raise TTraceError(f"{beside}: no such interpreter")
-            return str(beside.absolute())
-    return sys.executable
+        raise TTraceError(f"no trace of {command.in_one_line(text)[:60]!r}: {said}")

@@ -80,17 +80,6 @@ def test_bad_input(capsys, words, said):
     assert said in error[0]
 
 
-def test_the_interpreter_of_a_command(tmp_path):
-    """The one that it names, or the one beside its torchrun; else this one."""
-    home = tmp_path / "bin"
-    home.mkdir()
-    for name in ("python", "python3.12", "torchrun"):
-        (home / name).touch()
-    assert record.interpreter_of(f"{home}/torchrun --nproc-per-node 2 {JOB}") == f"{home}/python"
-    assert record.interpreter_of(f"A=b {home}/python3.12 {JOB}") == f"{home}/python3.12"
-    assert record.interpreter_of(f"torchrun {JOB}") == record.sys.executable
-
-
 def test_a_command_that_fails(tmp_path, monkeypatch):
     """Its own last words, in one error."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))

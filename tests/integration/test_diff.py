@@ -84,7 +84,7 @@ forward = layers.RowParallelLinear.forward
 
 def scaled(self, *args, **kwargs):
     output, bias = forward(self, *args, **kwargs)
-    return output * 1.01, bias
+    return output * 1.5, bias
 
 
 layers.RowParallelLinear.forward = scaled
