@@ -111,6 +111,8 @@ class Remark(StrEnum):
     NOT_THE_REFERENCES = "not_the_references"
     CLAIMED = "claimed"
     OTHER_START = "other_start"
+    LACKING = "lacking"
+    KNOWN = "known"
     COUNTED_TWICE = "counted_twice"
     NEVER_COUNTED = "never_counted"
     OTHER_NORM = "other_norm"

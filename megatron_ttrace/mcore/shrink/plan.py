@@ -128,6 +128,20 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
     )
 
 
+def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS) -> Job:
+    """The small job that has only these of the command's axes.
+
+    Raises:
+        TTraceError: when the axes do not divide the ranks, or need more than ``most``.
+    """
+    given = Given.parse(command.arguments)
+    large = axes.of_large(given, command.ranks)
+    small = axes.of_small(given, large, kept)
+    if not small.edp or small.ranks > most:
+        raise TTraceError(f"{', '.join(kept)}: do not fit {most} ranks")
+    return _job(Case(given, large, small, not documents.suits(command.script)))[0]
+
+
 def require_checkable(given: Given) -> None:
     """Refuse what no check can do, before anything starts.
 
