@@ -32,6 +32,7 @@ from megatron_ttrace.trace.findings import (
     Explanation,
     Finding,
     Grounds,
+    LossShare,
 )
 from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
 
@@ -187,6 +188,8 @@ def _without_ratio(finding: Finding) -> Finding:
     if isinstance(finding, Composed):
         steps = tuple(map(_without_ratio, finding.steps))
         return dataclasses.replace(finding, steps=steps)
+    if isinstance(finding, LossShare):
+        return dataclasses.replace(finding, fault=_without_ratio(finding.fault))
     return finding
 
 

@@ -56,7 +56,7 @@ def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
     if not (theirs and 0 < ours < math.inf):
         return
     evidence.work.spend(2 * evidence.elements)
-    layout = _sizes(evidence)
+    layout = sizes_of(evidence)
     seen: set[float] = set()
     for axes in axis_combinations(tuple(layout)):
         size = math.prod(layout[axis] for axis in axes)
@@ -122,7 +122,7 @@ def constant_factor(evidence: Evidence, value: float) -> ConstantFactor:
     near = min(max(2 * evidence.tolerance.value, 1e-4), _ROUGH)
     if abs(value + 1) <= near:
         return ConstantFactor(Cause.SIGN, ratio=value)
-    layout = _sizes(evidence)
+    layout = sizes_of(evidence)
     size = max(abs(value), 1 / abs(value))
     sizes: list[tuple[str, ...]] = []
     for axes in axis_combinations(tuple(layout)):
@@ -137,12 +137,12 @@ def constant_factor(evidence: Evidence, value: float) -> ConstantFactor:
     return ConstantFactor(cause, axes, ratio=value, sizes=tuple(sizes))
 
 
-def _sizes(evidence: Evidence) -> dict[str, float]:
+def sizes_of(evidence: Evidence) -> dict[str, float]:
     """Numbers of the layout that a forgotten or doubled division is likely to be off by."""
     found: dict[str, float] = {axis: evidence.size(axis) for axis in evidence.axes}
     # A main gradient fails alone only if the activations' gradients, which show this too, pass.
     kinds = (Kind.GRAD_OUTPUT, Kind.LOSS, Kind.GRAD_NORM)
-    if evidence.microbatches > 1 and evidence.key.kind in kinds:
+    if evidence.microbatches > 1 and (evidence.key.kind in kinds or evidence.share_of is not None):
         found["microbatches"] = evidence.microbatches
     if INNER_ATTENTION in evidence.key.name and evidence.reference.ndim == 4:
         found[_SOFTMAX] = math.sqrt(evidence.reference.shape[-1])

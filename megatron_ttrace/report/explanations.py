@@ -260,6 +260,18 @@ def _weights(weights: f.ShareWeights) -> str:
     return f"{of} shares count unequally ({counts} instead of 1)"
 
 
+def _loss_share(finding: f.LossShare) -> Said:
+    whose = " and ".join(f"the {loss}'s" for loss in finding.losses)
+    many = len(finding.losses) > 1
+    share, be = f"{whose} share{'s' * many} of the gradient", "are" if many else "is"
+    fault = finding.fault
+    if type(fault) is f.Finding:
+        return f"{share} {be} missing", ""
+    text, hint = _RENDERERS[type(fault)](fault)
+    is_size = isinstance(fault, f.ConstantFactor) and fault.cause is not Cause.SIGN
+    return f"{share}{f' {be}' if is_size else ':'} {text}", hint
+
+
 def _addend(finding: f.Addend) -> Said:
     what = "the bias" if finding.bias else "the module's input (residual)"
     times = f"added {finding.surplus + 1:g} times"
@@ -361,6 +373,7 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.PartialSums: _partial,
     f.WrongCopies: _copies,
     f.UnequalShares: _shares,
+    f.LossShare: _loss_share,
     f.Addend: _addend,
     f.OtherMicrobatch: lambda it: (f"holds the value of microbatch {it.microbatch}", ""),
     f.OtherIteration: lambda it: (f"holds the value of iteration {it.iteration}", ""),

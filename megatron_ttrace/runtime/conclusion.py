@@ -18,6 +18,7 @@ from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
+from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.mcore import own_shards, versions
 from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
@@ -55,6 +56,7 @@ def conclude(
     notices: Sequence[str] = (),
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
     ledger: Ledger = UNRECORDED,
+    separate: Separate | None = None,
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain.
 
@@ -71,6 +73,7 @@ def conclude(
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
         ledger: the collectives of the traced steps, and the code that ran in them.
+        separate: finds the losses' shares of gradients, by replays of the reference.
     """
     from megatron_ttrace.report import wording  # only the rank that judges needs it
 
@@ -108,6 +111,9 @@ def conclude(
         return explainer.explain(verdict, coverage.findings.get(verdict.key))
 
     culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+    if separate is not None and explainer.unexplained:
+        explainer.separate(separate)
+        culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]

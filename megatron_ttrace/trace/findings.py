@@ -277,6 +277,26 @@ class UnequalShares(Finding):
     by_ranks: tuple[tuple[tuple[int, ...], tuple[ShareWeights, ...]], ...]
 
 
+class Loss(StrEnum):
+    """A loss whose gradient is a share of the whole gradient."""
+
+    MAIN = "main loss"
+    AUXILIARY = "auxiliary loss"
+    SEQUENCE = "sequence auxiliary loss"
+    GLOBAL = "global auxiliary loss"
+    Z = "z loss"
+    MTP = "MTP loss"
+    INDEXER = "indexer loss"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossShare(Finding):
+    """The share that ``losses`` together have in a gradient has a ``fault``; the rest is right."""
+
+    losses: tuple[Loss, ...]
+    fault: Finding
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Addend(Finding):
     """A bias (or the module's input) is added ``1 + surplus`` times instead of once."""

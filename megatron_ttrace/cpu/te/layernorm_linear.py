@@ -150,6 +150,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
     ) -> None:
         tracker_name = getattr(self, "rng_tracker_name", None)
         super().__init__()
+        if parallel_mode == "row":
+            raise NotImplementedError("a norm cannot be cut along its features")
         if return_layernorm_output_gathered:
             raise NotImplementedError("the gathered norm output is not returned on a CPU")
         dtype = params_dtype or torch.get_default_dtype()
@@ -189,10 +191,10 @@ class LayerNormLinear(TransformerEngineBaseModule):
     def _add_linear(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
         shape = (self.out_features, self.in_features)
         self.add_parameter("weight", shape, dtype, device, init, tracked=True)
-        self.mark_partitioned(self.weight, True, 0)
+        self.mark_partitioned(self.weight, 0)
         if self.use_bias:
             self.add_parameter("bias", (self.out_features,), dtype, device, torch.nn.init.zeros_)
-            self.mark_partitioned(self.bias, self.parallel_mode == "column", 0)
+            self.mark_bias(self.bias)
         else:
             self.bias = torch.Tensor()
 

@@ -213,14 +213,10 @@ class Linear(TransformerEngineBaseModule):
             self.delay_gradients("weight")
         # Marked in any case, as by TransformerEngine: Megatron before 0.19 gives experts no mode,
         # and counts a gradient norm by the mark.
-        self.mark_partitioned(self.weight, True, 1 if parallel_mode == "row" else 0)
+        self.mark_partitioned(self.weight, 1 if parallel_mode == "row" else 0)
         if bias:
             self.add_parameter("bias", (self.out_features,), dtype, device, torch.nn.init.zeros_)
-            if parallel_mode == "row":
-                # Its gradient comes from this rank's part of the sequence.
-                self.bias.sequence_parallel = self.sequence_parallel
-            else:
-                self.mark_partitioned(self.bias, parallel_mode == "column", 0)
+            self.mark_bias(self.bias)
         else:
             self.bias = torch.Tensor()
 

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which release is emulated."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.cpu.te import releases
+from megatron_ttrace.cpu.te.releases import KNOWN, PINNED, Release, parsed
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.versions import SUPPORTED, megatron_core_version
+
+
+def test_every_supported_megatron_has_its_release():
+    assert {*PINNED} == {version.rpartition(".")[0] for version in SUPPORTED}
+    assert {*PINNED.values()} <= {*KNOWN}
+    assert sorted(KNOWN) == list(KNOWN)
+
+
+def test_the_installed_megatron_chooses(monkeypatch):
+    monkeypatch.delenv(releases.VARIABLE, raising=False)
+    assert releases.wanted() == PINNED[megatron_core_version().rpartition(".")[0]]
+
+
+@pytest.mark.parametrize("release", KNOWN, ids=str)
+def test_release_is_asked_for_by_its_name(monkeypatch, release):
+    monkeypatch.setenv(releases.VARIABLE, f" {release} ")
+    assert releases.wanted() == release
+    assert parsed(f"{release.major}.{release.minor}") == Release(release.major, release.minor)
+
+
+@given(st.text())
+def test_other_text_is_refused_in_one_line(text):
+    if text in {str(known) for known in KNOWN} | {str(k).removesuffix(".0") for k in KNOWN}:
+        return
+    with pytest.raises(TTraceError, match=r"use one of 2\.3, 2\.4"):
+        parsed(text)
