@@ -82,9 +82,8 @@ def run(args: argparse.Namespace) -> int:
 
         console = Console()
         for report in reports:
-            terminal.render(
-                report.summary, report.verdicts, console, report.directory, report.isolating
-            )
+            again = command.typed(report.isolating)
+            terminal.render(report.summary, report.verdicts, console, report.directory, again)
             if line := wandb.left_offline(report.directory, began):
                 terminal.say(console, line)
     return max((int(report.verdict.exit_code) for report in reports), key=_SEVERITY.index)
