@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace mutants``: inject single faults into Megatron's parallel code."""
+"""``ttrace eval mutants``: inject single faults into Megatron's parallel code."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  ttrace mutants list --only '*wrong-group*'
-  ttrace mutants run --json mutants.json
-  ttrace mutants run --only 'tensor_parallel.*' --all
+  ttrace eval mutants list --only '*wrong-group*'
+  ttrace eval mutants run --json mutants.json
+  ttrace eval mutants run --only 'tensor_parallel.*' --all
 
 Places for faults are found by scanning Megatron's source. One fault at a time is put in, in memory,
 in the ranks of a small job on the CPU, and the job is checked. The checker does not know of it. A
@@ -57,7 +57,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         _list,
         summary="list the mutants",
         description="List the mutants of the installed Megatron.",
-        epilog="example:\n  ttrace mutants list --only '*off-by-one*'",
+        epilog="example:\n  ttrace eval mutants list --only '*off-by-one*'",
     )
     running = command.add(
         actions,
@@ -156,7 +156,7 @@ def _found(args: argparse.Namespace) -> tuple[int, list[Mutant]]:
         if not args.only or any(fnmatch.fnmatchcase(mutant.id, one) for one in args.only)
     ]
     if not chosen:
-        raise TTraceError(f"no mutant matches {' '.join(args.only)}: see ttrace mutants list")
+        raise TTraceError(f"no mutant matches {' '.join(args.only)}: see ttrace eval mutants list")
     if args.json != _STANDARD_OUTPUT:
         command.require_writable("--json", args.json)
     return len(found), chosen

@@ -35,7 +35,7 @@ def logged(
     page = directory / "trend.html"
     trend.write(page, nights)
     said = changes.lines(nights[-1], nights[0])
-    line = sink.log(nights[-1], said, page, directory=directory)
+    line = sink.log(nights[-1], said, page, directory=directory, online=False)
     assert "offline run" in line
     (folder,) = (directory / "wandb").glob("offline-run-*")
     (table,) = (folder / "files/media/table").glob("ttrace_nightly_*.table.json")
@@ -83,6 +83,6 @@ def test_it_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("no\nspace")
 
     monkeypatch.setattr(sink, "own_run", fail)
-    line = sink.log(month(1)[0], [], tmp_path / "none.html", directory=tmp_path)
+    line = sink.log(month(1)[0], [], tmp_path / "none.html", directory=tmp_path, online=False)
     assert line.startswith("ttrace: WARNING: W&B logging failed")
     assert "\n" not in line
