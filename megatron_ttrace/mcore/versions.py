@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_ttrace.cpu import te
 from megatron_ttrace.errors import TTraceError
 
 SUPPORTED = ("0.17.1", "0.18.2", "0.19.0")
@@ -75,6 +74,7 @@ def call_known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def installed() -> dict[str, str]:
     """Versions of everything that can change a number, for fingerprints and reports."""
     from megatron_ttrace import __version__
+    from megatron_ttrace.cpu import te  # imports torch
 
     found = {"megatron-ttrace": __version__, "python": platform.python_version()}
     for name in _DISTRIBUTIONS:
