@@ -40,8 +40,8 @@ def check(*words: object, cwd: Path) -> list[dict[str, object]]:
     [
         "--context-parallel-size 2",
         "--context-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 "
-        "--moe-grouped-gemm --moe-ffn-hidden-size 48",
-        "--pipeline-model-parallel-size 2",
+        "--moe-grouped-gemm --moe-ffn-hidden-size 48 --micro-batch-size 1",
+        "--pipeline-model-parallel-size 2 --micro-batch-size 1",
     ],
 )
 def test_layouts(tmp_path: Path, layout: str) -> None:
