@@ -203,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--ttrace-bug",
         default=None,
         metavar="ID",
-        help="Re-introduce a known bug ('ttrace bugs list'), to test the checker.",
+        help="Re-introduce a known bug ('ttrace eval bugs list'), to test the checker.",
     )
     group.add_argument(
         "--ttrace-device",

@@ -22,7 +22,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import fim, fingerprint, loss_scale, losses
+from megatron_ttrace.mcore import fim, fingerprint, loss_scale, losses, packed
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
@@ -53,6 +53,8 @@ class ReferenceSession(Session):
         self._directory = Path(self._order.directory)
         if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
             fim.rearrange_by_sample()
+        if (padded := self._order.identity["ttrace"][fingerprint.PADDED_FOR]) > 1:
+            packed.pad_for(padded)
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
 
