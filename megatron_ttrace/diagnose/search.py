@@ -49,6 +49,7 @@ STEP: tuple[Step, ...] = (replicas.reduced, scaling.rescaled, position.transpose
 CLOSING: tuple[Closing, ...] = (
     scaling.zero,
     scaling.factor,
+    scaling.shift,
     products.cast,
     products.factor,
     scaling.factor_per_rank,
@@ -103,7 +104,7 @@ def free(finding: Finding) -> int:
             return 2 + free(finding.fault)
         case f.WrongRows():
             return 2
-        case f.PartialSums() | f.Transposed():
+        case f.PartialSums() | f.Shift() | f.Transposed():
             return 0
     return int(type(finding) is not f.Finding)
 

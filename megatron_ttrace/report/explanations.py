@@ -227,6 +227,13 @@ def _factor(finding: f.ConstantFactor) -> Said:
     return text, f"{what} over {' or '.join(axes)}"
 
 
+def _shift(finding: f.Shift) -> Said:
+    sign = "minus " if finding.constant < 0 else ""
+    text = f"{finding.constant:.4g} is added to all values = {sign}the logarithm of "
+    hint = f"a sum of exponentials is {'too large' if finding.constant > 0 else 'too small'}"
+    return text + " or ".join(map(_size, finding.sizes)), hint
+
+
 def _size(names: Sequence[str]) -> str:
     axes = "·".join(name for name in names if name not in _SIZES)
     said = [_SIZES[name] for name in names if name in _SIZES]
@@ -388,6 +395,7 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.MissingLayers: _layers,
     f.MisnumberedLayers: _misnumbered,
     f.OtherDivision: _division,
+    f.Shift: _shift,
     f.ConstantFactor: _factor,
     f.GradientFactor: lambda it: (
         ("its gradient is not in it", _NO_STEP)

@@ -307,6 +307,17 @@ class Addend(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shift(Finding):
+    """``constant`` is added to all values: the logarithm of one of ``sizes``, or minus it.
+
+    A sum of exponentials that is off by a size is what its logarithm shows so.
+    """
+
+    constant: float
+    sizes: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OtherMicrobatch(Finding):
     """The value of another microbatch."""
 
