@@ -26,12 +26,14 @@ from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.report import explanations
 from megatron_ttrace.report.ledger import citation_text
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Composed,
     ConstantFactor,
     Explanation,
     Finding,
     Grounds,
+    LossShare,
 )
 from megatron_ttrace.trace.records import (
     MOMENTS,
@@ -50,6 +52,7 @@ _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
+_REDUCED = Statistic.REDUCED.number
 _UPDATED = (*MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 
@@ -195,6 +198,8 @@ def _without_ratio(finding: Finding) -> Finding:
     if isinstance(finding, Composed):
         steps = tuple(map(_without_ratio, finding.steps))
         return dataclasses.replace(finding, steps=steps)
+    if isinstance(finding, LossShare):
+        return dataclasses.replace(finding, fault=_without_ratio(finding.fault))
     return finding
 
 
@@ -330,9 +335,12 @@ def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Verdict]) -> 
 
 
 def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
-    found = [
+    reduced = [one for one in _counted(verdicts) if one.verdict.index == _REDUCED]
+    known = {v.name for v in _failures(verdicts, Kind.COUNTED) if v.index == _REDUCED}
+    found = reduced + [
         _Origin(verdict, owner(verdict.name), Grounds.MAIN_GRAD)
         for verdict in _failures(verdicts, Kind.MAIN_GRAD)
+        if verdict.name not in known
     ]
     if found and all(one.verdict.verdict in _ABSENT for one in found):
         # No optimizer has these: what each one steps says which elements, and why.
@@ -348,7 +356,10 @@ def _counted(verdicts: Sequence[Verdict]) -> list[_Origin]:
     first: dict[object, Verdict] = {}
     for verdict in _failures(verdicts, Kind.COUNTED):
         first.setdefault((verdict.index, verdict.reason), verdict)
-    return [_Origin(v, v.name, Grounds.COUNTED) for v in first.values()]
+    return [
+        _Origin(v, v.name, Grounds.REDUCED if v.index == _REDUCED else Grounds.COUNTED)
+        for v in first.values()
+    ]
 
 
 def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:

@@ -126,6 +126,8 @@ class Evidence:
         whole: reads a tensor of the reference.
         alike: modules whose input has the shape of another module's.
         errors: of each failing rank before any repair.
+        share_of: the whole tensor if ``reference`` and the parts are a share of one: errors are
+            relative to it.
         explained: the share of a part's error that may be left.
         numbers: of the job that it may have been multiplied or divided by, by name.
     """
@@ -143,6 +145,7 @@ class Evidence:
     whole: Callable[[TraceKey], torch.Tensor | None] = lambda key: None
     alike: Callable[[str], Iterable[str]] = lambda module: ()
     errors: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    share_of: torch.Tensor | None = None
     explained: float = EXPLAINED
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -176,12 +179,14 @@ class Evidence:
         """The relative error of a part if it held ``pieces``, by the judge's measure."""
         diff = size = 0.0
         count = 0
-        for piece, there in zip(pieces, self.expected(part, reference), strict=True):
-            if piece.shape != there.shape:
+        there = self.expected(part, reference)
+        wholes = there if self.share_of is None else self.expected(part, self.share_of)
+        for piece, right, whole in zip(pieces, there, wholes, strict=True):
+            if piece.shape != right.shape:
                 return math.inf
-            diff += _squares(piece - there)
-            size += _squares(there)
-            count += there.numel()
+            diff += _squares(piece - right)
+            size += _squares(whole)
+            count += right.numel()
         self.work.spend(count)
         return relative_error(Sums(n=count, diff=diff, reference=size), self.tolerance.rms)
 

@@ -182,7 +182,8 @@ def sizes_of(evidence: Evidence) -> dict[str, float]:
     found: dict[str, float] = {axis: evidence.size(axis) for axis in evidence.axes}
     # A main gradient fails alone only if the activations' gradients, which show this too, pass.
     kinds = (Kind.GRAD_OUTPUT, Kind.LOSS)
-    if evidence.microbatches > 1 and evidence.key.kind in kinds:
+    shared = evidence.share_of is not None
+    if evidence.microbatches > 1 and (evidence.key.kind in kinds or shared):
         found["microbatches"] = evidence.microbatches
     for name, value in evidence.numbers.items():
         if evidence.key.kind in _COUNT_IN.get(name, ()):

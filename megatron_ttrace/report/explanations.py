@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ttrace.report.wording import STATISTICS, runs
 from megatron_ttrace.trace import findings as f
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
 from megatron_ttrace.trace.records import Kind, Verdict
 from megatron_ttrace.trace.sanitise import clean
@@ -40,6 +41,7 @@ _GROUNDS = {
     "that fails",
     Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
     "not",
+    Grounds.REDUCED: "every activation gradient passes, {index} does not have every element once",
     Grounds.COUNTED: "no main gradient differs, {index} does not have every element once",
     Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
@@ -296,6 +298,18 @@ def _weights(weights: f.ShareWeights) -> str:
     return f"{of} shares count unequally ({counts} instead of 1)"
 
 
+def _loss_share(finding: f.LossShare) -> Said:
+    whose = " and ".join(f"the {loss}'s" for loss in finding.losses)
+    many = len(finding.losses) > 1
+    share, be = f"{whose} share{'s' * many} of the gradient", "are" if many else "is"
+    fault = finding.fault
+    if type(fault) is f.Finding:
+        return f"{share} {be} missing", ""
+    text, hint = _RENDERERS[type(fault)](fault)
+    is_size = isinstance(fault, f.ConstantFactor) and fault.cause is not Cause.SIGN
+    return f"{share}{f' {be}' if is_size else ':'} {text}", hint
+
+
 def _addend(finding: f.Addend) -> Said:
     what = "the bias" if finding.bias else "the module's input (residual)"
     times = f"added {finding.surplus + 1:g} times"
@@ -372,6 +386,17 @@ def statistic_text(verdict: Verdict) -> str:
     return statistics[verdict.index % len(statistics)]
 
 
+_MARKS = "a mark of tensor parallelism or of sharing, or a process group"
+_SUSPECTS = {
+    Statistic.GRAD_NORM: _MARKS,
+    Statistic.NUM_ZEROS: _MARKS,
+    Statistic.PARAMS_NORM: _MARKS,
+    Statistic.CLIPPED: _MARKS,
+    Statistic.STEPPED: "the parameter groups of the optimizer, or its shards",
+    Statistic.REDUCED: "when the reduction of a bucket starts, or its process group",
+}
+
+
 def _miscounted(finding: f.Miscounted) -> Said:
     what = STATISTICS[finding.statistic]
     if finding.cause is Cause.OTHER_NORM:
@@ -380,13 +405,14 @@ def _miscounted(finding: f.Miscounted) -> Said:
         text = f"counted {finding.most} times in {what}"
     else:
         some = "some elements are " if finding.most else ""
+        if finding.statistic is Statistic.REDUCED:
+            some = "gradients of some ranks are "  # at least the rank's own are
         text = f"{some}never counted in {what}"
     others = [clean(name) for name in finding.names[1:]]
     if others:
         shown = ", ".join(others[:_OTHERS]) + ", ..." * (len(others) > _OTHERS)
         text += f", as are elements of {len(others)} more parameters: {shown}"
-    marks = "a mark of tensor parallelism or of sharing, or a process group"
-    return text, marks if finding.cause is not Cause.OTHER_NORM else ""
+    return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
 
 
 _OVERWRITTEN = "the input saved for backward was overwritten before it was used"
@@ -415,6 +441,7 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.PartialSums: _partial,
     f.WrongCopies: _copies,
     f.UnequalShares: _shares,
+    f.LossShare: _loss_share,
     f.Addend: _addend,
     f.OtherMicrobatch: lambda it: (f"holds the value of microbatch {it.microbatch}", ""),
     f.BeforeStep: lambda it: (

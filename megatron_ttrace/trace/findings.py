@@ -32,6 +32,7 @@ class Grounds(StrEnum):
     GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
     FIRST_GRADIENT = "first_gradient"
     MAIN_GRAD = "main_grad"
+    REDUCED = "reduced"
     COUNTED = "counted"
     GRAD_NORM = "grad_norm"
     METRIC = "metric"
@@ -110,6 +111,8 @@ class Remark(StrEnum):
     NOT_THE_REFERENCES = "not_the_references"
     CLAIMED = "claimed"
     OTHER_START = "other_start"
+    LACKING = "lacking"
+    KNOWN = "known"
     COUNTED_TWICE = "counted_twice"
     NEVER_COUNTED = "never_counted"
     OTHER_NORM = "other_norm"
@@ -296,6 +299,26 @@ class UnequalShares(Finding):
     """Shares of a gradient do not count once each: by group of ranks, by module."""
 
     by_ranks: tuple[tuple[tuple[int, ...], tuple[ShareWeights, ...]], ...]
+
+
+class Loss(StrEnum):
+    """A loss whose gradient is a share of the whole gradient."""
+
+    MAIN = "main loss"
+    AUXILIARY = "auxiliary loss"
+    SEQUENCE = "sequence auxiliary loss"
+    GLOBAL = "global auxiliary loss"
+    Z = "z loss"
+    MTP = "MTP loss"
+    INDEXER = "indexer loss"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossShare(Finding):
+    """The share that ``losses`` together have in a gradient has a ``fault``; the rest is right."""
+
+    losses: tuple[Loss, ...]
+    fault: Finding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

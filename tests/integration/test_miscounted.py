@@ -39,10 +39,27 @@ def test_a_logged_number(tmp_path):
     assert [one.name for one in verdicts if one.verdict.is_failure] == ["num-zeros"]
 
 
+def test_a_reduction(tmp_path):
+    """Gradients that stay on their ranks: one culprit, not one per module."""
+    summary, verdicts = check("bucket_skipped", (), tmp_path)
+    (culprit,) = summary.culprits
+    assert (culprit.name, culprit.kind) == ("embedding.word_embeddings.weight", Kind.COUNTED)
+    assert culprit.cause is Cause.NEVER_COUNTED
+    assert "the reduction of gradients" in culprit.explanation
+    wrong = [one.name for one in verdicts if one.kind is Kind.COUNTED and one.verdict.is_failure]
+    assert wrong == list(dict.fromkeys(one.name for one in verdicts if one.kind is Kind.MAIN_GRAD))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "arguments", "name", "cause"),
     [
+        ("bucket_twice", (), "embedding.word_embeddings.weight", Cause.COUNTED_TWICE),
+        (
+            *("bucket_twice", ("--use-distributed-optimizer",)),
+            *("embedding.word_embeddings.weight", Cause.COUNTED_TWICE),
+        ),
+        ("first_not_stepped", (), "embedding.word_embeddings.weight", Cause.NEVER_COUNTED),
         ("embedding_on_both_stages", PP, "embedding.word_embeddings.weight", Cause.COUNTED_TWICE),
         (
             *("small_ones_on_every_rank", TP),
