@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ttrace.diagnose import (
     attention,
+    entropy,
     moments,
     position,
     products,
@@ -53,6 +54,7 @@ CLOSING: tuple[Closing, ...] = (
     products.cast,
     products.factor,
     scaling.factor_per_rank,
+    entropy.terms,
     moments.gradient,
     sources.addend,
     sources.elsewhere,
@@ -104,6 +106,8 @@ def free(finding: Finding) -> int:
             return 2 + free(finding.fault)
         case f.WrongRows():
             return 2
+        case f.LossTerm(fault=fault):
+            return 1 + (free(fault) if fault else 0)
         case f.PartialSums() | f.Shift() | f.Transposed():
             return 0
     return int(type(finding) is not f.Finding)

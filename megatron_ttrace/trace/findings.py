@@ -329,6 +329,26 @@ class Addend(Finding):
     surplus: float
 
 
+class Term(StrEnum):
+    """A term of the cross entropy, or of its gradient."""
+
+    LOGARITHM = "logarithm"
+    LABEL = "label"
+    SOFTMAX = "softmax"
+    ONE = "one"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerm(Finding):
+    """A term of the loss has a ``fault``; without one the softmax is not divided once by its sum.
+
+    ``too_large``: it was not divided; ``too_small``: it was divided twice.
+    """
+
+    term: Term
+    fault: Finding | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shift(Finding):
     """``constant`` is added to all values: the logarithm of one of ``sizes``, or minus it.
