@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# over 500 lines because: it is a list, one record per sort of fault
 """What is found out about a failed tensor, as enums and numbers.
 
 Nothing here is text for people: ``report/`` makes all of it.
