@@ -152,8 +152,8 @@ _MARKS: dict[str, set[Cause]] = {
     # Copies on two pipeline stages: each counts, or is reduced alone.
     "shared": {*_COUNTS, *_UNSUMMED},
     "shared_embedding": {*_COUNTS, *_UNSUMMED},
-    # Taken for a copy: counted on one rank only, and initialised like one.
-    "tensor_model_parallel": {*_COUNTS, C.INITIAL_VALUES},
+    # Taken for a copy: counted on one rank only, initialised like one, whole on each rank.
+    "tensor_model_parallel": {*_COUNTS, C.INITIAL_VALUES, C.DIVISION},
 }
 """By lost mark."""
 
