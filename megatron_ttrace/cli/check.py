@@ -102,7 +102,12 @@ def run(args: argparse.Namespace) -> int:
 
         for report in reports:
             terminal.render(
-                report.summary, report.verdicts, Console(), report.directory, report.isolating
+                report.summary,
+                report.verdicts,
+                Console(),
+                report.directory,
+                report.isolating,
+                (alone.summary, alone.directory) if (alone := report.isolated) else None,
             )
     return max((int(report.verdict.exit_code) for report in reports), key=_SEVERITY.index)
 

@@ -423,6 +423,18 @@ class Summary(Record):
     collectives: tuple[CollectiveRow, ...] = ()
     collective_findings: tuple[LedgerFinding, ...] = ()
 
+    @property
+    def leaves_doubt(self) -> bool:
+        """Whether a module is blamed for its result and no cause was found.
+
+        Its inputs may be off as well, though within their tolerance: isolation tells.
+        """
+        computed = Direction.FORWARD, Direction.BACKWARD, Direction.GRADIENT
+        return not self.config.get("isolate") and any(
+            one.cause is None and one.direction in computed and one.verdict is Outcome.DIVERGED
+            for one in self.culprits
+        )
+
     def contradiction(self) -> str:
         """Why this summary cannot be true; empty if it can."""
         outcomes = {outcome.value: outcome for outcome in Outcome}
