@@ -66,6 +66,7 @@ def test_twice(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_ten_times(tmp_path):
     """Five times alone, five times beside eight busy processes."""
     first, *others = answers(tmp_path, [0] * 5 + [8] * 5)
