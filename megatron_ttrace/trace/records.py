@@ -163,7 +163,7 @@ what is left of it within the experts' capacity."""
 VALUE, ELEMENTS, CHOSEN, LOSS = 0, 1, 2, 3
 """Indices of a ``metric``: a value that is given or computed in float32, how many elements have a
 property, how many choices (the largest of several numbers) are right, and a mean over tokens that
-is rounded to the dtype of the model."""
+is rounded to the dtype of the model (z loss)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -430,6 +430,18 @@ class Summary(Record):
     not_exercised: tuple[NotExercised, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
     collective_findings: tuple[LedgerFinding, ...] = ()
+
+    @property
+    def leaves_doubt(self) -> bool:
+        """Whether a module is blamed for its result and no cause was found.
+
+        Its inputs may be off as well, though within their tolerance: isolation tells.
+        """
+        computed = Direction.FORWARD, Direction.BACKWARD, Direction.GRADIENT
+        return not self.config.get("isolate") and any(
+            one.cause is None and one.direction in computed and one.verdict is Outcome.DIVERGED
+            for one in self.culprits
+        )
 
     def contradiction(self) -> str:
         """Why this summary cannot be true; empty if it can."""
