@@ -260,6 +260,7 @@ _REASONS = {
     Reason.OTHER_START: "other start: consequences of parameters that differed before the step",
     Reason.INITIAL_VALUES: "initial values: no distribution to compare",
     Reason.ONE_RUN: "one run: the other run has no such tensors",
+    Reason.PADDED: "padded vocabulary: the softmax runs over other padded rows",
     Reason.KNOWN: "known difference: on the list of differences between the runs",
 }
 
@@ -332,6 +333,7 @@ _NOTES = {
     Remark.CLAIMED: "pipeline stages {text} hold layer {value:.0f}",
     Remark.OTHER_START: "a consequence: the step began from other parameters than the reference's",
     Remark.LACKING: "{text}",
+    Remark.PADDED: "the softmax runs over the padded rows of the vocabulary, which differ",
     Remark.KNOWN: "known difference: {text}",
     Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
     Remark.COUNTED_TWICE: "elements are counted up to {limit:.0f} times in {text}",

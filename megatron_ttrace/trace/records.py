@@ -120,6 +120,8 @@ class Reason(StrEnum):
     """Unchecked: it fails, but the step began from other parameters than the reference's."""
     ONE_RUN = "one run"
     """Unchecked: only one of two runs has such tensors."""
+    PADDED = "padded vocabulary"
+    """Unchecked: it fails, and follows from losses over vocabularies with other paddings."""
     KNOWN = "known difference"
     """Unchecked: it fails, and is on the list of known differences between the two runs."""
     TWIN = "twin"
