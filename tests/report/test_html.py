@@ -42,7 +42,7 @@ def test_the_answer_is_on_top(diverged: Check) -> None:
     """Verdict, culprit, explanation and place come before the figures."""
     text = " ".join(parse(html.render(*diverged)).texts)
     top = text[: text.index("Margin of every tensor")]
-    for part in ("diverged", "embedding.word_embeddings", "1.04e-1 13.3ε"):
+    for part in ("diverged", "embedding.word_embeddings", "10.4 % (13.3 ε)"):
         assert part in top
     for part in ("Cause half of", "Hint the vocabulary mask", "Look at VocabParallelEmbedding in"):
         assert part in " ".join(top.split())
@@ -134,6 +134,26 @@ def test_colours(outcome: Outcome, rel_err: float | None, expected: int) -> None
     """A failure never has the colour of a pass, whatever its margin."""
     verdict = make_verdict(verdict=outcome, rel_err=rel_err, tolerance=1.0)
     assert figures.colour_class(verdict) == expected
+
+
+def test_a_culprit_has_one_frame() -> None:
+    """Around weight and bias, but not around what lies between two culprits; folded rows too."""
+    names = [f"decoder.layers.{n}.{m}" for n in range(3) for m in ("a.weight", "a.bias", "b.bias")]
+    verdicts = [make_verdict(name, Kind.MAIN_GRAD, verdict=Outcome.DIVERGED) for name in names]
+    found = table.heat_map(verdicts)
+    places = {verdict.name: place for verdict, place in zip(verdicts, found.places, strict=True)}
+    culprits = [
+        {places[f"decoder.layers.{n}.a.weight"], places[f"decoder.layers.{n}.a.bias"]}
+        for n in range(3)
+    ]
+    figure = figures.heat_map_figure(found, culprits)
+    folded, whole = figure.maps
+    (panel,) = whole.panels
+    assert [width for _, _, width in panel.origins] == [2 * figure.pitch] * 3
+    assert len({y for _, y, _ in panel.origins}) == 3
+    assert [width for _, _, width in folded.panels[0].origins] == [2 * figure.pitch]
+    assert [(text, several) for _, text, several in folded.rows] == [("decoder.layers.0-2", True)]
+    assert figure.folded == 3
 
 
 def curves_of(verdicts: list[Verdict]) -> list[figures.Curve]:
@@ -234,9 +254,10 @@ def test_a_click_shows_the_worst_of_a_cell(
     """Details, neighbours, the cell's microbatches; Escape closes."""
     show(browser, diverged, tmp_path)
     assert browser.js("document.getElementById('detail').hidden")
-    browser.click("#map rect[data-c]", at=60)
+    browser.click("#map rect[data-c]", at=20)
     figure = figures.heat_map_figure(table.heat_map(diverged[1]))
-    worst = figure.cells[60][2].worst
+    clicked = browser.js("document.querySelectorAll('#map rect[data-c]')[20].dataset.c")
+    worst = figure.cells[int(clicked)][2].worst
     heading = browser.js("document.querySelector('#detail h3').textContent")
     assert heading == f"{worst.name} {worst.kind.value}.0"
     details = browser.js("document.querySelector('#detail').textContent")
@@ -251,7 +272,7 @@ def test_a_click_shows_the_worst_of_a_cell(
 
 
 @needs_chromium
-@pytest.mark.parametrize(("width", "lines"), [(1920, 1), (1440, 2), (1280, 2), (390, 5)])
+@pytest.mark.parametrize(("width", "lines"), [(1920, 2), (1440, 3), (1280, 3), (390, 5)])
 def test_panels_share_the_width(
     width: int, lines: int, browser: chromium.Browser, healthy: Check, tmp_path: Path
 ) -> None:
@@ -340,6 +361,70 @@ def test_culprit_curve_and_keyboard_lead_to_details(
     for key in ("ArrowDown", "ArrowRight", "Enter"):
         browser.key(key)
     assert not browser.js("document.getElementById('detail').hidden")
+    assert browser.faults == []
+
+
+@needs_chromium
+def test_details_take_the_focus_and_give_it_back(
+    browser: chromium.Browser, diverged: Check, tmp_path: Path
+) -> None:
+    """A keyboard goes on in the details, also after a neighbour was chosen there."""
+    show(browser, diverged, tmp_path)
+    focus = "document.activeElement.id || document.activeElement.className"
+    browser.js("document.querySelector('.open-row').focus()")
+    browser.click(".open-row")
+    assert browser.js(focus) == "detail"
+    browser.click("#detail .mini button")
+    assert browser.js(focus) == "detail"
+    browser.key("Escape")
+    assert browser.js(focus) == "open-row"
+
+
+@needs_chromium
+def test_a_link_leads_to_a_tensor(
+    browser: chromium.Browser, diverged: Check, tmp_path: Path
+) -> None:
+    """The address names the open tensor; opened again, the page shows it."""
+    show(browser, diverged, tmp_path)
+    browser.click(".open-row")
+    address = "#1/0/output/0/embedding.word_embeddings"
+    assert browser.js("location.hash") == address
+    browser.key("Escape")
+    assert browser.js("location.hash") == ""
+    browser.js(f"location.hash = '{address}'")
+    heading = "document.querySelector('#detail h3')?.textContent"
+    browser.js("new Promise(requestAnimationFrame)")
+    assert browser.js(heading) == "embedding.word_embeddings output.0"
+    assert not browser.js("document.getElementById('detail').hidden")
+    assert browser.faults == []
+
+
+@needs_chromium
+def test_layers_alike_are_folded(browser: chromium.Browser, tmp_path: Path) -> None:
+    """One row for all; a click shows each, with cells that can be opened; and back."""
+    show(browser, embedding_bug(layers=24, microbatches=1), tmp_path)
+    labels = (
+        "[...document.querySelectorAll('#map > div:not([hidden]) .rows')]"
+        ".find(e => e.getBoundingClientRect().width).textContent.split(/\\s+/).filter(Boolean)"
+    )
+    assert "decoder.layers.0-23" in browser.js(labels)
+    assert len(browser.js(labels)) < 8
+    button = "document.getElementById('unfold').textContent"
+    assert browser.js(button) == "Unfold 24 layers"
+    browser.click("#unfold")
+    assert "decoder.layers.23" in browser.js(labels)
+    assert browser.js(button) == "Fold 24 layers"
+    cells = "document.querySelectorAll('#map > div:not([hidden]) rect[data-c]')"
+    assert browser.js(f"{cells}.length") > 500
+    browser.click("#map > div:not([hidden]) rect[data-c]", at=99)
+    heading = "document.querySelector('#detail h3').textContent"
+    here = browser.js(heading)
+    browser.js("document.getElementById('map').focus()")
+    browser.key("ArrowDown")
+    assert browser.js(heading) != here
+    browser.key("Escape")
+    browser.js("document.querySelector('#unfold').click()")
+    assert "decoder.layers.0-23" in browser.js(labels)
     assert browser.faults == []
 
 
