@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from megatron_ttrace.trace.records import (
     Element,
     Exactness,
     Kind,
-    Outcome,
     Residual,
     Result,
     Summary,
@@ -110,125 +110,6 @@ def test_lost_exactness_is_told(healthy: Check) -> None:
     text = html.render(dataclasses.replace(healthy[0], exactness=lost), healthy[1])
     assert "2 of 7 tensors are not bitwise equal" in text
     assert "<b>layer" not in text
-
-
-@pytest.mark.parametrize(
-    ("outcome", "rel_err", "expected"),
-    [
-        (Outcome.PASS, 0.0, 0),
-        (Outcome.PASS, 0.05, 1),
-        (Outcome.PASS, 0.5, 2),
-        (Outcome.PASS, 1.0, 3),
-        (Outcome.PASS, None, 0),
-        (Outcome.DIVERGED, 1.5, 4),
-        (Outcome.REPLICA_CONFLICT, 0.1, 4),
-        (Outcome.DIVERGED, 10.0, 5),
-        (Outcome.DIVERGED, 99.0, 6),
-        (Outcome.DIVERGED, float("inf"), 7),
-        (Outcome.NONFINITE, float("nan"), figures.UNMEASURED),
-        (Outcome.MISSING, None, figures.UNMEASURED),
-        (Outcome.UNCHECKED, 5.0, figures.UNCHECKED),
-    ],
-)
-def test_colours(outcome: Outcome, rel_err: float | None, expected: int) -> None:
-    """A failure never has the colour of a pass, whatever its margin."""
-    verdict = make_verdict(verdict=outcome, rel_err=rel_err, tolerance=1.0)
-    assert figures.colour_class(verdict) == expected
-
-
-def test_a_culprit_has_one_frame() -> None:
-    """Around weight and bias, but not around what lies between two culprits; folded rows too."""
-    names = [f"decoder.layers.{n}.{m}" for n in range(3) for m in ("a.weight", "a.bias", "b.bias")]
-    verdicts = [make_verdict(name, Kind.MAIN_GRAD, verdict=Outcome.DIVERGED) for name in names]
-    found = table.heat_map(verdicts)
-    places = {verdict.name: place for verdict, place in zip(verdicts, found.places, strict=True)}
-    culprits = [
-        {places[f"decoder.layers.{n}.a.weight"], places[f"decoder.layers.{n}.a.bias"]}
-        for n in range(3)
-    ]
-    figure = figures.heat_map_figure(found, culprits)
-    folded, whole = figure.maps
-    (panel,) = whole.panels
-    assert [width for _, _, width in panel.origins] == [2 * figure.pitch] * 3
-    assert len({y for _, y, _ in panel.origins}) == 3
-    assert [width for _, _, width in folded.panels[0].origins] == [2 * figure.pitch]
-    assert [(text, several) for _, text, several in folded.rows] == [("decoder.layers.0-2", True)]
-    assert figure.folded == 3
-
-
-def curves_of(verdicts: list[Verdict]) -> list[figures.Curve]:
-    """The curves of a check."""
-    return figures.curves(verdicts, table.heat_map(verdicts))
-
-
-def ranks_of(found: figures.RankMap) -> list[figures.RankCell]:
-    """All ranks, row by row."""
-    return [cell for _, stages in found.rows for stage in stages for cell in stage]
-
-
-def test_curves_run_from_embedding_to_output(diverged: Check) -> None:
-    """All four directions, one x axis: the depth of the model."""
-    found = curves_of(diverged[1])
-    assert [curve.title.split(":")[0] for curve in found] == [
-        "forward",
-        "backward",
-        "gradient",
-        "update",
-    ]
-    for curve in found:
-        labels = [band[4] for band in curve.bands if band[4]]
-        assert labels[:5] == ["embedding", "0", "1", "2", "3"]
-        places = [point[0] for point in curve.points]
-        assert places == sorted(places)
-        assert all(0 <= x <= curve.width and 0 <= y <= curve.height for x, y, *_ in curve.points)
-
-
-def test_curves_survive_extremes() -> None:
-    """Zeros, infinities, and thousands of modules."""
-    verdicts = [
-        make_verdict(f"decoder.layers.{i // 50}.m{i}", rel_err=error, tolerance=tolerance)
-        for i, (error, tolerance) in enumerate(
-            [(0.0, 1e-300), (float("inf"), 1e300), (float("nan"), None), (1e-3, 0.0)] * 500
-        )
-    ]
-    (curve,) = curves_of(verdicts)
-    assert len(curve.points) <= 300
-    assert curves_of([make_verdict(rel_err=0.0, tolerance=0.0)]) == []
-
-
-@pytest.mark.parametrize(
-    ("config", "place"),
-    [
-        ({"tp": 2, "pp": 2, "dp": 1, "world_size": 4}, {3: "tp 1, cp 0, dp 0, pp 1"}),
-        ({"tp": 2, "cp": 2, "pp": 2, "dp": 2, "world_size": 16}, {13: "tp 1, cp 0, dp 1, pp 1"}),
-        ({"tp": "2", "world_size": 8}, {6: "tp 0, cp 0, dp 3, pp 0"}),
-        ({"world_size": 1}, None),
-        ({"tp": 3, "world_size": 4}, None),
-        ({"tp": 2, "dp": 5, "world_size": 4}, None),
-        ({"tp": [], "world_size": None}, None),
-        ({"tp": 8, "dp": 2048, "world_size": 16384}, None),
-        ({"tp": -2, "world_size": 4}, None),
-    ],
-)
-def test_rank_layout(config: dict, place: dict[int, str] | None) -> None:
-    """Ranks lie where Megatron puts them; what cannot be drawn is left out."""
-    found = figures.rank_map(config, [], [])
-    if place is None:
-        assert found is None
-        return
-    assert found is not None
-    cells = {cell.rank: cell for cell in ranks_of(found)}
-    assert sorted(cells) == list(range(int(config["world_size"])))
-    for rank, words in place.items():
-        assert words in cells[rank].title
-
-
-def test_failing_ranks_are_marked(diverged: Check) -> None:
-    """Ranks of the culprit and of other failures stand out."""
-    conflict = dataclasses.replace(diverged[1][-1], ranks=(0,))
-    found = figures.rank_map(diverged[0].config, [*diverged[1], conflict], [1, 3])
-    assert found is not None
-    assert [one.state for one in ranks_of(found)] == ["failing", "culprit", "fine", "culprit"]
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +208,7 @@ def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: P
     residual = Residual(
         first.key,
         *(32768, 16384, -3, (5, 16000, 379)),
-        (Element((17, 1, 5), 0.25, float("nan"), 1),),
+        (Element((17, 1, 5), 0.25, float("nan"), 1), Element((17, 1, 5), 0.25, 0.75, 3)),
         ((1, "[32:64, 0:2, 0:128]"),),
     )
     show(browser, (dataclasses.replace(summary, residuals=(residual,)), verdicts), tmp_path)
@@ -336,7 +217,12 @@ def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: P
     counts = ["16,384 elements", "5 elements", "16,000 elements", "379 elements"]
     assert browser.js(bars) == counts
     details = browser.js("document.querySelector('#detail').textContent")
-    for part in ("[17, 1, 5]", "2.50e-1", "NaN", "rank 1[32:64, 0:2, 0:128]", "32,768 elements"):
+    rows = "[...document.querySelectorAll('#detail .elements tr')].map(r => r.innerText)"
+    assert [row.split("\t") for row in browser.js(rows)] == [
+        ["logical index", "reference", "rank 1", "rank 3"],
+        ["[17, 1, 5]", "2.50e-1", "NaN", "7.50e-1"],
+    ]
+    for part in ("rank 1[32:64, 0:2, 0:128]", "32,768 elements"):
         assert part in details
     browser.click("#detail .mini li:not(.here) button", at=5)
     details = browser.js("document.querySelector('#detail').textContent")
@@ -495,8 +381,13 @@ def test_print_shows_what_is_folded(
     """A fold cannot be opened on paper."""
     show(browser, diverged, tmp_path)
     assert browser.js("document.querySelectorAll('details:not([open])').length") > 0
-    browser.pdf()
+    printed = browser.pdf()
     assert browser.js("document.querySelectorAll('details:not([open])').length") == 0
+    # The map begins on the first page: its cells are rectangles there.
+    (first, *_) = re.findall(rb"/Type /Page\b.*?/Contents (\d+) 0 R", printed, re.DOTALL)
+    content = re.search(rb"\n" + first + rb" 0 obj.*?stream\r?\n(.*?)endstream", printed, re.DOTALL)
+    assert content is not None
+    assert zlib.decompress(content[1]).count(b" re\n") > 60
 
 
 @needs_chromium
