@@ -110,8 +110,8 @@ def check(
         timeout: seconds after which a reference run, or a rank without output, counts as lost.
         allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
         environment: variables added to each rank's environment.
-        fork: import Megatron into this process once and fork the ranks from it, which saves some
-            ten seconds per check on a machine without a GPU (with one, it has no effect). This
+        fork: import Megatron into this process once and fork the ranks from it, which saves further
+            checks the imports, on a machine without a GPU (with one, it has no effect). This
             process then has Megatron's CPU backend activated, and must not run threads of its own.
         progress: called with one line of text for each step of the check.
 

@@ -345,7 +345,8 @@ class Residual(Record):
         lowest: decade of the first count.
         counts: number of elements whose error, in units of the reference's root mean square, lies
             in ``[10^d, 10^(d+1))``, by decade ``d``; the outer ones hold what lies beyond.
-        worst: the elements with the largest errors, the largest first.
+        worst: the elements with the largest errors, the largest first; each as all failing ranks
+            that hold it have it.
         boxes: rank, and the logical slices that it holds.
     """
 
