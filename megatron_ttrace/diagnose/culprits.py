@@ -302,13 +302,36 @@ def _backward(verdicts: Sequence[Verdict]) -> list[_Origin]:
     for v in verdicts:
         if v.verdict in _ABSENT and v.direction is Direction.BACKWARD:
             return [_Origin(v, v.name, Grounds.FIRST_ABSENT_GRADIENT)]
-    return _born(
+    born = _born(
         verdicts,
         inputs=Kind.GRAD_OUTPUT,
         outputs=(Kind.GRAD_INPUT,),
         grounds=Grounds.GRAD_INPUT,
         without_inputs=Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS,
-    ) or _first(verdicts, Kind.GRAD_OUTPUT, Grounds.FIRST_GRADIENT)
+    )
+    return _with_wrong_weights(born, verdicts) or _first(
+        verdicts, Kind.GRAD_OUTPUT, Grounds.FIRST_GRADIENT
+    )
+
+
+def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Verdict]) -> list[_Origin]:
+    """Without those that only share the tensor of another one.
+
+    Modules with the same input have the same gradient there, the sum of what they all add. It is
+    wrong through one whose weights' gradients are wrong, if the others' are right.
+    """
+    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
+    sharing: dict[tuple[int, float | None], list[_Origin]] = {}
+    for one in origins:
+        sharing.setdefault((one.verdict.microbatch, one.verdict.rel_err), []).append(one)
+    innocent = {
+        id(one)
+        for alike in sharing.values()
+        if any(one.module in wrong for one in alike)
+        for one in alike
+        if one.module not in wrong
+    }
+    return [one for one in origins if id(one) not in innocent]
 
 
 def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:

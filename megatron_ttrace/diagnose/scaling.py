@@ -12,7 +12,14 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations, dot
 from megatron_ttrace.mcore.roles import INNER_ATTENTION
-from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, RankFactors, Rounded
+from megatron_ttrace.trace.findings import (
+    Cause,
+    ConstantFactor,
+    Finding,
+    RankFactors,
+    Rounded,
+    Shift,
+)
 from megatron_ttrace.trace.records import MOMENTS, Kind
 
 _SOFTMAX = "softmax"
@@ -32,6 +39,8 @@ _COUNT_IN = {
     "z": (Kind.METRIC,),
 }
 """What a number of the job is a factor of."""
+_LARGEST = 50.0
+"""Of the logarithm of a size."""
 _COARSE = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -80,6 +89,23 @@ def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
 
 def _divided(ratio: float, part: FailedPart) -> list[torch.Tensor]:
     return [piece / ratio for piece in part.pieces]
+
+
+def shift(evidence: Evidence) -> Shift | None:
+    """The logarithm of a size is added to all values. The repair: subtract it."""
+    total = 0.0
+    for part in evidence.parts:
+        pairs = zip(part.pieces, evidence.expected(part), strict=True)
+        total += sum(float((piece - there).sum(dtype=torch.float64)) for piece, there in pairs)
+    if evidence.elements < _PER_FACTOR or not math.isfinite(total):
+        return None
+    constant = total / evidence.elements
+    if not -_LARGEST < constant < _LARGEST:
+        return None
+    named = constant_factor(evidence, math.exp(constant))
+    if not named.sizes or not evidence.repairs(lambda part: [p - constant for p in part.pieces]):
+        return None
+    return Shift(named.cause, named.axes, constant=constant, sizes=named.sizes)
 
 
 def factor_per_rank(evidence: Evidence) -> RankFactors | None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ttrace.diagnose import (
     attention,
+    entropy,
     moments,
     position,
     products,
@@ -49,9 +50,11 @@ STEP: tuple[Step, ...] = (replicas.reduced, scaling.rescaled, position.transpose
 CLOSING: tuple[Closing, ...] = (
     scaling.zero,
     scaling.factor,
+    scaling.shift,
     products.cast,
     products.factor,
     scaling.factor_per_rank,
+    entropy.terms,
     moments.gradient,
     sources.addend,
     sources.elsewhere,
@@ -103,7 +106,9 @@ def free(finding: Finding) -> int:
             return 2 + free(finding.fault)
         case f.WrongRows():
             return 2
-        case f.PartialSums() | f.Transposed():
+        case f.LossTerm(fault=fault):
+            return 1 + (free(fault) if fault else 0)
+        case f.PartialSums() | f.Shift() | f.Transposed():
             return 0
     return int(type(finding) is not f.Finding)
 

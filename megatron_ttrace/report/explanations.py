@@ -83,6 +83,12 @@ _ORDERS = {
     f.RowOrder.BLOCKS: "{moved} of {total} {dim} are right but in another order, in {blocks} "
     "blocks",
 }
+_TERMS = {
+    f.Term.LOGARITHM: "in the loss, the logarithm of the sum of the exponentials",
+    f.Term.LABEL: "in the loss, the logit of the label",
+    f.Term.SOFTMAX: "in the gradient of the loss, the softmax",
+    f.Term.ONE: "in the gradient of the loss, the one at the label",
+}
 _MASKS = {
     f.MaskOrder.NONE: "no causal mask",
     f.MaskOrder.REVERSED: "the causal masks of the blocks of keys in reverse order: each block "
@@ -227,6 +233,24 @@ def _factor(finding: f.ConstantFactor) -> Said:
         else "a doubled division or a missing reduction"
     )
     return text, f"{what} over {' or '.join(axes)}"
+
+
+def _loss_term(finding: f.LossTerm) -> Said:
+    what = _TERMS[finding.term]
+    if finding.fault is None:
+        times = "never" if finding.cause is Cause.TOO_LARGE else "twice"
+        return f"{what} is divided by the sum of the exponentials {times}", ""
+    if type(finding.fault) is f.Finding:
+        return f"{what} is missing", ""
+    text, hint = _RENDERERS[type(finding.fault)](finding.fault)
+    return f"{what} is {text}", hint
+
+
+def _shift(finding: f.Shift) -> Said:
+    sign = "minus " if finding.constant < 0 else ""
+    text = f"{finding.constant:.4g} is added to all values = {sign}the logarithm of "
+    hint = f"a sum of exponentials is {'too large' if finding.constant > 0 else 'too small'}"
+    return text + " or ".join(map(_size, finding.sizes)), hint
 
 
 def _size(names: Sequence[str]) -> str:
@@ -414,6 +438,8 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.MissingLayers: _layers,
     f.MisnumberedLayers: _misnumbered,
     f.OtherDivision: _division,
+    f.LossTerm: _loss_term,
+    f.Shift: _shift,
     f.ConstantFactor: _factor,
     f.GradientFactor: lambda it: (
         ("its gradient is not in it", _NO_STEP)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# over 500 lines because: it is a list, one record per sort of fault
 """What is found out about a failed tensor, as enums and numbers.
 
 Nothing here is text for people: ``report/`` makes all of it.
@@ -112,6 +113,7 @@ class Remark(StrEnum):
     CLAIMED = "claimed"
     OTHER_START = "other_start"
     LACKING = "lacking"
+    PADDED = "padded"
     KNOWN = "known"
     COUNTED_TWICE = "counted_twice"
     NEVER_COUNTED = "never_counted"
@@ -327,6 +329,37 @@ class Addend(Finding):
 
     bias: bool
     surplus: float
+
+
+class Term(StrEnum):
+    """A term of the cross entropy, or of its gradient."""
+
+    LOGARITHM = "logarithm"
+    LABEL = "label"
+    SOFTMAX = "softmax"
+    ONE = "one"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerm(Finding):
+    """A term of the loss has a ``fault``; without one the softmax is not divided once by its sum.
+
+    ``too_large``: it was not divided; ``too_small``: it was divided twice.
+    """
+
+    term: Term
+    fault: Finding | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shift(Finding):
+    """``constant`` is added to all values: the logarithm of one of ``sizes``, or minus it.
+
+    A sum of exponentials that is off by a size is what its logarithm shows so.
+    """
+
+    constant: float
+    sizes: tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,7 @@ _MARKS: dict[str, set[Cause]] = {
     # Copies on two pipeline stages: each counts, or is reduced alone.
     "shared": {*_COUNTS, *_UNSUMMED},
     "shared_embedding": {*_COUNTS, *_UNSUMMED},
-    # Taken for a copy: counted on one rank only, initialised like one, and a part for the whole.
+    # Taken for a copy: counted on one rank only, initialised like one, whole on each rank.
     "tensor_model_parallel": {*_COUNTS, C.INITIAL_VALUES, C.DIVISION},
 }
 """By lost mark."""

@@ -27,7 +27,7 @@ class State(StrEnum):
     """A known bug was found at its place; a healthy job was found equivalent; planted errors of a
     size were found or not, as they should; a mutant was killed, or is proven harmless."""
     MISSED = "missed"
-    """A known bug, a mutant or planted errors were not found, not at the expected place, or explained
+    """A known bug, a mutant or planted errors were not found, not where expected, or explained
     wrongly."""
     ALARM = "false alarm"
     """A healthy job was found diverged."""
