@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace nightly``: does the checker still find faults, and has Megatron regressed?"""
+"""``ttrace eval nightly``: does the checker still find faults, and has Megatron regressed?"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  ttrace nightly                          everything: known bugs, healthy matrix, mutants
-  ttrace nightly --quick                  about a minute, to see that it works
-  ttrace nightly --minutes 60 --matrix '*/bf16' --mutants 40
-  ttrace nightly --show                   draw the page again, without running anything
+  ttrace eval nightly                          everything: known bugs, healthy matrix, mutants
+  ttrace eval nightly --quick                  about a minute, to see that it works
+  ttrace eval nightly --minutes 60 --matrix '*/bf16' --mutants 40
+  ttrace eval nightly --show                   draw the page again, without running anything
 
 Files under DIR: history.sqlite (all nights), trend.html (the trend page), logs of the parts, wandb/
 (the run of the night, if it is offline).
@@ -56,7 +56,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "--bugs-flags",
         default="",
         metavar='"FLAGS"',
-        help="flags for ttrace bugs run, e.g. '--bf16'",
+        help="flags for ttrace eval bugs run, e.g. '--bf16'",
     )
     what.add_argument(
         "--matrix",
@@ -87,7 +87,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar="N",
         help="number of nights on the page (default 30)",
     )
-    where.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
+    where.add_argument(
+        "--wandb", action="store_true", help="send the W&B run to the server (default: offline)"
+    )
+    where.add_argument("--no-wandb", action="store_true", help="make no W&B run")
     where.add_argument(
         "--show", action="store_true", help="draw the page again, without running anything"
     )
@@ -106,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     page = args.page or args.directory / "trend.html"
     if args.show:
         if not history_path.is_file():
-            raise TTraceError(f"{history_path}: no history yet; run ttrace nightly first")
+            raise TTraceError(f"{history_path}: no history yet; run ttrace eval nightly first")
         with History(history_path) as history:
             nights = history.last(args.nights)
         if not nights:
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.no_wandb:
         from megatron_ttrace.evaluation.nightly import wandb
 
-        print(wandb.log(night, said, page, directory=args.directory))
+        print(wandb.log(night, said, page, directory=args.directory, online=args.wandb))
     return night.exit_code
 
 

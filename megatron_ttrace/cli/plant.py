@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace plant``: plant errors in a saved run and count how many are found."""
+"""``ttrace eval plant``: plant errors in a saved run and count how many are found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGGED = 0.01
 _EPILOG = """\
 example:
   ttrace check --nproc-per-node 2 --ttrace-save-candidate -- launch/pretrain_gpt.py ...
-  ttrace plant ttrace-out/reference ttrace-out/candidate
+  ttrace eval plant ttrace-out/reference ttrace-out/candidate
 
 One error at a time is put into a random box of a random tensor on a random rank, and judged as in
 every check. Sizes are in tolerances. In the last rows the shape of the error determines its size.

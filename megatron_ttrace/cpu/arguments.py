@@ -254,5 +254,5 @@ def adapt_arguments(args: argparse.Namespace) -> list[str]:
 def banner(changes: list[str]) -> str:
     """Return one line that says the CPU backend is on and what it switched off."""
     off = f"; switched off: {', '.join(changes)}" if changes else "; nothing had to be switched off"
-    engine = ", TransformerEngine emulated" if te.emulated() else ""
+    engine = f", TransformerEngine {te.releases.current()} emulated" if te.emulated() else ""
     return f"ttrace: no accelerator in use, running Megatron on the CPU over gloo{engine}{off}"

@@ -33,8 +33,17 @@ from megatron_ttrace.trace.findings import (
     Explanation,
     Finding,
     Grounds,
+    LossShare,
 )
-from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
+from megatron_ttrace.trace.records import (
+    MOMENTS,
+    STEP_LEVEL,
+    Culprit,
+    Direction,
+    Kind,
+    Outcome,
+    Verdict,
+)
 
 Explain = Callable[[Verdict], Explanation]
 _Groups = dict[tuple[object, ...], int]
@@ -43,9 +52,9 @@ _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
-_MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 _REDUCED = Statistic.REDUCED.number
-_UPDATED = (Kind.PARAM_DELTA, *_MOMENTS, Kind.PARAM, Kind.BUFFER)
+_UPDATED = (*MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
+"""In the order in which an optimizer's step computes them."""
 
 
 class _Origin(NamedTuple):
@@ -189,6 +198,8 @@ def _without_ratio(finding: Finding) -> Finding:
     if isinstance(finding, Composed):
         steps = tuple(map(_without_ratio, finding.steps))
         return dataclasses.replace(finding, steps=steps)
+    if isinstance(finding, LossShare):
+        return dataclasses.replace(finding, fault=_without_ratio(finding.fault))
     return finding
 
 
@@ -308,7 +319,10 @@ def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
         for verdict in _failures(verdicts, Kind.MAIN_GRAD)
         if verdict.name not in known
     ]
-    if found or any(v.verdict in _ABSENT for v in _failures(verdicts, *_MOMENTS)):
+    if found and all(one.verdict.verdict in _ABSENT for one in found):
+        # No optimizer has these: what each one steps says which elements, and why.
+        return _counted(verdicts) or found
+    if found or any(v.verdict in _ABSENT for v in _failures(verdicts, *MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.
         return found
     return _counted(verdicts) or _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
@@ -326,24 +340,28 @@ def _counted(verdicts: Sequence[Verdict]) -> list[_Origin]:
 
 
 def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
-    unknown = {v.name for v in _failures(verdicts, *_MOMENTS) if v.verdict in _ABSENT}
+    unknown = {v.name for v in _failures(verdicts, *MOMENTS) if v.verdict in _ABSENT}
     never = [
         _Origin(v, owner(v.name), Grounds.NO_OPTIMIZER_STATE)
         for v in _failures(verdicts, Kind.PARAM_DELTA)
         if v.name in unknown
     ]
+    first: dict[str, Verdict] = {}
+    for verdict in sorted(_failures(verdicts, *_UPDATED), key=_made):
+        first.setdefault(verdict.name, verdict)
     # Without their gradients the norm is wrong, and with it every clipped update.
     return (
         never
-        or [
-            _Origin(verdict, owner(verdict.name), Grounds.UPDATE)
-            for verdict in _failures(verdicts, *_UPDATED)
-        ]
+        or [_Origin(v, owner(v.name), Grounds.UPDATE) for v in verdicts if v is first.get(v.name)]
         or [
             _Origin(verdict, verdict.name, Grounds.METRIC)
             for verdict in _failures(verdicts, Kind.METRIC)
         ]
     )
+
+
+def _made(verdict: Verdict) -> int:
+    return _UPDATED.index(verdict.kind)
 
 
 def _born(

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -23,6 +25,9 @@ def reduced(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
         total = evidence.repaired(functools.partial(_sum, evidence, groups))
         if total is None or _agree(evidence, total, groups):
             continue
+        # A mean of noise is as much smaller.
+        fewest = min(map(len, groups.values()))
+        total = dataclasses.replace(total, explained=evidence.explained / math.sqrt(fewest))
         yield PartialSums(Cause.PARTIAL, axes), total
         mean = total.repaired(functools.partial(_mean, groups))
         if mean is not None:

@@ -225,7 +225,8 @@ def _believed(
 def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
     # Without the fork server rank 0 limits the reference run, and should give up first.
     margin = 0.0 if fork else _MARGIN_SECONDS
-    return Patience(job.timeout + margin, say, [job.directory / "reference.log"])
+    logs = [job.directory / "reference.log", job.directory / "replay.log"]
+    return Patience(job.timeout + margin, say, logs)
 
 
 class _Echo:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,6 +18,7 @@ from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
+from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.mcore import own_shards, versions
 from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
@@ -55,6 +56,8 @@ def conclude(
     notices: Sequence[str] = (),
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
     ledger: Ledger = UNRECORDED,
+    separate: Separate | None = None,
+    review: Callable[[Sequence[Verdict]], list[Verdict]] = list,
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain.
 
@@ -71,6 +74,8 @@ def conclude(
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
         ledger: the collectives of the traced steps, and the code that ran in them.
+        separate: finds the losses' shares of gradients, by replays of the reference.
+        review: what becomes of the verdicts before culprits are sought among them.
     """
     from megatron_ttrace.report import wording  # only the rank that judges needs it
 
@@ -97,11 +102,11 @@ def conclude(
             },
             tolerances,
             eps,
-            functools.partial(_unjudged, mesh, config),
+            functools.partial(unjudged, mesh, config),
         ),
         *coverage.verdicts,
     ]
-    verdicts, exact = exactness.examine(verdicts, config.arithmetic)
+    verdicts, exact = exactness.examine(review(verdicts), config.arithmetic)
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured, ledger=ledger)
     verdicts = explainer.started(verdicts)
@@ -110,6 +115,9 @@ def conclude(
         return explainer.explain(verdict, coverage.findings.get(verdict.key))
 
     culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+    if separate is not None and explainer.unexplained:
+        explainer.separate(separate)
+        culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]
@@ -166,9 +174,8 @@ def _logs(keys: Iterable[TraceKey]) -> bool:
     return any(key.kind is Kind.METRIC for key in keys)
 
 
-def _unjudged(
-    mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Holder]
-) -> Reason | None:
+def unjudged(mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Holder]) -> Reason | None:
+    """Why a tensor that these ranks hold is not a single device's by design, if it is not."""
     if key.kind is Kind.ROUTING and key.index in job.own_tokens:
         return Reason.OWN_TOKENS
     if (

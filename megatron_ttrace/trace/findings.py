@@ -46,6 +46,7 @@ class Cause(StrEnum):
     """What sort of fault a finding is."""
 
     INITIAL_VALUES = "initial_values"
+    DIVISION = "division"
     RANDOM_STATE = "random_state"
     LAYERS = "missing_layers"
     LAYER_NUMBERS = "layer_numbers"
@@ -110,6 +111,8 @@ class Remark(StrEnum):
     NOT_THE_REFERENCES = "not_the_references"
     CLAIMED = "claimed"
     OTHER_START = "other_start"
+    LACKING = "lacking"
+    KNOWN = "known"
     COUNTED_TWICE = "counted_twice"
     NEVER_COUNTED = "never_counted"
     OTHER_NORM = "other_norm"
@@ -196,14 +199,34 @@ class MisnumberedLayers(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherDivision(Finding):
+    """What every rank takes for the whole dim ``dim`` is its part; or, ``inverse``, vice versa.
+
+    ``held`` of ``total`` elements of the dim are on each rank.
+    """
+
+    dim: int
+    held: int
+    total: int
+    inverse: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantFactor(Finding):
     """All values are ``ratio`` times the reference's.
 
-    ``sizes`` are the sizes of the layout, or products of several, that the factor equals.
+    ``sizes`` are the sizes of the layout, or products of several, that the factor (``root``: its
+    square) equals.
     """
 
     ratio: float
     sizes: tuple[tuple[str, ...], ...] = ()
+    root: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GradientFactor(ConstantFactor):
+    """The gradient is ``ratio`` times too large where the optimizer adds it to a moment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +301,26 @@ class UnequalShares(Finding):
     by_ranks: tuple[tuple[tuple[int, ...], tuple[ShareWeights, ...]], ...]
 
 
+class Loss(StrEnum):
+    """A loss whose gradient is a share of the whole gradient."""
+
+    MAIN = "main loss"
+    AUXILIARY = "auxiliary loss"
+    SEQUENCE = "sequence auxiliary loss"
+    GLOBAL = "global auxiliary loss"
+    Z = "z loss"
+    MTP = "MTP loss"
+    INDEXER = "indexer loss"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossShare(Finding):
+    """The share that ``losses`` together have in a gradient has a ``fault``; the rest is right."""
+
+    losses: tuple[Loss, ...]
+    fault: Finding
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Addend(Finding):
     """A bias (or the module's input) is added ``1 + surplus`` times instead of once."""
@@ -301,6 +344,11 @@ class OtherIteration(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeStep(Finding):
+    """The value that it had before the step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OtherTensor(Finding):
     """The reference's value of another tensor."""
 
@@ -317,6 +365,17 @@ class WrongOperand(Finding):
 
 Span = tuple[int, int]
 """First and last index."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InPart(Finding):
+    """Some of each rank's elements, which follow each other, have a ``fault``; the rest is right.
+
+    ``spans`` has rank, first and last of these elements, and how many the rank holds.
+    """
+
+    fault: Finding
+    spans: tuple[tuple[int, Span, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,10 @@ class Kind(StrEnum):
         return _DIRECTION[self]
 
 
+MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+"""What optimizers keep of earlier gradients."""
+
+
 class Direction(StrEnum):
     """Where in a training step a module went wrong."""
 
@@ -114,6 +118,10 @@ class Reason(StrEnum):
     """Unchecked: there is no distribution to compare."""
     OTHER_START = "other start"
     """Unchecked: it fails, but the step began from other parameters than the reference's."""
+    ONE_RUN = "one run"
+    """Unchecked: only one of two runs has such tensors."""
+    KNOWN = "known difference"
+    """Unchecked: it fails, and is on the list of known differences between the two runs."""
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""
     COUNTED_TWICE = "counted twice"

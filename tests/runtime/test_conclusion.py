@@ -19,7 +19,7 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.placement.boxes import Box, product, whole
 from megatron_ttrace.report.wording import too_few_text
-from megatron_ttrace.runtime.conclusion import _is_evidence, _unjudged, conclude, not_enough
+from megatron_ttrace.runtime.conclusion import _is_evidence, conclude, not_enough, unjudged
 from megatron_ttrace.trace.records import (
     Kind,
     Outcome,
@@ -72,7 +72,7 @@ def test_updates_of_parts_of_a_matrix(kind, index, name, rows, reason) -> None:
     box = Box((0, 0), (rows, 3), (0, 0))
     holders = [(0, Measured(key, "", (box,), (4, 3), Sums()))]
     job = RunConfig(own_shards=(Kind.PARAM_DELTA, Kind.PARAM, Kind.EXP_AVG_SQ))
-    assert _unjudged(mesh_of(0, 2, tp=2), job, key, holders) is reason
+    assert unjudged(mesh_of(0, 2, tp=2), job, key, holders) is reason
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ _CULPRITS = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reach:
-    """The lines that a layout runs without a mutant, and the seconds that its check takes."""
+    """What a layout runs without a mutant, and the seconds that its check takes."""
 
-    lines: set[tuple[str, int]]
+    coverage: coverage.Coverage
     seconds: float
 
 
@@ -90,17 +90,17 @@ class Campaign:
             self._say(f"{layout.name} fails without a mutant and is left out: {problem}")
             self.unhealthy[layout.name] = problem
             return
-        lines = coverage.read(folder.glob("rank-*.jsonl"))
+        found = coverage.read(folder.glob("rank-*.jsonl"))
         # Later runs of this layout do not make a reference.
         seconds = summary.timings["wall"] - summary.timings.get("reference", 0.0)
         spent = time.monotonic() - began
-        self._say(f"{layout.name}: {len(lines)} lines of parallel code, {spent:.1f} s")
-        self.reached[layout.name] = Reach(lines, seconds)
+        self._say(f"{layout.name}: {len(found.lines)} lines of parallel code, {spent:.1f} s")
+        self.reached[layout.name] = Reach(found, seconds)
 
     def layouts_of(self, mutant: Mutant) -> list[Configuration]:
         """The layouts that run a line of a mutant, best first."""
         wanted = {(self._files[mutant.module], line) for line in mutant.lines}
-        names = {name for name, one in self.reached.items() if wanted & one.lines}
+        names = {name for name, one in self.reached.items() if wanted & one.coverage.lines}
         return in_order(mutant.package, names)
 
     def run(self, plan: Sequence[tuple[Mutant, Sequence[Configuration]]]) -> Iterator[MutantRow]:
@@ -144,7 +144,10 @@ class Campaign:
             fate, told = Fate.HUNG, str(error)
         except TTraceError as error:
             fate, told = Fate.CRASHED, suites.one_line(error)
-        return MutantTrial(layout.name, fate, time.monotonic() - began, told, culprits)
+        ran = self.reached[layout.name].coverage.ran(
+            self._files[mutant.module], mutant.span.first_line, mutant.statement
+        )
+        return MutantTrial(layout.name, fate, time.monotonic() - began, told, culprits, ran)
 
     def _run(self, layout: Configuration, variables: dict[str, str], limit: float) -> Summary:
         case = dataclasses.replace(

@@ -68,7 +68,7 @@ LAYOUTS = (
     _job("zero-instances", 4, "gpt", "zero --num-distributed-optimizer-instances 2"),
     _job("tp2-sp-hybrid", 2, "hybrid", "tp2 sp"),
     _job("cp2-hybrid", 2, "hybrid", "cp2"),
-    _job("tp2-sp-gdn", 2, "gdn-te", "tp2 sp"),
+    _job("cp2-gdn", 2, "gdn-te", "cp2"),
 )
 
 _FIRST = {
@@ -76,7 +76,7 @@ _FIRST = {
     "distributed": ("dp2-zero-overlap", "dp2-zero", "dp2", "tp2-dp2-zero", "ep2"),
     "pipeline_parallel": ("pp2-vpp2", "pp2", "pp2-dp2-zero", "pp2-vpp2-dp2", "cp2-moe"),
     "transformer.moe": ("ep2", "tp2-sp-ep2", "ep2-all-gather", "cp2-moe", "tp2-ep2"),
-    "ssm": ("tp2-sp-hybrid", "cp2-hybrid", "tp2-sp-gdn"),
+    "ssm": ("tp2-sp-hybrid", "cp2-hybrid", "cp2-gdn"),
     "optimizer": ("dp2-zero", "dp2-zero-overlap", "tp2-dp2-zero", "ep2", "tp2-fp16", "pp2-mtp"),
 }
 _THEN = (

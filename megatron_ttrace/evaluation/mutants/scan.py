@@ -87,7 +87,8 @@ def _mutant(
     seen: Counter[str],
 ) -> Mutant:
     fragment = source.of(target)
-    words = (source.module, qualname, operator, _statement(source, target), fragment, replacement)
+    statement = _statement(source, target)
+    words = (source.module, qualname, operator, statement, fragment, replacement)
     # Without white space, so that a line break does not change the id.
     content = "\n".join("".join(word.split()) for word in words)
     # Where a function has the same statement twice, the number tells them apart.
@@ -103,6 +104,7 @@ def _mutant(
         span=span_of(target),
         fragment=fragment,
         replacement=replacement,
+        statement=statement,
     )
 
 

@@ -17,7 +17,7 @@ from types import CodeType, FunctionType
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import patching
-from megatron_ttrace.evaluation.mutants import coverage
+from megatron_ttrace.evaluation.mutants import coverage, truth
 from megatron_ttrace.evaluation.mutants.records import Mutant
 from megatron_ttrace.evaluation.mutants.scan import modules
 from megatron_ttrace.evaluation.mutants.source import Source
@@ -69,7 +69,7 @@ def main() -> None:
     if mutant is not None:
         introduce(decode(mutant))
     if lines is not None:
-        files = (path for _, path in modules())
+        files = {str(path): truth.phase_of(module) for module, path in modules()}
         coverage.record(files, Path(lines) / f"rank-{os.environ['RANK']}.jsonl")
     runpy.run_path(str(script), run_name="__main__")
 

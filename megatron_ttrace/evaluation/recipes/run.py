@@ -148,7 +148,7 @@ class Checker:
 
         self._seconds = seconds
         self._runner = Runner(directory / "jobs", script=script)
-        self.prefix = documents.write(directory / "data" / "text")
+        self.prefix = documents.write(directory / "data" / "text", (documents.SFT,))
 
     def __call__(self, job: SmallJob) -> JobRow:
         """Check a job."""
@@ -159,7 +159,10 @@ class Checker:
 
         case = Case(
             name=job.key,
-            arguments=(*job.arguments, *documents.arguments(job.script, self.prefix)),
+            arguments=(
+                *job.arguments,
+                *documents.arguments(job.script, self.prefix, job.arguments),
+            ),
             nproc=job.ranks,
             script=Path(job.script),
             environment=dict(job.environment),
