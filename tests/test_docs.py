@@ -79,6 +79,7 @@ def test_the_support_matrix() -> None:
     assert rows["Python"].startswith(", ".join(pythons))
 
 
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 TUTORIAL = documents.blocks("docs/tutorial.md")
 
 
@@ -96,3 +97,18 @@ def test_the_tutorial(tmp_path: Path) -> None:
     said = " ".join(printed.split())
     for line in re.findall(r"^(?:culprit|direction|reason|cause|tensors) +.*$", text, re.MULTILINE):
         assert " ".join(line.split()) in said
+    (shown,), (ran, *_) = (
+        re.findall(r"^error +(.*)$", one, re.MULTILINE) for one in (text, printed)
+    )
+    numbers = [[float(number) for number in _NUMBER.findall(line)] for line in (shown, ran)]
+    # Rounding, and with it the tolerance, is another on another machine.
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.3)
+    failing = [
+        sum(map(int, re.findall(r"(\d+) (?:diverged|replica_conflict)", line)))
+        for line in re.findall(r"^tensors .*$", text, re.MULTILINE)
+    ]
+    assert failing[:2] == [121, 10]
+    assert f"- {failing[0]} tensors fail" in text
+    assert "\nTen tensors still fail" in text
+    error, _, tolerance, _ = numbers[0]
+    assert f"wrong by {error} %. Rounding explains {100 * tolerance:.5f} %" in text

@@ -263,7 +263,7 @@ def _index_of(metric: str) -> int:
         return ELEMENTS
     if metric.endswith(logged.CHOICES):
         return CHOSEN
-    return LOSS if metric.endswith(logged.LOSSES) else VALUE
+    return LOSS if logged.is_rounded(metric) else VALUE
 
 
 def place_buffer(

@@ -83,7 +83,14 @@ def run(args: argparse.Namespace) -> int:
         console = Console()
         for report in reports:
             again = command.typed(report.isolating)
-            terminal.render(report.summary, report.verdicts, console, report.directory, again)
+            terminal.render(
+                report.summary,
+                report.verdicts,
+                console,
+                report.directory,
+                again,
+                (alone.summary, alone.directory) if (alone := report.isolated) else None,
+            )
             if line := wandb.left_offline(report.directory, began):
                 terminal.say(console, line)
     return max((int(report.verdict.exit_code) for report in reports), key=_SEVERITY.index)

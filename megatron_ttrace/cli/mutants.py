@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import fnmatch
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -122,6 +123,13 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar="N",
         help="score the sample of this seed; can be repeated",
     )
+    for action in (listing, running):
+        action.add_argument(
+            "--checkout",
+            type=Path,
+            metavar="DIR",
+            help="use the megatron package and the training scripts of this Megatron-LM checkout",
+        )
     running.add_argument(
         "--layout",
         action="append",
@@ -137,6 +145,10 @@ def _found(args: argparse.Namespace) -> tuple[int, list[Mutant]]:
     """The number of mutants that scanning found, and those that ``--only`` selects."""
     from megatron_ttrace.evaluation.mutants.scan import scan
 
+    if args.checkout is not None:
+        if not (args.checkout / "megatron" / "core" / "__init__.py").is_file():
+            raise TTraceError(f"--checkout {args.checkout}: has no megatron/core")
+        _use(args.checkout.resolve())
     found = scan()
     chosen = [
         mutant
@@ -148,6 +160,13 @@ def _found(args: argparse.Namespace) -> tuple[int, list[Mutant]]:
     if args.json != _STANDARD_OUTPUT:
         command.require_writable("--json", args.json)
     return len(found), chosen
+
+
+def _use(checkout: Path) -> None:
+    """Import Megatron from there: here, and in the ranks of candidates and references."""
+    others = [path for path in [os.environ.get("PYTHONPATH")] if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(checkout), *others])
+    sys.path.insert(0, str(checkout))
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -177,7 +196,7 @@ def _run(args: argparse.Namespace) -> int:
     seeds = args.seed or ([] if args.all else [_today()])
     began = time.monotonic()
     say = command.progress()
-    campaign = Campaign(args.directory, named, say)
+    campaign = Campaign(args.directory, named, say, args.checkout)
     layouts = {mutant.id: campaign.layouts_of(mutant) for mutant in mutants}
     reached = [mutant for mutant in mutants if layouts[mutant.id]]
     samples = [mutant for seed in seeds for mutant in sample(reached, args.count, seed)]
@@ -185,6 +204,7 @@ def _run(args: argparse.Namespace) -> int:
     if not chosen:
         raise TTraceError("no layout runs the line of any of these mutants")
     say(f"{scanned} found, {len(reached)} of {len(mutants)} are reached, {len(chosen)} to run")
+    say(f"seeds: {' '.join(map(str, seeds)) or 'none'}")
     ids = {mutant.id for mutant in chosen}
     rows = [row for row in rows if row.mutant.id in ids]
     done = {row.mutant.id for row in rows}
@@ -276,7 +296,8 @@ def _show(rows: Sequence[MutantRow], report: dict[str, Any]) -> None:
 
     from megatron_ttrace.evaluation.mutants import score
 
-    table = Table("operator", *score.COLUMNS)
+    headers = (column.replace("equivalent", "equiv.") for column in score.COLUMNS)
+    table = Table("operator", *headers, box=None, padding=(0, 1, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
     for operator in sorted({row.mutant.operator for row in rows}):

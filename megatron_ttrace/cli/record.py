@@ -78,7 +78,7 @@ def kept(args: argparse.Namespace, found: Command, say: command.Say) -> api.Repo
     """
     from megatron_ttrace.processes.job import NoAnswerError
 
-    args.ttrace_save_candidate = True
+    args.ttrace_save_candidate = args.ttrace_no_wandb = True  # W&B shows checks
     try:
         report = jobs.checked(args, found, say)
     except NoAnswerError as error:

@@ -20,6 +20,10 @@ BOUNDS = "cu_seqlens"
 number of tokens."""
 
 
+OPTIONS = ("sft", "dataloader_inter_document_masking")
+"""Options that pack sequences."""
+
+
 def padded_for(args: MegatronArguments) -> int:
     """The context-parallel ranks for which conversations are padded; 1 if none are."""
     return int(args.context_parallel_size) if getattr(args, "sft", False) else 1

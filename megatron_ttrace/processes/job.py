@@ -92,6 +92,20 @@ class Job:
         """The command that checks this job with modules isolated, in a directory of its own."""
         return self._command(f"{self.directory}-isolated", "--ttrace-isolate")
 
+    def isolated(self) -> Job:
+        """This job with modules isolated, in a directory of its own and with the same reference."""
+        given = any(one.startswith("--ttrace-reference=") for one in self.flags)
+        known = [] if given else [f"--ttrace-reference={self.directory / 'reference'}"]
+        return dataclasses.replace(
+            self,
+            directory=Path(f"{self.directory}-isolated"),
+            flags=("--ttrace-isolate", *known, *self.flags),
+            environment={
+                **self.environment,
+                provenance.COMMAND: provenance.command_line(self.isolating()),
+            },
+        )
+
     def _command(self, directory: str, *more: str) -> list[str]:
         words = ["ttrace", "check", "--nproc-per-node", str(self.nproc)]
         words += ["--ttrace-dir", directory, *more, *self.flags]

@@ -83,7 +83,9 @@ def conclude(
     eps = float(reference.meta["epsilon"])
     apart = {Kind.INITIAL}
     captured = (one.key for found in measured.values() for one in found)
-    if unlogged := _logs(reference) != _logs(captured):
+    # Where both runs can report and one does not, what it lacks is missing.
+    can_log = bool(reference.meta.get("logs")) and config.logs
+    if unlogged := not can_log and _logs(reference) != _logs(captured):
         apart.add(Kind.METRIC)
     keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
@@ -121,7 +123,7 @@ def conclude(
     said = [*notices, *initial.notices(verdicts)]
     said += [wording.not_judged_text(*one) for one in coverage.not_judged]
     if unlogged:
-        said.append("what is logged was not compared: only one of the runs reported it")
+        said.append("what is logged was not compared: one of the runs has no training_log")
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         said.append("no computed tensor could be judged: all of them are unchecked")

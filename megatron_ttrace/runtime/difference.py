@@ -22,7 +22,15 @@ from megatron_ttrace.report import files, wording
 from megatron_ttrace.runtime.known import Difference
 from megatron_ttrace.runtime.whole import WholeTensors
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import Kind, Outcome, Reason, Summary, TraceKey, Verdict
+from megatron_ttrace.trace.records import (
+    Direction,
+    Kind,
+    Outcome,
+    Reason,
+    Summary,
+    TraceKey,
+    Verdict,
+)
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
 
 _NAMED = 4
@@ -132,13 +140,6 @@ def in_order(first: Side, second: Side) -> tuple[Side, Side]:
             f"{names} train on different batches ({counts[0]} and {counts[1]} microbatches a step):"
             " give both the same --global-batch-size and --micro-batch-size"
         )
-    padded = [_vocabulary(side) for side in (first, second)]
-    if all(padded) and padded[0] != padded[1]:
-        raise TTraceError(
-            f"{names} pad the vocabulary to {padded[0]} and {padded[1]} rows, over all of which "
-            "the softmax runs: give both --make-vocab-size-divisible-by so that the sizes are "
-            "equal (ttrace diff does so for a command)"
-        )
     if any(side.config.isolate for side in (first, second)):
         made = [one.reference.meta.get("fingerprint") for one in (first, second) if one.reference]
         both = all(one.config.isolate for one in (first, second) if one.candidate)
@@ -161,6 +162,8 @@ class Written:
 def write(first: Side, second: Side, directory: Path) -> Written:
     """Write the first run's trace as a reference for the second."""
     whole = WholeTensors(first.candidate) if first.candidate else None
+    other = WholeTensors(second.candidate) if second.candidate else None
+    rows = padded(first, second)
     narrow = {entry.key: entry.dtype for one in second.trace.ranks.values() for entry in one}
     writer = TraceWriter(directory, 0)
     lines: dict[TraceKey, int] = {}
@@ -172,7 +175,7 @@ def write(first: Side, second: Side, directory: Path) -> Written:
             if (entry := _initial(key, first, whole)) is not None:
                 writer.add(entry, None)
         elif (data := _tensor(key, first, whole)) is not None:
-            data = _narrowed(data, narrow.get(key, ""))
+            data = _real_rows(key, _narrowed(data, narrow.get(key, "")), other, rows)
             line = _repeated(key, data, lines, first, whole)
             lines[key] = writer.add(Entry.of(key, data), data) if line is None else line
             if line is not None:
@@ -254,6 +257,22 @@ def _narrowed(data: torch.Tensor, dtype: str) -> torch.Tensor:
     return data.to(other) if wider else data
 
 
+def _real_rows(
+    key: TraceKey, data: torch.Tensor, other: WholeTensors | None, rows: tuple[int, int] | None
+) -> torch.Tensor:
+    """A tensor with the other run's padding: rows that one run lacks are the other's."""
+    there = None if rows is None or other is None or key not in other else other.tensor(key)
+    if rows is None or there is None or there.ndim != data.ndim:
+        return data
+    pairs = [*zip(data.shape, there.shape, strict=True)]
+    unequal = [dim for dim, (ours, theirs) in enumerate(pairs) if ours != theirs]
+    if len(unequal) != 1 or pairs[unequal[0]] != rows:
+        return data
+    found = there.to(data.dtype)
+    found.narrow(unequal[0], 0, min(rows)).copy_(data.narrow(unequal[0], 0, min(rows)))
+    return found
+
+
 def _combined(
     all_moves: Sequence[Mapping[TraceKey, tolerance.Moved]], known: set[TraceKey]
 ) -> dict[TraceKey, tolerance.Moved]:
@@ -276,6 +295,7 @@ class Review:
         self, first: Side, second: Side, written: Written, known: Sequence[Difference]
     ) -> None:
         self._left_out = written.left_out
+        self._padded = padded(first, second)
         versions = (first.version, second.version)
         self._known = [one for one in known if one.applies(versions)]
         self._sides = first, second
@@ -292,11 +312,23 @@ class Review:
     def notices(self) -> list[str]:
         """Which run is which, and what was not compared, by name."""
         told = [f"{what}: {_listed(list(names))}" for what, names in self.said.items()]
+        if self._padded:
+            ours, theirs = self._padded
+            told.append(
+                f"vocabularies are padded to {ours} and {theirs} rows: the first "
+                f"{min(self._padded)} are compared. The softmax runs over all rows, so the loss "
+                "and what follows from it differ by design: give both "
+                "--make-vocab-size-divisible-by so that the sizes are equal"
+            )
         first, second = map(_described, self._sides)
         return [f"the reference is {first}; compared with it is {second}", *told]
 
     def _reviewed(self, verdict: Verdict) -> Verdict:
         key = verdict.key
+        after_loss = key.direction not in (Direction.START, Direction.FORWARD)
+        other_values = verdict.verdict in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT)
+        if self._padded and other_values and (after_loss or key.kind is Kind.LOSS):
+            return _unchecked(verdict, Reason.PADDED, Note(Remark.PADDED))
         if reason := self._left_out.get(key):
             return _unchecked(verdict, reason, Note(Remark(reason.value)))
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
@@ -331,6 +363,12 @@ def _unchecked(verdict: Verdict, reason: Reason, note: Note) -> Verdict:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+def padded(first: Side, second: Side) -> tuple[int, int] | None:
+    """The sizes to which two runs pad their vocabularies, if they differ."""
+    rows = _vocabulary(first), _vocabulary(second)
+    return rows if all(rows) and rows[0] != rows[1] else None
 
 
 def _vocabulary(side: Side) -> int:

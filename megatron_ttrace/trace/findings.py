@@ -113,6 +113,7 @@ class Remark(StrEnum):
     CLAIMED = "claimed"
     OTHER_START = "other_start"
     LACKING = "lacking"
+    PADDED = "padded"
     KNOWN = "known"
     COUNTED_TWICE = "counted_twice"
     NEVER_COUNTED = "never_counted"

@@ -28,7 +28,8 @@ ROUTER = TraceKey(1, 0, Kind.GRAD_INPUT, "decoder.layers.1.mlp.router", 0)
 OTHERS = (Loss.AUXILIARY, Loss.Z, Loss.MTP)
 MAIN = values(24, 16)
 SHARES = {Loss.MAIN: MAIN} | {
-    loss: 0.02 * values(24, 16, seed=1 + number) for number, loss in enumerate(OTHERS)
+    loss: scale * values(24, 16, seed=1 + number)
+    for number, (loss, scale) in enumerate(zip(OTHERS, (0.02, 0.02, 0.006), strict=True))
 }
 WHOLE = sum(SHARES.values(), torch.zeros(()))
 
@@ -81,6 +82,19 @@ def test_lost() -> None:
     it = found(lambda rank: {Loss.Z: float(rank == 0)}, tp=2)
     assert it == LossShare(Cause.ZERO, losses=(Loss.Z,), fault=Finding(Cause.ZERO))
     assert text(it) == "the z loss's share of the gradient is missing"
+
+
+def test_nothing_but_zeros() -> None:
+    """All of the gradient but another loss's share, which is zero there, is lost on one rank."""
+    only = torch.zeros(24, 16)
+    only[:12] = 1.0
+    other = 1.0 - only
+    known = [Share(Loss.Z, True, only), Share(Loss.MTP, True, other)]
+    evidence = evidence_of(
+        only + other, meshes(2, tp=2), lambda rank, right: right - only * (rank == 0), key=ROUTER
+    )
+    it = miscounted(evidence, known)
+    assert it == LossShare(Cause.ZERO, losses=(Loss.Z,), fault=Finding(Cause.ZERO))
 
 
 def test_the_main_loss() -> None:
@@ -143,6 +157,14 @@ def test_noise_is_no_share() -> None:
     """Nor is an error that is only in part along a share."""
     assert found(lambda rank: {}, noise=0.01, tp=2) is None
     assert found(lambda rank: {Loss.Z: 2.0}, noise=0.01, tp=2) is None
+
+
+def test_a_wide_tolerance() -> None:
+    """One of two losses that are off alike is enough for it; the fault is told of both."""
+    both = dict.fromkeys((Loss.AUXILIARY, Loss.MTP), 2.0)
+    it = found(lambda rank: both, tolerance=0.008, tp=2)
+    assert it is not None
+    assert it.losses == (Loss.AUXILIARY, Loss.MTP)
 
 
 def test_a_share_of_another_shape() -> None:

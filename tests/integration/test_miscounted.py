@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ttrace.report.files import load_report
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import Kind, Reason
+from megatron_ttrace.trace.records import Kind, Outcome, Reason
 from tests.integration.jobs import TINY, ttrace
 
 SCRIPT = Path(__file__).with_name("miscounted.py")
@@ -80,6 +80,15 @@ def test_elements(fault, arguments, name, cause, tmp_path):
     ]
     wrong = [one for one in verdicts if one.kind is Kind.COUNTED and one.verdict.is_failure]
     assert {one.reason for one in wrong} == {Reason(cause.replace("_", " "))}
+
+
+@pytest.mark.nightly
+def test_numbers_that_are_lost(tmp_path):
+    """A run that logs nothing lacks each number of the reference's."""
+    summary, verdicts = check("nothing_logged", TP, tmp_path)
+    lost = [one for one in verdicts if one.verdict.is_failure]
+    assert {(one.kind, one.verdict) for one in lost} == {(Kind.METRIC, Outcome.MISSING)}
+    assert {one.name for one in summary.culprits} == {one.name for one in lost}
 
 
 @pytest.mark.nightly

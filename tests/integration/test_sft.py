@@ -21,15 +21,16 @@ MODEL = (
 ).split()
 
 
-def check(*words: object, cwd: Path) -> list[dict[str, object]]:
-    """The verdicts of a check, which must be equivalent."""
+def check(*words: object, cwd: Path, code: int = 0, **more: str) -> list[dict[str, object]]:
+    """The verdicts of a check, which must end with this exit code."""
     done = ttrace(
         *("check", "--quiet", "--ttrace-no-wandb", *words),
         cwd=cwd,
         cold=True,
         PYTHONPATH=os.pathsep.join(map(str, (ROOT, STAND_INS))),
+        **more,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     lines = (cwd / "ttrace-out" / "verdicts.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -40,8 +41,8 @@ def check(*words: object, cwd: Path) -> list[dict[str, object]]:
     [
         "--context-parallel-size 2",
         "--context-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 "
-        "--moe-grouped-gemm --moe-ffn-hidden-size 48",
-        "--pipeline-model-parallel-size 2",
+        "--moe-grouped-gemm --moe-ffn-hidden-size 48 --micro-batch-size 1",
+        "--pipeline-model-parallel-size 2 --micro-batch-size 1",
     ],
 )
 def test_layouts(tmp_path: Path, layout: str) -> None:
@@ -50,6 +51,23 @@ def test_layouts(tmp_path: Path, layout: str) -> None:
     words = [*MODEL, *documents.arguments(str(SCRIPT), data, MODEL), *layout.split()]
     found = check("--nproc-per-node", 2, "--", SCRIPT, *words, cwd=tmp_path)
     assert any("sequences)" in str(one["placement"]) for one in found) == ("context" in layout)
+
+
+@pytest.mark.nightly
+def test_a_fault(tmp_path: Path) -> None:
+    """Attention over two conversations at once, while context parallelism divides them."""
+    data = documents.write(tmp_path / "text", MODEL)
+    words = [
+        *MODEL,
+        *documents.arguments(str(SCRIPT), data, MODEL),
+        *"--context-parallel-size 2".split(),
+    ]
+    script = SCRIPT.parents[1] / "tests" / "integration" / "broken.py"
+    fault = {"BROKEN": "two_documents_in_one"}
+    found = check("--nproc-per-node", 2, "--", script, *words, cwd=tmp_path, code=1, **fault)
+    failed = {str(one["name"]) for one in found if one["verdict"] == "diverged"}
+    assert "decoder.layers.0.self_attention.core_attention" in failed
+    assert {one["verdict"] for one in found if one["kind"] == "tokens"} == {"pass"}
 
 
 @pytest.mark.nightly

@@ -128,13 +128,26 @@ def test_runs_that_cannot_be_compared(tmp_path, a, options, said):
 
 
 def test_another_padded_vocabulary(tmp_path):
-    """The losses of such runs differ by design."""
-    sides = []
-    for rows in (4, 8):
-        own = {**kept.tensors(), kept.EMBEDDING: torch.ones(rows, 2)}
-        sides.append(kept.run(tmp_path / str(rows), own))
-    with pytest.raises(TTraceError, match="vocabulary to 4 and 8 rows"):
-        api.diff(*sides, output=tmp_path / "out")
+    """Real rows are compared; the loss and what follows from it differ by design."""
+    rows = torch.randn(8, 2)
+    logits = TraceKey(1, 0, Kind.OUTPUT, "output_layer")
+
+    def side(name, size, embedding=rows):
+        own = {**kept.tensors(), kept.EMBEDDING: embedding[:size], logits: rows[:size].t()}
+        own[kept.GRADIENT] = own[kept.GRADIENT] * size
+        return kept.run(tmp_path / name, own)
+
+    for first, second in ((side("4", 4), side("8", 8)), (side("6", 6), side("2", 2))):
+        report = api.diff(first, second, output=tmp_path / "out", allow_unchecked=0.5)
+        assert report.verdict is Result.EQUIVALENT
+        found = by_key(report)
+        assert found[kept.EMBEDDING].verdict is found[logits].verdict is Outcome.PASS
+        assert found[kept.GRADIENT].reason is Reason.PADDED
+        assert any("padded to" in notice for notice in report.summary.notices)
+    other = rows.clone()
+    other[1] += 1
+    report = api.diff(side("a", 4), side("b", 8, other), output=tmp_path / "out")
+    assert [one.key for one in report.failures()] == [kept.EMBEDDING]
 
 
 def test_two_references(tmp_path, a):

@@ -161,6 +161,8 @@ FLAGS = {
     "wide": "--num-layers 1 --hidden-size 1024",
     "precise": "--use-precision-aware-optimizer",
     "fp8-moments": "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
+    "offload": "--use-precision-aware-optimizer --optimizer-cpu-offload",
+    "half": "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d",
     "bf16-moments": "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     "muon": "--optimizer muon --muon-tp-mode",
     "hierarchical": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
@@ -516,6 +518,8 @@ LAYOUTS = (
     Layout("defer-pp2", 2, "pp2 --defer-embedding-wgrad-compute", ("gpt-te",)),
     Layout("packed-tp2-sp", 2, "tp2 sp packed", ("llama-te",), data=DOCS),
     Layout("packed-dp2-zero", 2, "zero packed", ("llama-te",), data=DOCS),
+    Layout("offload-tp2-zero", 2, "tp2 zero offload", ("llama-te",), BF16),
+    Layout("offload-half-dp2-zero", 2, "zero overlap offload half", ("llama-te",), BF16),
     Layout("fim-dp2", 2, "fim", ("gpt",), FP32, DOCS),
     Layout("cp4-hierarchical", 4, "hierarchical", ("llama-te",)),
 )

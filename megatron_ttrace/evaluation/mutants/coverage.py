@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -47,23 +47,18 @@ class Coverage:
     lines: set[tuple[str, int]]
     functions: tuple[Function, ...]
 
-    def ran(self, file: str, line: int, statement: str) -> Ran:
+    def ran(self, file: str, line: int, classes: Collection[str] = ()) -> Ran:
         """Where the innermost function around a line ran.
 
-        Modules in which classes run that the statement names count as well: a schedule hands the
-        scale of an auxiliary loss to the class that applies it.
+        Modules in which ``classes`` run count as well: a schedule hands the scale of an auxiliary
+        loss to the class that applies it.
         """
         around = [f for f in self.functions if f.file == file and f.first <= line <= f.last]
         if not around:
             return Ran()
         own = max(around, key=lambda f: (f.first, -f.last)).ran
-        named = set(re.findall(r"\b[A-Z]\w*(?=\.)", statement))
-        found = {
-            name
-            for f in self.functions
-            if f.qualname.split(".")[0] in named
-            for name in f.ran.modules
-        }
+        theirs = (f for f in self.functions if f.qualname.split(".")[0] in classes)
+        found = {name for f in theirs for name in f.ran.modules}
         return Ran(tuple(sorted(found.union(own.modules))), own.phases)
 
 

@@ -34,6 +34,7 @@ class Mutant:
         fragment: its text.
         replacement: the new text.
         statement: the first line of the statement around it.
+        classes: those that the statement names, or the branch of an ``if`` that it is in.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Mutant:
     fragment: str
     replacement: str
     statement: str = ""
+    classes: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:

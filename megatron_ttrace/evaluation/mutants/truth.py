@@ -128,7 +128,7 @@ IMPLIED: dict[str, set[Cause]] = {
     "lost-scale": _SCALED,
     "double-scale": _SCALED,
     "lost-coefficient": _SCALED,
-    "rank-share": _SCALED,
+    "rank-share": {*_SCALED, C.COUNTED_TWICE},
     "off-by-one": _SHIFTED,
     "even-offset": _SHIFTED,
     # What was skipped is zero, as before, not reduced, not scaled, or in no sum.

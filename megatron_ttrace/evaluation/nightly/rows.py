@@ -61,6 +61,17 @@ def configuration(row: Json) -> NightCase:
     )
 
 
+def planted(row: Json) -> NightCase:
+    """A row of ``ttrace plant --json``: errors of one shape and size in one job."""
+    size = "of its own size" if row["size"] is None else f"of {row['size']:g} tolerances"
+    return NightCase(
+        part=NightPart.PLANTED,
+        name=f"{row['job']}: {row['shape']} {size}",
+        state=State.GOOD if row["met"] else State.MISSED,
+        marks=f"{row['found']:.1%} found, right rank {row['right_rank']:.1%}",
+    )
+
+
 _SCORES = {
     "mutation score": "score",
     "silent mutants killed": "silent_score",

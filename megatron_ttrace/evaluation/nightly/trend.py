@@ -25,6 +25,7 @@ from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 TITLES = {
     NightPart.BUGS: "Known bugs",
     NightPart.MATRIX: "Healthy configurations",
+    NightPart.PLANTED: "Planted errors",
     NightPart.MUTANTS: "Mutants",
 }
 _SHARES = {

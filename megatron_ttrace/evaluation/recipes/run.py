@@ -202,7 +202,9 @@ class Checker:
             unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
             seconds=time.monotonic() - began,
             why=culprits,
-            finding=finding_of(job.arguments) if diverged else "",
+            finding=finding_of(job.arguments, summary.versions["megatron-core"])
+            if diverged
+            else "",
             command=command,
         )
 

@@ -98,6 +98,12 @@ def matrix_row(**changes: Any) -> dict[str, Any]:
     }
 
 
+def planted_row(**changes: object) -> dict:
+    """A row of ``ttrace plant --job ... --json``."""
+    row: dict = {"job": "tp2", "shape": "noise", "size": 2.0, "trials": 10}
+    return row | {"found": 1.0, "right_rank": 1.0, "met": True} | changes
+
+
 def mutant_row(**changes: Any) -> dict[str, Any]:
     """One of those in the file that ``ttrace mutants run --json FILE`` writes."""
     return {

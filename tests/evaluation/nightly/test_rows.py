@@ -8,7 +8,13 @@ import pytest
 from megatron_ttrace.evaluation.bugs import catalogue, suite
 from megatron_ttrace.evaluation.nightly import rows
 from megatron_ttrace.evaluation.nightly.records import State
-from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, mutants_report
+from tests.evaluation.nightly.synthetic import (
+    bug_row,
+    matrix_row,
+    mutant_row,
+    mutants_report,
+    planted_row,
+)
 
 
 def test_rows_made_by_hand_are_like_those_of_the_suite() -> None:
@@ -102,6 +108,15 @@ def test_mutant(changes: dict, state: State, note: str) -> None:
     assert ("wrong module" in found.marks) == ("right_module" in changes)
     assert scores["silent mutants killed"] == 1.0
     assert scores["mutants seed"] == 20261122
+
+
+@pytest.mark.parametrize("size", [2.0, None])
+def test_planted(size: float | None) -> None:
+    """Errors that should have been found, or not been flagged."""
+    found = rows.planted(planted_row(size=size, met=False, found=0.5))
+    assert found.state is State.MISSED
+    assert found.name == f"tp2: noise of {'2 tolerances' if size else 'its own size'}"
+    assert found.marks == "50.0% found, right rank 100.0%"
 
 
 def test_scores_below_their_bars() -> None:
