@@ -284,7 +284,7 @@ def _compared(
     config = RunConfig.from_json(tested.meta.get("config"))
     if review is not None:
         # Neither run has a single device's order of sums.
-        config = dataclasses.replace(config, arithmetic=None)
+        config = dataclasses.replace(config, arithmetic=None, reference=str(review.reference))
     with consistent(theirs, ours):
         summary, verdicts = conclude(
             trusted,
