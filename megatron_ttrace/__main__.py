@@ -24,20 +24,33 @@ COMMANDS = (
     "megatron_ttrace.cli.diff",
     "megatron_ttrace.cli.bisect",
     "megatron_ttrace.cli.checkpoint",
-    "megatron_ttrace.cli.plant",
     "megatron_ttrace.cli.report",
-    "megatron_ttrace.cli.matrix",
-    "megatron_ttrace.cli.bugs",
-    "megatron_ttrace.cli.baselines",
-    "megatron_ttrace.cli.mutants",
-    "megatron_ttrace.cli.growth",
-    "megatron_ttrace.cli.nightly",
     "megatron_ttrace.cli.doctor",
     "megatron_ttrace.cli.patch",
     "megatron_ttrace.cli.data",
     "megatron_ttrace.cli.demo",
 )
 """Modules with ``add_parser(subparsers)``; parsing imports neither torch nor Megatron."""
+EVALUATION = (
+    "megatron_ttrace.cli.bugs",
+    "megatron_ttrace.cli.matrix",
+    "megatron_ttrace.cli.mutants",
+    "megatron_ttrace.cli.nightly",
+    "megatron_ttrace.cli.plant",
+    "megatron_ttrace.cli.baselines",
+    "megatron_ttrace.cli.growth",
+)
+"""The same, of ``ttrace eval``; without ``eval`` they are found too, but not listed."""
+OVERVIEW = """\
+ttrace checks that a Megatron training job computes what one device would.
+
+  ttrace check -- COMMAND   check a job; COMMAND is what starts it
+  ttrace report DIR         show the report of a finished check again
+  ttrace doctor             show what is installed and where checks will run
+  ttrace demo               check a healthy job and one with a known bug
+
+`ttrace --help` lists all commands; `ttrace COMMAND --help` has examples.
+"""
 _EPILOG = (
     "exit codes: 0 equivalent, 1 diverged, 2 could not check; 128 + N if signal N ended "
     "the command (130: Ctrl-C, 143: SIGTERM)"
@@ -49,19 +62,30 @@ def build_parser() -> argparse.ArgumentParser:
     import importlib
 
     from megatron_ttrace import __version__
-    from megatron_ttrace.mcore import flags
+    from megatron_ttrace.cli import command
 
-    parser = flags.Parser(
+    parser: argparse.ArgumentParser = command.Parser(
         prog="ttrace",
         description="Check that a Megatron run is numerically equivalent to a single-device run.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ttrace {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.set_defaults(run=_overview)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in COMMANDS:
         importlib.import_module(name).add_parser(subparsers)
+    actions = command.add_evaluation(subparsers)
+    for name in EVALUATION:
+        importlib.import_module(name).add_parser(actions)
+    subparsers._name_parser_map.update(actions._name_parser_map)
     return parser
+
+
+def _overview(_: argparse.Namespace) -> int:
+    """Of ``ttrace`` alone. Nothing was checked, so it is no success."""
+    print(OVERVIEW, end="")
+    return 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,12 +3,14 @@
 
 import argparse
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace.__main__ import build_parser
 from megatron_ttrace.mcore import flags
+from megatron_ttrace.mcore.versions import SUPPORTED
 from tests import documents
 from tests.integration.jobs import ROOT
 
@@ -46,18 +48,38 @@ def test_every_flag_is_documented() -> None:
     assert not [option for option in public if not re.search(rf"`{option}[ `]", text)]
 
 
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of a parser by name, without their aliases."""
+    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    return {one.prog.split()[-1]: one for one in action.choices.values()}
+
+
 def test_every_command_is_documented() -> None:
     """The README's table lists all commands."""
     text = (ROOT / "README.md").read_text()
-    (commands,) = (
-        action.choices
-        for action in build_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
+    commands = commands_of(build_parser())
+    ours = commands_of(commands["eval"])
+    names = [name for name in commands if name not in ours] + [f"eval {name}" for name in ours]
+    assert len(ours) > 5
+    assert not [name for name in names if not re.search(rf"`ttrace {name}\b", text)]
+
+
+def test_the_support_matrix() -> None:
+    """What the README calls supported and tested is what is required, known and pinned."""
+    rows = dict(
+        re.findall(r"^\| (\S+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     )
-    assert commands
-    assert not [name for name in commands if not re.search(rf"`ttrace {name}\b", text)]
+    pins = (ROOT / "requirements" / "constraints.txt").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch=={re.findall(r'[|] ([0-9.]+) ', rows['PyTorch'])[0]}\n" in pins
+    assert f"torch>={rows['PyTorch'].split()[0]}" in project["dependencies"]
+    assert rows["megatron-core"].startswith(", ".join(SUPPORTED))
+    assert f">={rows['Python'].split(',')[0]}" == project["requires-python"]
+    pythons = [line.rsplit(" ", 1)[-1] for line in project["classifiers"] if ":: 3." in line]
+    assert rows["Python"].startswith(", ".join(pythons))
 
 
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 TUTORIAL = documents.blocks("docs/tutorial.md")
 
 
@@ -75,3 +97,18 @@ def test_the_tutorial(tmp_path: Path) -> None:
     said = " ".join(printed.split())
     for line in re.findall(r"^(?:culprit|direction|reason|cause|tensors) +.*$", text, re.MULTILINE):
         assert " ".join(line.split()) in said
+    (shown,), (ran, *_) = (
+        re.findall(r"^error +(.*)$", one, re.MULTILINE) for one in (text, printed)
+    )
+    numbers = [[float(number) for number in _NUMBER.findall(line)] for line in (shown, ran)]
+    # Rounding, and with it the tolerance, is another on another machine.
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.3)
+    failing = [
+        sum(map(int, re.findall(r"(\d+) (?:diverged|replica_conflict)", line)))
+        for line in re.findall(r"^tensors .*$", text, re.MULTILINE)
+    ]
+    assert failing[:2] == [121, 10]
+    assert f"- {failing[0]} tensors fail" in text
+    assert "\nTen tensors still fail" in text
+    error, _, tolerance, _ = numbers[0]
+    assert f"wrong by {error} %. Rounding explains {100 * tolerance:.5f} %" in text

@@ -29,6 +29,9 @@ from megatron_ttrace.placement.token_index import TokenIndex
 CAN_FOLLOW = ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher")
 """Dispatchers whose steps carry any tensor of tokens; DeepEP's kernels want hidden states."""
 
+_NEVER = 1 << 24
+"""A position that no token has: float32 is exact for smaller ones only."""
+
 Microbatch = Callable[[], int]
 """Global number of the microbatch that is being worked on."""
 
@@ -36,7 +39,7 @@ Microbatch = Callable[[], int]
 class ExpertSink(Protocol):
     """Where dispatches and choices go."""
 
-    def positions(self, local: tuple[int, int]) -> torch.Tensor:
+    def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Position of each token of this rank's [sequence, micro batch] in its microbatch."""
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
@@ -127,8 +130,9 @@ class DispatchTap:
         return result
 
     def _names(self, sequence: int, samples: int) -> torch.Tensor:
-        position = self._sink.positions((sequence, samples))
-        microbatch = torch.full_like(position, self._microbatch() + 1)
+        number = self._microbatch()
+        position = self._sink.positions(number, (sequence, samples))
+        microbatch = torch.full_like(position, number + 1)
         # Every dispatcher can send float32, which is exact for these numbers; 0 means padding.
         return torch.stack((microbatch, position), dim=-1).float().view(sequence, samples, 2)
 
@@ -146,11 +150,20 @@ class DispatchTap:
         return carried, counts
 
     def _follow(self, carried: torch.Tensor, counts: Any) -> None:
-        rows = carried.detach().round().to("cpu", torch.int64).numpy()
+        rows = self._read(carried.detach().to("cpu"))
         counts = np.asarray(torch.as_tensor(counts).to("cpu", torch.int64))
         experts = np.arange(self._first_expert, self._first_expert + len(counts))
         index = TokenIndex(rows[:, 0] - 1, rows[:, 1].copy(), np.repeat(experts, counts))
         self._sink.dispatched(self._microbatch(), self._experts, index)
+
+    def _read(self, carried: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The names as numbers; what nobody sent becomes a token that nobody has.
+
+        A dispatcher that leaves out a collective hands on memory that was never written.
+        """
+        sent = ((carried >= 0) & (carried < _NEVER)).all(dim=1, keepdim=True)
+        nobodys = torch.tensor([self._microbatch() + 1, _NEVER], dtype=carried.dtype)
+        return torch.where(sent, carried, nobodys).round().to(torch.int64).numpy()
 
 
 def _reraise(error: Exception) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace baselines``: other tools' rules on the same tensors. Its former name is ``rivals``."""
+"""``ttrace eval baselines`` (once ``rivals``): other tools' rules on the same tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 example:
-  ttrace baselines 01 03 --bf16
-  ttrace baselines --all --healthy 'tp2*/fp32' 'pp2*/fp32'
-  ttrace baselines --planted ttrace-out/reference ttrace-out/candidate
+  ttrace eval baselines 01 03 --bf16
+  ttrace eval baselines --all --healthy 'tp2*/fp32' 'pp2*/fp32'
+  ttrace eval baselines --planted ttrace-out/reference ttrace-out/candidate
 
 The job of each known bug runs with and without the bug, and all tensors are saved. Then every rule
 judges the same merged tensors. A rule finds a bug if it flags a tensor that it does not flag
@@ -50,14 +50,14 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="PATTERN",
-        help="healthy configurations of 'ttrace matrix' to add, e.g. 'tp2*/bf16'",
+        help="healthy configurations of 'ttrace eval matrix' to add, e.g. 'tp2*/bf16'",
     )
     parser.add_argument(
         "--planted",
         nargs=2,
         type=Path,
         metavar=("REFERENCE_DIR", "CANDIDATE_DIR"),
-        help="plant errors in a saved run instead, as 'ttrace plant' does",
+        help="plant errors in a saved run instead, as 'ttrace eval plant' does",
     )
     help = "number of planted errors of each kind (default 500)"
     parser.add_argument("--trials", type=flags.integer(1), default=500, metavar="N", help=help)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     everything = [one for one in configurations() if not one.finding]
     healthy = select(everything, args.healthy) if args.healthy else []
     if not chosen and not healthy:
-        raise TTraceError("ttrace baselines: name known bugs, or give --all, or --healthy PATTERN")
+        raise TTraceError("name known bugs, or give --all, or --healthy PATTERN")
     say = command.progress()
     found = running.Collected()
     directory = args.directory / ("bf16" if args.bf16 else "fp32")

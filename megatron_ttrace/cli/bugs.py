@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace bugs``: the known bugs, and whether the checker finds them."""
+"""``ttrace eval bugs``: the known bugs, and whether the checker finds them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  ttrace bugs list
-  ttrace bugs run 01 11
-  ttrace bugs run --all --model llama --bf16
+  ttrace eval bugs list
+  ttrace eval bugs run 01 11
+  ttrace eval bugs run --all --model llama --bf16
 
 Every bug is re-created in Megatron's own code, in memory, in a small job on the CPU. The job is
 checked without the bug (it must be equivalent) and with it (it must diverge at the expected
@@ -55,7 +55,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         _list,
         summary="list the known bugs",
         description="List the known bugs.",
-        epilog="example:\n  ttrace bugs list --json",
+        epilog="example:\n  ttrace eval bugs list --json",
     )
     running = command.add(
         actions,
@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
 
     bugs = catalogue.load_catalogue()
     if args.all == bool(args.id):
-        raise TTraceError("ttrace bugs run: name the bugs (ttrace bugs list) or give --all")
+        raise TTraceError("name the bugs ('ttrace eval bugs list' shows them) or give --all")
     chosen = bugs if args.all else [catalogue.find(bugs, wanted) for wanted in args.id]
     command.require_writable("--rows", args.rows)
     began = time.monotonic()

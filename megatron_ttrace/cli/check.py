@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import os
+import time
 from pathlib import Path
 
 from megatron_ttrace.cli import command, diff, jobs, training
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for name in command_.unset:
         os.environ.pop(name, None)
     flags.check_single(args, "nproc_per_node")
+    began = time.time()
     say = command.silent if args.quiet or args.json else command.progress()
     if args.against is not None:
         return diff.against(args, command_, say)
@@ -76,12 +78,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from megatron_ttrace.report import terminal
+        from megatron_ttrace.report import terminal, wandb
 
+        console = Console()
         for report in reports:
+            again = command.typed(report.isolating)
             terminal.render(
-                report.summary, report.verdicts, Console(), report.directory, report.isolating
+                report.summary,
+                report.verdicts,
+                console,
+                report.directory,
+                again,
+                (alone.summary, alone.directory) if (alone := report.isolated) else None,
             )
+            if line := wandb.left_offline(report.directory, began):
+                terminal.say(console, line)
     return max((int(report.verdict.exit_code) for report in reports), key=_SEVERITY.index)
 
 
@@ -106,11 +117,11 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
         shrink.show(found, Console(stderr=True))
     folder = Path(ours.ttrace_dir)
     prefix = folder.with_name(f"{folder.name}-data") / training.DATA
-    data = documents.arguments(large.script, prefix)
+    data = documents.arguments(large.script, prefix, found.jobs[0].arguments)
     if not args.no_fork:
         # Before the data is written: that imports Megatron, which must be the script's own.
         job.prepare(ours.ttrace_device, Path(large.script), modules=PRELOADED, arguments=theirs)
-    documents.write(prefix)
+    documents.write(prefix, found.jobs[0].arguments)
     reports = []
     for number, one in enumerate(found.jobs, 1):
         if len(found.jobs) > 1:

@@ -4,15 +4,86 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import shutil
 import sys
+import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import flags
 
 type Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 type Say = Callable[[str], None]
+
+
+_FEW = 6
+"""Of more choices, an error names those alone that may have been meant."""
+
+
+class Parser(flags.Parser):
+    """The parser of a command: it proposes what a mistyped command or option may have meant."""
+
+    def parse_known_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """See :class:`argparse.ArgumentParser`; nothing may be left over.
+
+        Raises:
+            TTraceError: when an argument is not known.
+        """
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            options = [word.partition("=")[0] for word in rest if word.startswith("-")]
+            meant = _similar(options[0], self._option_string_actions) if options else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
+        return found, rest
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            choices = [str(choice) for choice in action.choices or ()]
+            if len(choices) > _FEW:
+                error.message = f"there is no {str(value)!r}"
+            error.message += _similar(str(value), choices)
+            raise
+
+
+def _similar(word: str, known: Iterable[str]) -> str:
+    """What a mistyped word may have meant, as the end of a sentence."""
+    found = difflib.get_close_matches(word, list(known), n=2)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def add_evaluation(subparsers: Subparsers) -> Subparsers:
+    """Add ``ttrace eval``, and return what its commands are added to."""
+    parser = subparsers.add_parser(
+        "eval",
+        help="evaluate the checker itself: known bugs, injected faults, healthy jobs",
+        description="Evaluate the checker itself.",
+        epilog="example:\n  ttrace eval bugs run 01 11",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser.add_subparsers(required=True, metavar="COMMAND")
+
+
+def typed(words: Sequence[str]) -> list[str]:
+    """A ``ttrace`` command as it works in the user's shell, which may not find ``ttrace``."""
+    own = Path(sysconfig.get_path("scripts"), "ttrace")
+    found = shutil.which("ttrace")
+    if not words or not own.is_file() or (found and Path(found).resolve() == own.resolve()):
+        return list(words)
+    return [str(near(own)), *words[1:]]
+
+
+def near(path: Path) -> Path:
+    """A path as a person would type it: relative, if it is below the working directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def add(

@@ -49,7 +49,11 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         help="share of tensors that may be unchecked (default %(default)s); above it the answer "
         "is 'could not check'",
     )
-    parser.add_argument("--wandb", action="store_true", help="also log the report to W&B")
+    parser.add_argument(
+        "--wandb",
+        action="store_true",
+        help="also log the report to W&B, online if a key is configured",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     return parser
 

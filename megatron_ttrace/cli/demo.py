@@ -29,6 +29,14 @@ _ARGUMENTS = """
 --transformer-impl local --tensor-model-parallel-size 2 --sequence-parallel
 --pipeline-model-parallel-size 2 --use-distributed-optimizer
 """
+_NEXT = "ttrace check --shrink -- torchrun --nproc-per-node 2"
+_OWN = """
+--tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64 --num-attention-heads 4
+--seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4
+--train-iters 1 --lr 1e-3 --transformer-impl local --mock-data --tokenizer-type NullTokenizer
+--vocab-size 128
+"""
+"""A job that needs no data."""
 
 
 def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
@@ -72,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
             Case(name=name, arguments=tuple(words), nproc=_RANKS, flags=flags), say
         )
         summary, job = checked.summary, checked.job
-        terminal.render(summary, checked.verdicts(), console, job.directory, job.isolating())
+        again = command.typed(job.isolating())
+        terminal.render(summary, checked.verdicts(), console, job.directory, again)
         return summary
 
     healthy = check("healthy", "TP 2 + SP x PP 2, distributed optimizer").verdict
@@ -84,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"healthy run found equivalent: {'yes' if equivalent else 'NO'}")
     console.print(f"bug 01 found at embedding.word_embeddings: {'yes' if found else 'NO'}")
     console.print(f"HTML report: {args.directory / 'faulty' / files.HTML}")
+    console.rule("next: check a job of your own")
+    console.print("Put the command of your job behind the last --. As it stands, this runs:")
+    own = f"{_NEXT} {command.near(runner.script)} {_OWN}".split()
+    for line in terminal.shell_lines(command.typed(own), terminal.PIPED_WIDTH - 2):
+        terminal.say(console, f"  {line}")
     say("done")
     if equivalent and found:
         return ExitCode.EQUIVALENT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace growth``: how tolerances grow with the number of layers."""
+"""``ttrace eval growth``: how tolerances grow with the number of layers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _JOB = (
 )
 _EPILOG = """\
 example:
-  ttrace growth --layers 4,16,64 --svg growth-fp32.svg
-  ttrace growth --layers 4,16 --bf16
+  ttrace eval growth --layers 4,16,64 --svg growth-fp32.svg
+  ttrace eval growth --layers 4,16 --bf16
 
 A small model of each depth is run on one device and replayed with perturbations, as in every check.
 Each row is the median tolerance of a layer's tensors. The bound is that of theorem 5.3,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace matrix``: check healthy configurations; every one must come out equivalent."""
+"""``ttrace eval matrix``: check healthy configurations; every one must come out equivalent."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 example:
-  ttrace matrix --list
-  ttrace matrix 'tp2*' '*/llama/bf16'
-  ttrace matrix --all --seeds 1234,7,42
+  ttrace eval matrix --list
+  ttrace eval matrix 'tp2*' '*/llama/bf16'
+  ttrace eval matrix --all --seeds 1234,7,42
 
 Configurations that show a fault of Megatron listed in docs/findings.md must diverge.
 
@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(one.name for one in everything))
         return ExitCode.EQUIVALENT
     if not args.all and not args.patterns:
-        raise TTraceError("give name patterns, or --all; 'ttrace matrix --list' shows the names")
+        raise TTraceError(
+            "give name patterns ('ttrace eval matrix --list' shows the names) or --all"
+        )
     chosen = select(everything, args.patterns)
     if not chosen:
         raise TTraceError(f"no configuration matches {' '.join(args.patterns)}: see --list")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace nightly``: does the checker still find faults, and has Megatron regressed?"""
+"""``ttrace eval nightly``: does the checker still find faults, and has Megatron regressed?"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  ttrace nightly                          everything: known bugs, healthy matrix, mutants
-  ttrace nightly --quick                  about a minute, to see that it works
-  ttrace nightly --minutes 60 --matrix '*/bf16' --mutants 40
-  ttrace nightly --show                   draw the page again, without running anything
+  ttrace eval nightly                          bugs, healthy matrix, planted errors, mutants
+  ttrace eval nightly --quick                  about a minute, to see that it works
+  ttrace eval nightly --minutes 60 --matrix '*/bf16' --mutants 40
+  ttrace eval nightly --show                   draw the page again, without running anything
 
 Files under DIR: history.sqlite (all nights), trend.html (the trend page), logs of the parts, wandb/
 (the run of the night, if it is offline).
@@ -35,14 +35,15 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         subparsers,
         "nightly",
         run,
-        summary="run bugs, matrix and mutants; report what changed since the last good night",
-        description="Run known bugs, healthy configurations and mutants, and report what changed.",
+        summary="run all suites; report what changed since the last good night",
+        description="Run known bugs, healthy jobs, planted errors and mutants; report changes.",
         epilog=_EPILOG,
     )
     what = parser.add_argument_group("what to run")
     what.add_argument("--quick", action="store_true", help="run two bugs and one healthy job only")
     what.add_argument("--no-bugs", action="store_true", help="omit the known bugs")
     what.add_argument("--no-matrix", action="store_true", help="omit the healthy configurations")
+    what.add_argument("--no-planted", action="store_true", help="omit the planted errors")
     what.add_argument("--no-mutants", action="store_true", help="omit the mutants")
     what.add_argument(
         "--bug",
@@ -56,7 +57,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "--bugs-flags",
         default="",
         metavar='"FLAGS"',
-        help="flags for ttrace bugs run, e.g. '--bf16'",
+        help="flags for ttrace eval bugs run, e.g. '--bf16'",
     )
     what.add_argument(
         "--matrix",
@@ -87,7 +88,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar="N",
         help="number of nights on the page (default 30)",
     )
-    where.add_argument("--no-wandb", action="store_true", help="do not log to W&B")
+    where.add_argument(
+        "--wandb", action="store_true", help="send the W&B run to the server (default: offline)"
+    )
+    where.add_argument("--no-wandb", action="store_true", help="make no W&B run")
     where.add_argument(
         "--show", action="store_true", help="draw the page again, without running anything"
     )
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     page = args.page or args.directory / "trend.html"
     if args.show:
         if not history_path.is_file():
-            raise TTraceError(f"{history_path}: no history yet; run ttrace nightly first")
+            raise TTraceError(f"{history_path}: no history yet; run ttrace eval nightly first")
         with History(history_path) as history:
             nights = history.last(args.nights)
         if not nights:
@@ -132,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.no_wandb:
         from megatron_ttrace.evaluation.nightly import wandb
 
-        print(wandb.log(night, said, page, directory=args.directory))
+        print(wandb.log(night, said, page, directory=args.directory, online=args.wandb))
     return night.exit_code
 
 
@@ -143,6 +147,7 @@ def _options(args: argparse.Namespace) -> Options:
     without = {
         NightPart.BUGS: args.no_bugs,
         NightPart.MATRIX: args.no_matrix,
+        NightPart.PLANTED: args.no_planted or args.quick,
         NightPart.MUTANTS: args.no_mutants or args.quick,
     }
     parts = tuple(part for part, left_out in without.items() if not left_out)

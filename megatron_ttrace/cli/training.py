@@ -92,5 +92,9 @@ def checking(command: Command, job: Job, prefix: Path) -> list[str]:
     return [
         *(["env", *changes] if changes else []),
         *("ttrace", "check", "--nproc-per-node", str(job.axes.ranks), "--"),
-        *(command.script, *job.arguments, *documents.arguments(command.script, prefix)),
+        *(
+            command.script,
+            *job.arguments,
+            *documents.arguments(command.script, prefix, job.arguments),
+        ),
     ]

@@ -189,7 +189,7 @@ class Tolerances:
         if key.kind is Kind.METRIC and key.index == CHOSEN:
             return math.inf  # rounding alone decides between equals
         if key.kind is Kind.METRIC and key.index == LOSS:
-            # Router losses are rounded to the dtype of the logits after the mean over a rank's
+            # The router's z loss is rounded to the dtype of the logits after the mean over a rank's
             # tokens. A replay has the same tokens in its mean, and often rounds to the same number.
             return max(eps, self._compute) / 2
         if terms > 1:

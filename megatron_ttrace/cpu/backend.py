@@ -5,6 +5,7 @@ import os
 import sys
 from typing import Any
 
+from megatron_ttrace.cpu import te
 from megatron_ttrace.errors import TTraceError
 
 _active = False
@@ -55,6 +56,7 @@ def activate() -> None:
     """
     global _active
     if _active:
+        te.install()  # refuses another release of TransformerEngine
         return
     if any(name == "megatron.core" or name.startswith("megatron.core.") for name in sys.modules):
         raise TTraceError(
@@ -70,7 +72,6 @@ def activate() -> None:
         operators,
         random_states,
         streams,
-        te,
     )
 
     # First, while torch.cuda still tells the truth to a real TransformerEngine.

@@ -126,6 +126,10 @@ class Evidence:
         whole: reads a tensor of the reference.
         alike: modules whose input has the shape of another module's.
         errors: of each failing rank before any repair.
+        share_of: the whole tensor if ``reference`` and the parts are a share of one: errors are
+            relative to it.
+        explained: the share of a part's error that may be left.
+        numbers: of the job that it may have been multiplied or divided by, by name.
     """
 
     key: TraceKey
@@ -141,6 +145,9 @@ class Evidence:
     whole: Callable[[TraceKey], torch.Tensor | None] = lambda key: None
     alike: Callable[[str], Iterable[str]] = lambda module: ()
     errors: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    share_of: torch.Tensor | None = None
+    explained: float = EXPLAINED
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.errors:
@@ -172,12 +179,14 @@ class Evidence:
         """The relative error of a part if it held ``pieces``, by the judge's measure."""
         diff = size = 0.0
         count = 0
-        for piece, there in zip(pieces, self.expected(part, reference), strict=True):
-            if piece.shape != there.shape:
+        there = self.expected(part, reference)
+        wholes = there if self.share_of is None else self.expected(part, self.share_of)
+        for piece, right, whole in zip(pieces, there, wholes, strict=True):
+            if piece.shape != right.shape:
                 return math.inf
-            diff += _squares(piece - there)
-            size += _squares(there)
-            count += there.numel()
+            diff += _squares(piece - right)
+            size += _squares(whole)
+            count += right.numel()
         self.work.spend(count)
         return relative_error(Sums(n=count, diff=diff, reference=size), self.tolerance.rms)
 
@@ -200,7 +209,7 @@ class Evidence:
         )
 
     def _accepts(self, part: FailedPart, error: float) -> bool:
-        return error <= min(self.tolerance.value, EXPLAINED * self.errors[part.rank])
+        return error <= min(self.tolerance.value, self.explained * self.errors[part.rank])
 
     @property
     def elements(self) -> int:
@@ -246,8 +255,7 @@ class Evidence:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that number this tensor's ranks, of those with more than one rank."""
-        family = EXPERT if is_within_experts(self.key.name) else DENSE
-        return tuple(axis for axis in family if self.size(axis) > 1)
+        return tuple(axis for axis in axes_of(self.key.name) if self.size(axis) > 1)
 
     def dim_name(self, dim: int) -> str:
         """What the indices of a dim are called."""
@@ -270,6 +278,11 @@ class Evidence:
                 shared = axis, at.pop()
                 break
         return FailingRanks(failing, len(holders), len(self.meshes), shared)
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """The axes that number the ranks for a module or parameter."""
+    return EXPERT if is_within_experts(name) else DENSE
 
 
 def _crop(box: Box, limit: int, total: int) -> Box:

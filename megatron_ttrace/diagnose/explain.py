@@ -22,18 +22,21 @@ import torch
 
 from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.measured import Measured, fails
+from megatron_ttrace.compare.measured import Measured, Problem, fails
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.diagnose import absent, ran, region, replicas, start
+from megatron_ttrace.diagnose import absent, losses, ran, region, replicas, start
 from megatron_ttrace.diagnose.evidence import (
     ELEMENTS,
     Evidence,
     ExhaustedError,
     FailedPart,
     Work,
+    axes_of,
 )
+from megatron_ttrace.diagnose.losses import Separate, Share
 from megatron_ttrace.diagnose.search import Found, alternative, repeated, search
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.numbers import numbers
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
@@ -41,9 +44,11 @@ from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.findings import (
     FACTORS,
+    BeforeStep,
     Cause,
     Explanation,
     Finding,
+    LossShare,
     OtherIteration,
     OtherMicrobatch,
     OtherTensor,
@@ -100,6 +105,10 @@ class Explainer:
         self._work = Work(WORK)
         self._found: dict[tuple[Kind, str, int], Found] = {}
         self._unknown: Counter[tuple[Kind, str, int]] = Counter()
+        self._told: dict[TraceKey, Explanation] = {}
+        self._shares: Mapping[TraceKey, Sequence[Share]] = {}
+        self.unexplained: list[TraceKey] = []
+        """Gradients for which nothing was found."""
         self._candidate: TraceReader | None = None
         self._meshes: list[Mesh] = []
         self._seq_length = 0
@@ -126,6 +135,8 @@ class Explainer:
             verdict: of the failed tensor.
             known: what the judgement itself found out, if it says more than that.
         """
+        if verdict.key in self._told and verdict.key not in self._shares:
+            return self._told[verdict.key]
         found = Explanation(known)
         try:
             if known is None:
@@ -135,20 +146,34 @@ class Explainer:
         except Exception as error:  # noqa: BLE001 - explanations are optional
             self._failed(f"explanation of {verdict.key}", error)
         try:
-            return dataclasses.replace(
+            found = dataclasses.replace(
                 found,
                 where=ran.where(verdict, found.finding, self._ledger),
                 collectives=ran.cite(verdict, found.finding, self._ledger),
             )
         except Exception as error:  # noqa: BLE001 - so is what ran
             self._failed(f"what ran in {verdict.key}", error)
-            return found
+        self._told[verdict.key] = found
+        return found
+
+    def separate(self, shares: Separate) -> None:
+        """Find the losses' shares of the unexplained gradients; these can be explained again.
+
+        Args:
+            shares: finds them, by replays of the reference.
+        """
+        try:
+            self._shares = shares(self.unexplained)
+        except Exception as error:  # noqa: BLE001 - explanations are optional
+            self._failed("the losses' shares of gradients", error)
 
     def _explain(self, verdict: Verdict) -> Explanation:
         if verdict.kind is Kind.INITIAL:
             return Explanation(Finding(initial.cause(verdict)))
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             return Explanation(self._misplaced(verdict))
+        if verdict.verdict is Outcome.SHAPE and start.is_start(verdict.key):
+            return Explanation(self._divided(verdict.key))
         if verdict.verdict not in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT, Outcome.NONFINITE):
             return Explanation()
         try:
@@ -160,6 +185,8 @@ class Explainer:
             return Explanation()
         finding, other = self._repair(verdict.key, evidence)
         if finding is None:
+            if verdict.kind in losses.KINDS:
+                self.unexplained.append(verdict.key)
             seen = region.extent(evidence) or replicas.some_copies(evidence)
             return Explanation(observed=seen)
         ranks, alike = evidence.failing_ranks(), self._alike_in(verdict.key, finding)
@@ -167,6 +194,8 @@ class Explainer:
 
     def _repair(self, key: TraceKey, evidence: Evidence) -> tuple[Finding | None, Finding | None]:
         """The simplest repair, and another one; first that of the same tensor of another layer."""
+        if shares := self._shares.get(key):
+            return losses.miscounted(dataclasses.replace(evidence, work=Work(WORK)), shares), None
         sort = _sort_of(key)
         if sort in self._found:
             with contextlib.suppress(ExhaustedError):
@@ -210,6 +239,7 @@ class Explainer:
             },
             microbatches=max(1, microbatches // ranks),
             seq_length=self._seq_length,
+            numbers=numbers(self._reference.meta),
             work=self._work,
             others=lambda: self._others(key, entry.shape),
             whole=self._whole,
@@ -235,6 +265,9 @@ class Explainer:
         """Tensors that may be in this one's place: other times first, then other modules."""
         if math.prod(shape) > _WHOLE:
             return
+        before = dataclasses.replace(key, index=0)
+        if key.kind is Kind.PARAM and key != before:
+            yield BeforeStep(Cause.OTHER_TIME), before
         near: dict[TraceKey, list[TraceKey]] = {}
         for other in self._reference:
             now, here = other.iteration == key.iteration, other.microbatch == key.microbatch
@@ -288,9 +321,23 @@ class Explainer:
         }
         return absent.misplaced_layers(verdict.name, expected, held, self._meshes)
 
+    def _divided(self, key: TraceKey) -> Finding | None:
+        taken = [
+            one.logical_shape
+            for found in self._measured.values()
+            for one in found
+            if one.key == key and one.problem is Problem.SHAPE
+        ]
+        axes = axes_of(key.name)
+        return start.other_division(self._reference.entry(key).shape, taken, self._meshes, axes)
+
     def _alike_in(self, key: TraceKey, finding: Finding) -> tuple[int, int] | None:
         """How many of the failing main gradients are off by this very factor, if others are."""
-        if key.kind is not Kind.MAIN_GRAD or finding.cause not in FACTORS:
+        if (
+            key.kind is not Kind.MAIN_GRAD
+            or finding.cause not in FACTORS
+            or isinstance(finding, LossShare)
+        ):
             return None
         ratios: dict[TraceKey, list[float]] = {}
         for one in (one for found in self._measured.values() for one in found):

@@ -48,6 +48,7 @@ class Settings:
         init: start values: ``reveal`` (nothing at zero or one) or ``megatron`` (its distributions).
         seeds: number of perturbed reference replays that the tolerances are estimated from.
         wandb: whether to log to Weights & Biases.
+        wandb_online: whether a run of our own may be sent there.
         timeout: seconds after which whatever does not answer counts as lost.
         allow_unchecked: share of tensors, between 0 and 1, that may be ``unchecked`` in an
             equivalent run.
@@ -68,6 +69,7 @@ class Settings:
     init: str = "reveal"
     seeds: int = 4
     wandb: bool = True
+    wandb_online: bool = False
     timeout: float = DEFAULT_TIMEOUT
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED
     role: str = "candidate"
@@ -201,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--ttrace-bug",
         default=None,
         metavar="ID",
-        help="Re-introduce a known bug ('ttrace bugs list'), to test the checker.",
+        help="Re-introduce a known bug ('ttrace eval bugs list'), to test the checker.",
     )
     group.add_argument(
         "--ttrace-device",
@@ -223,6 +225,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="Number of perturbed replays of the reference from which tolerances are estimated "
         "(default 4).",
+    )
+    group.add_argument(
+        "--ttrace-wandb",
+        action="store_true",
+        help="Send the verdicts to W&B (default: into the run of the job; without one, offline).",
     )
     group.add_argument(
         "--ttrace-no-wandb", action="store_true", help="Do not log the verdicts to W&B."
@@ -303,6 +310,8 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         raise TTraceError(
             f"--ttrace-allow-unchecked {args.ttrace_allow_unchecked}: give a share from 0 to 1"
         )
+    if args.ttrace_wandb and args.ttrace_no_wandb:
+        raise TTraceError("--ttrace-wandb and --ttrace-no-wandb: give one of them")
     reference = Path(args.ttrace_reference) if args.ttrace_reference else None
     if reference is not None and not reference.is_dir():
         raise TTraceError(
@@ -322,6 +331,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         init=args.ttrace_init,
         seeds=args.ttrace_seeds,
         wandb=not args.ttrace_no_wandb,
+        wandb_online=args.ttrace_wandb,
         timeout=args.ttrace_timeout,
         allow_unchecked=args.ttrace_allow_unchecked,
         role=args.ttrace_role,

@@ -74,6 +74,7 @@ def call_known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def installed() -> dict[str, str]:
     """Versions of everything that can change a number, for fingerprints and reports."""
     from megatron_ttrace import __version__
+    from megatron_ttrace.cpu import te  # imports torch
 
     found = {"megatron-ttrace": __version__, "python": platform.python_version()}
     for name in _DISTRIBUTIONS:
@@ -81,6 +82,8 @@ def installed() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if te.emulated():
+        found["transformer-engine"] = f"{te.releases.current()} (emulated)"
     with contextlib.suppress(ImportError):
         found["megatron-core"] = megatron_core_version()
     return found

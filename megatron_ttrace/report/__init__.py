@@ -32,6 +32,7 @@ def publish(
     tensorboard: Any = None,
     console: Console | None = None,
     wandb: bool = True,
+    wandb_online: bool = False,
     junit: bool = False,
     run_id: str | None = None,
     collectives: Sequence[Collective] | None = None,
@@ -46,6 +47,7 @@ def publish(
         tensorboard: a ``SummaryWriter`` to add scalars to.
         console: where to print; standard output by default.
         wandb: whether to log to W&B at all.
+        wandb_online: whether a W&B run of our own may be sent to the server.
         junit: whether to write ``junit.xml`` too.
         run_id: id of the run; the summary's own by default, else this process's.
         collectives: those of the traced steps; ``None`` writes no file of them.
@@ -82,7 +84,7 @@ def publish(
     def log_wandb() -> str:
         from megatron_ttrace.report.wandb import log
 
-        return log(summary, verdicts, page, run=wandb_run, directory=directory)
+        return log(summary, verdicts, page, run=wandb_run, directory=directory, online=wandb_online)
 
     sinks: list[tuple[bool, str, Callable[[], str | None]]] = [
         (True, files.HTML, write_html),

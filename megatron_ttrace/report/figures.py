@@ -19,11 +19,11 @@ from megatron_ttrace.trace.records import Direction, Kind, Outcome, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
 PANELS = (
+    Direction.START,
     Direction.FORWARD,
     Direction.BACKWARD,
     Direction.GRADIENT,
     Direction.UPDATE,
-    Direction.START,
 )
 
 # Upper bounds of the colour classes, passes first, then failures.
@@ -56,11 +56,13 @@ _KIND_LABELS = {
     Kind.PARAM: "",
 }
 _LABEL_LIMIT = 28
-# Pixels a cell takes, by number of columns: a whole step should fit on a screen.
-_PITCHES = ((80, 14), (120, 12), (math.inf, 10))
+# Pixels a cell takes, by number of columns: half a step should fit on a line.
+_PITCHES = ((100, 16), (240, 14), (math.inf, 11))
 # Pixels between panels, and of a character of a row's label.
 GAP = 14
 _LETTER = 6.7
+# The same of a column's label.
+_SMALL = 6.3
 
 
 def colour_class(verdict: Verdict) -> int:
@@ -81,31 +83,39 @@ class Panel:
     """The heat map of one direction.
 
     ``labels`` are (x, label, full name) of the columns, ``cells`` (class, x, y, size, cell id),
-    ``origins`` the places of culprits.
+    ``origins`` (x, y, width) of the frames around culprits.
     """
 
     direction: str
     width: int
     labels: list[tuple[int, str, str]]
     cells: list[tuple[int, float, float, float, int]]
-    origins: list[tuple[int, int]]
+    origins: list[tuple[int, int, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Map:
+    """All panels and their common rows: (y, label, whether it stands for several layers)."""
+
+    rows: list[tuple[int, str, bool]]
+    height: int
+    panels: list[Panel]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeatMapFigure:
-    """All panels, their common rows, and the cells in the order of their ids.
+    """The map with layers alike folded, the whole one if it differs, and their cells by id.
 
     A cell is (row, column, content); ``places`` names them. ``label`` is the width of the row
-    labels in pixels, ``lines`` how panels go on lines.
+    labels in pixels, ``lines`` how panels go on lines, ``folded`` the number of layers in folds.
     """
 
-    rows: list[tuple[int, str]]
+    maps: list[Map]
     label: int
     lines: list[Arrangement]
     header: int
-    height: int
     pitch: int
-    panels: list[Panel]
+    folded: int
     cells: list[tuple[int, int, table.Group]]
     places: list[table.Place]
 
@@ -119,49 +129,92 @@ def _column_label(column: table.Column) -> str:
     return name if not kind or name == kind else f"{name} {kind}"
 
 
-def heat_map_figure(found: table.HeatMap, culprits: Collection[table.Place] = ()) -> HeatMapFigure:
+def heat_map_figure(
+    found: table.HeatMap, culprits: Collection[Collection[table.Place]] = ()
+) -> HeatMapFigure:
     """Place every cell of the heat map; failures are drawn larger, so colour is not alone.
 
-    ``culprits`` are the cells to frame.
+    ``culprits`` are the cells of each culprit, to be framed together.
     """
     labels = {column: _column_label(column) for column in found.columns}
-    header = 30 + 6 * max(map(len, labels.values()), default=0)
+    header = 30 + math.ceil(_SMALL * max(map(len, labels.values()), default=0))
     pitch = next(p for most, p in _PITCHES if len(labels) <= most)
+    columns = sorted(found.columns, key=lambda column: PANELS.index(column.direction))
     row_of = {layer: row for row, layer in enumerate(found.layers)}
-    panels: list[Panel] = []
-    cells: list[tuple[int, int, table.Group]] = []
-    places: list[table.Place] = []
-    columns_before = 0
-    for direction in PANELS:
-        columns = [column for column in found.columns if column.direction is direction]
-        if not columns:
-            continue
-        position_of = {column: position for position, column in enumerate(columns)}
+    # A column is free between panels, so that arrow keys tell them apart.
+    column_of = {column: at + PANELS.index(column.direction) for at, column in enumerate(columns)}
+    places = sorted(found.cells, key=lambda place: (column_of[place[1]], row_of[place[0]]))
+    ids = {place: number for number, place in enumerate(places)}
+    cells = [(row_of[place[0]], column_of[place[1]], found.cells[place]) for place in places]
+    names = table.folds(found)
+    maps = [
+        _map(found, culprits, columns, labels, ids, renamed, header, pitch)
+        for renamed in ([names, {}] if names else [{}])
+    ]
+    longest = max((len(text) for one in maps for _, text, _ in one.rows), default=0)
+    label = math.ceil(_LETTER * longest) + 4
+    lines = arrangements([panel.width for panel in maps[0].panels], label, GAP)
+    return HeatMapFigure(maps, label, lines, header, pitch, len(names), cells, places)
+
+
+def _map(
+    found: table.HeatMap,
+    culprits: Collection[Collection[table.Place]],
+    columns: Sequence[table.Column],
+    labels: Mapping[table.Column, str],
+    ids: Mapping[table.Place, int],
+    renamed: Mapping[str, str],
+    header: int,
+    pitch: int,
+) -> Map:
+    """The panels, with the rows in ``renamed`` as one: each of its cells is that of the worst."""
+    rows = list(dict.fromkeys(renamed.get(layer, layer) for layer in found.layers))
+    top = {layer: header + rows.index(renamed.get(layer, layer)) * pitch for layer in found.layers}
+    worst: dict[tuple[int, table.Column], table.Place] = {}
+    for place, group in found.cells.items():
+        known = worst.setdefault((top[place[0]], place[1]), place)
+        if table.severity(group.worst) > table.severity(found.cells[known].worst):
+            worst[top[place[0]], place[1]] = place
+    panels = []
+    for direction, group_of_columns in groupby(columns, lambda column: column.direction):
+        own = list(group_of_columns)
         name = direction.value
-        panel = Panel(name, max(len(columns) * pitch + 4, 8 * len(name)), [], [], [])
-        for column, position in position_of.items():
+        panel = Panel(name, max(len(own) * pitch + 4, 8 * len(name)), [], [], [])
+        left = {column: position * pitch for position, column in enumerate(own)}
+        for column, x in left.items():
             full = clean(f"{column.tail} {column.kind.value}")
-            panel.labels.append((position * pitch + pitch // 2 + 4, labels[column], full))
-        for place, group in found.cells.items():
-            layer, column = place
-            if column not in position_of:
+            panel.labels.append((x + pitch // 2 + 4, labels[column], full))
+        for (y, column), place in worst.items():
+            if column not in left:
                 continue
-            position = position_of[column]
+            group = found.cells[place]
             size = pitch - (1 if group.failures else 4)
             inset = (pitch - size) / 2
-            x, y = position * pitch, header + row_of[layer] * pitch
-            panel.cells.append((colour_class(group.worst), x + inset, y + inset, size, len(cells)))
-            cells.append((row_of[layer], columns_before + position, group))
-            places.append(place)
-            if place in culprits:
-                panel.origins.append((x, y))
+            colour = colour_class(group.worst)
+            panel.cells.append((colour, left[column] + inset, y + inset, size, ids[place]))
+        frames = {
+            frame
+            for culprit in culprits
+            for frame in _frames([(top[row], left[at]) for row, at in culprit if at in left], pitch)
+        }
+        panel.origins.extend(sorted(frames))
         panels.append(panel)
-        columns_before += len(columns) + 1
-    rows = [(header + row * pitch, clean(layer, 40)) for layer, row in row_of.items()]
-    label = math.ceil(_LETTER * max((len(text) for _, text in rows), default=0)) + 4
-    lines = arrangements([panel.width for panel in panels], label, GAP)
-    height = header + len(rows) * pitch + 4
-    return HeatMapFigure(rows, label, lines, header, height, pitch, panels, cells, places)
+    shown = [
+        (header + row * pitch, clean(name, 40), name in set(renamed.values()))
+        for row, name in enumerate(rows)
+    ]
+    return Map(shown, header + len(rows) * pitch + 4, panels)
+
+
+def _frames(corners: Iterable[tuple[int, int]], pitch: int) -> list[tuple[int, int, int]]:
+    """One frame (x, y, width) around cells that are side by side."""
+    frames: list[tuple[int, int, int]] = []
+    for y, x in sorted(set(corners)):
+        if frames and frames[-1][1] == y and sum(frames[-1][::2]) == x:
+            frames[-1] = (frames[-1][0], y, frames[-1][2] + pitch)
+        else:
+            frames.append((x, y, pitch))
+    return frames
 
 
 CURVE_KINDS = (Kind.OUTPUT, Kind.GRAD_INPUT, Kind.MAIN_GRAD, Kind.PARAM_DELTA)

@@ -31,6 +31,7 @@ MAX_ROWS = 60
 MAX_COLLECTIVES = 200
 OPEN_ROWS = 12
 _NAME_LIMIT = 240
+_OF_PARAMETERS = (Kind.PARAM, Kind.MAIN_GRAD, Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
 def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> None:
@@ -47,14 +48,9 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     found = table.heat_map(verdicts)
     number = {id(verdict): position for position, verdict in enumerate(verdicts)}
     failures = [verdict for verdict in verdicts if verdict.verdict.is_failure]
-    shown = [
-        None if one is None else number[id(one)]
-        for one in (culprit.shown_by(failures) for culprit in summary.culprits[:MAX_ALIKE])
-    ]
-    origins = {found.places[position] for position in shown if position is not None}
-    figure = figures.heat_map_figure(found, origins)
+    figure = figures.heat_map_figure(found, _origins(summary, failures, number, found))
     chosen = choose(verdicts, figure, MAX_EMBEDDED)
-    rows = [row for row in table.layer_rows(verdicts) if row.group.failures]
+    rows = table.failing_rows(verdicts, summary.culprits)
     worst = table.worst_of(verdicts)
     margin = table.margin_of(worst) if worst is not None else None
     causes = table.by_cause(summary.culprits)
@@ -113,6 +109,30 @@ def _template() -> jinja2.Template:
 def _asset(name: str) -> str:
     folder = resources.files("megatron_ttrace.report") / "templates"
     return (folder / name).read_text(encoding="utf-8")
+
+
+def _origins(
+    summary: Summary,
+    failures: Sequence[Verdict],
+    number: Mapping[int, int],
+    found: table.HeatMap,
+) -> list[set[table.Place]]:
+    """The cells of each culprit: of the tensor that stands for it, and of its other parameters."""
+    known = {(one.name, one.kind): found.places[number[id(one)]] for one in reversed(failures)}
+    origins = []
+    for culprit in summary.culprits[:MAX_ALIKE]:
+        shown = culprit.shown_by(failures)
+        if shown is not None:
+            module = shown.name.rpartition(".")[0] if shown.kind in _OF_PARAMETERS else shown.name
+            origins.append(
+                {
+                    place
+                    for (name, kind), place in known.items()
+                    if kind is shown.kind
+                    and (name == shown.name or (name.rpartition(".")[0] == module != shown.name))
+                }
+            )
+    return origins
 
 
 def choose(verdicts: Sequence[Verdict], figure: figures.HeatMapFigure, limit: int) -> list[int]:

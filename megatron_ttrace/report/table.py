@@ -19,10 +19,13 @@ from megatron_ttrace.trace.sanitise import clean
 
 UNNAMED = "(unnamed)"
 WHOLE_STEP = "(whole step)"
-"""The row of what belongs to no layer and passes."""
+"""The row of what belongs to no layer."""
+_FOLD = 3
+"""As many layers alike, one after the other, are folded."""
 UNMEASURED_MARGIN = 1e9
 """Stands for a failure without a number (a missing layer, NaN) where infinity cannot be shown."""
 
+_STEPWISE = (Kind.TOKENS, Kind.LOSS, Kind.GRAD_NORM, Kind.METRIC)
 _LAYER = re.compile(r"^((?:[^.]+\.)*?)layers\.\d+(?=\.|$)", re.DOTALL)
 _NUMBER = re.compile(r"(?<=\blayers\.)\d{1,9}(?=\.|$)")
 _DIRECTIONS = tuple(Direction)
@@ -51,9 +54,9 @@ def split_name(name: str, stacks: Collection[str] = ()) -> tuple[str, str]:
     return ".".join(parts[:size]) or UNNAMED, ".".join(parts[size - 1 :]) or UNNAMED
 
 
-def layer_of(name: str) -> str:
+def layer_of(name: str, stacks: Collection[str] = ()) -> str:
     """The layer of a canonical name; a top-level module outside of layers."""
-    return split_name(name)[0]
+    return split_name(name, stacks)[0]
 
 
 def stacks_of(verdicts: Iterable[Verdict]) -> frozenset[str]:
@@ -113,7 +116,8 @@ class Group:
 class LayerRow:
     """One layer in one direction; ``depth`` orders the layers from the model's first to its last.
 
-    ``tensor`` names the worst tensor within the layer.
+    ``tensor`` names the worst tensor within the layer, ``first`` is the number of the first verdict
+    that fails, or of the first one.
     """
 
     layer: str
@@ -121,6 +125,7 @@ class LayerRow:
     group: Group
     depth: int
     tensor: str
+    first: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,20 +196,35 @@ def layer_rows(verdicts: Sequence[Verdict]) -> list[LayerRow]:
     places = _places(verdicts)
     depths = _depths(verdicts, places)
     groups: dict[tuple[str, Direction], Group] = {}
-    for verdict, (layer, _) in zip(verdicts, places, strict=True):
-        groups.setdefault((layer, verdict.direction), Group(verdict)).add(verdict)
+    first: dict[tuple[str, Direction], int] = {}
+    for position, (verdict, (layer, _)) in enumerate(zip(verdicts, places, strict=True)):
+        group = groups.setdefault((layer, verdict.direction), Group(verdict))
+        if verdict.verdict.is_failure and not group.failures:
+            first[layer, verdict.direction] = position
+        first.setdefault((layer, verdict.direction), position)
+        group.add(verdict)
     stacks = stacks_of(verdicts)
     rows = []
     for (layer, direction), group in groups.items():
         worst = group.worst
         tensor = f"{split_name(worst.name, stacks)[1]} {worst.kind.value}.{worst.index}"
-        rows.append(LayerRow(layer, direction, group, depths[layer], tensor))
+        start = first[layer, direction]
+        rows.append(LayerRow(layer, direction, group, depths[layer], tensor, start))
     return sorted(rows, key=_worst_first)
 
 
 def _worst_first(row: LayerRow) -> tuple[float, ...]:
     level, margin = severity(row.group.worst)
     return -level, -margin, row.depth, _DIRECTIONS.index(row.direction)
+
+
+def failing_rows(verdicts: Sequence[Verdict], culprits: Sequence[Culprit]) -> list[LayerRow]:
+    """The rows with failures as errors propagate: the first culprit's, then in execution order."""
+    rows = [row for row in layer_rows(verdicts) if row.group.failures]
+    failures = [verdict for verdict in verdicts if verdict.verdict.is_failure]
+    shown = culprits[0].shown_by(failures) if culprits else None
+    origin = (layer_of(shown.name, stacks_of(verdicts)), shown.direction) if shown else None
+    return sorted(rows, key=lambda row: ((row.layer, row.direction) != origin, row.first))
 
 
 def finite_margin(verdict: Verdict | None) -> float | None:
@@ -224,8 +244,14 @@ def layer_margins(rows: Iterable[LayerRow]) -> dict[str, float]:
 
 
 def heat_map(verdicts: Sequence[Verdict]) -> HeatMap:
-    """Layer × tensor; of microbatches, iterations, indices and experts the worst."""
-    places = _places(verdicts)
+    """Layer × tensor; of microbatches, iterations, indices and experts the worst.
+
+    What belongs to the whole step is in one row, each in a column of its own.
+    """
+    places = [
+        (WHOLE_STEP, column) if column.kind in _STEPWISE else (layer, column)
+        for layer, column in _places(verdicts)
+    ]
     cells: dict[Place, Group] = {}
     order: dict[Column, int] = {}
     for verdict, place in zip(verdicts, places, strict=True):
@@ -238,8 +264,34 @@ def heat_map(verdicts: Sequence[Verdict]) -> HeatMap:
         kind = _KINDS[column.kind] if stepwise else 0
         return _DIRECTIONS.index(column.direction), kind, order[column]
 
-    layers = tuple(_depths(verdicts, places))
+    layers = tuple(sorted(_depths(verdicts, places), key=WHOLE_STEP.__eq__))
     return HeatMap(layers, tuple(sorted(order, key=key)), cells, places)
+
+
+def folds(found: HeatMap) -> dict[str, str]:
+    """The rows that can be shown as one: layer -> name of the row for it and its neighbours.
+
+    Three or more consecutive layers of a stack with the same cells, which all pass, fail, or are
+    unchecked alike.
+    """
+    looks: dict[str, list[tuple[Column, int]]] = {layer: [] for layer in found.layers}
+    for (layer, column), group in found.cells.items():
+        looks[layer].append((column, severity(group.worst)[0]))
+    runs: list[list[str]] = []
+    for layer in found.layers:
+        number = _NUMBER.search(layer)
+        before = runs[-1][-1] if runs else ""
+        next_to = number and before == f"{layer[: number.start()]}{int(number[0]) - 1}"
+        if next_to and set(looks[before]) == set(looks[layer]):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return {
+        layer: f"{run[0]}-{run[-1].rpartition('.')[2]}"
+        for run in runs
+        if len(run) >= _FOLD
+        for layer in run
+    }
 
 
 def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[Reason | None, int]]:

@@ -2,22 +2,24 @@
 """The report that a person reads first, at the end of a job's log.
 
 Logs are piped and 80 columns wide: no box drawing, no colour unless a terminal asks for it, the
-answer on the first line and what to type next on the last.
+answer on the first line and what to type next on the last. Names and paths are whole, to be copied.
 """
 
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
 from megatron_ttrace.report import files, table, wording
 from megatron_ttrace.report.ledger import finding_text
 from megatron_ttrace.trace.records import Culprit, Direction, Outcome, Result, Summary, Verdict
-from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, for_encoding, shorten
+from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean, for_encoding
 
 PIPED_WIDTH = 80
 MIN_WIDTH = 60
@@ -32,6 +34,7 @@ MAX_UNEXERCISED = 8
 MAX_COMMAND = 16
 _LABEL = 11
 
+_SHORT = {Outcome.REPLICA_CONFLICT: "conflict", Outcome.NONFINITE: "NaN, inf"}
 _STYLES = {
     Result.EQUIVALENT: "bold green",
     Result.DIVERGED: "bold red",
@@ -45,10 +48,12 @@ def render(
     console: Console,
     directory: Path,
     isolating: Sequence[str] = (),
+    isolated: tuple[Summary, Path] | None = None,
 ) -> None:
     """Print the report of a check whose files are under ``directory``.
 
-    ``isolating`` is the command that would check again with modules isolated, where it is known.
+    ``isolating`` is the command that would check again with modules isolated, where it is known;
+    ``isolated`` is its answer, with its directory, if it ran.
     """
     page = _Page(console)
     page.line(
@@ -61,8 +66,8 @@ def render(
     _counts(page, summary, verdicts)
     page.field("layout", wording.layout_text(summary.config))
     if summary.run:
-        page.field("Megatron", wording.code_text(summary.run.megatron))
-        page.field("checked by", f"megatron_ttrace {wording.code_text(summary.run.ttrace)}")
+        page.whole("Megatron", wording.code_text(summary.run.megatron))
+        page.whole("checked by", f"megatron_ttrace {wording.code_text(summary.run.ttrace)}")
     if summary.verdict is Result.EQUIVALENT:
         _margins(page, verdicts)
     if text := wording.exactness_text(summary.exactness):
@@ -89,9 +94,11 @@ def render(
         if len(texts) > limit:
             page.field("", f"{len(texts) - limit} more {what} in {files.SUMMARY}", "yellow")
     if summary.verdict is not Result.EQUIVALENT:
-        _layers(page, verdicts)
+        _layers(page, summary, verdicts)
         page.line()
-    _next_steps(page, summary, directory, isolating)
+    if isolated is not None:
+        _isolated(page, *isolated)
+    _next_steps(page, summary, directory, isolating, is_isolated=isolated is not None)
 
 
 def say(console: Console, line: str) -> None:
@@ -118,6 +125,19 @@ class _Page:
         """A labelled paragraph."""
         for part in Text(value).wrap(self.console, self.width - _LABEL) or [Text()]:
             self.line((label.ljust(_LABEL), "bold"), (part.plain.rstrip(), style))
+            label = ""
+
+    def whole(self, label: str, value: str) -> None:
+        """A labelled paragraph with a path, which is not divided, so that it can be copied."""
+        width = self.width - _LABEL
+        for part in textwrap.wrap(value, width, break_long_words=False, break_on_hyphens=False):
+            self.line((label.ljust(_LABEL), "bold"), (part, ""))
+            label = ""
+
+    def paths(self, label: str, paths: Sequence[Path]) -> None:
+        """One path per line, in full, to be copied."""
+        for path in paths:
+            self.line((label.ljust(_LABEL), "bold"), (clean(path, NOTE_LIMIT), ""))
             label = ""
 
     def fields(self, label: str, values: Sequence[str], limit: int, more: str, style: str) -> None:
@@ -213,26 +233,32 @@ def _margins(page: _Page, verdicts: Sequence[Verdict]) -> None:
     page.field("margins", ", ".join(margins))
 
 
-def _layers(page: _Page, verdicts: Sequence[Verdict]) -> None:
-    """The per-layer table, worst first."""
-    rows = [row for row in table.layer_rows(verdicts) if row.group.failures]
+def _layers(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
+    """The layers that fail, the first culprit's first, then as errors propagate.
+
+    A name is never cut. One that is too long for its column is on lines of its own.
+    """
+    rows = table.failing_rows(verdicts, summary.culprits)
     if not rows:
         return
-    width = page.width - 45
+    width = page.width - 38
     page.line()
     header = f"{'worst tensor of each layer':<{width}} {'direction':<9}"
-    page.line((f"{header} {'error':>16} {'margin':>8} {'failed':>8}", "bold"))
+    page.line((f"{header} {'error':>9} {'margin':>8} {'failed':>8}", "bold"))
     for row in rows[:MAX_ROWS]:
         worst = row.group.worst
         kind = f"{worst.kind.value}.{worst.index}" if worst.index else worst.kind.value
-        name = Text(shorten(f"{clean(worst.name, width)} {kind}", width))
-        name.truncate(width, overflow="ellipsis", pad=True)  # wide characters take two cells
-        error = worst.verdict.value
+        name = f"{clean(worst.name, NAME_LIMIT)} {kind}"
+        if cell_len(name) > width:
+            for part in Text(name).wrap(page.console, page.width):
+                page.line((part.plain.rstrip(), ""))
+            name = ""
+        error = _SHORT.get(worst.verdict, worst.verdict.value)
         if worst.rel_err is not None:
-            error = wording.error_text(worst)
+            error = wording.share(worst.rel_err)
         failed = f"{row.group.failures}/{row.group.total}"
         page.line(
-            (f"{name.plain} {row.direction.value:<9} {error:>16} ", ""),
+            (f"{set_cell_size(name, width)} {row.direction.value:<9} {error:>9} ", ""),
             (f"{wording.margin_text(worst.margin):>8}", "red"),
             (f" {failed:>8}", ""),
         )
@@ -240,19 +266,39 @@ def _layers(page: _Page, verdicts: Sequence[Verdict]) -> None:
         page.line((f"and {len(rows) - MAX_ROWS} more rows with failures in {files.HTML}", ""))
 
 
-def _next_steps(page: _Page, summary: Summary, directory: Path, isolating: Sequence[str]) -> None:
+def _isolated(page: _Page, summary: Summary, directory: Path) -> None:
+    """What the check with modules isolated found: each of its culprits fails on its own."""
+    shown = summary.culprits[:MAX_CULPRITS]
+    page.field("isolated", "every module was given the reference's inputs:", "bold")
+    for culprit in shown:
+        cause = clean(culprit.explanation, NOTE_LIMIT) or "unknown"
+        name = clean(culprit.name, NOTE_LIMIT)
+        page.field("", f"{name} ({culprit.kind}) fails on its own; cause: {cause}")
+    if not shown:
+        page.field("", "no module fails on its own: errors add up, or arise between modules")
+    if len(summary.culprits) > len(shown):
+        page.field("", f"and {len(summary.culprits) - len(shown)} more")
+    page.field("", f"report: {clean(directory / files.HTML, NOTE_LIMIT)}")
+
+
+def _next_steps(
+    page: _Page,
+    summary: Summary,
+    directory: Path,
+    isolating: Sequence[str],
+    *,
+    is_isolated: bool,
+) -> None:
     """Where the files are and what to do next."""
-    where = clean(directory, NOTE_LIMIT)
     names = [n for n in (files.HTML, files.VERDICTS, files.SUMMARY) if (directory / n).exists()]
-    page.field("files", f"{where}: {', '.join(names) or 'none yet'}")
+    page.paths("files", [directory / name for name in names])
     if summary.verdict is Result.COULD_NOT_CHECK:
         logs = [name for name in ("reference.log", "logs") if (directory / name).exists()]
-        if logs:
-            page.field("next", f"read the output of the runs: {where}: {', '.join(logs)}")
+        page.paths("see logs", [directory / name for name in logs])
     if summary.verdict is not Result.DIVERGED:
         return
-    open_page = f"open {clean(directory / files.HTML, NOTE_LIMIT)} in a browser"
-    if summary.config.get("isolate"):
+    open_page = f"open {files.HTML} in a browser"
+    if is_isolated or summary.config.get("isolate"):
         page.field("next", open_page)
         return
     again = "give every module the reference's inputs, so that one bug shows in one module:"
@@ -260,7 +306,7 @@ def _next_steps(page: _Page, summary: Summary, directory: Path, isolating: Seque
     command = shell_lines(isolating, page.width - _LABEL)
     if not 0 < len(command) <= MAX_COMMAND:
         fresh = clean(shlex.quote(f"{directory}-isolated"), NOTE_LIMIT)
-        page.field("", f"the same with --ttrace-isolate --ttrace-dir {fresh}", "bold")
+        page.line((f"{'':{_LABEL}}the same with --ttrace-isolate --ttrace-dir {fresh}", "bold"))
         return
     for line in command:
         page.line((f"{'':{_LABEL}}{line}", "bold"))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights & Biases: a table of layers, sortable summary fields, a chart, the page, and one alert.
 
-A report must never stop or stall a training job: wandb is imported only here, every error becomes
-one line, the server is probed before a run is opened, and waiting is bounded. Without an API key
-the run is kept offline beside the other files.
+A report goes into the job's own run, or else into an offline run beside the other files: nothing is
+sent that nobody asked for. It must never stop or stall a training job either: wandb is imported
+only here, every error becomes one line, the server is probed before a run is opened, and waiting is
+bounded.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ TOTAL_SECONDS = 120.0
 _FORMER_HOST = "api.wandb.ai"
 """Keys stored for this host are valid for the public service under its newer name too."""
 
+_OFFLINE = "an offline run; upload it with: wandb sync "
 _WARNING = "ttrace: WARNING: W&B logging failed, the report itself is complete"
 
 
@@ -58,6 +60,7 @@ def log(
     *,
     run: Any = None,
     directory: Path,
+    online: bool = False,
 ) -> str:
     """Log a check and return one line that says where it is. Never raises.
 
@@ -68,6 +71,7 @@ def log(
         run: a W&B run to log into, or the wandb module as Megatron's ``get_wandb_writer()`` returns
             it; with ``None`` the active run is used, or a run of our own is made and finished.
         directory: where an own run keeps its files.
+        online: whether the user allows an own run to be sent (``--ttrace-wandb``).
     """
     try:
         import wandb
@@ -90,6 +94,7 @@ def log(
                 project="ttrace",
                 job_type="ttrace",
                 config=_harmless(config),
+                online=online,
             ),
         )
     except Exception as error:  # noqa: BLE001 - this sink fails open
@@ -115,13 +120,17 @@ def own_run(
     project: str,
     job_type: str,
     config: dict[str, Any],
+    online: bool,
 ) -> str:
-    """Make a run, ``log`` into it, finish it; offline without a key or without an answer.
+    """Make a run, ``log`` into it, finish it; offline unless it may be sent and the server answers.
 
     Returns:
         One line that says where it is.
     """
-    mode, why = _mode(wandb)
+    mode, why = _mode(wandb, online)
+    if mode == "offline":
+        # wandb's service reports its own errors to its makers, also from an offline run.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     # The address of a service that a parent process started. It may have ended, or end before it
     # has written the run. Where this process has opened a run before, its service stays in use.
     os.environ.pop("WANDB_SERVICE", None)
@@ -185,11 +194,18 @@ def _settings(wandb: Any) -> Any:
     return wandb.Settings(**{name: value for name, value in wanted.items() if name in known})
 
 
-def _mode(wandb: Any) -> tuple[str | None, str]:
-    """The mode of an own run, and why where it is not what the user may expect."""
+def _mode(wandb: Any, online: bool) -> tuple[str | None, str]:
+    """The mode of an own run, and why where it is not what the user may expect.
+
+    An API key alone is no permission: it may be there for other work.
+    """
     if os.environ.get("WANDB_MODE"):
         return None, ""
+    if not (online or os.environ.get("WANDB_PROJECT")):
+        return "offline", " (nothing was sent: --ttrace-wandb allows it)"
     settings = wandb.setup().settings
+    if settings.mode != "online":
+        return None, ""  # as 'wandb offline' has set it
     base_url = os.environ.get("WANDB_BASE_URL") or str(settings.base_url)
     hosts = [urllib.parse.urlsplit(base_url).netloc]
     if base_url == wandb.Settings().base_url:
@@ -234,8 +250,15 @@ def _where(run: Any) -> str:
     url = None if offline else getattr(run, "url", None)
     if url:
         return clean(url, NOTE_LIMIT)
-    folder = Path(str(run.dir)).parent
-    return f"an offline run; upload it with: wandb sync {clean(folder, NOTE_LIMIT)}"
+    return f"{_OFFLINE}{clean(Path(str(run.dir)).parent, NOTE_LIMIT)}"
+
+
+def left_offline(directory: Path, since: float) -> str:
+    """Where the offline run made in ``directory`` since a time is; empty if there is none."""
+    found = [
+        path for path in directory.glob("wandb/offline-run-*") if path.stat().st_mtime >= since
+    ]
+    return f"W&B: {_OFFLINE}{clean(max(found), NOTE_LIMIT)}" if found else ""
 
 
 def _log(

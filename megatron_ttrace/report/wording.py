@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers, ranks and culprits as text, the same in every output.
 
-Errors are written as Megatron's users know them from published reports: ``2.05e-1 26.4ε``.
+Errors are written in percent and in multiples of the machine epsilon: ``20.5 % (26.4 ε)``.
 """
 
 from __future__ import annotations
@@ -89,10 +89,18 @@ def sci(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def share(value: float | None) -> str:
+    """A relative error: ``20.5 %``, or ``3.83e-7`` where percent would be hard to read."""
+    if value is None or not 1e-4 <= value < 100:
+        return sci(value)
+    percent = 100 * value
+    return f"{percent:.0f} %" if percent >= 99.95 else f"{percent:.3g} %"
+
+
 def error_text(one: Culprit | Verdict) -> str:
-    """``2.05e-1 26.4ε``: the relative error, and in epsilons of the compute dtype."""
+    """``20.5 % (26.4 ε)``: the relative error, and in epsilons of the compute dtype."""
     known = one.rel_err_eps is not None and one.rel_err != 0
-    return f"{sci(one.rel_err)} {factor(one.rel_err_eps)}ε" if known else sci(one.rel_err)
+    return f"{share(one.rel_err)} ({factor(one.rel_err_eps)} ε)" if known else sci(one.rel_err)
 
 
 def tensor_text(one: Culprit | Verdict, limit: int = NAME_LIMIT) -> str:
@@ -101,11 +109,12 @@ def tensor_text(one: Culprit | Verdict, limit: int = NAME_LIMIT) -> str:
 
 
 def factor(value: float | None) -> str:
-    """A ratio in three digits: ``0.42``, ``26.4``, ``1.2e+4``."""
+    """A ratio in three digits: ``0.42``, ``26.4``, ``1.2e4``."""
     if value is None:
         return "-"
     if math.isfinite(value) and abs(value) >= 9999.5:
-        return f"{value:.1e}"
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
     if math.isfinite(value) and abs(value) >= 99.95:
         return f"{value:.0f}"
     return f"{value:.3g}"
@@ -287,6 +296,7 @@ STATISTICS = {
     Statistic.PARAMS_NORM: "the norm of all parameters",
     Statistic.CLIPPED: "gradient clipping",
     Statistic.STEPPED: "the optimizer's update",
+    Statistic.REDUCED: "the reduction of gradients over data-parallel ranks",
 }
 """What takes elements of parameters or gradients, for people."""
 

@@ -12,7 +12,8 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.wire import decode
-from megatron_ttrace.mcore import balancing, own_shards, provenance
+from megatron_ttrace.diagnose.losses import Separate
+from megatron_ttrace.mcore import balancing, logged, own_shards, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import recording
@@ -34,10 +35,12 @@ def answer(
     settings: Settings,
     timings: dict[str, float],
     notices: Sequence[str],
+    separate: Separate | None,
 ) -> tuple[Summary, list[Verdict], Ledger]:
     """Conclude, on one rank.
 
-    ``findings`` are each rank's mesh, measurements, counts and ledger, as JSON.
+    ``findings`` are each rank's mesh, measurements, counts and ledger, as JSON. ``separate`` finds
+    the losses' shares of gradients.
     """
     config = config_of(model, args, settings)
     directory = settings.directory / "candidate"
@@ -64,6 +67,7 @@ def answer(
         notices=[*notices, *lost],
         allow_unchecked=settings.allow_unchecked,
         ledger=ledger,
+        separate=separate,
     )
     return dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger
 
@@ -82,6 +86,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         own_shards=own_shards.depends_on_layout(args)[0],
         iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
+        logs=logged.is_found(),
         init=settings.init,
         reference=str(settings.directory / "reference"),
         arithmetic=_arithmetic(model, args, settings),
@@ -119,5 +124,6 @@ def publish(summary: Summary, verdicts: list[Verdict], ledger: Ledger, settings:
         wandb_run=getattr(get_wandb_writer(), "run", None),
         tensorboard=get_tensorboard_writer(),
         wandb=settings.wandb,
+        wandb_online=settings.wandb_online,
         collectives=ledger.collectives,
     )

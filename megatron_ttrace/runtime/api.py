@@ -21,6 +21,7 @@ from megatron_ttrace.processes import signals
 from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
 
 if TYPE_CHECKING:
+    from megatron_ttrace.processes import job as jobs
     from megatron_ttrace.runtime.difference import Review
     from megatron_ttrace.trace.store import TraceReader
 
@@ -41,13 +42,16 @@ class Report:
             the tensors.
         directory: where ``summary.json``, ``verdicts.jsonl`` and ``report.html`` are.
         isolating: the command that checks the same job with every module isolated, as words; empty
-            for a report that was read from files or made from saved traces.
+            for a report that was read from files or made from saved traces, and for ``isolated``.
+        isolated: the report of that check, which is made at once where this one leaves doubt: a
+            culprit of which no cause is known. ``None`` otherwise.
     """
 
     summary: Summary
     verdicts: tuple[Verdict, ...]
     directory: Path
     isolating: tuple[str, ...] = ()
+    isolated: Report | None = None
 
     @property
     def verdict(self) -> Result:
@@ -106,8 +110,8 @@ def check(
         timeout: seconds after which a reference run, or a rank without output, counts as lost.
         allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
         environment: variables added to each rank's environment.
-        fork: import Megatron into this process once and fork the ranks from it, which saves some
-            ten seconds per check on a machine without a GPU (with one, it has no effect). This
+        fork: import Megatron into this process once and fork the ranks from it, which saves further
+            checks the imports, on a machine without a GPU (with one, it has no effect). This
             process then has Megatron's CPU backend activated, and must not run threads of its own.
         progress: called with one line of text for each step of the check.
 
@@ -161,7 +165,7 @@ def compare(
             ``--ttrace-save-candidate``.
         output: where the report is written; by default the directory that holds ``candidate``.
         allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
-        wandb: whether to log the report to W&B too.
+        wandb: whether to log the report to W&B too, online if a key is configured.
         show: whether to print the report.
 
     Returns:
@@ -311,6 +315,7 @@ def _compared(
             verdicts,
             folder,
             wandb=wandb,
+            wandb_online=wandb,
             console=None if show else Console(file=io.StringIO()),
             run_id=run,
             collectives=ledger.collectives,
@@ -393,9 +398,24 @@ def run_check(
         flags=tuple(words_of(ours)),
         environment=dict(environment),
     )
-    summary = jobs.run(job, fork=fork, say=say or (lambda line: None))
+    tell = say or (lambda line: None)
+    report = _answer(job, fork, tell)
+    if not report.summary.leaves_doubt:
+        return report
+    tell(f"not every cause is known: checking with modules isolated, in {job.directory}-isolated")
+    try:
+        alone = dataclasses.replace(_answer(job.isolated(), fork, tell), isolating=())
+        return dataclasses.replace(report, isolated=alone)
+    except TTraceError as error:
+        tell(f"the check with modules isolated gave no answer: {error}")
+        return report
+
+
+def _answer(job: jobs.Job, fork: bool, say: Callable[[str], None]) -> Report:
+    from megatron_ttrace.processes import job as jobs
     from megatron_ttrace.report import files
 
+    summary = jobs.run(job, fork=fork, say=say)
     written, verdicts = files.load_report(job.directory)
     if written.run != summary.run:
         raise TTraceError(f"{job.directory} was taken by another check: choose another directory")

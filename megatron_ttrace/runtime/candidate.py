@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import fim, loss_scale, quiet
+from megatron_ttrace.mcore import fim, loss_scale, losses, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import answer, launch, requirements
@@ -31,10 +32,12 @@ from megatron_ttrace.runtime.comparison import (
     microbatch_numbers,
 )
 from megatron_ttrace.runtime.recording import Recording
+from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
 from megatron_ttrace.trace import counted, shared
 from megatron_ttrace.trace.captured import Batch
+from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 
@@ -44,6 +47,7 @@ class CandidateSession(Session):
     def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
         super().__init__(args, settings, ranks)
         self._comparison: Comparison | None = None
+        self._started: Started | None = None
         self._timings: dict[str, float] = {}
         self._notices: list[str] = []
         requirements.require(args, settings)
@@ -173,6 +177,7 @@ class CandidateSession(Session):
             comparison.counted.append(self.rehearse(step, sink, numbers, iteration))
 
     def _find_reference(self, started: Started | None) -> None:
+        self._started = started
         began = time.monotonic()
         directory, checksum = self.ranks.from_one(
             0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
@@ -185,6 +190,21 @@ class CandidateSession(Session):
         )
         self._timings["reference"] = time.monotonic() - began
         self.ranks.meet("reading the reference")
+
+    def _separate(self, keys: Sequence[TraceKey]) -> dict[TraceKey, list[Share]]:
+        """The losses' shares of gradients of the reference."""
+        reference = self.comparison.reference
+        separation = Separation(
+            reference=str(reference.directory.resolve()),
+            checksum=reference.checksum,
+            keys=tuple(keys),
+            losses=losses.present(self.args),
+            isolated=requirements.isolates(self.args, self.settings),
+        )
+        with launch.replayed(
+            self.args, self.settings, self._started, reference.meta, separation
+        ) as directory:
+            return separation.read(directory)
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
@@ -218,6 +238,7 @@ class CandidateSession(Session):
                 settings=self.settings,
                 timings=self._timings,
                 notices=self._notices,
+                separate=self._separate if losses.present(self.args) else None,
             )
             answer.publish(summary, verdicts, ledger, self.settings)
             return summary.verdict.exit_code

@@ -18,6 +18,7 @@ from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
+from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.mcore import own_shards, versions
 from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
@@ -55,6 +56,7 @@ def conclude(
     notices: Sequence[str] = (),
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
     ledger: Ledger = UNRECORDED,
+    separate: Separate | None = None,
     review: Callable[[Sequence[Verdict]], list[Verdict]] = list,
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain.
@@ -72,6 +74,7 @@ def conclude(
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
         ledger: the collectives of the traced steps, and the code that ran in them.
+        separate: finds the losses' shares of gradients, by replays of the reference.
         review: what becomes of the verdicts before culprits are sought among them.
     """
     from megatron_ttrace.report import wording  # only the rank that judges needs it
@@ -80,7 +83,9 @@ def conclude(
     eps = float(reference.meta["epsilon"])
     apart = {Kind.INITIAL}
     captured = (one.key for found in measured.values() for one in found)
-    if unlogged := _logs(reference) != _logs(captured):
+    # Where both runs can report and one does not, what it lacks is missing.
+    can_log = bool(reference.meta.get("logs")) and config.logs
+    if unlogged := not can_log and _logs(reference) != _logs(captured):
         apart.add(Kind.METRIC)
     keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
@@ -110,12 +115,15 @@ def conclude(
         return explainer.explain(verdict, coverage.findings.get(verdict.key))
 
     culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+    if separate is not None and explainer.unexplained:
+        explainer.separate(separate)
+        culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]
     said += [wording.not_judged_text(*one) for one in coverage.not_judged]
     if unlogged:
-        said.append("what is logged was not compared: only one of the runs reported it")
+        said.append("what is logged was not compared: one of the runs has no training_log")
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         said.append("no computed tensor could be judged: all of them are unchecked")

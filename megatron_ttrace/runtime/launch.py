@@ -9,6 +9,7 @@ of the cache, others that want the same entry wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatron_ttrace.mcore.reference_arguments import overrides_of
 from megatron_ttrace.processes import forkserver
 from megatron_ttrace.processes.child import environment_of, run_subprocess
 from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, tail
+from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.start.handoff import Started
 from megatron_ttrace.trace import codec, shared
 from megatron_ttrace.trace.locks import Lock
@@ -39,6 +41,7 @@ _POLL_SECONDS = 0.2
 _BUILDING, _OLD = ".building-", ".old-"
 
 ORDER = "overrides.json"
+_LOG, _REPLAY_LOG = "reference.log", "replay.log"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class Order:
         identity: of the job that the reference is made for.
         directory: where the trace is written.
         started: the candidate's start if it was loaded from a checkpoint.
+        separation: the losses' shares to find with an existing reference, instead of making one.
     """
 
     overrides: dict[str, Any]
@@ -58,6 +62,7 @@ class Order:
     identity: dict[str, Any]
     directory: str
     started: Started | None = None
+    separation: Separation | None = None
 
     @classmethod
     def read(cls, path: Path) -> Order:
@@ -256,6 +261,57 @@ def _make(
         directory=str(home.resolve()),
         started=started,
     )
+    print(
+        f"ttrace: making the reference on one device (log: {settings.directory / _LOG})", flush=True
+    )
+    began = time.monotonic()
+    _run(order, settings, settings.directory / _LOG, settings.timeout)
+    print(f"ttrace: reference made in {time.monotonic() - began:.1f} s", flush=True)
+
+
+@contextlib.contextmanager
+def replayed(
+    args: MegatronArguments,
+    settings: Settings,
+    started: Started | None,
+    reference: dict[str, Any],
+    separation: Separation,
+) -> Iterator[Path]:
+    """Replay a reference to separate losses; yields the directory of what was found.
+
+    Args:
+        args: the candidate's validated arguments.
+        settings: of the check.
+        started: the candidate's start if it was loaded from a checkpoint.
+        reference: the reference's meta data.
+        separation: what to find.
+
+    Raises:
+        TTraceError: when the replay failed.
+    """
+    log = settings.directory / _REPLAY_LOG
+    print(f"ttrace: replaying the reference to tell its losses apart (log: {log})", flush=True)
+    home = settings.directory / f"{shared.SHARES}{shared.run_id()}"
+    home.mkdir()
+    try:
+        order = Order(
+            overrides=overrides_of(args),
+            fingerprint=reference["fingerprint"],
+            identity=reference["identity"],
+            directory=str(home.resolve()),
+            started=started,
+            separation=separation,
+        )
+        # Without it there is still a verdict, so it must not use up the patience of others.
+        _run(order, settings, log, settings.timeout / 2)
+        yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
+    """Start a reference run and wait for its end. Raises ``TTraceError`` when it failed."""
+    home = Path(order.directory)
     atomic_write(home / ORDER, json.dumps(dataclasses.asdict(order), default=str))
     command = [
         *_program(),
@@ -263,14 +319,11 @@ def _make(
         *shlex.split(settings.reference_args),
         *("--ttrace-role", "reference", "--ttrace-overrides", str(home / ORDER)),
     ]
-    log = settings.directory / "reference.log"
-    print(f"ttrace: making the reference on one device (log: {log})", flush=True)
-    began = time.monotonic()
     own = {"RANK": "0", "LOCAL_RANK": "0", shared.VARIABLE: shared.run_id()}
     # A new process, unless the launcher forks for us.
     run = forkserver.request if forkserver.available() else run_subprocess
     for _ in range(2):
-        code = run(command, environment_of(1, own), log, settings.timeout)
+        code = run(command, environment_of(1, own), log, timeout)
         if code == 0 or not port_was_taken(log):
             break
     if code != 0:
@@ -282,7 +335,6 @@ def _make(
         )
     if not (home / META).exists():
         raise TTraceError(f"the reference run ended without a complete trace; see {log}")
-    print(f"ttrace: reference made in {time.monotonic() - began:.1f} s", flush=True)
 
 
 def _program() -> list[str]:

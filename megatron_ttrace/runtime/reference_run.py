@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import fim, fingerprint, loss_scale
+from megatron_ttrace.mcore import fim, fingerprint, logged, loss_scale, losses, packed
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
@@ -29,9 +31,11 @@ from megatron_ttrace.runtime import low_precision
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.launch import Order
 from megatron_ttrace.runtime.perturb import perturbed
+from megatron_ttrace.runtime.separation import FACTOR, Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.trace import counted
 from megatron_ttrace.trace.counted import Counted
+from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
@@ -49,6 +53,8 @@ class ReferenceSession(Session):
         self._directory = Path(self._order.directory)
         if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
             fim.rearrange_by_sample()
+        if (padded := self._order.identity["ttrace"][fingerprint.PADDED_FOR]) > 1:
+            packed.pad_for(padded)
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
 
@@ -75,17 +81,17 @@ class ReferenceSession(Session):
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         count = get_num_microbatches()
+        if self._order.separation is not None:
+            self._separate(self._order.separation, count, run, iterator)
+            return ExitCode.EQUIVALENT
         writer = TraceWriter(self._directory, 0)
         for one in self.initial:
             key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
             sums = dataclasses.astuple(one.moments)
             writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
         moved: dict[TraceKey, tuple[Measured, list[float]]] = {}
-        done = 0
-        for block in self.blocks():
-            Served(iterator, (block[0] - 1 - done) * count)
-            done = block[-1]
-            self._block(block, count, run, Served(iterator, len(block) * count), writer, moved)
+        for block, served in self._batches(iterator, count):
+            self._block(block, count, run, served, writer, moved)
         tolerance.write(
             self._directory,
             {key: _moved(first, values) for key, (first, values) in moved.items()},
@@ -100,6 +106,7 @@ class ReferenceSession(Session):
                 "fp8": low_precision.uses_fp8(self.args),
                 "loss_scales": self._loss_scales,
                 "counted": counted.encode(self._counted),
+                "logs": logged.is_found(),
                 "by_module": low_precision.is_isolated(self.args),
                 "epsilon": tolerance.epsilon(
                     torch.bfloat16 if self.args.bf16 else self.args.params_dtype
@@ -107,6 +114,55 @@ class ReferenceSession(Session):
             },
         )
         return ExitCode.EQUIVALENT
+
+    def _batches(self, iterator: DataIterator, count: int) -> Iterator[tuple[list[int], Served]]:
+        """Each run of traced iterations with its batches; those of the others are skipped."""
+        done = 0
+        for block in self.blocks():
+            Served(iterator, (block[0] - 1 - done) * count)
+            done = block[-1]
+            yield block, Served(iterator, len(block) * count)
+
+    def _started(self, served: Served) -> Callable[[], None]:
+        """Save the start of some steps; returns what puts it back."""
+        start = Snapshot(self.model.chunks, self.model.optimizer)
+        schedule = copy.copy(vars(self._scheduler))
+
+        def again() -> None:
+            start.restore()
+            # Otherwise a replay's second step would have the learning rate of a later one.
+            vars(self._scheduler).update(schedule)
+            low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
+            self.serve(served)
+
+        return again
+
+    def _separate(
+        self, separation: Separation, count: int, run: Callable[[], Any], iterator: DataIterator
+    ) -> None:
+        """Replay the step of an iteration with one loss's coefficient changed at a time."""
+        reference = TraceReader(Path(separation.reference), announced=separation.checksum)
+        layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+        blocks = self._batches(iterator, count)
+        block, served = next(one for one in blocks if separation.iteration in one[0])
+        with self.rehearsal(restore=True):
+            self.equal_start()
+            self.serve(served)
+            if scale := reference.meta.get("loss_scales", {}).get(str(block[0])):
+                loss_scale.put(self.model.optimizer, scale)
+            again = self._started(served)
+
+            def replay(loss: Loss | None, own: bool, writer: TraceWriter) -> None:
+                again()
+                for iteration in range(block[0], separation.iteration):
+                    self.rehearse(run, WriteSink(writer, iteration), range(count), iteration)
+                at = separation.iteration
+                keeping = functools.partial(CompareSink, writer=writer, keep_all=True, isolate=True)
+                sink = keeping(reference, at, layout) if own else WriteSink(writer, at)
+                with losses.weighted(self.model.chunks, loss, FACTOR) if loss else nullcontext():
+                    self.rehearse(run, sink, range(count), at)
+
+            separation.write(reference, replay, self._directory)
 
     def _block(
         self,
@@ -121,22 +177,13 @@ class ReferenceSession(Session):
         with self.rehearsal(restore=True):
             self.equal_start()
             self.serve(served)
-            start = Snapshot(self.model.chunks, self.model.optimizer)
-            schedule = copy.copy(vars(self._scheduler))
-
-            def again() -> None:
-                start.restore()
-                # Otherwise a replay's second step would have the learning rate of a later one.
-                vars(self._scheduler).update(schedule)
-                low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
-                self.serve(served)
-
+            again = self._started(served)
             scale = self._fitting_loss_scale(len(block), run, again)
             if scale is not None:
                 self._loss_scales[str(block[0])] = scale
                 again()
                 loss_scale.put(self.model.optimizer, scale)
-                start = Snapshot(self.model.chunks, self.model.optimizer)
+                again = self._started(served)
             for position, iteration in enumerate(block):
                 sink = WriteSink(writer, iteration)
                 batches = served.batches[position * count : (position + 1) * count]

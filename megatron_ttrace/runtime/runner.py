@@ -71,17 +71,17 @@ class Runner:
         """
         self.directory = directory
         self._flags = flags
-        self._script = script or launch_dir() / "pretrain_gpt.py"
+        self.script = script or launch_dir() / "pretrain_gpt.py"
         self._environment: dict[str, str] = {}
         if shares:
             self._environment["TTRACE_CACHE"] = str((directory / "references").resolve())
         device = split(flags)[0].ttrace_device
-        self.forks = jobs.prepare(device, self._script, modules=PRELOADED)
+        self.forks = jobs.prepare(device, self.script, modules=PRELOADED)
 
     def job(self, case: Case) -> jobs.Job:
         """The job of a case."""
         return jobs.Job(
-            script=case.script or self._script,
+            script=case.script or self.script,
             arguments=case.arguments,
             nproc=case.nproc,
             directory=self.directory / case.name,

@@ -47,7 +47,7 @@ class Sink:
         self.found = []
         self.instead = instead
 
-    def positions(self, local):
+    def positions(self, microbatch, local):
         return torch.arange(local[0] * local[1]) + 100
 
     def dispatched(self, microbatch, experts, index):
@@ -85,6 +85,27 @@ def test_rows_are_named(layer):
     for row, position in zip(rows[:-1], index.position[:-1], strict=True):
         assert torch.equal(row, flat[position - 100])
     tap.remove()
+
+
+def test_names_that_nobody_sent(layer):
+    """Memory that was never written is a token that the reference does not have."""
+    sink = Sink()
+    steps = Dispatcher.dispatch_postprocess
+
+    def forgetful(self, hidden, probs):
+        rows, counts, probs = steps(self, hidden, probs)
+        rows[:3, 0] = torch.tensor([float("nan"), -1.5e30, float("inf")])
+        return rows, counts, probs
+
+    layer.token_dispatcher.__class__ = type(
+        "Forgetful", (Dispatcher,), {"dispatch_postprocess": forgetful}
+    )
+    DispatchTap(layer, "mlp.experts", lambda: MICROBATCH, sink, guard)
+    hidden = torch.randn(TOKENS, SAMPLES, 6)
+    layer.token_dispatcher.run(hidden, torch.ones(8, 2).bool(), torch.ones(8, 2))
+    ((_, _, index),) = sink.found
+    assert index.microbatches == [MICROBATCH]
+    assert (index.position[:4] == [1 << 24, 1 << 24, 1 << 24, 103]).all()
 
 
 def test_the_dispatcher_keeps_its_state(layer):

@@ -45,6 +45,18 @@ def test_indices_are_those_of_the_whole_tensor() -> None:
     assert Residual.from_json(found.to_json()) == found
 
 
+def test_replicas_stand_side_by_side() -> None:
+    """The worst elements of one rank as the other has them, too."""
+    held = {0: REFERENCE + 1e-3, 1: REFERENCE + 1e-3}
+    held[1][5, 2] += 2.0
+    found = residual.residual(evidence_of(REFERENCE, meshes(2, tp=2), held))
+    first, second = found.worst[:2]
+    assert (first.index, first.rank, second.index, second.rank) == ((5, 2), 0, (5, 2), 1)
+    assert first.reference == second.reference
+    assert second.candidate - first.candidate == pytest.approx(2.0, rel=1e-5)
+    assert len({one.index for one in found.worst}) <= residual.WORST
+
+
 def test_what_is_no_number_is_worst() -> None:
     """NaN and infinity stand in the last decade and first among the worst."""
     held = REFERENCE.clone()
@@ -75,6 +87,15 @@ def test_the_worst_of_each_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     culprit = dataclasses.replace(shown, name="b")
     assert residuals(verdicts, [culprit], lambda key: asked.append(key)) == ()
     assert asked == [verdicts[2].key, verdicts[1].key, verdicts[3].key]
+
+
+def test_the_budget_counts_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is begun after the budget is spent, however fast the machine is."""
+    held = {0: REFERENCE + 1.0}
+    monkeypatch.setattr(residual, "ELEMENTS", 2 * REFERENCE.numel())
+    verdicts = [verdict(name, 2) for name in ("a", "b", "c")]
+    found = residuals(verdicts, [], lambda key: evidence_of(REFERENCE, meshes(1), held))
+    assert len(found) == 2
 
 
 def test_it_never_raises() -> None:

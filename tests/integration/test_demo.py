@@ -4,10 +4,11 @@
 import json
 import os
 import resource
+import subprocess
 import time
 from pathlib import Path
 
-from tests.integration.jobs import ttrace
+from tests.integration.jobs import environment, ttrace
 
 
 def cpu_seconds() -> float:
@@ -38,3 +39,15 @@ def test_demo(tmp_path: Path) -> None:
         "forward",
     )
     assert not [line for line in done.stdout.splitlines() if len(line) > 80]
+    # What it says to do next works in the same shell.
+    command = done.stdout.partition("As it stands, this runs:\n")[2]
+    assert " check --shrink -- torchrun " in command
+    again = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=environment(WANDB_MODE="offline"),
+        capture_output=True,
+        text=True,
+    )
+    assert again.returncode == 0, command + again.stderr[-3000:]
+    assert again.stdout.startswith("ttrace  equivalent")

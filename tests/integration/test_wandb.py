@@ -2,10 +2,16 @@
 """A diverged job reaches W&B: the table of verdicts, summary fields, and one alert."""
 
 import json
+import re
 from pathlib import Path
 
-from tests.integration.jobs import SCRIPT, TINY, ttrace
+from tests.integration.jobs import ROOT, SCRIPT, TINY, ttrace
 from tests.report import wandb_file
+
+
+def masked(text: str) -> str:
+    """Without line breaks, marks of a quotation, and measured numbers."""
+    return re.sub(r"\d[\d.e+-]*(?=[×ε .,(])", "N", " ".join(text.replace("\n>", "\n").split()))
 
 
 def test_an_offline_run_holds_table_and_alert(tmp_path: Path) -> None:
@@ -19,6 +25,7 @@ def test_an_offline_run_holds_table_and_alert(tmp_path: Path) -> None:
         WANDB_SERVICE=f"3-1-unix-{tmp_path}/absent",
     )
     assert done.returncode == 1, done.stderr[-3000:]
+    assert "W&B: an offline run; upload it with: wandb sync ttrace-out/wandb/off" in done.stdout
     run = next((tmp_path / "ttrace-out").glob("**/offline-run-*"))
     tables = list(run.glob("files/media/table/ttrace_verdicts*.table.json"))
     rows = json.loads(tables[0].read_text())["data"]
@@ -26,4 +33,8 @@ def test_an_offline_run_holds_table_and_alert(tmp_path: Path) -> None:
     records = wandb_file.records(next(run.glob("*.wandb")))
     alerts = [r.alert for r in records if r.WhichOneof("record_type") == "alert"]
     assert len(alerts) == 1
-    assert "embedding.word_embeddings" in alerts[0].text
+    document = (ROOT / "docs" / "wandb.md").read_text()
+    assert alerts[0].title in document
+    assert masked(alerts[0].text) in masked(document)
+    worst = [row[:4] for row in rows][:3]
+    assert all(f"| {' | '.join(map(str, row))} |" in document for row in worst), worst

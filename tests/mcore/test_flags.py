@@ -97,7 +97,7 @@ def test_every_flag(tmp_path):
         *("--ttrace-reference", str(tmp_path), "--ttrace-reference-args", "--attention-x y"),
         *("--ttrace-save-candidate", "--ttrace-isolate", "--ttrace-exit", "--ttrace-bug", "04a"),
         *("--ttrace-device", "cpu", "--ttrace-init", "megatron", "--ttrace-seeds", "3"),
-        *("--ttrace-no-wandb", "--ttrace-role", "reference", "--ttrace-overrides", "o.json"),
+        *("--ttrace-wandb", "--ttrace-role", "reference", "--ttrace-overrides", "o.json"),
     )
     assert found == Settings(
         directory=Path("out"),
@@ -111,7 +111,7 @@ def test_every_flag(tmp_path):
         device="cpu",
         init="megatron",
         seeds=3,
-        wandb=False,
+        wandb_online=True,
         role="reference",
         overrides=Path("o.json"),
     )
@@ -124,6 +124,7 @@ def test_every_flag(tmp_path):
         (("--ttrace-seeds", "0"), "--ttrace-seeds 0: at least 1 replay is needed"),
         (("--ttrace-seeds", "-3"), "at least 1 replay"),
         (("--ttrace-reference", "no/such/place"), "no such directory; omit the flag"),
+        (("--ttrace-wandb", "--ttrace-no-wandb"), "give one of them"),
     ],
 )
 def test_values_that_argparse_cannot_judge(words, says):

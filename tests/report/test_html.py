@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from megatron_ttrace.trace.records import (
     Element,
     Exactness,
     Kind,
-    Outcome,
     Residual,
     Result,
     Summary,
@@ -42,7 +42,7 @@ def test_the_answer_is_on_top(diverged: Check) -> None:
     """Verdict, culprit, explanation and place come before the figures."""
     text = " ".join(parse(html.render(*diverged)).texts)
     top = text[: text.index("Margin of every tensor")]
-    for part in ("diverged", "embedding.word_embeddings", "1.04e-1 13.3ε"):
+    for part in ("diverged", "embedding.word_embeddings", "10.4 % (13.3 ε)"):
         assert part in top
     for part in ("Cause half of", "Hint the vocabulary mask", "Look at VocabParallelEmbedding in"):
         assert part in " ".join(top.split())
@@ -112,105 +112,6 @@ def test_lost_exactness_is_told(healthy: Check) -> None:
     assert "<b>layer" not in text
 
 
-@pytest.mark.parametrize(
-    ("outcome", "rel_err", "expected"),
-    [
-        (Outcome.PASS, 0.0, 0),
-        (Outcome.PASS, 0.05, 1),
-        (Outcome.PASS, 0.5, 2),
-        (Outcome.PASS, 1.0, 3),
-        (Outcome.PASS, None, 0),
-        (Outcome.DIVERGED, 1.5, 4),
-        (Outcome.REPLICA_CONFLICT, 0.1, 4),
-        (Outcome.DIVERGED, 10.0, 5),
-        (Outcome.DIVERGED, 99.0, 6),
-        (Outcome.DIVERGED, float("inf"), 7),
-        (Outcome.NONFINITE, float("nan"), figures.UNMEASURED),
-        (Outcome.MISSING, None, figures.UNMEASURED),
-        (Outcome.UNCHECKED, 5.0, figures.UNCHECKED),
-    ],
-)
-def test_colours(outcome: Outcome, rel_err: float | None, expected: int) -> None:
-    """A failure never has the colour of a pass, whatever its margin."""
-    verdict = make_verdict(verdict=outcome, rel_err=rel_err, tolerance=1.0)
-    assert figures.colour_class(verdict) == expected
-
-
-def curves_of(verdicts: list[Verdict]) -> list[figures.Curve]:
-    """The curves of a check."""
-    return figures.curves(verdicts, table.heat_map(verdicts))
-
-
-def ranks_of(found: figures.RankMap) -> list[figures.RankCell]:
-    """All ranks, row by row."""
-    return [cell for _, stages in found.rows for stage in stages for cell in stage]
-
-
-def test_curves_run_from_embedding_to_output(diverged: Check) -> None:
-    """All four directions, one x axis: the depth of the model."""
-    found = curves_of(diverged[1])
-    assert [curve.title.split(":")[0] for curve in found] == [
-        "forward",
-        "backward",
-        "gradient",
-        "update",
-    ]
-    for curve in found:
-        labels = [band[4] for band in curve.bands if band[4]]
-        assert labels[:5] == ["embedding", "0", "1", "2", "3"]
-        places = [point[0] for point in curve.points]
-        assert places == sorted(places)
-        assert all(0 <= x <= curve.width and 0 <= y <= curve.height for x, y, *_ in curve.points)
-
-
-def test_curves_survive_extremes() -> None:
-    """Zeros, infinities, and thousands of modules."""
-    verdicts = [
-        make_verdict(f"decoder.layers.{i // 50}.m{i}", rel_err=error, tolerance=tolerance)
-        for i, (error, tolerance) in enumerate(
-            [(0.0, 1e-300), (float("inf"), 1e300), (float("nan"), None), (1e-3, 0.0)] * 500
-        )
-    ]
-    (curve,) = curves_of(verdicts)
-    assert len(curve.points) <= 300
-    assert curves_of([make_verdict(rel_err=0.0, tolerance=0.0)]) == []
-
-
-@pytest.mark.parametrize(
-    ("config", "place"),
-    [
-        ({"tp": 2, "pp": 2, "dp": 1, "world_size": 4}, {3: "tp 1, cp 0, dp 0, pp 1"}),
-        ({"tp": 2, "cp": 2, "pp": 2, "dp": 2, "world_size": 16}, {13: "tp 1, cp 0, dp 1, pp 1"}),
-        ({"tp": "2", "world_size": 8}, {6: "tp 0, cp 0, dp 3, pp 0"}),
-        ({"world_size": 1}, None),
-        ({"tp": 3, "world_size": 4}, None),
-        ({"tp": 2, "dp": 5, "world_size": 4}, None),
-        ({"tp": [], "world_size": None}, None),
-        ({"tp": 8, "dp": 2048, "world_size": 16384}, None),
-        ({"tp": -2, "world_size": 4}, None),
-    ],
-)
-def test_rank_layout(config: dict, place: dict[int, str] | None) -> None:
-    """Ranks lie where Megatron puts them; what cannot be drawn is left out."""
-    found = figures.rank_map(config, [], [])
-    if place is None:
-        assert found is None
-        return
-    assert found is not None
-    cells = {cell.rank: cell for cell in ranks_of(found)}
-    assert sorted(cells) == list(range(int(config["world_size"])))
-    for rank, words in place.items():
-        assert words in cells[rank].title
-
-
-def test_failing_ranks_are_marked(diverged: Check) -> None:
-    """Ranks of the culprit and of other failures stand out."""
-    conflict = dataclasses.replace(diverged[1][-1], ranks=(0,))
-    found = figures.rank_map(diverged[0].config, [*diverged[1], conflict], [1, 3])
-    assert found is not None
-    assert [one.state for one in ranks_of(found)] == ["failing", "culprit", "fine", "culprit"]
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Browser]:
     """One Chromium for all tests of this file."""
@@ -234,9 +135,10 @@ def test_a_click_shows_the_worst_of_a_cell(
     """Details, neighbours, the cell's microbatches; Escape closes."""
     show(browser, diverged, tmp_path)
     assert browser.js("document.getElementById('detail').hidden")
-    browser.click("#map rect[data-c]", at=60)
+    browser.click("#map rect[data-c]", at=20)
     figure = figures.heat_map_figure(table.heat_map(diverged[1]))
-    worst = figure.cells[60][2].worst
+    clicked = browser.js("document.querySelectorAll('#map rect[data-c]')[20].dataset.c")
+    worst = figure.cells[int(clicked)][2].worst
     heading = browser.js("document.querySelector('#detail h3').textContent")
     assert heading == f"{worst.name} {worst.kind.value}.0"
     details = browser.js("document.querySelector('#detail').textContent")
@@ -251,7 +153,7 @@ def test_a_click_shows_the_worst_of_a_cell(
 
 
 @needs_chromium
-@pytest.mark.parametrize(("width", "lines"), [(1920, 1), (1440, 2), (1280, 2), (390, 5)])
+@pytest.mark.parametrize(("width", "lines"), [(1920, 2), (1440, 3), (1280, 3), (390, 5)])
 def test_panels_share_the_width(
     width: int, lines: int, browser: chromium.Browser, healthy: Check, tmp_path: Path
 ) -> None:
@@ -306,7 +208,7 @@ def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: P
     residual = Residual(
         first.key,
         *(32768, 16384, -3, (5, 16000, 379)),
-        (Element((17, 1, 5), 0.25, float("nan"), 1),),
+        (Element((17, 1, 5), 0.25, float("nan"), 1), Element((17, 1, 5), 0.25, 0.75, 3)),
         ((1, "[32:64, 0:2, 0:128]"),),
     )
     show(browser, (dataclasses.replace(summary, residuals=(residual,)), verdicts), tmp_path)
@@ -315,7 +217,12 @@ def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: P
     counts = ["16,384 elements", "5 elements", "16,000 elements", "379 elements"]
     assert browser.js(bars) == counts
     details = browser.js("document.querySelector('#detail').textContent")
-    for part in ("[17, 1, 5]", "2.50e-1", "NaN", "rank 1[32:64, 0:2, 0:128]", "32,768 elements"):
+    rows = "[...document.querySelectorAll('#detail .elements tr')].map(r => r.innerText)"
+    assert [row.split("\t") for row in browser.js(rows)] == [
+        ["logical index", "reference", "rank 1", "rank 3"],
+        ["[17, 1, 5]", "2.50e-1", "NaN", "7.50e-1"],
+    ]
+    for part in ("rank 1[32:64, 0:2, 0:128]", "32,768 elements"):
         assert part in details
     browser.click("#detail .mini li:not(.here) button", at=5)
     details = browser.js("document.querySelector('#detail').textContent")
@@ -340,6 +247,70 @@ def test_culprit_curve_and_keyboard_lead_to_details(
     for key in ("ArrowDown", "ArrowRight", "Enter"):
         browser.key(key)
     assert not browser.js("document.getElementById('detail').hidden")
+    assert browser.faults == []
+
+
+@needs_chromium
+def test_details_take_the_focus_and_give_it_back(
+    browser: chromium.Browser, diverged: Check, tmp_path: Path
+) -> None:
+    """A keyboard goes on in the details, also after a neighbour was chosen there."""
+    show(browser, diverged, tmp_path)
+    focus = "document.activeElement.id || document.activeElement.className"
+    browser.js("document.querySelector('.open-row').focus()")
+    browser.click(".open-row")
+    assert browser.js(focus) == "detail"
+    browser.click("#detail .mini button")
+    assert browser.js(focus) == "detail"
+    browser.key("Escape")
+    assert browser.js(focus) == "open-row"
+
+
+@needs_chromium
+def test_a_link_leads_to_a_tensor(
+    browser: chromium.Browser, diverged: Check, tmp_path: Path
+) -> None:
+    """The address names the open tensor; opened again, the page shows it."""
+    show(browser, diverged, tmp_path)
+    browser.click(".open-row")
+    address = "#1/0/output/0/embedding.word_embeddings"
+    assert browser.js("location.hash") == address
+    browser.key("Escape")
+    assert browser.js("location.hash") == ""
+    browser.js(f"location.hash = '{address}'")
+    heading = "document.querySelector('#detail h3')?.textContent"
+    browser.js("new Promise(requestAnimationFrame)")
+    assert browser.js(heading) == "embedding.word_embeddings output.0"
+    assert not browser.js("document.getElementById('detail').hidden")
+    assert browser.faults == []
+
+
+@needs_chromium
+def test_layers_alike_are_folded(browser: chromium.Browser, tmp_path: Path) -> None:
+    """One row for all; a click shows each, with cells that can be opened; and back."""
+    show(browser, embedding_bug(layers=24, microbatches=1), tmp_path)
+    labels = (
+        "[...document.querySelectorAll('#map > div:not([hidden]) .rows')]"
+        ".find(e => e.getBoundingClientRect().width).textContent.split(/\\s+/).filter(Boolean)"
+    )
+    assert "decoder.layers.0-23" in browser.js(labels)
+    assert len(browser.js(labels)) < 8
+    button = "document.getElementById('unfold').textContent"
+    assert browser.js(button) == "Unfold 24 layers"
+    browser.click("#unfold")
+    assert "decoder.layers.23" in browser.js(labels)
+    assert browser.js(button) == "Fold 24 layers"
+    cells = "document.querySelectorAll('#map > div:not([hidden]) rect[data-c]')"
+    assert browser.js(f"{cells}.length") > 500
+    browser.click("#map > div:not([hidden]) rect[data-c]", at=99)
+    heading = "document.querySelector('#detail h3').textContent"
+    here = browser.js(heading)
+    browser.js("document.getElementById('map').focus()")
+    browser.key("ArrowDown")
+    assert browser.js(heading) != here
+    browser.key("Escape")
+    browser.js("document.querySelector('#unfold').click()")
+    assert "decoder.layers.0-23" in browser.js(labels)
     assert browser.faults == []
 
 
@@ -410,8 +381,13 @@ def test_print_shows_what_is_folded(
     """A fold cannot be opened on paper."""
     show(browser, diverged, tmp_path)
     assert browser.js("document.querySelectorAll('details:not([open])').length") > 0
-    browser.pdf()
+    printed = browser.pdf()
     assert browser.js("document.querySelectorAll('details:not([open])').length") == 0
+    # The map begins on the first page: its cells are rectangles there.
+    (first, *_) = re.findall(rb"/Type /Page\b.*?/Contents (\d+) 0 R", printed, re.DOTALL)
+    content = re.search(rb"\n" + first + rb" 0 obj.*?stream\r?\n(.*?)endstream", printed, re.DOTALL)
+    assert content is not None
+    assert zlib.decompress(content[1]).count(b" re\n") > 60
 
 
 @needs_chromium

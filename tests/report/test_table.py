@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
 from megatron_ttrace.report import table
-from megatron_ttrace.trace.records import Direction, Kind, Outcome, Reason
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, Reason, Verdict
 from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_verdict, norm_bug
 
 
@@ -51,19 +52,65 @@ def test_layers_are_in_the_order_of_execution() -> None:
     names += ["decoder.layers.10", "decoder.final_layernorm", "output_layer"]
     verdicts = [make_verdict(name, kinds.get(name, Kind.OUTPUT)) for name in names]
     verdicts += [make_verdict("model"), make_verdict("loss", Kind.LOSS)]
-    layers = table.heat_map(verdicts).layers
-    assert layers == (
-        "tokens",
+    layers = (
         "embedding",
         "decoder.layers.2",
         "decoder.layers.10",
         "decoder.final_layernorm",
         "output_layer",
         "model",
-        "loss",
     )
+    assert table.heat_map(verdicts).layers == (*layers, table.WHOLE_STEP)
     rows = sorted(table.layer_rows(verdicts), key=lambda row: row.depth)
-    assert tuple(dict.fromkeys(row.layer for row in rows)) == layers
+    assert tuple(dict.fromkeys(row.layer for row in rows)) == ("tokens", *layers, "loss")
+
+
+def alike(layers: int, *odd: int) -> list[Verdict]:
+    """Layers that pass, but for the odd ones."""
+    return [
+        make_verdict(
+            f"decoder.layers.{layer}.mlp",
+            kind,
+            rel_err=layer * 1e-4,
+            verdict=Outcome.DIVERGED if layer in odd else Outcome.PASS,
+        )
+        for layer in range(layers)
+        for kind in (Kind.INPUT, Kind.OUTPUT)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "rows"),
+    [
+        (alike(4), ["decoder.layers.0-3"]),
+        (alike(2), ["decoder.layers.0", "decoder.layers.1"]),
+        (alike(7, 3), ["decoder.layers.0-2", "decoder.layers.3", "decoder.layers.4-6"]),
+        (alike(4)[:-1], ["decoder.layers.0-2", "decoder.layers.3"]),
+        ([*alike(5)[:4], *alike(5)[6:]], [f"decoder.layers.{n}" for n in (0, 1, 3, 4)]),
+        ([make_verdict(name) for name in "abcd"], list("abcd")),
+    ],
+)
+def test_layers_alike_are_one_row(verdicts: list[Verdict], rows: list[str]) -> None:
+    """At least three neighbours that pass and fail in the same cells, whatever their margins."""
+    found = table.heat_map(verdicts)
+    names = table.folds(found)
+    assert list(dict.fromkeys(names.get(layer, layer) for layer in found.layers)) == rows
+
+
+def test_rows_with_failures_are_in_the_order_of_the_error() -> None:
+    """The culprit's first, however small its margin; then as they were computed."""
+    summary, verdicts = embedding_bug()
+    rows = table.failing_rows(verdicts, summary.culprits)
+    assert [(row.layer, row.direction.value) for row in rows[:3]] == [
+        ("embedding", "forward"),
+        ("decoder.layers.0", "forward"),
+        ("decoder.layers.1", "forward"),
+    ]
+    assert [row.first for row in rows[1:]] == sorted(row.first for row in rows[1:])
+    assert all(verdicts[row.first].verdict.is_failure for row in rows)
+    late = dataclasses.replace(summary.culprits[0], name="grad_norm", kind=Kind.GRAD_NORM)
+    late = dataclasses.replace(late, direction=Direction.GRADIENT, microbatch=-1)
+    assert table.failing_rows(verdicts, [late])[0].layer == "grad_norm"
 
 
 def test_stacks_are_found_in_the_names() -> None:
@@ -150,7 +197,7 @@ def test_heat_map_covers_everything() -> None:
     assert directions == sorted(directions)
     assert sum(cell.total for cell in found.cells.values()) == len(verdicts)
     assert set(found.layers) == {layer for layer, _ in found.cells}
-    assert found.layers[0] == "tokens"
+    assert (found.layers[0], found.layers[-1]) == ("embedding", table.WHOLE_STEP)
 
 
 def test_unchecked_reasons_are_grouped() -> None:

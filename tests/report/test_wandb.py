@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from tests.trace.test_sanitise import HOSTILE, check_with
 
 wandb = pytest.importorskip("wandb")
 Check = tuple[Summary, list[Verdict]]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -224,7 +226,7 @@ def test_a_silent_server_does_not_hang(
         monkeypatch.setenv("WANDB_BASE_URL", address)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         started = time.monotonic()
-        line = sink.log(*healthy, tmp_path / "none", directory=tmp_path)
+        line = sink.log(*healthy, tmp_path / "none", directory=tmp_path, online=True)
         assert time.monotonic() - started < 15
     assert "offline run" in line
     assert f"{address} did not answer" in line
@@ -246,7 +248,64 @@ def test_waiting_is_bounded(
 def test_the_mode_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """WANDB_MODE decides, also where there is no key."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert sink._mode(wandb) == (None, "")
+    assert sink._mode(wandb, online=True) == (None, "")
+    assert sink._mode(wandb, online=False) == (None, "")
+
+
+class Counts(http.server.BaseHTTPRequestHandler):
+    """A proxy that remembers whether anybody called, and answers nobody."""
+
+    calls = 0
+
+    def handle(self) -> None:
+        type(self).calls += 1
+
+
+@pytest.mark.parametrize(
+    ("online", "project", "mode"),
+    [(False, "", "offline"), (True, "", "online"), (False, "mine", "online")],
+)
+def test_a_key_is_not_a_permission(
+    online: bool, project: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flag or a project is."""
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_PROJECT", project)
+    monkeypatch.setattr(sink, "_answers", lambda _: True)
+    assert sink._mode(wandb, online)[0] == mode
+
+
+def test_nothing_is_sent_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, because wandb's service reports about itself when it ends."""
+    monkeypatch.setattr(Counts, "calls", 0)
+    code = (
+        "import pathlib, sys, megatron_ttrace.report.wandb as sink\n"
+        "from tests.report.synthetic_report import healthy_verdicts, make_summary\n"
+        "found, place = healthy_verdicts(), pathlib.Path(sys.argv[1])\n"
+        "print(sink.log(make_summary(found), found, place / 'none', directory=place))"
+    )
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Counts) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        environment = os.environ | {
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_BASE_URL": address,
+            **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), address),
+        }
+        environment.pop("WANDB_ERROR_REPORTING", None)
+        environment.pop("WANDB_SERVICE", None)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        server.shutdown()
+    assert str(run_folder(tmp_path)) in done.stdout
+    assert "nothing was sent: --ttrace-wandb allows it" in done.stdout
+    assert Counts.calls == 0
 
 
 def test_a_key_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +351,7 @@ def test_a_server_that_refuses_leaves_an_offline_run(
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         monkeypatch.setattr(sink, "INIT_SECONDS", 2.0)
-        line = sink.log(*healthy, tmp_path / "none", directory=tmp_path)
+        line = sink.log(*healthy, tmp_path / "none", directory=tmp_path, online=True)
         server.shutdown()
     assert "WARNING: online logging failed" in line
     assert str(run_folder(tmp_path)) in line

@@ -7,6 +7,7 @@ communication, so that Megatron's own wrappers run unmodified over gloo. They ar
 TransformerEngine's module names by ``activate()`` only, and never when the real one imports.
 """
 
-from megatron_ttrace.cpu.te.offering import VERSION, emulated, install, real_present
+from megatron_ttrace.cpu.te import releases
+from megatron_ttrace.cpu.te.offering import emulated, install, real_present
 
-__all__ = ["VERSION", "emulated", "install", "real_present"]
+__all__ = ["emulated", "install", "real_present", "releases"]

@@ -11,6 +11,7 @@ import torch
 from megatron_ttrace.cpu.te import context_parallel
 from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention
 from megatron_ttrace.cpu.te.base import TransformerEngineBaseModule
+from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.masks import CAUSAL, MaskRule, Tokens, canonical_kind
 from megatron_ttrace.cpu.te.parallel import all_reduce, group_size
 
@@ -57,8 +58,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         return_max_logit: bool | None = False,
+        bottom_right_diagonal: bool | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__()
+        _refuse(bottom_right_diagonal=bottom_right_diagonal)
         self.qkv_format = qkv_format
         self.attn_mask_type = canonical_kind(attn_mask_type)
         self.window_size = window_size
@@ -88,7 +92,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 (heads,),
                 torch.float32,
                 "cpu",
-                torch.nn.init.zeros_,
+                torch.nn.init.zeros_ if since(Change.SINKS_START_AT_ZERO) else _left_as_it_is,
                 tracked=True,
             )
         elif self.softmax_type != "vanilla":
@@ -139,17 +143,31 @@ class DotProductAttention(TransformerEngineBaseModule):
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
         pad_between_seqs: bool | None = None,
         fp8_output: bool = False,
         num_splits: int | None = 1,
-        **unused: Any,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: dict[str, torch.Tensor] | None = None,
+        score_mod_bprop_tensors: dict[str, torch.Tensor] | None = None,
     ) -> Any:
         """``[sq, b, h, d]``, ``[sk, b, g, d]``, ``[sk, b, g, dv]`` to ``[sq, b, h * dv]``.
 
         ``bshd`` and ``thd`` likewise. With ``return_max_logit`` also each head's largest score.
         """
+        _refuse(
+            bottom_right_diagonal=bottom_right_diagonal,
+            alibi_slopes=alibi_slopes,
+            inference_params=inference_params,
+            score_mod=score_mod,
+        )
         qkv_format = qkv_format or self.qkv_format
         q, k, v = (to_bhsd(t, qkv_format) for t in (query_layer, key_layer, value_layer))
         rule = self._rule(attn_mask_type, window_size, q.shape[2], k.shape[2])
@@ -165,6 +183,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         padded_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
         tensors = (q, k, v, core_attention_bias, self.softmax_offset)
         if context_parallel.needed(self.cp_group):
+            if self.return_max_logit and qkv_format == "thd":
+                _require_largest_logit()
             out, max_score = context_parallel.attention(
                 *tensors,
                 settings,
@@ -186,6 +206,22 @@ class DotProductAttention(TransformerEngineBaseModule):
             if group_size(group) > 1:
                 max_score = all_reduce(max_score, group, torch.distributed.ReduceOp.MAX)
         return output, max_score
+
+
+def _refuse(**given: Any) -> None:
+    """Refuse arguments that TransformerEngine takes, and this does not."""
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"attention with {name} on a CPU")
+
+
+def _require_largest_logit() -> None:
+    if not since(Change.PACKED_LARGEST_LOGIT):
+        raise ValueError("context parallelism of packed sequences does not tell the largest logit")
+
+
+def _left_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _packed(cu_seqlens: torch.Tensor | None, length: int) -> Tokens:

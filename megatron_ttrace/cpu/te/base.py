@@ -94,12 +94,20 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 self.register_parameter(name, real)
             self._initialise(name)
 
-    def mark_partitioned(self, parameter: torch.nn.Parameter, partitioned: bool, dim: int) -> None:
+    def mark_partitioned(self, parameter: torch.nn.Parameter, dim: int) -> None:
         """Tell Megatron along which dim a parameter is cut over the tensor-parallel ranks."""
         attributes: Any = parameter
-        attributes.tensor_model_parallel = partitioned
+        attributes.tensor_model_parallel = True
         attributes.partition_dim = dim
         attributes.partition_stride = 1
+
+    def mark_bias(self, bias: torch.nn.Parameter) -> None:
+        """Tell Megatron how a bias is cut, or that its gradient is one part of the sequence's."""
+        attributes: Any = bias
+        if self.parallel_mode == "row":
+            attributes.sequence_parallel = self.sequence_parallel
+        elif self.parallel_mode == "column":
+            self.mark_partitioned(bias, 0)
 
     # Delayed weight gradients
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron_ttrace.cpu.te import cp_all_to_all, cp_gather, cp_ring
 from megatron_ttrace.cpu.te.attention_core import AttentionSettings
+from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.masks import Tokens
 from megatron_ttrace.cpu.te.parallel import Group, group_size
 
@@ -64,7 +65,12 @@ def held_tokens(local_length: int, size: int, rank: int, cu_seqlens: torch.Tenso
 
 
 def _refuse(
-    bias: torch.Tensor | None, sink: torch.Tensor | None, settings: AttentionSettings, comm: str
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    settings: AttentionSettings,
+    comm: str,
+    packed: bool,
+    unequal_heads: bool,
 ) -> None:
     # TransformerEngine's own limits, so that what runs here also runs there.
     if bias is not None or settings.hidden is not None:
@@ -73,6 +79,18 @@ def _refuse(
         raise ValueError(f"context parallelism by {comm} does not support sliding windows")
     if sink is not None and comm != "a2a":
         raise ValueError(f"context parallelism by {comm} does not support attention sinks")
+    if packed and not _takes_packed(comm, sink is not None):
+        also = " and attention sinks" if sink is not None else ""
+        raise ValueError(f"context parallelism by {comm} does not support packed sequences{also}")
+    ring = comm in ("p2p", "a2a+p2p") and since(Change.CONTEXT_PARALLEL_MLA_RING)
+    if unequal_heads and not (ring or since(Change.CONTEXT_PARALLEL_MLA)):
+        raise ValueError(f"context parallelism by {comm} does not support MLA")
+
+
+def _takes_packed(comm: str, with_sink: bool) -> bool:
+    if comm == "a2a":
+        return since(Change.PACKED_SINKS if with_sink else Change.PACKED_ALL_TO_ALL)
+    return comm == "p2p" or (comm == "all_gather" and since(Change.PACKED_ALL_GATHER))
 
 
 def attention(
@@ -90,7 +108,8 @@ def attention(
 
     ``cu_seqlens`` are the starts of packed sequences, before they were cut.
     """
-    _refuse(bias, sink, settings, comm)
+    packed, unequal_heads = cu_seqlens is not None, k.shape[-1] != v.shape[-1]
+    _refuse(bias, sink, settings, comm, packed, unequal_heads)
     levels = groups(group)
     if comm == "a2a+p2p":
         if len(levels) != 2:

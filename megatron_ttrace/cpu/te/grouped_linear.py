@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransformerEngine's ``GroupedLinear``: one linear layer per expert, on consecutive tokens."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 
 from megatron_ttrace.cpu.te import delayed_wgrad
 from megatron_ttrace.cpu.te.base import InitMethod, TransformerEngineBaseModule, default_init
+from megatron_ttrace.cpu.te.differences import Change, since
+from megatron_ttrace.cpu.te.linear import refuse_delayed
 from megatron_ttrace.cpu.te.products import (
     Operand,
     Precision,
@@ -18,6 +21,10 @@ from megatron_ttrace.cpu.te.products import (
     input_gradient,
     weight_gradient,
 )
+from megatron_ttrace.cpu.te.releases import Release, current
+from megatron_ttrace.errors import TTraceError
+
+_SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,24 @@ class GroupedLinearFunction(torch.autograd.Function):
         return grad_input, None, *grad_parameters
 
 
+def _marks() -> bool:
+    """Whether weights are marked as divided, whatever the mode."""
+    if since(Change.GROUPED_UNMARKED):
+        contiguous = os.environ.get("NVTE_ALLOC_CONTIGUOUS_GROUPED_LINEAR_WEIGHTS", "0")
+        return current() < Release(2, 14) and contiguous != "0"
+    return True
+
+
+def _refuse_single(asked: bool) -> None:
+    """Refuse one parameter for all experts, where TransformerEngine would make it."""
+    by_variable = since(Change.GROUPED_SINGLE_BY_VARIABLE)
+    if asked and not (by_variable and os.environ.get(_SINGLE, "0") == "0"):
+        raise TTraceError(
+            "one weight for all experts (--moe-single-grouped-weight) is not emulated on a CPU: "
+            "drop the option for this check"
+        )
+
+
 class GroupedLinear(TransformerEngineBaseModule):
     """Linear layers ``weight0``, ``weight1``, … of equal shape.
 
@@ -129,9 +154,16 @@ class GroupedLinear(TransformerEngineBaseModule):
         ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__()
+        if ub_overlap_rs or ub_overlap_ag:
+            raise ValueError("GroupedLinear does not overlap communication")
+        if tp_size > 1 and bias:
+            raise ValueError("GroupedLinear with tensor parallelism takes no bias")
+        _refuse_single(single_grouped_weight or single_grouped_bias)
         dtype = params_dtype or torch.get_default_dtype()
         self.num_gemms = num_gemms
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
@@ -144,27 +176,35 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.use_bias, self.return_bias = bias, return_bias
         self.apply_bias = bias and not return_bias
         self.save_original_input = save_original_input
-        dim = 1 if parallel_mode == "row" else 0
+        dim, marked = 1 if parallel_mode == "row" else 0, _marks()
         for index in range(num_gemms):
             shape = (self.out_features, self.in_features)
             init = init_method or default_init
             weight = self.add_parameter(f"weight{index}", shape, dtype, device, init, tracked=True)
-            # Marked in any case, as TransformerEngine does: Megatron 0.17 and 0.18 give experts
-            # no mode, and count a gradient norm by the mark.
-            self.mark_partitioned(weight, True, dim)
+            # Megatron before 0.19 leaves these unmarked, and counts a gradient norm by the mark.
+            if marked:
+                self.mark_partitioned(weight, dim)
             if bias:
                 zero = torch.nn.init.zeros_
                 part = self.add_parameter(f"bias{index}", shape[:1], dtype, device, zero)
-                self.mark_partitioned(part, parallel_mode == "column", 0)
+                if marked:
+                    self.mark_bias(part)
             else:
                 setattr(self, f"bias{index}", torch.Tensor())
         if delay_wgrad_compute:
             self.delay_gradients(*(f"weight{index}" for index in range(num_gemms)))
 
     def forward(
-        self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
+        self,
+        inp: torch.Tensor,
+        m_splits: Any,
+        is_first_microbatch: bool | None = None,
+        out: torch.Tensor | None = None,
+        dgrad_out: torch.Tensor | None = None,
     ) -> Any:
         """``[tokens, k]`` to ``[tokens, n]``; ``m_splits`` are the numbers of tokens per expert."""
+        if out is not None or dgrad_out is not None:
+            raise NotImplementedError("a grouped layer that writes to a given tensor on a CPU")
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         if len(splits) != self.num_gemms:
             raise ValueError(f"{len(splits)} splits for {self.num_gemms} experts")
@@ -177,6 +217,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             delayed=self.wgrad_queue,
             with_bias=self.apply_bias,
         )
+        refuse_delayed(settings.precision, self.save_original_input)
         parameters = weights + biases if self.apply_bias else weights
         output = GroupedLinearFunction.apply(flat(inp), settings, *parameters)
         output = output.view(*inp.shape[:-1], output.shape[-1])

@@ -15,6 +15,7 @@ from megatron_ttrace.cpu.te.linear import (
     linear_weight_gradient,
     reduce_grad_input,
     reduce_output,
+    require_fp8_sizes,
 )
 from megatron_ttrace.cpu.te.norms import NormKind, norm_backward, norm_forward
 from megatron_ttrace.cpu.te.products import (
@@ -41,6 +42,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         return_normalized: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, ..., k]`` to ``[s', ..., n]`` and, if asked for, the norm's ``[s, ..., k]``."""
+        require_fp8_sizes(x, weight, settings)
         precision = settings.precision
         normalized, mean, inverse = norm_forward(x, norm_weight, norm_bias, kind)
         # First gathered, then rounded: all ranks round the same tensor.
@@ -150,6 +152,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
     ) -> None:
         tracker_name = getattr(self, "rng_tracker_name", None)
         super().__init__()
+        if parallel_mode == "row":
+            raise NotImplementedError("a norm cannot be cut along its features")
         if return_layernorm_output_gathered:
             raise NotImplementedError("the gathered norm output is not returned on a CPU")
         dtype = params_dtype or torch.get_default_dtype()
@@ -189,10 +193,10 @@ class LayerNormLinear(TransformerEngineBaseModule):
     def _add_linear(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
         shape = (self.out_features, self.in_features)
         self.add_parameter("weight", shape, dtype, device, init, tracked=True)
-        self.mark_partitioned(self.weight, True, 0)
+        self.mark_partitioned(self.weight, 0)
         if self.use_bias:
             self.add_parameter("bias", (self.out_features,), dtype, device, torch.nn.init.zeros_)
-            self.mark_partitioned(self.bias, self.parallel_mode == "column", 0)
+            self.mark_bias(self.bias)
         else:
             self.bias = torch.Tensor()
 

@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 from megatron_ttrace.cpu.stand_in import offer
-
-#: What Megatron takes this for: the version that has all of the interface implemented here.
-VERSION = "2.10.0"
+from megatron_ttrace.cpu.te import releases
+from megatron_ttrace.cpu.te.differences import as_released, offers
+from megatron_ttrace.errors import TTraceError
 
 _PACKAGE = "megatron_ttrace.cpu.te"
 
@@ -103,16 +103,35 @@ def emulated() -> bool:
 
 
 def install() -> None:
-    """Offer everything, unless the real TransformerEngine is there."""
+    """Offer everything that the release to emulate has, unless the real TransformerEngine is there.
+
+    Raises:
+        TTraceError: when another release is emulated already, or the one asked for cannot be.
+    """
     global _emulated
-    if _emulated or real_present():
+    if _emulated:
+        if releases.wanted() != releases.current():
+            raise TTraceError(
+                f"TransformerEngine {releases.current()} is emulated already: "
+                f"set {releases.VARIABLE} before Python starts"
+            )
         return
+    if real_present():
+        return
+    releases.use(releases.wanted())
+    released: dict[int, Any] = {}
     for name, homes in _OFFERED.items():
         contents: dict[str, Any] = {}
+        _, _, below = name.partition(".")
         for home, words in homes.items():
             module = importlib.import_module(f"{_PACKAGE}.{home}")
-            contents |= {word: getattr(module, word) for word in words.split()}
-        offer(name, contents)
+            for word in words.split():
+                if offers(below, word):
+                    thing = getattr(module, word)
+                    # One class, wherever it is imported from.
+                    contents[word] = released.setdefault(id(thing), as_released(thing))
+        if contents or not homes:
+            offer(name, contents)
     engine: Any = sys.modules["transformer_engine"]
-    engine.__version__ = VERSION
+    engine.__version__ = str(releases.current())
     _emulated = True

@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.norms import compute_dtype
 
 
 def _rows(routing_map: torch.Tensor, num_out_tokens: int | None) -> torch.Tensor:
     """Token and expert of each permuted row: by expert, then by token."""
+    needs_rows = since(Change.PERMUTE_NEEDS_ROWS) and routing_map.shape[0] > 0
+    if needs_rows and (num_out_tokens is None or num_out_tokens <= 0):
+        raise AssertionError(f"moe_permute needs num_out_tokens > 0, not {num_out_tokens}")
     rows = routing_map.bool().t().nonzero().flip(-1)
     limit = num_out_tokens if num_out_tokens is not None and num_out_tokens >= 0 else None
     return rows[:limit]
@@ -48,8 +52,11 @@ def moe_unpermute(
     restore_shape: Any = None,
     map_type: str = "mask",
     probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum ``[rows, h]`` to ``[tokens, h]``, weighted if ``merging_probs`` ``[tokens, experts]``."""
+    if pad_offsets is not None:
+        raise NotImplementedError("rows padded by moe_permute_and_pad_with_probs, on a CPU")
     weights = merging_probs if merging_probs is not None else probs
     values = inp.to(compute_dtype(inp.dtype))
     if weights is not None:

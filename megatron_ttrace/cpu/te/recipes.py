@@ -5,6 +5,7 @@ The classes carry the interface's field names. They name ``transformer_engine.co
 their module, because that is where a checkpoint that holds one expects to find it.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_ttrace.cpu.te.differences import takes
+
 MODULE = "transformer_engine.common.recipe"
+
+
+#: Options of recipes, and the variables that are their defaults.
+_NOT_IMPLEMENTED = {
+    "backward_override": "NVTE_BACKWARD_OVERRIDE",
+    "use_power_2_scales": "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+    "use_f32_scales": "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+}
 
 
 class _Pair(NamedTuple):
@@ -38,6 +49,14 @@ class Recipe:
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that change numbers and are not implemented, as variables too."""
+        recipe = next(c.__name__ for c in type(self).__mro__ if c.__module__ == MODULE)
+        for option, variable in _NOT_IMPLEMENTED.items():
+            asked = getattr(self, option, None) or os.environ.get(variable, "0") != "0"
+            if asked and hasattr(self, option) and takes(recipe, option):
+                raise NotImplementedError(f"{option} ({variable}) is not implemented on a CPU")
 
     @classmethod
     def delayed(cls) -> bool:
@@ -91,6 +110,7 @@ class DelayedScaling(Recipe):
     # Megatron passes what it passes to modules.
     params_dtype: Any = None
     device: Any = None
+    backward_override: str | None = None
 
 
 @dataclass
@@ -100,15 +120,19 @@ class Float8CurrentScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    use_power_2_scales: bool = False
+    backward_override: str | None = None
 
 
 @dataclass
 class Float8BlockScaling(Recipe):
     """One power of two for 128 neighbours of an activation, or for 128 x 128 of a weight."""
 
+    use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = None
 
 
 @dataclass
@@ -119,6 +143,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = None
 
 
 class NVFP4BlockScaling(Recipe):

@@ -3,13 +3,30 @@
 
 import torch
 
+from megatron_ttrace.cpu.te.differences import Change, since
+
+
+def _require_bytemap(routing_map_format: int | str) -> None:
+    """Refuse another form of the routing map than one byte per token and expert."""
+    if routing_map_format not in (0, "bytemap"):
+        raise NotImplementedError("a routing map of bits, on a CPU")
+
+
+def _rounded(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``scores`` as the kernels keep them from one step to the next."""
+    return scores if since(Change.ROUTER_IN_FLOAT32) else scores.to(dtype).float()
+
 
 def _activated(logits: torch.Tensor, score_function: str) -> torch.Tensor:
     if score_function == "softmax":
-        return torch.softmax(logits.float(), -1)
-    if score_function == "sigmoid":
-        return torch.sigmoid(logits.float())
-    raise ValueError(f"unknown score function {score_function}")
+        scores = torch.softmax(logits.float(), -1)
+    elif score_function == "sigmoid":
+        scores = torch.sigmoid(logits.float())
+    elif score_function == "sqrtsoftplus" and since(Change.ROUTER_SQRTSOFTPLUS):
+        scores = torch.nn.functional.softplus(logits.float()).sqrt()
+    else:
+        raise ValueError(f"unknown score function {score_function}")
+    return _rounded(scores, logits.dtype)
 
 
 def _choose(
@@ -36,18 +53,30 @@ def fused_topk_with_score_function(
     scaling_factor: float | None,
     score_function: str,
     expert_bias: torch.Tensor | None,
+    routing_map_format: int | str = 0,
+    topk_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and choice of experts, both ``[tokens, experts]``; weights in the logits' type."""
+    _require_bytemap(routing_map_format)
+    if topk_indices is not None:
+        raise NotImplementedError("the chosen experts as a list, on a CPU")
+    dtype = logits.dtype
     if score_function == "softmax" and not use_pre_softmax:
         indices = _choose(logits, topk, num_groups, group_topk)
-        chosen = torch.softmax(logits.gather(1, indices).float(), -1)
+        chosen = _rounded(torch.softmax(logits.gather(1, indices).float(), -1), dtype)
     else:
         scores = _activated(logits, score_function)
-        biased = scores if expert_bias is None else scores + expert_bias
-        indices = _choose(biased, topk, num_groups, group_topk)
-        chosen = scores.gather(1, indices)
-        if score_function == "sigmoid" and topk > 1:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        if expert_bias is None:
+            indices = _choose(scores, topk, num_groups, group_topk)
+            chosen = scores.gather(1, indices)
+        else:
+            # The bias is added before the choice, and taken away from the chosen.
+            biased = _rounded(scores + expert_bias, dtype)
+            indices = _choose(biased, topk, num_groups, group_topk)
+            chosen = biased.gather(1, indices) - expert_bias.expand_as(biased).gather(1, indices)
+            chosen = _rounded(chosen, dtype)
+        if score_function != "softmax" and topk > 1:
+            chosen = _rounded(chosen / (chosen.sum(-1, keepdim=True) + 1e-20), dtype)
     if scaling_factor:
         chosen = chosen * scaling_factor
     probabilities = torch.zeros_like(logits).scatter(1, indices, chosen.to(logits.dtype))
@@ -56,12 +85,15 @@ def fused_topk_with_score_function(
 
 
 def fused_compute_score_for_moe_aux_loss(
-    logits: torch.Tensor, topk: int, score_function: str
+    logits: torch.Tensor, topk: int, score_function: str, routing_map_format: int | str = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choice and normalised scores of all experts, both ``[tokens, experts]``."""
+    _require_bytemap(routing_map_format)
     scores = _activated(logits, score_function)
-    if score_function == "sigmoid":
+    if score_function != "softmax" and (topk > 1 or since(Change.ROUTER_TOP1_NORMALISED)):
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    if not since(Change.ROUTER_IN_FLOAT32):
+        scores = scores.to(logits.dtype)
     indices = scores.topk(topk, dim=-1).indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True), scores
 

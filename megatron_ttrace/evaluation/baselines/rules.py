@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other tools' rules for "the same", each written from its published definition.
 
-docs/baselines.md names the sources, and what each rule misses.
+docs/alternatives.md names the sources, and what each rule misses.
 """
 
 from __future__ import annotations

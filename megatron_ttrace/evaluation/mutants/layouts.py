@@ -34,6 +34,13 @@ LAYOUTS = (
     _job("te-tp2-sp", 2, "llama-te", "tp2 sp"),
     _job("pp2", 2, "gpt", "pp2"),
     _job("pp2-vpp2", 2, "gpt", "pp2 vpp2"),
+    _job("pp2-uneven", 2, "gpt", "pp2 --num-layers 3 --decoder-first-pipeline-num-layers 1"),
+    _job("pp2-split", 2, "gpt", "pp2 --num-layers 3 --account-for-embedding-in-pipeline-split"),
+    _job("pp2-moe", 2, "moe", f"pp2 {_AUX}"),
+    _job(
+        *("pp2-moe-fp16", 2, "moe-te"),
+        f"pp2 mtp --mtp-detach-heads zero --fp16 --loss-scale 256 {_AUX}",
+    ),
     _job("pp2-mtp", 2, "llama-te", "pp2 mtp --mtp-detach-heads zero"),
     _job("tp2-mtp", 2, "llama-te", "tp2 mtp"),
     _job("tp2-sp-dsa", 2, "dsa-te", "tp2 sp"),
@@ -68,7 +75,7 @@ LAYOUTS = (
     _job("zero-instances", 4, "gpt", "zero --num-distributed-optimizer-instances 2"),
     _job("tp2-sp-hybrid", 2, "hybrid", "tp2 sp"),
     _job("cp2-hybrid", 2, "hybrid", "cp2"),
-    _job("tp2-sp-gdn", 2, "gdn-te", "tp2 sp"),
+    _job("cp2-gdn", 2, "gdn-te", "cp2"),
 )
 
 _FIRST = {
@@ -76,7 +83,7 @@ _FIRST = {
     "distributed": ("dp2-zero-overlap", "dp2-zero", "dp2", "tp2-dp2-zero", "ep2"),
     "pipeline_parallel": ("pp2-vpp2", "pp2", "pp2-dp2-zero", "pp2-vpp2-dp2", "cp2-moe"),
     "transformer.moe": ("ep2", "tp2-sp-ep2", "ep2-all-gather", "cp2-moe", "tp2-ep2"),
-    "ssm": ("tp2-sp-hybrid", "cp2-hybrid", "tp2-sp-gdn"),
+    "ssm": ("tp2-sp-hybrid", "cp2-hybrid", "cp2-gdn"),
     "optimizer": ("dp2-zero", "dp2-zero-overlap", "tp2-dp2-zero", "ep2", "tp2-fp16", "pp2-mtp"),
 }
 _THEN = (

@@ -33,6 +33,8 @@ class Mutant:
         span: what is replaced.
         fragment: its text.
         replacement: the new text.
+        statement: the first line of the statement around it.
+        classes: those that the statement names, or the branch of an ``if`` that it is in.
     """
 
     id: str
@@ -42,6 +44,8 @@ class Mutant:
     span: Span
     fragment: str
     replacement: str
+    statement: str = ""
+    classes: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
@@ -73,6 +77,32 @@ class Fate(StrEnum):
     """Found equivalent to the reference."""
 
 
+class Phase(StrEnum):
+    """The part of a training step that code outside of any module belongs to."""
+
+    SETUP = "setup"
+    """Before the first forward pass."""
+    SCHEDULE = "schedule"
+    """Microbatches, pipeline stages, and what is sent between them."""
+    GRADIENTS = "gradients"
+    """Reduction of gradients, and gathering of parameters."""
+    OPTIMIZER = "optimizer"
+    LOGGING = "logging"
+    """None of the others."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ran:
+    """Where a mutated function runs without the mutant.
+
+    ``modules`` are those in whose forward pass, backward pass or constructor it runs; layers are
+    not numbered (``decoder.layers.*.mlp``). ``phases`` are those in which it runs outside of them.
+    """
+
+    modules: tuple[str, ...] = ()
+    phases: tuple[Phase, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MutantTrial:
     """One mutant in one layout; ``told`` are the first culprits in words, or the error."""
@@ -82,6 +112,12 @@ class MutantTrial:
     seconds: float
     told: str = ""
     culprits: tuple[Culprit, ...] = ()
+    ran: Ran = Ran()
+
+    @property
+    def explained(self) -> str:
+        """The explanation of the first culprit."""
+        return self.culprits[0].explanation if self.culprits else ""
 
 
 class Explanation(StrEnum):
@@ -90,23 +126,27 @@ class Explanation(StrEnum):
     EQUIVALENT = "equivalent"
     """Proven: in no configuration does a number of a training step depend on the change."""
     DORMANT = "dormant"
-    """Proven: a fault, but without effect in the jobs of the campaign."""
+    """A fault, with a reason why it has no effect in the jobs of the campaign."""
     UNSEEN = "unseen"
     """The fault is real, and the check does not see it."""
 
 
-HARMLESS = (Explanation.EQUIVALENT, Explanation.DORMANT)
-"""A check must not find these."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class MutantRow:
-    """One mutant after its trials; ``explanation`` and ``why`` are from survivors.toml."""
+    """One mutant after its trials; ``explanation`` and ``why`` are from survivors.toml.
+
+    ``inert``: it survived, and no job that runs its line trains differently with it.
+    """
 
     mutant: Mutant
     trials: tuple[MutantTrial, ...]
     explanation: Explanation | None = None
     why: str = ""
+    inert: bool = False
+
+    def contradiction(self) -> str:
+        """Why it cannot be a row, for the codec."""
+        return "" if self.trials else "a row has at least one trial"
 
     @property
     def fate(self) -> Fate:
@@ -116,13 +156,14 @@ class MutantRow:
     @property
     def column(self) -> str:
         """What it counts as: its fate, or why it survived if the checker is not to blame."""
-        survived = self.fate is Fate.SURVIVED
-        return str(self.explanation if survived and self.explanation in HARMLESS else self.fate)
+        if self.fate is Fate.SURVIVED and self.explanation is Explanation.EQUIVALENT:
+            return "equivalent"
+        return "inert" if self.inert else str(self.fate)
 
     @property
     def disproved(self) -> bool:
-        """Whether the check found a mutant that is listed as harmless."""
-        return self.fate is Fate.DIVERGED and self.explanation in HARMLESS
+        """Whether the check found a mutant that is listed as equivalent."""
+        return self.fate is Fate.DIVERGED and self.explanation is Explanation.EQUIVALENT
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
@@ -131,5 +172,6 @@ class MutantRow:
             "fate": self.fate.value,
             "explanation": codec.encode(self.explanation),
             "why": self.why,
+            "inert": self.inert,
             "trials": codec.encode(self.trials),
         }

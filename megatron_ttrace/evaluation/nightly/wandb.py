@@ -17,7 +17,7 @@ COLUMNS = ("part", "case", "state", "reached", "margin", "seconds", "note")
 _WARNING = "ttrace: WARNING: W&B logging failed, the night itself is complete"
 
 
-def log(night: Night, said: Sequence[str], page: Path, *, directory: Path) -> str:
+def log(night: Night, said: Sequence[str], page: Path, *, directory: Path, online: bool) -> str:
     """Log a night and return one line that says where the run is. Never raises.
 
     Args:
@@ -25,6 +25,7 @@ def log(night: Night, said: Sequence[str], page: Path, *, directory: Path) -> st
         said: what is wrong and what changed, for the alert.
         page: the trend page to attach.
         directory: where an offline run is kept.
+        online: whether the run may be sent to the server.
     """
     try:
         import wandb
@@ -38,6 +39,7 @@ def log(night: Night, said: Sequence[str], page: Path, *, directory: Path) -> st
                 project="ttrace-nightly",
                 job_type="ttrace-nightly",
                 config={"versions": dict(night.versions), "options": dict(night.options)},
+                online=online,
             ),
         )
     except Exception as error:  # noqa: BLE001 - this sink fails open

@@ -110,7 +110,9 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
     require_checkable(given)
     large = axes.of_large(given, command.ranks)
     own_data = not documents.suits(command.script)
-    made = [_job(Case(given, large, small, own_data)) for small in axes.jobs(given, large, most)]
+    smaller = axes.jobs(given, large, most)
+    can_chat = documents.can_chat()
+    made = [_job(Case(given, large, small, own_data, can_chat)) for small in smaller]
     first, rows, kept, lost = made[0]
     if len(made) > 1:
         names = ", ".join(large.spread())

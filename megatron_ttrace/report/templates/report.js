@@ -25,12 +25,18 @@
     if (value === null) return "-";
     value = num(value);
     if (!Number.isFinite(value)) return String(value);
-    if (Math.abs(value) >= 9999.5) return value.toExponential(1).replace(/\+(\d)$/, "+0$1"); // as Python writes it
+    if (Math.abs(value) >= 9999.5) return value.toExponential(1).replace("e+", "e");
     return Math.abs(value) >= 99.95 ? value.toFixed(0) : String(Number(value.toPrecision(3)));
   };
-  const error = (row) =>
-    data.rel_err[row] === null ? "-" :
-      sci(data.rel_err[row]) + (data.rel_err_eps[row] === null || num(data.rel_err[row]) === 0 ? "" : ` ${factor(data.rel_err_eps[row])}ε`);
+  const share = (value) => {
+    const percent = 100 * num(value);
+    if (!(percent >= 0.01 && percent < 10000)) return sci(value);
+    return `${percent >= 99.95 ? percent.toFixed(0) : Number(percent.toPrecision(3))} %`;
+  };
+  const error = (row) => {
+    if (data.rel_err_eps[row] === null || num(data.rel_err[row]) === 0) return sci(data.rel_err[row]);
+    return `${share(data.rel_err[row])} (${factor(data.rel_err_eps[row])} ε)`;
+  };
   const margin = (row) => (data.margin[row] === null ? "-" : `${factor(data.margin[row])}×`);
   const kind = (row) => data.kinds[data.kind[row]];
   const outcome = (row) => data.outcomes[data.outcome[row]];
@@ -140,9 +146,17 @@
       cells.forEach((cell, at) => made.append(make(tag, at ? "num" : "mono", cell)));
       return made;
     };
-    table.append(line(["logical index", "reference", "candidate", "rank"], "th"));
+    // One row per element, with the values of all ranks side by side.
+    const byIndex = new Map();
     for (const [index, reference, candidate, rank] of found.worst) {
-      table.append(line([`[${index.join(", ")}]`, sci(reference), sci(candidate), rank], "td"));
+      const place = `[${index.join(", ")}]`;
+      if (!byIndex.has(place)) byIndex.set(place, [reference, new Map()]);
+      byIndex.get(place)[1].set(rank, candidate);
+    }
+    const ranks = [...new Set(found.worst.map(([, , , rank]) => rank))].sort((a, b) => a - b);
+    table.append(line(["logical index", "reference", ...ranks.map((rank) => `rank ${rank}`)], "th"));
+    for (const [index, [reference, values]] of byIndex) {
+      table.append(line([index, sci(reference), ...ranks.map((rank) => (values.has(rank) ? sci(values.get(rank)) : ""))], "td"));
     }
     const slices = make("dl");
     for (const [rank, boxes] of found.boxes) slices.append(make("dt", "", `rank ${rank}`), make("dd", "mono", boxes));
@@ -155,7 +169,16 @@
     ];
   };
 
+  // The part of the address that leads to a tensor, for links to it.
+  const link = (row) =>
+    "#" + [data.iteration[row], data.microbatch[row], kind(row), data.index[row], text("name", row)].map(encodeURIComponent).join("/");
+  const follow = () => {
+    if (location.hash.length < 2) return;
+    for (let row = 0; row < total; row++) if (link(row) === location.hash) { show(row); return; }
+  };
+
   const show = (row) => {
+    const takesFocus = detail.hidden || detail.contains(document.activeElement);
     if (detail.hidden) returnFocus = document.activeElement;
     selectedRow = row;
     const cell = data.cell[row];
@@ -191,6 +214,8 @@
     if (members.length > shown.length) body.append(make("p", "more", `and ${members.length - shown.length} more in the list`));
     detail.hidden = false;
     detail.scrollTop = 0;
+    if (takesFocus) detail.focus();
+    history.replaceState(null, "", link(row));
     markCell(cell);
     draw();
   };
@@ -199,6 +224,7 @@
     if (detail.hidden) return;
     detail.hidden = true;
     selectedRow = -1;
+    history.replaceState(null, "", location.pathname);
     draw();
     if (returnFocus) returnFocus.focus();
   };
@@ -214,7 +240,27 @@
     if (worst[cell] < 0 || worse(row, worst[cell]) < 0) worst[cell] = row;
   }
   let selectedCell = -1;
-  if (map) for (const rect of map.querySelectorAll("rect[data-c]")) rects.set(Number(rect.dataset.c), rect);
+  const collect = () => {
+    rects.clear();
+    for (const rect of map.querySelectorAll("div:not([hidden]) > svg rect[data-c]")) rects.set(Number(rect.dataset.c), rect);
+  };
+  if (map) collect();
+  const rowAt = (cell) =>
+    Math.floor((Number(rects.get(cell).getAttribute("y")) - Number(map.dataset.header)) / Number(map.dataset.pitch));
+
+  const unfold = byId("unfold");
+  const toggle = () => {
+    const folded = unfold.getAttribute("aria-expanded") === "true";
+    unfold.setAttribute("aria-expanded", String(!folded));
+    unfold.textContent = unfold.textContent.replace(/^\w+/, folded ? "Unfold" : "Fold");
+    markCell(-1);
+    [...map.children].forEach((one, at) => { one.hidden = (at === 0) !== folded; });
+    collect();
+  };
+  if (unfold) {
+    unfold.hidden = false;
+    unfold.addEventListener("click", toggle);
+  }
 
   const markCell = (cell) => {
     rects.get(selectedCell)?.classList.remove("selected");
@@ -235,15 +281,14 @@
   };
 
   const step = (rowStep, columnStep) => {
-    if (selectedCell < 0) {
-      let first = 0;
-      for (let cell = 1; cell < worst.length; cell++) if (worse(worst[cell], worst[first]) < 0) first = cell;
-      return first;
+    if (!rects.has(selectedCell)) {
+      return [...rects.keys()].reduce((first, cell) => (worse(worst[cell], worst[first]) < 0 ? cell : first));
     }
-    const [row, column] = data.cells[selectedCell];
+    const [row, column] = [rowAt(selectedCell), data.cells[selectedCell][1]];
     let best = selectedCell;
     let distance = Infinity;
-    data.cells.forEach(([r, c], cell) => {
+    rects.forEach((_, cell) => {
+      const [r, c] = [rowAt(cell), data.cells[cell][1]];
       const along = rowStep ? (r - row) * rowStep : (c - column) * columnStep;
       const across = rowStep ? c - column : r - row;
       if (along > 0 && across === 0 && along < distance) { best = cell; distance = along; }
@@ -255,6 +300,7 @@
     map.addEventListener("click", (event) => {
       const cell = event.target.dataset?.c;
       if (cell !== undefined) openCell(Number(cell));
+      else if (event.target.classList.contains("fold")) toggle();
     });
     map.addEventListener("mousemove", (event) => {
       const cell = event.target.dataset?.c;
@@ -349,5 +395,7 @@
   filters.addEventListener("submit", (event) => event.preventDefault());
   if (data.outcome.some((value) => data.failures[value])) byId("f-outcome").value = "!";
   filter();
+  addEventListener("hashchange", follow);
+  follow();
   document.documentElement.dataset.ready = "yes";
 })();

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ttrace.cpu.te import releases
 from megatron_ttrace.cpu.te.attention import DotProductAttention
 from megatron_ttrace.cpu.te.context_parallel import partitioned_indices, zigzag
 from tests.cpu.te.ranks import close, run_ranks
@@ -52,6 +53,7 @@ def check(rank, size, groups, comm, mine=None, call=None, value_dim=DIM, **kwarg
 
 def check_two(rank):
     group = dist.group.WORLD
+    releases.use(releases.KNOWN[-1])  # which takes most
     for comm in ("p2p", "all_gather", "a2a"):
         for mask in ("causal", "no_mask"):
             check(rank, 2, group, comm, attn_mask_type=mask)
@@ -81,6 +83,10 @@ def check_four(rank):
     inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     ring = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     check(rank, 4, [inner, ring], "a2a+p2p")
+    starts = torch.tensor([0, 16], dtype=torch.int32)
+    packed = {"qkv_format": "thd", "cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    with pytest.raises(ValueError, match="does not support packed"):
+        check(rank, 4, [inner, ring], "a2a+p2p", call=packed)
     check(rank, 4, dist.group.WORLD, "p2p")
     check(rank, 4, dist.group.WORLD, "p2p", attn_mask_type="no_mask")
 

@@ -24,7 +24,7 @@ def routing():
 
 def test_rows_are_sorted_by_expert_then_token(routing):
     tokens, probs, routing_map = routing
-    rows, weights, _ = permutation.moe_permute_with_probs(tokens, probs, routing_map)
+    rows, weights, _ = permutation.moe_permute_with_probs(tokens, probs, routing_map, 9)
     order = [(t, e) for e in range(3) for t in range(5) if routing_map[t, e]]
     assert torch.equal(rows, torch.stack([tokens[t] for t, _ in order]))
     assert torch.equal(weights, torch.stack([probs[t, e] for t, e in order]))
@@ -33,7 +33,7 @@ def test_rows_are_sorted_by_expert_then_token(routing):
 def test_unpermute_is_the_weighted_sum(routing):
     tokens, probs, routing_map = routing
     tokens, probs = tokens.requires_grad_(), probs.requires_grad_()
-    rows, row_map = permutation.moe_permute(tokens, routing_map)
+    rows, row_map = permutation.moe_permute(tokens, routing_map, 9)
     ours = permutation.moe_unpermute(rows, row_map, probs, tokens.shape)
     theirs = tokens * probs.masked_fill(~routing_map, 0).sum(-1, keepdim=True)
     close(ours, theirs)

@@ -208,16 +208,25 @@ def check_two_ranks(rank, kind, mode, sequence_parallel, buffer):
 
 
 @pytest.mark.parametrize("mode", [None, "column", "row"])
-@pytest.mark.parametrize("kind", [Linear, LayerNormLinear, GroupedLinear])
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
 def test_weights_are_marked_without_a_mode_too(kind, mode):
     """As by TransformerEngine's ``reset_parameters``; a gradient norm is counted by the mark."""
     if kind is LayerNormLinear and mode == "row":
-        pytest.skip("TransformerEngine has none")
-    sizes = (1, 6, 4) if kind is GroupedLinear else (6, 4)
-    module = kind(*sizes, parallel_mode=mode, tp_size=1)
-    weight = module.weight0 if kind is GroupedLinear else module.weight
-    assert weight.tensor_model_parallel
-    assert weight.partition_dim == (1 if mode == "row" else 0)
+        with pytest.raises(NotImplementedError):
+            kind(6, 4, parallel_mode=mode)
+        return
+    module = kind(6, 4, parallel_mode=mode, tp_size=1)
+    assert module.weight.tensor_model_parallel
+    assert module.weight.partition_dim == (1 if mode == "row" else 0)
+    assert hasattr(module.bias, "tensor_model_parallel") == (mode == "column")
+    assert hasattr(module.bias, "sequence_parallel") == (mode == "row")
+
+
+@pytest.mark.parametrize("wrong", [{"tp_size": 2}, {"ub_overlap_ag": True}])
+def test_grouped_linear_refuses_what_it_does_not_do(wrong):
+    """Biases of a layer divided over ranks, and overlapped communication."""
+    with pytest.raises(ValueError, match="GroupedLinear"):
+        GroupedLinear(2, 6, 4, **wrong)
 
 
 def check_all(rank):

@@ -35,7 +35,7 @@ def logged(
     page = directory / "trend.html"
     trend.write(page, nights)
     said = changes.lines(nights[-1], nights[0])
-    line = sink.log(nights[-1], said, page, directory=directory)
+    line = sink.log(nights[-1], said, page, directory=directory, online=False)
     assert "offline run" in line
     (folder,) = (directory / "wandb").glob("offline-run-*")
     (table,) = (folder / "files/media/table").glob("ttrace_nightly_*.table.json")
@@ -62,7 +62,7 @@ def test_a_bad_night(tmp_path: Path) -> None:
     assert fields["nightly/exit_code"] == 2
     assert fields["nightly/bugs/missed"] == 1
     assert fields["nightly/weakest_culprit_margin"] == pytest.approx(5.3)
-    assert fields["nightly/mutation_score"] == pytest.approx(0.953)
+    assert fields["nightly/silent_mutants_killed"] == pytest.approx(0.953)
     (alert,) = alerts
     assert alert.title == "ttrace nightly: 1 missed"
     assert "torch: 2.15.0 -> 2.16.0" in alert.text
@@ -83,6 +83,6 @@ def test_it_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("no\nspace")
 
     monkeypatch.setattr(sink, "own_run", fail)
-    line = sink.log(month(1)[0], [], tmp_path / "none.html", directory=tmp_path)
+    line = sink.log(month(1)[0], [], tmp_path / "none.html", directory=tmp_path, online=False)
     assert line.startswith("ttrace: WARNING: W&B logging failed")
     assert "\n" not in line

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repairs of one loss's share of a gradient: the rest of the gradient is right.
+
+A gradient is a sum of the gradients of all losses. The share of each was found by replaying the
+reference with the loss's coefficient changed (runtime/separation.py). A fault of a share is tested
+as every other one: the candidate's parts, with the share counted as it should be, must be within
+the tolerance of the whole gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from megatron_ttrace.diagnose import replicas, scaling
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, Pieces, axis_combinations
+from megatron_ttrace.trace.findings import Cause, Finding, Loss, LossShare, RankFactors
+from megatron_ttrace.trace.records import Kind, TraceKey
+
+KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT, Kind.MAIN_GRAD)
+"""Tensors that are sums over losses."""
+
+_PER_FACTOR = 16
+"""Elements that it takes to fit a factor."""
+_NEAR = 4.0
+"""A repair that leaves more than so many times the error that another one leaves is not told."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a loss adds to a gradient of the reference.
+
+    ``own``: only what it adds in the module of the tensor itself, and not through the gradients
+    that enter this module.
+    """
+
+    loss: Loss
+    own: bool
+    value: torch.Tensor
+
+
+Separate = Callable[[Sequence[TraceKey]], Mapping[TraceKey, Sequence[Share]]]
+"""Finds the losses' shares of gradients."""
+
+
+def miscounted(evidence: Evidence, shares: Sequence[Share]) -> LossShare | None:
+    """The simplest fault of one loss's share, or of several losses' alike, that explains a failure.
+
+    Args:
+        evidence: the failed gradient.
+        shares: of the losses beside the main loss.
+    """
+    found: list[tuple[LossShare, float, tuple[int, int]]] = []
+    for losses, share in _together(evidence, shares):
+        of_share = _of_share(evidence, share)
+        for free, left, fault in _faults(of_share) if of_share else ():
+            whole = LossShare(fault.cause, fault.axes, losses=losses, fault=fault)
+            found.append((whole, left, (len(losses) + free, free)))
+    # Of losses that are all off by the same, one may bring a wide tolerance about.
+    least = min((left for _, left, _ in found), default=0.0)
+    near = [(order, fault) for fault, left, order in found if left <= _NEAR * least]
+    return min(near, key=lambda one: one[0])[1] if near else None
+
+
+def _together(
+    evidence: Evidence, shares: Sequence[Share]
+) -> Iterator[tuple[tuple[Loss, ...], torch.Tensor]]:
+    """Every set of losses, with its share. The share of all of them is the whole gradient."""
+    for own in (False, True):
+        known = {
+            one.loss: one.value
+            for one in shares
+            if one.own is own and one.value.shape == evidence.reference.shape and one.value.any()
+        }
+        most = len(known)
+        if known and not own:
+            known[Loss.MAIN] = evidence.reference.float() - sum(known.values())
+        for number in range(1, most + 1):
+            for losses in itertools.combinations(known, number):
+                yield losses, torch.stack([known[loss] for loss in losses]).sum(0)
+
+
+def _of_share(evidence: Evidence, share: torch.Tensor) -> Evidence | None:
+    """What the ranks hold of the share, if they hold the rest as they should."""
+    rest = evidence.reference.float() - share
+
+    def without_rest(part: FailedPart) -> list[torch.Tensor]:
+        return [p - r for p, r in zip(part.pieces, evidence.expected(part, rest), strict=True)]
+
+    held = evidence.repaired(without_rest)
+    return held and dataclasses.replace(held, reference=share, share_of=evidence.reference)
+
+
+def _faults(share: Evidence) -> Iterator[tuple[int, float, Finding]]:
+    """The faults that explain what the ranks hold.
+
+    Each with the number of its parameters, and the error that is left.
+    """
+    ratio = share.ratio((part.pieces, share.expected(part)) for part in share.parts)
+    layout = scaling.sizes_of(share)
+    sizes = [math.prod(layout[axis] for axis in axes) for axes in axis_combinations([*layout])]
+    ranks = [part.rank for part in share.parts]
+    likely = {0.0, *sizes, *(1 / size for size in sizes)}
+    for times in sorted(likely, key=lambda times: abs(times - ratio)):
+        repair = functools.partial(_once, share, dict.fromkeys(ranks, times))
+        if share.repairs(repair):
+            lost = Finding(Cause.ZERO)
+            yield 0, _left(share, repair), scaling.constant_factor(share, times) if times else lost
+            break
+    for finding, summed in replicas.reduced(share):
+        if summed.is_right:
+            yield 0, _left(summed, lambda part: part.pieces), finding
+    repair = functools.partial(_once, share, dict.fromkeys(ranks, ratio))
+    if ratio and share.elements >= _PER_FACTOR and share.repairs(repair):
+        yield 1, _left(share, repair), scaling.constant_factor(share, ratio)
+    own = {part.rank: share.ratio([(part.pieces, share.expected(part))]) for part in share.parts}
+    repair = functools.partial(_once, share, own)
+    enough = len(own) > 1 and share.elements >= _PER_FACTOR * len(own)
+    if enough and share.repairs(repair):
+        factors = tuple(sorted(own.items()))
+        yield len(own), _left(share, repair), RankFactors(Cause.FACTOR, factors=factors)
+
+
+def _left(share: Evidence, repair: Callable[[FailedPart], Pieces]) -> float:
+    return max(share.error(part, repair(part)) for part in share.parts)
+
+
+def _once(share: Evidence, times: Mapping[int, float], part: FailedPart) -> list[torch.Tensor]:
+    """A part that counts the share ``times[rank]`` times, with the share counted once."""
+    expected = zip(part.pieces, share.expected(part), strict=True)
+    return [piece - (times[part.rank] - 1) * once for piece, once in expected]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses that Megatron adds to a model's main loss, each with a coefficient of its own.
+
+Their values are not added to the loss that is returned: an autograd function adds their gradients
+in the backward pass (``MoEAuxLossAutoScaler`` in megatron/core/transformer/moe/moe_utils.py,
+``MTPLossAutoScaler``, ``DSAIndexerLossAutoScaler``). Modules read the coefficients from their
+config in each forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.trace.findings import Loss
+
+_COEFFICIENTS = {
+    Loss.Z: "moe_z_loss_coeff",
+    Loss.MTP: "mtp_loss_scaling_factor",
+    Loss.INDEXER: "dsa_indexer_loss_coeff",
+}
+_BALANCING = {
+    Loss.AUXILIARY: "aux_loss",
+    Loss.SEQUENCE: "seq_aux_loss",
+    Loss.GLOBAL: "global_aux_loss",
+}
+"""Types of load balancing (``--moe-router-load-balancing-type``) that are a loss."""
+_TYPES, _AUXILIARY = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+"""One of each, or a list of each."""
+
+
+def present(args: MegatronArguments) -> tuple[Loss, ...]:
+    """The losses beside the main loss whose coefficients are not zero."""
+    uses = {
+        Loss.MTP: getattr(args, "mtp_num_layers", None),
+        Loss.INDEXER: getattr(args, "experimental_attention_variant", None) == "dsa",
+    }
+    return tuple(
+        loss
+        for loss in (*_BALANCING, *_COEFFICIENTS)
+        if uses.get(loss, args.num_experts) and _coefficient(args, loss)
+    )
+
+
+@contextmanager
+def weighted(chunks: Sequence[torch.nn.Module], loss: Loss, factor: float) -> Iterator[None]:
+    """Within this context a loss has ``factor`` times its coefficient."""
+    configs = {
+        id(config): config
+        for chunk in chunks
+        for module in chunk.modules()
+        if (config := getattr(module, "config", None)) is not None
+    }
+    with ExitStack() as stack:
+        for config in configs.values():
+            if found := _coefficient(config, loss):
+                name, index, value = found
+                own = getattr(config, name)
+                stack.callback(setattr, config, name, own)
+                changed = value * factor
+                setattr(
+                    config,
+                    name,
+                    changed if index is None else [*own[:index], changed, *own[index + 1 :]],
+                )
+        yield
+
+
+def _coefficient(config: Any, loss: Loss) -> tuple[str, int | None, float] | None:
+    """The attribute that holds a loss's coefficient, its index if that is a list, its value."""
+    name, index = _COEFFICIENTS.get(loss, _AUXILIARY), None
+    value = getattr(config, name, None)
+    if loss in _BALANCING:
+        types = getattr(config, _TYPES, None)
+        if isinstance(types, list):
+            if _BALANCING[loss] not in types or not isinstance(value, list):
+                return None
+            index = types.index(_BALANCING[loss])
+            value = value[index]
+        elif types != _BALANCING[loss]:
+            return None
+    return (name, index, value) if value else None

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Geometry of the figures: colours, frames, curves, ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ttrace.report import figures, table
+from megatron_ttrace.trace.records import Kind, Outcome, Summary, Verdict
+from tests.report.synthetic_report import make_verdict
+
+Check = tuple[Summary, list[Verdict]]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "rel_err", "expected"),
+    [
+        (Outcome.PASS, 0.0, 0),
+        (Outcome.PASS, 0.05, 1),
+        (Outcome.PASS, 0.5, 2),
+        (Outcome.PASS, 1.0, 3),
+        (Outcome.PASS, None, 0),
+        (Outcome.DIVERGED, 1.5, 4),
+        (Outcome.REPLICA_CONFLICT, 0.1, 4),
+        (Outcome.DIVERGED, 10.0, 5),
+        (Outcome.DIVERGED, 99.0, 6),
+        (Outcome.DIVERGED, float("inf"), 7),
+        (Outcome.NONFINITE, float("nan"), figures.UNMEASURED),
+        (Outcome.MISSING, None, figures.UNMEASURED),
+        (Outcome.UNCHECKED, 5.0, figures.UNCHECKED),
+    ],
+)
+def test_colours(outcome: Outcome, rel_err: float | None, expected: int) -> None:
+    """A failure never has the colour of a pass, whatever its margin."""
+    verdict = make_verdict(verdict=outcome, rel_err=rel_err, tolerance=1.0)
+    assert figures.colour_class(verdict) == expected
+
+
+def test_a_culprit_has_one_frame() -> None:
+    """Around weight and bias, but not around what lies between two culprits; folded rows too."""
+    names = [f"decoder.layers.{n}.{m}" for n in range(3) for m in ("a.weight", "a.bias", "b.bias")]
+    verdicts = [make_verdict(name, Kind.MAIN_GRAD, verdict=Outcome.DIVERGED) for name in names]
+    found = table.heat_map(verdicts)
+    places = {verdict.name: place for verdict, place in zip(verdicts, found.places, strict=True)}
+    culprits = [
+        {places[f"decoder.layers.{n}.a.weight"], places[f"decoder.layers.{n}.a.bias"]}
+        for n in range(3)
+    ]
+    figure = figures.heat_map_figure(found, culprits)
+    folded, whole = figure.maps
+    (panel,) = whole.panels
+    assert [width for _, _, width in panel.origins] == [2 * figure.pitch] * 3
+    assert len({y for _, y, _ in panel.origins}) == 3
+    assert [width for _, _, width in folded.panels[0].origins] == [2 * figure.pitch]
+    assert [(text, several) for _, text, several in folded.rows] == [("decoder.layers.0-2", True)]
+    assert figure.folded == 3
+
+
+def curves_of(verdicts: list[Verdict]) -> list[figures.Curve]:
+    """The curves of a check."""
+    return figures.curves(verdicts, table.heat_map(verdicts))
+
+
+def ranks_of(found: figures.RankMap) -> list[figures.RankCell]:
+    """All ranks, row by row."""
+    return [cell for _, stages in found.rows for stage in stages for cell in stage]
+
+
+def test_curves_run_from_embedding_to_output(diverged: Check) -> None:
+    """All four directions, one x axis: the depth of the model."""
+    found = curves_of(diverged[1])
+    assert [curve.title.split(":")[0] for curve in found] == [
+        "forward",
+        "backward",
+        "gradient",
+        "update",
+    ]
+    for curve in found:
+        labels = [band[4] for band in curve.bands if band[4]]
+        assert labels[:5] == ["embedding", "0", "1", "2", "3"]
+        places = [point[0] for point in curve.points]
+        assert places == sorted(places)
+        assert all(0 <= x <= curve.width and 0 <= y <= curve.height for x, y, *_ in curve.points)
+
+
+def test_curves_survive_extremes() -> None:
+    """Zeros, infinities, and thousands of modules."""
+    verdicts = [
+        make_verdict(f"decoder.layers.{i // 50}.m{i}", rel_err=error, tolerance=tolerance)
+        for i, (error, tolerance) in enumerate(
+            [(0.0, 1e-300), (float("inf"), 1e300), (float("nan"), None), (1e-3, 0.0)] * 500
+        )
+    ]
+    (curve,) = curves_of(verdicts)
+    assert len(curve.points) <= 300
+    assert curves_of([make_verdict(rel_err=0.0, tolerance=0.0)]) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        ({"tp": 2, "pp": 2, "dp": 1, "world_size": 4}, {3: "tp 1, cp 0, dp 0, pp 1"}),
+        ({"tp": 2, "cp": 2, "pp": 2, "dp": 2, "world_size": 16}, {13: "tp 1, cp 0, dp 1, pp 1"}),
+        ({"tp": "2", "world_size": 8}, {6: "tp 0, cp 0, dp 3, pp 0"}),
+        ({"world_size": 1}, None),
+        ({"tp": 3, "world_size": 4}, None),
+        ({"tp": 2, "dp": 5, "world_size": 4}, None),
+        ({"tp": [], "world_size": None}, None),
+        ({"tp": 8, "dp": 2048, "world_size": 16384}, None),
+        ({"tp": -2, "world_size": 4}, None),
+    ],
+)
+def test_rank_layout(config: dict, place: dict[int, str] | None) -> None:
+    """Ranks lie where Megatron puts them; what cannot be drawn is left out."""
+    found = figures.rank_map(config, [], [])
+    if place is None:
+        assert found is None
+        return
+    assert found is not None
+    cells = {cell.rank: cell for cell in ranks_of(found)}
+    assert sorted(cells) == list(range(int(config["world_size"])))
+    for rank, words in place.items():
+        assert words in cells[rank].title
+
+
+def test_failing_ranks_are_marked(diverged: Check) -> None:
+    """Ranks of the culprit and of other failures stand out."""
+    conflict = dataclasses.replace(diverged[1][-1], ranks=(0,))
+    found = figures.rank_map(diverged[0].config, [*diverged[1], conflict], [1, 3])
+    assert found is not None
+    assert [one.state for one in ranks_of(found)] == ["failing", "culprit", "fine", "culprit"]
