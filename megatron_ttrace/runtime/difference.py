@@ -203,6 +203,8 @@ def write(first: Side, second: Side, directory: Path) -> Written:
             "fp8": any(one.meta.get("fp8") for one in sides),
             "by_module": all(one.meta.get("by_module") for one in sides),
             "counted": own.get("counted", []),
+            "logs": own.get("logs", False),
+            "identity": own.get("identity", {}),
             "epsilon": max(float(one.meta["epsilon"]) for one in sides),
         },
     )
