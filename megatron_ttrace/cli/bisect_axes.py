@@ -118,7 +118,7 @@ class _Search:
         processes.prepare(
             self._ours.ttrace_device, script, modules=PRELOADED, arguments=self.command.arguments
         )
-        documents.write(self.prefix)
+        documents.write(self.prefix, candidates[0].arguments)
         for number, job in enumerate(candidates, 1):
             report = self._check(job, f"job {number} of {len(candidates)}, shrunk")
             if report.verdict is Result.DIVERGED:
@@ -142,7 +142,7 @@ class _Search:
         self.checked += 1
         self._say(f"check {self.checked}: {what}, {job.axes.ranks} ranks")
         self._ours.ttrace_dir = str(self._directory / "checks" / str(self.checked))
-        data = documents.arguments(self.command.script, self.prefix)
+        data = documents.arguments(self.command.script, self.prefix, job.arguments)
         report = jobs.check(
             argparse.Namespace(no_fork=False),
             self.command,
@@ -150,6 +150,7 @@ class _Search:
             job.axes.ranks,
             self._ours,
             command.silent,
+            settle=False,
         )
         self._say(report.verdict.value)
         return report

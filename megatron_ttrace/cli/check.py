@@ -129,5 +129,5 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
             say(f"job {number} of {len(found.jobs)}: {one.axes.ranks} ranks")
         words = [*one.arguments, *data]
         told = {SHRUNK: found.told()}
-        reports.append(jobs.check(args, large, words, one.axes.ranks, ours, say, **told))
+        reports.append(jobs.check(args, large, words, one.axes.ranks, ours, say, environment=told))
     return reports

@@ -31,6 +31,11 @@ and not compared.
 exit code: 0 equivalent, 1 diverged, 2 could not compare
 """
 _CACHE = "TTRACE_CACHE"
+_SHARED = (
+    *("ttrace_iterations", "ttrace_init", "ttrace_seeds", "ttrace_device", "ttrace_timeout"),
+    "ttrace_allow_unchecked",
+)
+"""Flags of ours that the other run gets as well: those that say what is traced, and how."""
 _DIVISIBLE_BY = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
 
@@ -87,7 +92,8 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     ours, _ = flags.split(found.arguments, jobs.before(args))
     home = Path(ours.ttrace_dir)
     os.environ.setdefault(_CACHE, str((home / "references").resolve()))
-    options = api.words_of(ours)
+    shared = argparse.Namespace(**{name: getattr(ours, name) for name in _SHARED})
+    options = api.words_of(shared)
     first = _kept("the other run", args.against, home, say, name="against", options=options)
     say("this run")
     report = record.kept(args, _padded_like(first, found), say)

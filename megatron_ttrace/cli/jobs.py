@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.errors import TTraceError
@@ -50,10 +51,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def checked(args: argparse.Namespace, command_: Command, say: command.Say) -> api.Report:
-    """Check a command as it is. Raises ``TTraceError``."""
+def checked(
+    args: argparse.Namespace, command_: Command, say: command.Say, *, settle: bool = True
+) -> api.Report:
+    """Check a command as it is; ``settle`` as of ``api.run_check``. Raises ``TTraceError``."""
     nproc = args.nproc_per_node or ranks_of(command_)
-    return check(args, command_, command_.arguments, nproc, before(args), say)
+    ours = before(args)
+    return check(args, command_, command_.arguments, nproc, ours, say, settle=settle)
 
 
 def check(
@@ -63,7 +67,9 @@ def check(
     nproc: int,
     ours: argparse.Namespace,
     say: command.Say,
-    **environment: str,
+    *,
+    settle: bool = True,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> api.Report:
     """Check a job of ``nproc`` ranks: ``command_`` with these arguments and these flags of ours."""
     return api.run_check(
@@ -74,6 +80,7 @@ def check(
         environment={**command_.environment, **environment},
         fork=not args.no_fork,
         say=say,
+        settle=settle,
     )
 
 

@@ -80,7 +80,7 @@ def kept(args: argparse.Namespace, found: Command, say: command.Say) -> api.Repo
 
     args.ttrace_save_candidate = args.ttrace_no_wandb = True  # W&B shows checks
     try:
-        report = jobs.checked(args, found, say)
+        report = jobs.checked(args, found, say, settle=False)
     except NoAnswerError as error:
         # Too many unchecked tensors are no reason not to keep them.
         if (undecided := api.undecided(error.directory, error.run)) is None:

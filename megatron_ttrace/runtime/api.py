@@ -177,6 +177,7 @@ def compare(
     """
     from megatron_ttrace.trace.store import TraceReader
 
+    _require_share(allow_unchecked)
     theirs, ours = Path(reference), Path(candidate)
     for folder in (theirs, ours):
         inputs.require_regular_folder(folder)
@@ -221,6 +222,7 @@ def diff(
     from megatron_ttrace.runtime import known as lists
     from megatron_ttrace.trace.store import TraceReader
 
+    _require_share(allow_unchecked)
     listed = lists.read(lists.OWN_LIST)
     if known is not None:
         listed += lists.read(Path(known))
@@ -248,6 +250,11 @@ def diff(
             review=review,
             own=tested.summary,
         )
+
+
+def _require_share(allow_unchecked: float) -> None:
+    if not 0 <= allow_unchecked <= 1:
+        raise TTraceError(f"--allow-unchecked {allow_unchecked}: give a share from 0 to 1")
 
 
 def _compared(
@@ -279,8 +286,6 @@ def _compared(
     from megatron_ttrace.runtime.conclusion import conclude
     from megatron_ttrace.trace import shared
 
-    if not 0 <= allow_unchecked <= 1:
-        raise TTraceError(f"--allow-unchecked {allow_unchecked}: give a share from 0 to 1")
     began = time.monotonic()
     theirs, ours = trusted.directory, tested.directory
     epsilon_of(trusted)
@@ -288,7 +293,7 @@ def _compared(
     config = RunConfig.from_json(tested.meta.get("config"))
     if review is not None:
         # Neither run has a single device's order of sums.
-        config = dataclasses.replace(config, arithmetic=None)
+        config = dataclasses.replace(config, arithmetic=None, reference=str(review.reference))
     with consistent(theirs, ours):
         summary, verdicts = conclude(
             trusted,
@@ -367,10 +372,12 @@ def run_check(
     environment: Mapping[str, str],
     fork: bool,
     say: Callable[[str], None] | None,
+    settle: bool = True,
 ) -> Report:
     """Run a check to its end, for :func:`check` and ``ttrace check``.
 
-    ``before`` holds values of our flags, which flags among ``arguments`` override.
+    ``before`` holds values of our flags, which flags among ``arguments`` override. ``settle``:
+    check again, isolated, where the first check leaves doubt.
 
     Raises:
         TTraceError: when there is no answer, or it is "could not check".
@@ -400,7 +407,7 @@ def run_check(
     )
     tell = say or (lambda line: None)
     report = _answer(job, fork, tell)
-    if not report.summary.leaves_doubt:
+    if not (settle and report.summary.leaves_doubt):
         return report
     tell(f"not every cause is known: checking with modules isolated, in {job.directory}-isolated")
     try:

@@ -98,11 +98,21 @@ def open_side(folder: Path) -> Side:
         )
     there = (home / "reference" / META).exists()
     reference = TraceReader(home / "reference") if there else None
-    try:
-        summary = files.answer_of(home, str(candidate.meta["run"]))
-    except TTraceError:
-        summary = None
+    summary = _own_summary(home, candidate)
     return Side(directory=home, candidate=candidate, reference=reference, summary=summary)
+
+
+def _own_summary(home: Path, candidate: TraceReader) -> Summary | None:
+    """How a run compares with its own reference; ``None`` if that is not the report in ``home``."""
+    try:
+        found = files.answer_of(home, str(candidate.meta["run"]))
+    except TTraceError:
+        return None
+    asked, own = (
+        RunConfig.from_json(config).reference
+        for config in (found.config, candidate.meta.get("config"))
+    )
+    return found if asked == own else None
 
 
 def vocabulary_multiple(side: Side) -> int | None:
@@ -193,6 +203,8 @@ def write(first: Side, second: Side, directory: Path) -> Written:
             "fp8": any(one.meta.get("fp8") for one in sides),
             "by_module": all(one.meta.get("by_module") for one in sides),
             "counted": own.get("counted", []),
+            "logs": own.get("logs", False),
+            "identity": own.get("identity", {}),
             "epsilon": max(float(one.meta["epsilon"]) for one in sides),
         },
     )
@@ -294,6 +306,7 @@ class Review:
     def __init__(
         self, first: Side, second: Side, written: Written, known: Sequence[Difference]
     ) -> None:
+        self.reference = first.directory
         self._left_out = written.left_out
         self._padded = padded(first, second)
         versions = (first.version, second.version)
@@ -303,6 +316,11 @@ class Review:
             [{getattr(key, what) for key in side.trace} for side in (first, second)]
             for what in ("kind", "name")
         )
+        starts = [
+            {key.name for key in side.trace if key.kind is Kind.PARAM and not key.index}
+            for side in (first, second)
+        ]
+        self._other_start = starts[0] != starts[1]
         self.said: dict[str, dict[str, None]] = {}
 
     def __call__(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -344,6 +362,9 @@ class Review:
             if one.explains(key):
                 self._say(f"known difference ({one.reason})", f"{key.name} {key.kind}")
                 return _unchecked(verdict, Reason.KNOWN, Note(Remark.KNOWN, text=one.reason))
+        if self._other_start and other_values and key.direction is not Direction.START:
+            # Start values follow from names: a renamed parameter starts from others.
+            return _unchecked(verdict, Reason.OTHER_START, Note(Remark.OTHER_START))
         return verdict
 
     def _say(self, what: str, name: str) -> None:

@@ -145,10 +145,10 @@ def test_the_smallest_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TTRACE_CACHE", raising=False)
     (tmp_path / "x.py").touch()
     monkeypatch.setattr(processes, "prepare", lambda *args, **more: False)
-    monkeypatch.setattr(documents, "write", lambda prefix: None)
+    monkeypatch.setattr(documents, "write", lambda prefix, words: None)
     needed = {"--tensor-model-parallel-size=2", "--sequence-parallel"}
 
-    def stand_in(args, command, words, nproc, ours, say, **environment):
+    def stand_in(args, command, words, nproc, ours, say, *, settle):
         if "--lr" not in words:
             raise TTraceError("Megatron wants a learning rate")
         text = " ".join(words).replace("-size ", "-size=").split()

@@ -10,6 +10,8 @@ from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import diff, record
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import versions
+from megatron_ttrace.runtime import api
+from megatron_ttrace.trace.records import Result, Summary
 from tests.runtime import kept
 
 JOB = "pretrain_gpt.py --num-layers 2"
@@ -54,6 +56,29 @@ def test_commands_are_recorded(place, monkeypatch):
     asked.clear()
     assert main(["diff", "--quiet", "one", f"{JOB} --tensor-model-parallel-size 2"]) == 0
     assert asked[0][2] == ("--tensor-model-parallel-size", "2")
+
+
+def test_against_a_command(place, monkeypatch, capsys):
+    """It is recorded first, with the same iterations, but not with the bug of this run."""
+    asked = []
+
+    def stand_in(text, found, folder, *, options=(), quiet=False):
+        asked.append((folder, list(options)))
+        kept.run(folder, kept.tensors())
+
+    def own(args, found, say):
+        kept.run(Path("ttrace-out"), kept.tensors(1), ranks=4)
+        summary = Summary(Result.EQUIVALENT, {}, (), {}, {}, {}, ())
+        return api.Report(summary=summary, verdicts=(), directory=Path("ttrace-out"))
+
+    monkeypatch.setattr(record, "run_apart", stand_in)
+    monkeypatch.setattr(record, "kept", own)
+    Path("x.py").touch()
+    words = ["check", "--against", f"torchrun {JOB}", "--quiet", "--", "x.py", "--num-layers", "2"]
+    assert main([*words, "--ttrace-bug", "01", "--ttrace-iterations", "1-2"]) == 1
+    assert asked == [(Path("ttrace-out/against"), ["--ttrace-iterations=1-2"])]
+    assert capsys.readouterr().out.startswith("ttrace  diverged")
+    assert (place / "ttrace-out" / "report.html").is_file()
 
 
 @pytest.mark.parametrize(

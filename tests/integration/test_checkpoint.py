@@ -25,24 +25,23 @@ def same(cwd: Path, a: str, b: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ("--pipeline-model-parallel-size", 2),
-        pytest.param(
-            ("--use-distributed-optimizer", "--make-vocab-size-divisible-by", 192),
-            marks=pytest.mark.nightly,
-        ),
-    ],
-    ids=["pp2", "zero"],
-)
-def test_another_layout(tmp_path: Path, layout: tuple[object, ...]) -> None:
-    """Loaded into another layout and saved again: the same weights, until a step changes them."""
+def test_another_layout(tmp_path: Path) -> None:
+    """Loaded into another layout and saved again: the same weights."""
     save(tmp_path, "tp", "--tensor-model-parallel-size", 2)
-    save(tmp_path, "other", "--load", "tp", *FROZEN, *layout)
-    code, answer = same(tmp_path, "tp", "other")
+    save(tmp_path, "pp", "--load", "tp", *FROZEN, "--pipeline-model-parallel-size", 2)
+    code, answer = same(tmp_path, "tp", "pp")
     assert (code, set(answer["counts"])) == (0, {"same"})
     assert answer["counts"]["same"] > 10
+
+
+@pytest.mark.nightly
+def test_a_step_in_another_layout(tmp_path: Path) -> None:
+    """With another padding of the vocabulary, too; a step changes all weights."""
+    layout = ("--use-distributed-optimizer", "--make-vocab-size-divisible-by", 192)
+    save(tmp_path, "tp", "--tensor-model-parallel-size", 2)
+    save(tmp_path, "zero", "--load", "tp", *FROZEN, *layout)
+    code, answer = same(tmp_path, "tp", "zero")
+    assert (code, set(answer["counts"])) == (0, {"same"})
     save(tmp_path, "trained", "--load", "tp", "--finetune", *layout)
     code, answer = same(tmp_path, "tp", "trained")
     assert code == 1

@@ -48,7 +48,12 @@ def test_another_layout(kept: Path, tmp_path: Path) -> None:
     assert summary["counts"]["pass"] > 400
     written = json.loads((tmp_path / "ttrace-out" / "summary.json").read_text())
     assert (written["run"], written["notices"]) == (summary["run"], summary["notices"])
-    assert "equivalent with its own reference" in written["notices"][0]
+    assert "equivalent with its own reference); compared with it is" in written["notices"][0]
+    done = ttrace("diff", "--json", kept / "tp", "ttrace-out", cwd=tmp_path)
+    # The report in ttrace-out is not that of its own reference.
+    again = json.loads(done.stdout)
+    assert again["notices"][0].count("own reference") == 1
+    assert again["counts"] == summary["counts"]
 
 
 def test_a_fault_in_one_run(kept: Path, tmp_path: Path) -> None:

@@ -112,6 +112,20 @@ def test_a_known_difference(tmp_path, a):
     assert api.diff(a, b, output=tmp_path / "out", known=listed).verdict is Result.COULD_NOT_CHECK
 
 
+def test_other_parameters(tmp_path):
+    """Runs whose parameters have other names start from other values: there is no answer."""
+    own = kept.tensors()
+    renamed = {**own, kept.OUTPUT: own[kept.OUTPUT] * 2}
+    for name, tensors in (("norm.weight", own), ("fused.norm_weight", renamed)):
+        tensors[TraceKey(1, -1, Kind.PARAM, name)] = torch.ones(2, 2)
+        kept.run(tmp_path / name, tensors)
+    sides = tmp_path / "norm.weight", tmp_path / "fused.norm_weight"
+    report = api.diff(*sides, output=tmp_path / "out")
+    assert report.verdict is Result.COULD_NOT_CHECK
+    assert by_key(report)[kept.OUTPUT].reason is Reason.OTHER_START
+    assert "fused.norm_weight" in " / ".join(report.summary.notices)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
