@@ -44,10 +44,10 @@ from megatron.training import get_args, get_timers, pretrain, print_rank_0
 from megatron.training import training as training_loop
 from megatron.training import utils as training_utils
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.training.datasets.sft_dataset import SFTDataset
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.versions import call_known
-from megatron_ttrace.runtime.entry import exits_on_user_error
 
 BATCH_KEYS = (
     "tokens",
@@ -203,13 +203,18 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         "sequences_per_dataset": sequences_per_dataset,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
-    fields = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
+    kind: Any = GPTDatasetConfig
+    if args.fim_data:
+        kind = GPTFIMDatasetConfig
+        names = ("prefix", "middle", "suffix", "pad", "eod")
+        values["fim_extra_tokens"] = {name: getattr(args, f"fim_{name}_token") for name in names}
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}
     # The other fields, those of --eod-mask-loss and --reset-position-ids among them, have the
     # names of their arguments.
     same_name = {
         name: getattr(args, name) for name in fields - values.keys() if hasattr(args, name)
     }
-    return GPTDatasetConfig(**same_name, **{k: v for k, v in values.items() if k in fields})
+    return kind(**same_name, **{k: v for k, v in values.items() if k in fields})
 
 
 def builds_dataset(packed: bool, vp_stage: int | None = None) -> bool:
@@ -242,14 +247,11 @@ class MockDataset(MockGPTDataset):  # type: ignore[misc]
 def provide_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     """Build the training, validation and test sets for ``samples`` samples each."""
     args = get_args()
-    if args.fim_data:
-        with exits_on_user_error():
-            raise TTraceError("--fim-data: use Megatron-LM's own pretrain_gpt.py")
     kind: Any = MockDataset if args.mock_data else GPTDataset
     if args.sft:
-        from megatron.training.datasets.sft_dataset import SFTDataset
-
         kind = SFTDataset
+    elif args.fim_data and not args.mock_data:
+        kind = GPTFIMDataset
     print_rank_0("> building train, validation and test data sets")
     builds = partial(builds_dataset, packs_sequences(args), vp_stage=vp_stage)
     return BlendedMegatronDatasetBuilder(kind, samples, builds, dataset_config(args)).build()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public API: what is in it, what it returns, what it raises, and its document."""
 
+import io
 import json
 import re
 import subprocess
@@ -9,10 +10,12 @@ import typing
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import megatron_ttrace
 from megatron_ttrace import Outcome, Report, Result, TTraceError
 from megatron_ttrace.report import files
+from megatron_ttrace.report.terminal import render
 from megatron_ttrace.runtime import api
 from tests import api_document, warm
 from tests.integration.jobs import ROOT, environment
@@ -115,6 +118,50 @@ def test_check_returns_what_was_written(tmp_path: Path) -> None:
     words = json.loads((tmp_path / "out" / "told").read_text())
     assert words[:2] == ["ttrace", "check"]
     assert words[-4:] == ["--lr", "1", "--ttrace-seeds", "2"]
+
+
+DOUBT = """
+from tests.report.synthetic_report import culprit_of, embedding_bug
+wrong = next(one for one in embedding_bug()[1] if one.verdict.is_failure)
+
+def conclude(culprits, **config):
+    if os.environ["RANK"] == "0":
+        files.write_verdicts(directory / files.VERDICTS, [], None)
+        summary = Summary(Result.DIVERGED, {}, culprits, config, {}, {})
+        files.write_summary(directory / files.SUMMARY, summary, None)
+    sys.exit(1)
+
+if "--ttrace-isolate" in sys.argv:
+    reference = [one for one in sys.argv if one.startswith("--ttrace-reference=")]
+    assert reference == [f"--ttrace-reference={str(directory).removesuffix('-isolated')}/reference"]
+    conclude((culprit_of(wrong, "", ""),), isolate=True)
+(directory / "reference").mkdir(exist_ok=True)
+"""
+
+
+def test_doubt_is_followed_up(tmp_path: Path) -> None:
+    """No cause is known of a culprit: the job is checked again at once, with modules isolated."""
+    report = check(tmp_path, f"{DOUBT}\nconclude((culprit_of(wrong, '', ''),))\n")
+    assert report.isolated is not None
+    assert report.isolated.directory == tmp_path / "out-isolated"
+    assert report.isolated.summary.config == {"isolate": True}
+    assert (report.isolated.isolated, report.isolated.isolating) == (None, ())
+    page = io.StringIO()
+    alone = report.isolated.summary, report.isolated.directory
+    console = Console(file=page, width=100)
+    render(report.summary, report.verdicts, console, report.directory, report.isolating, alone)
+    said = " ".join(page.getvalue().split())
+    assert "embedding.word_embeddings (output) fails on its own; cause: unknown" in said
+    assert "--ttrace-isolate" not in said
+
+
+def test_no_doubt_is_not_followed_up(tmp_path: Path) -> None:
+    """With a cause, or where another check fails, the answer stands alone."""
+    known = "culprit_of(wrong, '', '', cause=next(iter(Cause)))"
+    code = f"{DOUBT}\nfrom megatron_ttrace.trace.findings import Cause\nconclude(({known},))\n"
+    assert check(tmp_path, code).isolated is None
+    code = DOUBT.replace("    reference = ", "    sys.exit(3)\n    reference = ")
+    assert check(tmp_path, f"{code}\nconclude((culprit_of(wrong, '', ''),))\n").isolated is None
 
 
 def test_an_undecided_check_is_a_report(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records which elements go into norms, counts and updates, while Megatron computes them.
+"""Records which elements go into reductions, norms, counts and updates, when Megatron makes them.
 
 What goes in is read from the arguments that Megatron's own functions get, and followed to the
 number that they return (flow.py). Nothing is derived from how Megatron should choose.
@@ -19,15 +19,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms, group_ranks
+from megatron_ttrace.capture.reducing import Reducing
+from megatron_ttrace.capture.replaced import replaced
 from megatron_ttrace.mcore import statistics
 from megatron_ttrace.mcore.names import raw
-from megatron_ttrace.mcore.optimizer import leaves_of, owned_by
+from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.counted import Counted, Counting, Runs, Statistic
 
 _GRADIENTS = ("main_grad", "grad", "decoupled_grad")
+_IN_BUCKETS = ("main_grad", "main_grad_copy_in_grad_buffer")
+"""A copy is reduced where the gradient itself has another dtype."""
 
 Places = list[tuple[torch.nn.Parameter, ParameterPlace]]
 
@@ -68,6 +72,8 @@ class Tally:
         self._parts = Parts(mesh)
         self._countings: list[tuple[Counting, float | torch.Tensor]] = []
         self._orders: dict[Statistic, Counter[Runs]] = {one: Counter() for one in Statistic}
+        self._reducing = Reducing(chunks, self._gradients, attempt)
+        self.reduction = self._reducing.active
 
     def counted(self, iteration: int) -> Counted:
         """Everything that was recorded."""
@@ -79,10 +85,18 @@ class Tally:
                 part = sharded.get(parameter)
                 span = part.range if part else (0, numel)
                 held.append(self._parts.number(place, *span, numel))
-        countings = tuple(
-            dataclasses.replace(one, value=float(value)) for one, value in self._countings
-        )
-        return Counted(iteration, tuple(self._parts.found), tuple(held), countings)
+        countings = [dataclasses.replace(one, value=float(value)) for one, value in self._countings]
+        countings += filter(None, [self._attempt(self._reducing.counting)])
+        return Counted(iteration, tuple(self._parts.found), tuple(held), tuple(countings))
+
+    def _gradients(self) -> Memory:
+        """Know where this rank's own gradients are."""
+        memory = Memory(self._parts, of_rank=True)
+        for parameter, place in self._held:
+            numel = raw(parameter).numel()
+            for name in _IN_BUCKETS:
+                memory.add(getattr(parameter, name, None), place, (0, numel), numel)
+        return memory
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -91,12 +105,12 @@ class Tally:
             for name, statistic in statistics.WATCHED.items():
                 for module in statistics.users(name):
                     watched = functools.partial(self._call, statistic, vars(module)[name])
-                    stack.enter_context(_replaced(module, name, watched))
-            for leaf in leaves_of(self._optimizer):
+                    stack.enter_context(replaced(module, name, watched))
+            for leaf, groups in statistics.leaves_and_groups(self._optimizer):
                 inner = getattr(leaf, "optimizer", None)
                 if inner is not None and not getattr(leaf, "is_stub_optimizer", False):
-                    stepping = functools.partial(self._step, leaf, inner, inner.step)
-                    stack.enter_context(_replaced(inner, "step", stepping))
+                    stepping = functools.partial(self._step, leaf, groups, inner, inner.step)
+                    stack.enter_context(replaced(inner, "step", stepping))
             yield
 
     def params_norm(self, compute: Callable[..., Any], *args: Any) -> Any:
@@ -132,7 +146,7 @@ class Tally:
             return work
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_replaced(dist, "all_reduce", reduce))
+            stack.enter_context(replaced(dist, "all_reduce", reduce))
             # A global of the function's module, of which another may have wrapped the function.
             scope = getattr(inspect.unwrap(function), "__globals__", {})
             apply = scope.get(statistics.KERNELS)
@@ -163,24 +177,36 @@ class Tally:
         self._add(Statistic.CLIPPED, flow, flow.of(gradients), value)
 
     def _step(
-        self, leaf: Any, inner: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        leaf: Any,
+        groups: statistics.LayerWise | None,
+        inner: Any,
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        self._attempt(lambda: self._stepped(leaf, inner))
+        self._attempt(lambda: self._stepped(leaf, groups, inner))
         return original(*args, **kwargs)
 
-    def _stepped(self, leaf: Any, inner: Any) -> None:
+    def _stepped(self, leaf: Any, groups: statistics.LayerWise | None, inner: Any) -> None:
         flow = self._flow(Statistic.STEPPED)
-        terms: Terms = Counter()
+        gathered: dict[Any, Terms] = {group: Counter() for group in groups or ()}
         for group in inner.param_groups:
+            over = statistics.gathered_over(leaf, groups, group)
+            terms = gathered.setdefault(over, Counter())
             for parameter in group["params"]:
                 if any(getattr(parameter, name, None) is not None for name in _GRADIENTS[1:]):
                     terms.update(flow.of(parameter))
-        group = statistics.gathered_over(leaf)
-        if group is not None and not parts_of(getattr(leaf, "model_chunks", ())):
-            flow.made.append(flow.collective(group_ranks(group), terms))
-            terms = Counter({(True, 0): 1})
+        total = gathered.pop(None, Counter())
+        sharded = parts_of(getattr(leaf, "model_chunks", ()))
+        for over, terms in gathered.items():
+            if sharded:
+                total.update(terms)
+            else:
+                flow.made.append(flow.collective(group_ranks(over), terms))
+                total[True, len(flow.made) - 1] = 1
         flow.unknown = flow.unknown or statistics.unknown_kind(self._optimizer)
-        self._add(Statistic.STEPPED, flow, terms)
+        self._add(Statistic.STEPPED, flow, total)
 
     def _add(
         self, statistic: Statistic, flow: Flow, terms: Terms, value: float | torch.Tensor = 0.0
@@ -214,18 +240,3 @@ class Tally:
                 if torch.is_tensor(tensor):
                     memory.add(local(tensor), places[parameter], span, numel)
         return Flow(memory, self._orders[statistic])
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within this context an attribute has another value."""
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

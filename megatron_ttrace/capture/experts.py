@@ -39,7 +39,7 @@ Microbatch = Callable[[], int]
 class ExpertSink(Protocol):
     """Where dispatches and choices go."""
 
-    def positions(self, local: tuple[int, int]) -> torch.Tensor:
+    def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Position of each token of this rank's [sequence, micro batch] in its microbatch."""
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
@@ -130,8 +130,9 @@ class DispatchTap:
         return result
 
     def _names(self, sequence: int, samples: int) -> torch.Tensor:
-        position = self._sink.positions((sequence, samples))
-        microbatch = torch.full_like(position, self._microbatch() + 1)
+        number = self._microbatch()
+        position = self._sink.positions(number, (sequence, samples))
+        microbatch = torch.full_like(position, number + 1)
         # Every dispatcher can send float32, which is exact for these numbers; 0 means padding.
         return torch.stack((microbatch, position), dim=-1).float().view(sequence, samples, 2)
 

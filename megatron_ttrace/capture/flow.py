@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections import Counter
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
 from megatron_ttrace.mcore.sharded_weights import local
+from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.counted import Part, Runs, Sum, Term, runs_of
 
@@ -47,24 +49,40 @@ class Parts:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._numbers: dict[tuple[str, int, int], int] = {}
+        self._numbers: dict[tuple[str, int, int, bool], int] = {}
         self.found: list[Part] = []
 
-    def number(self, place: ParameterPlace, first: int, last: int, numel: int) -> int:
-        """Of the elements ``first`` to ``last`` of a rank's flattened parameter of ``numel``."""
-        key = (place.name, first, last)
+    def number(
+        self, place: ParameterPlace, first: int, last: int, numel: int, *, of_rank: bool = False
+    ) -> int:
+        """Of the elements ``first`` to ``last`` of a rank's flattened parameter of ``numel``.
+
+        ``of_rank``: of this rank's gradient of them, to which other ranks' are added.
+        """
+        key = (place.name, first, last, of_rank)
         if key not in self._numbers:
             where = place if (first, last) == (0, numel) else place.flat(first, last)
+            part = Part(place.name, place.logical_shape, where.boxes(self._mesh))
             self._numbers[key] = len(self.found)
-            self.found.append(Part(place.name, place.logical_shape, where.boxes(self._mesh)))
+            self.found.append(self._of_rank(part) if of_rank else part)
         return self._numbers[key]
+
+    def _of_rank(self, part: Part) -> Part:
+        """With a first dim: the ranks whose gradients are added up."""
+        ranks, own = 1, 0
+        for axis in reduced_over(part.name):
+            size = self._mesh.size(axis)
+            ranks, own = ranks * size, own * size + self._mesh.at(axis)
+        boxes = tuple(Box((own, *b.logical), (1, *b.extent), (0, *b.local)) for b in part.boxes)
+        return Part(part.name, (ranks, *part.shape), boxes)
 
 
 class Memory:
     """Which elements of which parameters are at which addresses."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, parts: Parts, *, of_rank: bool = False) -> None:
+        """Prepare; ``of_rank`` as in :meth:`Parts.number`."""
+        self._number = functools.partial(parts.number, of_rank=of_rank)
         self._spans: list[_Span] = []
 
     def add(self, tensor: Any, place: ParameterPlace, span: tuple[int, int], numel: int) -> None:
@@ -93,7 +111,7 @@ class Memory:
             if low < high and span.tensor.element_size() == size:
                 first = span.first + (low - span.address) // size
                 last = first + (high - low) // size
-                found.append(self._parts.number(span.place, first, last, span.numel))
+                found.append(self._number(span.place, first, last, span.numel))
             at += 1
         return found
 

@@ -139,7 +139,8 @@ class StepTap:
             self._ready()
             optimizer.step = traced_step
             try:
-                result = step()
+                with self._tally.reduction():
+                    result = step()
             finally:
                 del optimizer.step
         self._attempt(self._losses, result)
@@ -149,7 +150,7 @@ class StepTap:
         return result
 
     def counted(self, iteration: int) -> Counted:
-        """Which elements went into the step's norms, counts and updates."""
+        """Which elements went into the step's reductions, norms, counts and updates."""
         return self._tally.counted(iteration)
 
     def _error(self, error: BaseException) -> None:
@@ -262,7 +263,7 @@ def _index_of(metric: str) -> int:
         return ELEMENTS
     if metric.endswith(logged.CHOICES):
         return CHOSEN
-    return LOSS if metric.endswith(logged.LOSSES) else VALUE
+    return LOSS if logged.is_rounded(metric) else VALUE
 
 
 def place_buffer(

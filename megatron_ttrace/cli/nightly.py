@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  ttrace eval nightly                          everything: known bugs, healthy matrix, mutants
+  ttrace eval nightly                          bugs, healthy matrix, planted errors, mutants
   ttrace eval nightly --quick                  about a minute, to see that it works
   ttrace eval nightly --minutes 60 --matrix '*/bf16' --mutants 40
   ttrace eval nightly --show                   draw the page again, without running anything
@@ -35,14 +35,15 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         subparsers,
         "nightly",
         run,
-        summary="run bugs, matrix and mutants; report what changed since the last good night",
-        description="Run known bugs, healthy configurations and mutants, and report what changed.",
+        summary="run all suites; report what changed since the last good night",
+        description="Run known bugs, healthy jobs, planted errors and mutants; report changes.",
         epilog=_EPILOG,
     )
     what = parser.add_argument_group("what to run")
     what.add_argument("--quick", action="store_true", help="run two bugs and one healthy job only")
     what.add_argument("--no-bugs", action="store_true", help="omit the known bugs")
     what.add_argument("--no-matrix", action="store_true", help="omit the healthy configurations")
+    what.add_argument("--no-planted", action="store_true", help="omit the planted errors")
     what.add_argument("--no-mutants", action="store_true", help="omit the mutants")
     what.add_argument(
         "--bug",
@@ -146,6 +147,7 @@ def _options(args: argparse.Namespace) -> Options:
     without = {
         NightPart.BUGS: args.no_bugs,
         NightPart.MATRIX: args.no_matrix,
+        NightPart.PLANTED: args.no_planted or args.quick,
         NightPart.MUTANTS: args.no_mutants or args.quick,
     }
     parts = tuple(part for part, left_out in without.items() if not left_out)

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = plan.shrink(training.command_of(args), args.max_ranks)
     jobs = [training.checking(found.command, job, args.data) for job in found.jobs]
-    documents.write(args.data)
+    documents.write(args.data, found.jobs[0].arguments)
     if args.json:
         rows = [[row.flag, row.was, row.now, row.why] for row in found.rows]
         print(

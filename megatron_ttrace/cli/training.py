@@ -18,8 +18,8 @@ DATA = "shrunk-text"
 """Name of the data set of small jobs."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what names the training command, last."""
+def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") -> None:
+    """Add what names the training command, last; ``words`` is how the help names it."""
     from megatron_ttrace.mcore.shrink.plan import DEFAULT_RANKS
 
     parser.add_argument(
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command_words",
         nargs=argparse.REMAINDER,
-        metavar="-- COMMAND",
+        metavar=words,
         help="training command: torchrun ..., python ..., srun ..., a script and its arguments, "
         "or a shell script",
     )
@@ -92,5 +92,9 @@ def checking(command: Command, job: Job, prefix: Path) -> list[str]:
     return [
         *(["env", *changes] if changes else []),
         *("ttrace", "check", "--nproc-per-node", str(job.axes.ranks), "--"),
-        *(command.script, *job.arguments, *documents.arguments(command.script, prefix)),
+        *(
+            command.script,
+            *job.arguments,
+            *documents.arguments(command.script, prefix, job.arguments),
+        ),
     ]

@@ -33,6 +33,7 @@ class RunConfig(Record):
         own_shards: kinds of tensors of a matrix that depend on a rank's whole shard of it.
         iterations: those that were traced.
         isolate: whether every module was given the reference's tensors.
+        logs: whether Megatron's ``training_log`` could be called.
         init: where the start values came from (``--ttrace-init``).
         reference: directory of the reference.
         arithmetic: what decides in which order things are added up, ``None`` if unknown.
@@ -50,6 +51,7 @@ class RunConfig(Record):
     own_shards: tuple[Kind, ...] = ()
     iterations: tuple[Count, ...] = ()
     isolate: bool = False
+    logs: bool = False
     init: str = ""
     reference: str = ""
     arithmetic: Arithmetic | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether each element is in a norm, a count or an update exactly once: coverage, not size.
+"""Whether each element is in a norm, a count, a reduction or an update once: coverage, not size.
 
 A layer norm that is counted on every tensor-parallel rank changes the gradient norm by less than
 its tolerance. So what each rank put in (trace/counted.py) is added up through the collectives, as
@@ -78,7 +78,9 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
         for statistic in Statistic:
             countings = [c for one in now.values() for c in _of(one, statistic)]
             if not countings:
-                if iteration in trusted and _of(trusted[iteration], statistic):
+                # FSDP has no such buckets; what it reduces is judged by its values alone.
+                known = statistic is not Statistic.REDUCED
+                if known and iteration in trusted and _of(trusted[iteration], statistic):
                     not_judged[statistic, "how it is computed"] = None
                 continue
             if why := next((c.unknown for c in countings if c.unknown), ""):
@@ -109,7 +111,7 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
                     verdicts.append(
                         verdict_of(
                             here,
-                            step.shapes.get(name, ()),
+                            step.shapes.get(name, ())[statistic is Statistic.REDUCED :],
                             Outcome.DIVERGED,
                             ranks,
                             note,
@@ -140,10 +142,11 @@ class _Step:
                     members[rank] = counting, made
         self._values: dict[tuple[Runs, int], Held] = {}
         self._known: dict[object, dict[str, Coverage]] = {}
+        self._boxes: dict[object, dict[str, list[Box]]] = {}
         self.shapes = {
             one.parts[number].name: one.parts[number].shape
             for one in ranks.values()
-            for number in one.held
+            for number in self._numbers(one)
         }
 
     def wrong(self, expected: frozenset[str] | None) -> Wrong:
@@ -164,7 +167,9 @@ class _Step:
                 ranks.append(rank)
                 worst = Coverage(min(known.least, held.least), max(known.most, held.most))
                 found[cause, name] = worst, ranks
-        return found
+        held_by = (one.parts[number].name for one in self._ranks.values() for number in one.held)
+        order = {name: position for position, name in enumerate(dict.fromkeys(held_by))}
+        return dict(sorted(found.items(), key=lambda item: order.get(item[0][1], len(order))))
 
     def _coverage(self, rank: int) -> dict[str, Coverage]:
         """How often a rank's result has the elements that it should have, by parameter."""
@@ -179,41 +184,62 @@ class _Step:
             for term in c.sums
         ]
         # Ranks with the same result and no parts of their own need to be looked at once.
-        same = (rank if own or self._statistic.is_local else -1, tuple(own), tuple(sums))
-        if same not in self._known:
+        same = (rank if own else -1, tuple(own), tuple(sums))
+        if same not in self._boxes:
             total: Held = Counter({})
             for number, times in own:
                 total[rank, number] += times
             for key, times in sums:
                 _add(total, self._value(key), times)
-            self._known[same] = self._by_name(rank, total)
+            self._boxes[same] = self._by_name(total)
+        boxes = self._boxes[same]
+        if self._statistic.is_local:
+            return self._within(rank, boxes)
+        if same not in self._known:
+            self._known[same] = {
+                name: coverage(shape, boxes.get(name, ())) for name, shape in self.shapes.items()
+            }
         return self._known[same]
 
-    def _by_name(self, rank: int, total: Held) -> dict[str, Coverage]:
+    def _by_name(self, total: Held) -> dict[str, list[Box]]:
         boxes: dict[str, list[Box]] = {}
         for (holder, number), times in total.items():
             part = self._ranks[holder].parts[number]
             boxes.setdefault(part.name, []).extend(part.boxes * times)
-        if not self._statistic.is_local:
-            return {n: coverage(shape, boxes.get(n, ())) for n, shape in self.shapes.items()}
+        return boxes
+
+    def _within(self, rank: int, boxes: Mapping[str, list[Box]]) -> dict[str, Coverage]:
+        """Of the elements that a rank needs."""
         asked: dict[str, list[Box]] = {}
         for part in self._own(self._ranks[rank]):
-            asked.setdefault(part.name, []).extend(part.boxes)
+            asked.setdefault(part.name, []).extend(self._asked(part))
         return {
             name: coverage(self.shapes[name], boxes.get(name, ()), own)
             for name, own in asked.items()
             if name in self.shapes
         }
 
+    def _asked(self, part: Part) -> list[Box]:
+        """What must be in a result; of a reduction, each element once from each rank."""
+        if self._statistic is not Statistic.REDUCED or part.name not in self.shapes:
+            return [*part.boxes]
+        ranks = self.shapes[part.name][0]
+        return [Box((0, *b.logical), (ranks, *b.extent), (0, *b.local)) for b in part.boxes]
+
+    def _numbers(self, one: Counted) -> Iterable[int]:
+        """The parts whose shapes are those of this statistic."""
+        if self._statistic is not Statistic.REDUCED:
+            return one.held
+        return (
+            term.number for counting in _of(one, Statistic.REDUCED) for term in _terms(counting)
+        )
+
     def _own(self, one: Counted) -> list[Part]:
-        """What a rank holds; of clipping, what it steps, which may be a part of that."""
-        if self._statistic is not Statistic.CLIPPED:
+        """What a rank holds; what it clips or reduces is what it steps, maybe a part of that."""
+        if self._statistic not in (Statistic.CLIPPED, Statistic.REDUCED):
             return [one.parts[number] for number in one.held]
         stepped = {
-            term.number
-            for counting in _of(one, Statistic.STEPPED)
-            for terms in (counting.parts, *(made.parts for made in counting.made))
-            for term in terms
+            term.number for counting in _of(one, Statistic.STEPPED) for term in _terms(counting)
         }
         return [one.parts[number] for number in sorted(stepped)]
 
@@ -246,8 +272,14 @@ def _of(one: Counted, statistic: Statistic) -> list[Counting]:
 
 def _names(one: Counted, counting: Counting) -> Iterator[str]:
     """The parameters of a rank that are in one computation."""
-    terms: Iterable[Term] = (*counting.parts, *(t for made in counting.made for t in made.parts))
-    return (one.parts[term.number].name for term in terms)
+    return (one.parts[term.number].name for term in _terms(counting))
+
+
+def _terms(counting: Counting) -> Iterator[Term]:
+    """All parts in a computation."""
+    yield from counting.parts
+    for made in counting.made:
+        yield from made.parts
 
 
 def _names_in(reference: Counted | None, statistic: Statistic) -> frozenset[str] | None:

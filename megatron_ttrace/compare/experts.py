@@ -152,7 +152,8 @@ class ExpertRows:
         for number in dict.fromkeys([key.microbatch, *index.microbatches]):
             there = dataclasses.replace(key, microbatch=number)
             if there not in self._reference:
-                found.append(Measured.stranger(there, local))
+                # Where the dispatch is wrong, the number may be any: it names no tensor.
+                found.append(Measured.stranger(key, local))
                 continue
             shape = self._reference.entry(there).shape
             rows, _ = self._match(index, rows_key(self._iteration, number, layer), expert)

@@ -34,7 +34,7 @@ class Measured:
         key: of the tensor.
         placement: for reports.
         boxes: which of its elements are which logical ones.
-        logical_shape: of the whole tensor.
+        logical_shape: of the whole tensor; of one that does not fit, the candidate's.
         sums: of the differences; ``None`` when nothing could be measured, and empty while
             ``unread`` has them.
         problem: why nothing could be, if so.
@@ -66,7 +66,7 @@ class Measured:
 
     @classmethod
     def misfit(cls, key: TraceKey, shape: tuple[int, ...], why: str) -> Measured:
-        """A tensor that does not fit the reference's, which has this shape."""
+        """A tensor whose shape fits none of the reference's; of a parameter, the whole one's."""
         return cls(key, "", (), shape, None, Problem.SHAPE, Note(Remark.SHAPE, text=why))
 
     @property

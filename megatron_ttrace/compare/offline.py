@@ -157,7 +157,7 @@ def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry, rank:
     if key not in reference:
         return Measured.stranger(key, entry.shape)
     there = reference.entry(key)
-    misfit = functools.partial(Measured.misfit, key, there.shape)
+    misfit = functools.partial(Measured.misfit, key, entry.logical_shape)
     if entry.misfit:
         return misfit(entry.misfit)
     if there.shape != entry.logical_shape:
@@ -167,7 +167,7 @@ def _measure(reference: TraceReader, candidate: TraceReader, entry: Entry, rank:
     if entry.sums:
         sums = Sums.of(entry.sums)
         # Sums over no element would pass, whatever the tensor was.
-        if (sums.n == 0) != (_elements(entry.boxes) == 0):
+        if sums.n == 0 and _elements(entry.boxes):
             raise CodecError(f"sums: of {sums.n} elements in {_elements(entry.boxes)}")
         return dataclasses.replace(found, sums=sums)
     local, logical = _tensor(candidate, entry), _tensor(reference, there)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parts of which reference tensors a candidate's captured tensor must equal.
 
-Planning uses names and shapes only; it reads no element of any tensor.
+Planning uses names and shapes only; it reads no element of any tensor but where packed sequences
+end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from megatron_ttrace.compare.experts import ExpertRows, Match, is_beyond
 from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.mcore.packed import BOUNDS, ends_of
 from megatron_ttrace.mcore.roles import is_first_of_gated
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
@@ -20,7 +22,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placements, describe, plan
 from megatron_ttrace.placement.token_index import token_positions
 from megatron_ttrace.trace.captured import Partials
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 __all__ = ["Match", "Planner", "RankLayout"]
@@ -35,7 +37,8 @@ class RankLayout:
 
     Attributes:
         mesh: this rank's place.
-        seq_length: logical sequence length.
+        seq_length: logical sequence length; with packed sequences that of all samples of a
+            microbatch, which Megatron lays one after the other.
         gated: whether MLPs stack gate and up projection.
         gradient_factor: expected candidate/reference ratio of activation gradients: each
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
@@ -48,6 +51,7 @@ class RankLayout:
         sequence_first: modules that return [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
+        packed: whether context parallelism divides packed sequences one by one.
     """
 
     mesh: Mesh
@@ -60,6 +64,7 @@ class RankLayout:
     loss_scale: float = 1.0
     dispatcher: str = ""
     partials: Partials = dataclasses.field(default_factory=dict)
+    packed: bool = False
 
 
 class Planner:
@@ -68,7 +73,9 @@ class Planner:
     def __init__(self, reference: TraceReader, iteration: int, layout: RankLayout) -> None:
         self.experts = ExpertRows(reference, iteration, layout.mesh)
         self._reference = reference
+        self._iteration = iteration
         self._layout = layout
+        self._ends: dict[int, tuple[int, ...]] = {}
         self._planned: dict[object, tuple[Placements, tuple[Box, ...]]] = {}
 
     def plan(
@@ -99,7 +106,7 @@ class Planner:
                 return [self._parameter(key, whole, *known)]
             return [self.activation(key, local)]
         except ValueError as error:
-            return [Measured.misfit(key, whole, str(error))]
+            return [Measured.misfit(key, local if known is None else known[0], str(error))]
 
     def rows(self, key: TraceKey, local: tuple[int, ...]) -> list[Match | Measured]:
         """An experts' tensor: parts of several microbatches' tensors.
@@ -119,9 +126,10 @@ class Planner:
         """
         whole, blocks, layout = self._reference.entry(key).shape, self.blocks(key), self._layout
         heads = layout.head_rows.get(key.name.partition("#")[0], 0)
+        ends = self._ends_of(key.microbatch)
         placement, boxes = self._plan(
-            (local, whole, blocks, heads),
-            lambda: self._infer(local, whole, blocks, heads),
+            (local, whole, blocks, heads, ends),
+            lambda: self._infer(local, whole, blocks, heads, ends),
             whole,
         )
         axis = self._partial_over(key)
@@ -135,13 +143,24 @@ class Planner:
         whole: tuple[int, ...],
         blocks: int | tuple[int, ...],
         heads: int,
+        ends: tuple[int, ...],
     ) -> Placements:
         mesh = self._layout.mesh
         if heads:
             return infer_head_rows(local, whole, heads, mesh)
         return infer_activation(
-            local, whole, mesh, seq_length=self._layout.seq_length, blocks=blocks
+            local, whole, mesh, seq_length=self._layout.seq_length, blocks=blocks, ends=ends
         )
+
+    def _ends_of(self, microbatch: int) -> tuple[int, ...]:
+        """Where a microbatch's packed sequences end, if they are divided one by one."""
+        if not self._layout.packed or microbatch == STEP_LEVEL:
+            return ()
+        if microbatch not in self._ends:
+            key = TraceKey(self._iteration, microbatch, Kind.TOKENS, BOUNDS)
+            bounds = self._reference.tensor(self._reference.entry(key))
+            self._ends[microbatch] = ends_of(bounds.tolist())
+        return self._ends[microbatch]
 
     def _parameter(
         self,
@@ -155,9 +174,10 @@ class Planner:
         _, boxes = self._plan(("placed", whole, placement), lambda: placement, whole)
         return Match(key, describe(placement), boxes, whole, self.factor(key))
 
-    def positions(self, local: tuple[int, int]) -> torch.Tensor:
+    def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""
-        return torch.from_numpy(token_positions(local, self._layout.mesh, self._layout.seq_length))
+        layout, ends = self._layout, self._ends_of(microbatch)
+        return torch.from_numpy(token_positions(local, layout.mesh, layout.seq_length, ends))
 
     def factor(self, key: TraceKey) -> float:
         """Expected candidate/reference ratio."""

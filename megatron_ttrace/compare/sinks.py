@@ -196,9 +196,9 @@ class CompareSink:
             self._substituter.fill(data.detach(), key, found.boxes)
             data.detach().mul_(self._planner.factor(key))
 
-    def positions(self, local: tuple[int, int]) -> torch.Tensor:
+    def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""
-        return self._planner.positions(local)
+        return self._planner.positions(microbatch, local)
 
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
         """Take which tokens a layer's experts are about to receive, and compare that."""

@@ -19,7 +19,7 @@ import dataclasses
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -189,7 +189,7 @@ class Tolerances:
         if key.kind is Kind.METRIC and key.index == CHOSEN:
             return math.inf  # rounding alone decides between equals
         if key.kind is Kind.METRIC and key.index == LOSS:
-            # Router losses are rounded to the dtype of the logits after the mean over a rank's
+            # The router's z loss is rounded to the dtype of the logits after the mean over a rank's
             # tokens. A replay has the same tokens in its mean, and often rounds to the same number.
             return max(eps, self._compute) / 2
         if terms > 1:
@@ -246,14 +246,19 @@ def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
 
 
 def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) -> Tolerances:
-    """Read ``tolerances.jsonl``; ``how`` as of :class:`Tolerances`.
+    """Read ``tolerances.jsonl``; ``how`` as of :class:`Tolerances`. Raises as :func:`moves`."""
+    known = dict(dtypes)
+    return Tolerances(moves(directory, known), known, **how)
+
+
+def moves(directory: Path, known: Container[TraceKey]) -> dict[TraceKey, Moved]:
+    """What ``tolerances.jsonl`` of a reference with these tensors says of each.
 
     Raises:
         TTraceError: when the file is absent or damaged, or is of another trace.
     """
     path = directory / FILE
     moved: dict[TraceKey, Moved] = {}
-    known = dict(dtypes)
     try:
         for value in codec.lines(path):
             line = codec.decode(_Line, value)
@@ -270,13 +275,23 @@ def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) 
         raise TTraceError(
             f"{path}:{len(moved) + 1} is damaged ({error}): make the reference again"
         ) from error
-    return Tolerances(moved, known, **how)
+    return moved
+
+
+def moves_of(reference: TraceReader) -> dict[TraceKey, Moved]:
+    """What replays of a reference did to each tensor. Raises as :func:`moves` does."""
+    _verify(reference)
+    return moves(reference.directory, frozenset(reference))
+
+
+def _verify(reference: TraceReader) -> None:
+    if (reference.directory / FILE).exists():  # else `moves` says what is wrong
+        reference.verify(FILE)
 
 
 def of_reference(reference: TraceReader) -> Tolerances:
-    """The tolerances that lie beside a reference trace. Raises as :func:`read` does."""
-    if (reference.directory / FILE).exists():  # else `read` says what is wrong
-        reference.verify(FILE)
+    """The tolerances that lie beside a reference trace. Raises as :func:`moves` does."""
+    _verify(reference)
     entries = (entry for entries in reference.ranks.values() for entry in entries)
     dtypes = ((entry.key, entry.dtype) for entry in entries)
     compute = float(reference.meta.get("epsilon", 0.0))

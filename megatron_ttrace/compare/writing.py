@@ -53,7 +53,7 @@ class WriteSink:
         """A tensor of the step; the reference holds it whole."""
         self.tensor((place,), data.detach().reshape(tuple(logical_shape)))
 
-    def positions(self, local: tuple[int, int]) -> torch.Tensor:
+    def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """The reference has whole microbatches."""
         return torch.arange(local[0] * local[1])
 

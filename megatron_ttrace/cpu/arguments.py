@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ttrace.cpu import apex, helpers_cpp, te, warmup
+from megatron_ttrace.cpu import apex, helpers_cpp, offload, te, warmup
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.errors import TTraceError
 
@@ -216,7 +216,6 @@ def _adapt_kernels(adapter: _Adapter) -> None:
         adapter.switch_off(name, "CUDA graphs")
     adapter.switch_off("cuda_graph_impl", "CUDA graphs", "none")
     adapter.switch_off("batch_invariant_mode", "batch-invariant kernels")
-    adapter.switch_off("optimizer_cpu_offload", "optimizer offload")
     adapter.switch_off("fine_grained_activation_offloading", "activation offload")
     if (adapter.get("cpu_offloading_num_layers") or 0) > 0:
         adapter.switch_off("cpu_offloading_num_layers", "activation offload", 0)
@@ -246,6 +245,8 @@ def adapt_arguments(args: argparse.Namespace) -> list[str]:
     adapter = _Adapter(args)
     for step in _STEPS:
         step(adapter)
+    if adapter.get("optimizer_cpu_offload"):
+        offload.keep_apart()
     helpers_cpp.skip_compilation()
     warmup.skip()
     return adapter.changes

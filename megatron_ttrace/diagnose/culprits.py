@@ -26,6 +26,7 @@ from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.report import explanations
 from megatron_ttrace.report.ledger import citation_text
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Composed,
     ConstantFactor,
@@ -34,7 +35,15 @@ from megatron_ttrace.trace.findings import (
     Grounds,
     LossShare,
 )
-from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
+from megatron_ttrace.trace.records import (
+    MOMENTS,
+    STEP_LEVEL,
+    Culprit,
+    Direction,
+    Kind,
+    Outcome,
+    Verdict,
+)
 
 Explain = Callable[[Verdict], Explanation]
 _Groups = dict[tuple[object, ...], int]
@@ -43,8 +52,9 @@ _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
-_MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-_UPDATED = (Kind.PARAM_DELTA, *_MOMENTS, Kind.PARAM, Kind.BUFFER)
+_REDUCED = Statistic.REDUCED.number
+_UPDATED = (*MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
+"""In the order in which an optimizer's step computes them."""
 
 
 class _Origin(NamedTuple):
@@ -292,21 +302,50 @@ def _backward(verdicts: Sequence[Verdict]) -> list[_Origin]:
     for v in verdicts:
         if v.verdict in _ABSENT and v.direction is Direction.BACKWARD:
             return [_Origin(v, v.name, Grounds.FIRST_ABSENT_GRADIENT)]
-    return _born(
+    born = _born(
         verdicts,
         inputs=Kind.GRAD_OUTPUT,
         outputs=(Kind.GRAD_INPUT,),
         grounds=Grounds.GRAD_INPUT,
         without_inputs=Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS,
-    ) or _first(verdicts, Kind.GRAD_OUTPUT, Grounds.FIRST_GRADIENT)
+    )
+    return _with_wrong_weights(born, verdicts) or _first(
+        verdicts, Kind.GRAD_OUTPUT, Grounds.FIRST_GRADIENT
+    )
+
+
+def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Verdict]) -> list[_Origin]:
+    """Without those that only share the tensor of another one.
+
+    Modules with the same input have the same gradient there, the sum of what they all add. It is
+    wrong through one whose weights' gradients are wrong, if the others' are right.
+    """
+    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
+    sharing: dict[tuple[int, float | None], list[_Origin]] = {}
+    for one in origins:
+        sharing.setdefault((one.verdict.microbatch, one.verdict.rel_err), []).append(one)
+    innocent = {
+        id(one)
+        for alike in sharing.values()
+        if any(one.module in wrong for one in alike)
+        for one in alike
+        if one.module not in wrong
+    }
+    return [one for one in origins if id(one) not in innocent]
 
 
 def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
-    found = [
+    reduced = [one for one in _counted(verdicts) if one.verdict.index == _REDUCED]
+    known = {v.name for v in _failures(verdicts, Kind.COUNTED) if v.index == _REDUCED}
+    found = reduced + [
         _Origin(verdict, owner(verdict.name), Grounds.MAIN_GRAD)
         for verdict in _failures(verdicts, Kind.MAIN_GRAD)
+        if verdict.name not in known
     ]
-    if found or any(v.verdict in _ABSENT for v in _failures(verdicts, *_MOMENTS)):
+    if found and all(one.verdict.verdict in _ABSENT for one in found):
+        # No optimizer has these: what each one steps says which elements, and why.
+        return _counted(verdicts) or found
+    if found or any(v.verdict in _ABSENT for v in _failures(verdicts, *MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.
         return found
     return _counted(verdicts) or _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
@@ -317,28 +356,35 @@ def _counted(verdicts: Sequence[Verdict]) -> list[_Origin]:
     first: dict[object, Verdict] = {}
     for verdict in _failures(verdicts, Kind.COUNTED):
         first.setdefault((verdict.index, verdict.reason), verdict)
-    return [_Origin(v, v.name, Grounds.COUNTED) for v in first.values()]
+    return [
+        _Origin(v, v.name, Grounds.REDUCED if v.index == _REDUCED else Grounds.COUNTED)
+        for v in first.values()
+    ]
 
 
 def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
-    unknown = {v.name for v in _failures(verdicts, *_MOMENTS) if v.verdict in _ABSENT}
+    unknown = {v.name for v in _failures(verdicts, *MOMENTS) if v.verdict in _ABSENT}
     never = [
         _Origin(v, owner(v.name), Grounds.NO_OPTIMIZER_STATE)
         for v in _failures(verdicts, Kind.PARAM_DELTA)
         if v.name in unknown
     ]
+    first: dict[str, Verdict] = {}
+    for verdict in sorted(_failures(verdicts, *_UPDATED), key=_made):
+        first.setdefault(verdict.name, verdict)
     # Without their gradients the norm is wrong, and with it every clipped update.
     return (
         never
-        or [
-            _Origin(verdict, owner(verdict.name), Grounds.UPDATE)
-            for verdict in _failures(verdicts, *_UPDATED)
-        ]
+        or [_Origin(v, owner(v.name), Grounds.UPDATE) for v in verdicts if v is first.get(v.name)]
         or [
             _Origin(verdict, verdict.name, Grounds.METRIC)
             for verdict in _failures(verdicts, Kind.METRIC)
         ]
     )
+
+
+def _made(verdict: Verdict) -> int:
+    return _UPDATED.index(verdict.kind)
 
 
 def _born(

@@ -128,6 +128,8 @@ class Evidence:
         errors: of each failing rank before any repair.
         share_of: the whole tensor if ``reference`` and the parts are a share of one: errors are
             relative to it.
+        explained: the share of a part's error that may be left.
+        numbers: of the job that it may have been multiplied or divided by, by name.
     """
 
     key: TraceKey
@@ -144,6 +146,8 @@ class Evidence:
     alike: Callable[[str], Iterable[str]] = lambda module: ()
     errors: Mapping[int, float] = dataclasses.field(default_factory=dict)
     share_of: torch.Tensor | None = None
+    explained: float = EXPLAINED
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.errors:
@@ -205,7 +209,7 @@ class Evidence:
         )
 
     def _accepts(self, part: FailedPart, error: float) -> bool:
-        return error <= min(self.tolerance.value, EXPLAINED * self.errors[part.rank])
+        return error <= min(self.tolerance.value, self.explained * self.errors[part.rank])
 
     @property
     def elements(self) -> int:
@@ -251,8 +255,7 @@ class Evidence:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that number this tensor's ranks, of those with more than one rank."""
-        family = EXPERT if is_within_experts(self.key.name) else DENSE
-        return tuple(axis for axis in family if self.size(axis) > 1)
+        return tuple(axis for axis in axes_of(self.key.name) if self.size(axis) > 1)
 
     def dim_name(self, dim: int) -> str:
         """What the indices of a dim are called."""
@@ -275,6 +278,11 @@ class Evidence:
                 shared = axis, at.pop()
                 break
         return FailingRanks(failing, len(holders), len(self.meshes), shared)
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """The axes that number the ranks for a module or parameter."""
+    return EXPERT if is_within_experts(name) else DENSE
 
 
 def _crop(box: Box, limit: int, total: int) -> Box:

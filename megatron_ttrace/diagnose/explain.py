@@ -22,7 +22,7 @@ import torch
 
 from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.measured import Measured, fails
+from megatron_ttrace.compare.measured import Measured, Problem, fails
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose import absent, losses, ran, region, replicas, start
 from megatron_ttrace.diagnose.evidence import (
@@ -31,10 +31,12 @@ from megatron_ttrace.diagnose.evidence import (
     ExhaustedError,
     FailedPart,
     Work,
+    axes_of,
 )
 from megatron_ttrace.diagnose.losses import Separate, Share
 from megatron_ttrace.diagnose.search import Found, alternative, repeated, search
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.numbers import numbers
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
@@ -42,9 +44,11 @@ from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.findings import (
     FACTORS,
+    BeforeStep,
     Cause,
     Explanation,
     Finding,
+    LossShare,
     OtherIteration,
     OtherMicrobatch,
     OtherTensor,
@@ -168,6 +172,8 @@ class Explainer:
             return Explanation(Finding(initial.cause(verdict)))
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             return Explanation(self._misplaced(verdict))
+        if verdict.verdict is Outcome.SHAPE and start.is_start(verdict.key):
+            return Explanation(self._divided(verdict.key))
         if verdict.verdict not in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT, Outcome.NONFINITE):
             return Explanation()
         try:
@@ -233,6 +239,7 @@ class Explainer:
             },
             microbatches=max(1, microbatches // ranks),
             seq_length=self._seq_length,
+            numbers=numbers(self._reference.meta),
             work=self._work,
             others=lambda: self._others(key, entry.shape),
             whole=self._whole,
@@ -258,6 +265,9 @@ class Explainer:
         """Tensors that may be in this one's place: other times first, then other modules."""
         if math.prod(shape) > _WHOLE:
             return
+        before = dataclasses.replace(key, index=0)
+        if key.kind is Kind.PARAM and key != before:
+            yield BeforeStep(Cause.OTHER_TIME), before
         near: dict[TraceKey, list[TraceKey]] = {}
         for other in self._reference:
             now, here = other.iteration == key.iteration, other.microbatch == key.microbatch
@@ -311,9 +321,23 @@ class Explainer:
         }
         return absent.misplaced_layers(verdict.name, expected, held, self._meshes)
 
+    def _divided(self, key: TraceKey) -> Finding | None:
+        taken = [
+            one.logical_shape
+            for found in self._measured.values()
+            for one in found
+            if one.key == key and one.problem is Problem.SHAPE
+        ]
+        axes = axes_of(key.name)
+        return start.other_division(self._reference.entry(key).shape, taken, self._meshes, axes)
+
     def _alike_in(self, key: TraceKey, finding: Finding) -> tuple[int, int] | None:
         """How many of the failing main gradients are off by this very factor, if others are."""
-        if key.kind is not Kind.MAIN_GRAD or finding.cause not in FACTORS:
+        if (
+            key.kind is not Kind.MAIN_GRAD
+            or finding.cause not in FACTORS
+            or isinstance(finding, LossShare)
+        ):
             return None
         ratios: dict[TraceKey, list[float]] = {}
         for one in (one for found in self._measured.values() for one in found):

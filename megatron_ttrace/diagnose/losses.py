@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from megatron_ttrace.diagnose import replicas, scaling
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, Pieces, axis_combinations
 from megatron_ttrace.trace.findings import Cause, Finding, Loss, LossShare, RankFactors
 from megatron_ttrace.trace.records import Kind, TraceKey
 
@@ -27,6 +27,8 @@ KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT, Kind.MAIN_GRAD)
 
 _PER_FACTOR = 16
 """Elements that it takes to fit a factor."""
+_NEAR = 4.0
+"""A repair that leaves more than so many times the error that another one leaves is not told."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +55,16 @@ def miscounted(evidence: Evidence, shares: Sequence[Share]) -> LossShare | None:
         evidence: the failed gradient.
         shares: of the losses beside the main loss.
     """
-    found: list[tuple[int, int, LossShare]] = []
+    found: list[tuple[LossShare, float, tuple[int, int]]] = []
     for losses, share in _together(evidence, shares):
         of_share = _of_share(evidence, share)
-        for free, fault in _faults(of_share) if of_share else ():
+        for free, left, fault in _faults(of_share) if of_share else ():
             whole = LossShare(fault.cause, fault.axes, losses=losses, fault=fault)
-            found.append((len(losses) + free, free, whole))
-    return min(found, key=lambda one: one[:2])[-1] if found else None
+            found.append((whole, left, (len(losses) + free, free)))
+    # Of losses that are all off by the same, one may bring a wide tolerance about.
+    least = min((left for _, left, _ in found), default=0.0)
+    near = [(order, fault) for fault, left, order in found if left <= _NEAR * least]
+    return min(near, key=lambda one: one[0])[1] if near else None
 
 
 def _together(
@@ -91,35 +96,41 @@ def _of_share(evidence: Evidence, share: torch.Tensor) -> Evidence | None:
     return held and dataclasses.replace(held, reference=share, share_of=evidence.reference)
 
 
-def _faults(share: Evidence) -> Iterator[tuple[int, Finding]]:
-    """The faults that explain what the ranks hold, each with the number of its parameters."""
+def _faults(share: Evidence) -> Iterator[tuple[int, float, Finding]]:
+    """The faults that explain what the ranks hold.
+
+    Each with the number of its parameters, and the error that is left.
+    """
     ratio = share.ratio((part.pieces, share.expected(part)) for part in share.parts)
     layout = scaling.sizes_of(share)
     sizes = [math.prod(layout[axis] for axis in axes) for axes in axis_combinations([*layout])]
+    ranks = [part.rank for part in share.parts]
     likely = {0.0, *sizes, *(1 / size for size in sizes)}
     for times in sorted(likely, key=lambda times: abs(times - ratio)):
-        if share.repairs(functools.partial(_once, share, times)):
+        repair = functools.partial(_once, share, dict.fromkeys(ranks, times))
+        if share.repairs(repair):
             lost = Finding(Cause.ZERO)
-            yield 0, scaling.constant_factor(share, times) if times else lost
+            yield 0, _left(share, repair), scaling.constant_factor(share, times) if times else lost
             break
     for finding, summed in replicas.reduced(share):
         if summed.is_right:
-            yield 0, finding
-    if share.elements >= _PER_FACTOR and share.repairs(functools.partial(_once, share, ratio)):
-        yield 1, scaling.constant_factor(share, ratio)
-    yield from _by_rank(share)
-
-
-def _by_rank(share: Evidence) -> Iterator[tuple[int, Finding]]:
-    own: Mapping[int, float] = {
-        part.rank: share.ratio([(part.pieces, share.expected(part))]) for part in share.parts
-    }
+            yield 0, _left(summed, lambda part: part.pieces), finding
+    repair = functools.partial(_once, share, dict.fromkeys(ranks, ratio))
+    if ratio and share.elements >= _PER_FACTOR and share.repairs(repair):
+        yield 1, _left(share, repair), scaling.constant_factor(share, ratio)
+    own = {part.rank: share.ratio([(part.pieces, share.expected(part))]) for part in share.parts}
+    repair = functools.partial(_once, share, own)
     enough = len(own) > 1 and share.elements >= _PER_FACTOR * len(own)
-    if enough and share.repairs(lambda part: _once(share, own[part.rank], part)):
-        yield len(own), RankFactors(Cause.FACTOR, factors=tuple(sorted(own.items())))
+    if enough and share.repairs(repair):
+        factors = tuple(sorted(own.items()))
+        yield len(own), _left(share, repair), RankFactors(Cause.FACTOR, factors=factors)
 
 
-def _once(share: Evidence, times: float, part: FailedPart) -> list[torch.Tensor]:
-    """A part that counts the share ``times`` times, with the share counted once."""
+def _left(share: Evidence, repair: Callable[[FailedPart], Pieces]) -> float:
+    return max(share.error(part, repair(part)) for part in share.parts)
+
+
+def _once(share: Evidence, times: Mapping[int, float], part: FailedPart) -> list[torch.Tensor]:
+    """A part that counts the share ``times[rank]`` times, with the share counted once."""
     expected = zip(part.pieces, share.expected(part), strict=True)
-    return [piece - (times - 1) * once for piece, once in expected]
+    return [piece - (times[part.rank] - 1) * once for piece, once in expected]

@@ -94,6 +94,9 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> str:
         return places.log()
     if verdict.kind is Kind.COUNTED and verdict.index in _OF_OPTIMIZERS:
         return sources.optimizer
+    if verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number:
+        ran = (one.where for one in _of(ledger, verdict, Phase.GRADIENTS) if one.operation.reduces)
+        return next(filter(None, ran), sources.finalize)
     if verdict.kind in (Kind.GRAD_NORM, Kind.COUNTED):
         norms = (one for one in _of(ledger, verdict, Phase.OPTIMIZER) if one.operation.reduces)
         return next((one.where for one in norms if one.where), sources.optimizer)

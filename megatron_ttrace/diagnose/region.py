@@ -4,15 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
-from megatron_ttrace.diagnose.evidence import Evidence
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat
+from megatron_ttrace.diagnose.scaling import constant_factor
 from megatron_ttrace.mcore.names import ROOT
-from megatron_ttrace.trace.findings import Cause, Finding, WrongRows, WrongTokens
+from megatron_ttrace.trace.findings import Cause, Finding, InPart, Span, WrongRows, WrongTokens
 from megatron_ttrace.trace.records import Kind
 
+_LIKELY = 8
+"""Other tensors that a part of this one is compared with."""
+_FITTED = 0.25
+"""Of the error at most this may be left where the place of a fault was fitted."""
 _MOST = 0.75
 """If more than this is wrong, nothing is learnt from where it is."""
 
@@ -46,6 +54,61 @@ def dropped_rows(evidence: Evidence) -> WrongRows | None:
     whole = evidence.reference.float().clone()
     whole.index_fill_(found.at, torch.tensor(found.indices), 0.0)
     return found if evidence.holds(whole) else None
+
+
+def in_part(evidence: Evidence) -> InPart | None:
+    """Elements that follow each other in each rank's part have another fault than the rest.
+
+    The repair: undo it there. Which elements these are follows from the fault: of all runs, the one
+    in which it explains most of the error.
+    """
+    for fault, values in _faults(evidence):
+        spans: dict[int, Span] = {}
+        repaired: dict[int, list[torch.Tensor]] = {}
+        for part in evidence.parts:
+            ours, right = flat(part.pieces).double(), flat(evidence.expected(part)).double()
+            off = flat(values(part)).double() - right
+            evidence.work.spend(4 * len(ours))
+            first, last = _best_run((ours - right).square() - (ours - right - off).square())
+            spans[part.rank] = first, last
+            ours[first : last + 1] -= off[first : last + 1]
+            sizes = [piece.numel() for piece in part.pieces]
+            repaired[part.rank] = [
+                piece.view(there.shape).float()
+                for piece, there in zip(ours.split(sizes), part.pieces, strict=True)
+            ]
+        total = {part.rank: sum(p.numel() for p in part.pieces) for part in evidence.parts}
+        some = any(last - first + 1 < total[rank] for rank, (first, last) in spans.items())
+        left = {part.rank: evidence.error(part, repaired[part.rank]) for part in evidence.parts}
+        fitted = all(left[rank] <= _FITTED * evidence.errors[rank] for rank in left)
+        if some and fitted and max(left.values()) <= evidence.tolerance.value:
+            held = tuple((rank, span, total[rank]) for rank, span in sorted(spans.items()))
+            return InPart(fault.cause, fault.axes, fault=fault, spans=held)
+    return None
+
+
+def _faults(
+    evidence: Evidence,
+) -> Iterator[tuple[Finding, Callable[[FailedPart], Sequence[torch.Tensor]]]]:
+    """What elements may hold instead of their own values."""
+    yield Finding(Cause.ZERO), lambda part: [torch.zeros_like(piece) for piece in part.pieces]
+    for axis in evidence.axes:
+        for ratio in (evidence.size(axis), 1 / evidence.size(axis)):
+            scaled = evidence.reference.float() * ratio
+            found = constant_factor(evidence, ratio)
+            yield found, functools.partial(evidence.expected, reference=scaled)
+    for finding, key in itertools.islice(evidence.others(), _LIKELY):
+        other = evidence.whole(key)
+        if other is not None and other.shape == evidence.reference.shape:
+            yield finding, functools.partial(evidence.expected, reference=other)
+
+
+def _best_run(gain: torch.Tensor) -> Span:
+    """First and last of the elements, following each other, with the largest sum."""
+    total = torch.cat([gain.new_zeros(1), gain.cumsum(0)])
+    lowest, at = total.cummin(0)
+    end = int((total - lowest).argmax())
+    return int(at[end]), end - 1
 
 
 def extent(evidence: Evidence) -> Finding | None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -11,18 +13,27 @@ import torch
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations
 from megatron_ttrace.trace.findings import Cause, Finding, PartialSums, WrongCopies
 
+_DISTINCT = 4
+"""Of fewer magnitudes a sum says nothing."""
+
 
 def reduced(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
     """Sum, or average, over ranks whose values differ along some axes only.
 
     A rank whose copy passed was not kept: the reference's slice is its value. Copies that agree are
-    no partial sums: their sum is a multiple of them.
+    no partial sums: their sum is a multiple of them. Values of which there are few, as signs, add
+    up by chance.
     """
+    if len(evidence.reference.abs().unique()) < min(_DISTINCT, evidence.reference.numel()):
+        return
     for axes in axis_combinations(evidence.axes):
         groups = {part.rank: _group(evidence, part, axes) for part in evidence.parts}
         total = evidence.repaired(functools.partial(_sum, evidence, groups))
         if total is None or _agree(evidence, total, groups):
             continue
+        # A mean of noise is as much smaller.
+        fewest = min(map(len, groups.values()))
+        total = dataclasses.replace(total, explained=evidence.explained / math.sqrt(fewest))
         yield PartialSums(Cause.PARTIAL, axes), total
         mean = total.repaired(functools.partial(_mean, groups))
         if mean is not None:

@@ -12,8 +12,15 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations, dot
 from megatron_ttrace.mcore.roles import INNER_ATTENTION
-from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, RankFactors, Rounded
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.findings import (
+    Cause,
+    ConstantFactor,
+    Finding,
+    RankFactors,
+    Rounded,
+    Shift,
+)
+from megatron_ttrace.trace.records import MOMENTS, Kind
 
 _SOFTMAX = "softmax"
 _PER_FACTOR = 16
@@ -22,6 +29,18 @@ _ALIKE = 0.1
 """How near the norms of values are that hold the same numbers elsewhere, or rounded."""
 _ROUGH = 0.02
 """A factor further from a size than this is another one, however wide the tolerance is."""
+_COUNT_IN = {
+    "tokens": (Kind.GRAD_OUTPUT, Kind.LOSS),
+    "step_tokens": (Kind.GRAD_OUTPUT, Kind.MAIN_GRAD),
+    "loss_scale": (Kind.GRAD_OUTPUT, Kind.MAIN_GRAD, *MOMENTS),
+    "clipping": MOMENTS,
+    "layers": (Kind.METRIC,),
+    "auxiliary": (Kind.METRIC,),
+    "z": (Kind.METRIC,),
+}
+"""What a number of the job is a factor of."""
+_LARGEST = 50.0
+"""Of the logarithm of a size."""
 _COARSE = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -70,6 +89,23 @@ def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
 
 def _divided(ratio: float, part: FailedPart) -> list[torch.Tensor]:
     return [piece / ratio for piece in part.pieces]
+
+
+def shift(evidence: Evidence) -> Shift | None:
+    """The logarithm of a size is added to all values. The repair: subtract it."""
+    total = 0.0
+    for part in evidence.parts:
+        pairs = zip(part.pieces, evidence.expected(part), strict=True)
+        total += sum(float((piece - there).sum(dtype=torch.float64)) for piece, there in pairs)
+    if evidence.elements < _PER_FACTOR or not math.isfinite(total):
+        return None
+    constant = total / evidence.elements
+    if not -_LARGEST < constant < _LARGEST:
+        return None
+    named = constant_factor(evidence, math.exp(constant))
+    if not named.sizes or not evidence.repairs(lambda part: [p - constant for p in part.pieces]):
+        return None
+    return Shift(named.cause, named.axes, constant=constant, sizes=named.sizes)
 
 
 def factor_per_rank(evidence: Evidence) -> RankFactors | None:
@@ -124,26 +160,34 @@ def constant_factor(evidence: Evidence, value: float) -> ConstantFactor:
         return ConstantFactor(Cause.SIGN, ratio=value)
     layout = sizes_of(evidence)
     size = max(abs(value), 1 / abs(value))
+    # A norm is the root of a sum of squares, which a size is a factor of.
+    root = evidence.key.kind is Kind.GRAD_NORM
+    size = size**2 if root else size
     sizes: list[tuple[str, ...]] = []
     for axes in axis_combinations(tuple(layout)):
         if sizes and len(axes) > len(sizes[0]):
             break
-        if abs(math.prod(layout[axis] for axis in axes) / size - 1) <= near:
+        number = math.prod(layout[axis] for axis in axes)
+        if abs(max(number, 1 / number) / size - 1) <= near:
             sizes.append(axes)
     if sizes == [(_SOFTMAX,)]:
         return ConstantFactor(Cause.SOFTMAX_SCALE, ratio=value, sizes=tuple(sizes))
     cause = Cause.TOO_LARGE if abs(value) > 1 else Cause.TOO_SMALL
     axes = tuple(dict.fromkeys(itertools.chain(*sizes)))
-    return ConstantFactor(cause, axes, ratio=value, sizes=tuple(sizes))
+    return ConstantFactor(cause, axes, ratio=value, sizes=tuple(sizes), root=root)
 
 
 def sizes_of(evidence: Evidence) -> dict[str, float]:
     """Numbers of the layout that a forgotten or doubled division is likely to be off by."""
     found: dict[str, float] = {axis: evidence.size(axis) for axis in evidence.axes}
     # A main gradient fails alone only if the activations' gradients, which show this too, pass.
-    kinds = (Kind.GRAD_OUTPUT, Kind.LOSS, Kind.GRAD_NORM)
-    if evidence.microbatches > 1 and (evidence.key.kind in kinds or evidence.share_of is not None):
+    kinds = (Kind.GRAD_OUTPUT, Kind.LOSS)
+    shared = evidence.share_of is not None
+    if evidence.microbatches > 1 and (evidence.key.kind in kinds or shared):
         found["microbatches"] = evidence.microbatches
+    for name, value in evidence.numbers.items():
+        if evidence.key.kind in _COUNT_IN.get(name, ()):
+            found[name] = value
     if INNER_ATTENTION in evidence.key.name and evidence.reference.ndim == 4:
         found[_SOFTMAX] = math.sqrt(evidence.reference.shape[-1])
     return found

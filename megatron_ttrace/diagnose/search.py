@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ttrace.diagnose import (
     attention,
+    entropy,
+    moments,
     position,
     products,
     region,
@@ -48,9 +50,12 @@ STEP: tuple[Step, ...] = (replicas.reduced, scaling.rescaled, position.transpose
 CLOSING: tuple[Closing, ...] = (
     scaling.zero,
     scaling.factor,
+    scaling.shift,
     products.cast,
     products.factor,
     scaling.factor_per_rank,
+    entropy.terms,
+    moments.gradient,
     sources.addend,
     sources.elsewhere,
     position.rows,
@@ -60,8 +65,12 @@ CLOSING: tuple[Closing, ...] = (
     attention.blocks,
     region.token_ids,
     region.dropped_rows,
+    region.in_part,
 )
 """Repairs of the same size are told in this order."""
+
+_OF_UNCHANGED = (scaling.zero, region.in_part)
+"""Says nothing about values that a step has made."""
 
 WORK = 2e8
 """What one repair of a composition may compute, in elements."""
@@ -76,6 +85,8 @@ def free(finding: Finding) -> int:
     match finding:
         case f.Composed():
             return sum(map(free, finding.steps))
+        case f.GradientFactor(ratio=0.0) | f.BeforeStep():
+            return 0
         case f.ConstantFactor():
             return int(not finding.sizes and finding.cause is not f.Cause.SIGN)
         case f.ProductFactors(dtype=str(dtype)) if dtype:
@@ -91,9 +102,13 @@ def free(finding: Finding) -> int:
             return int(finding.surplus != round(finding.surplus))
         case f.BlockWeight():
             return 1 if finding.missing else 2
+        case f.InPart():
+            return 2 + free(finding.fault)
         case f.WrongRows():
             return 2
-        case f.PartialSums() | f.Transposed():
+        case f.LossTerm(fault=fault):
+            return 1 + (free(fault) if fault else 0)
+        case f.PartialSums() | f.Shift() | f.Transposed():
             return 0
     return int(type(finding) is not f.Finding)
 
@@ -140,7 +155,7 @@ class _State:
         scaled = any(step is scaling.rescaled for step, _ in self.steps)
         for closing in CLOSING:
             if not (
-                (self.steps and closing is scaling.zero) or (scaled and closing in _ALREADY_SCALED)
+                (self.steps and closing in _OF_UNCHANGED) or (scaled and closing in _ALREADY_SCALED)
             ):
                 yield closing
 

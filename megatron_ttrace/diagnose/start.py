@@ -15,7 +15,7 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.diagnose.absent import layer_in, stages_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.report import wording
-from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.findings import Cause, Note, OtherDivision, Remark
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Direction,
@@ -79,6 +79,43 @@ def without_consequences(verdicts: Sequence[Verdict]) -> list[Verdict]:
         else one
         for one in verdicts
     ]
+
+
+def other_division(
+    shape: Sequence[int],
+    taken: Iterable[Sequence[int]],
+    meshes: Sequence[Mesh],
+    axes: Sequence[str],
+) -> OtherDivision | None:
+    """Every rank's part is taken for the whole parameter, or the whole one for a part.
+
+    The repair: divide, or do not divide, one dim over one axis. The shape is then the reference's.
+
+    Args:
+        shape: of the reference's parameter.
+        taken: what each rank takes for the shape of the whole parameter.
+        meshes: of all ranks.
+        axes: over which parameters of its sort can be divided.
+    """
+    found = {tuple(one) for one in taken}
+    if len(found) != 1 or not meshes:
+        return None
+    held = found.pop()
+    odd = [dim for dim, (a, b) in enumerate(zip(held, shape, strict=False)) if a != b]
+    if len(held) != len(shape) or len(odd) != 1:
+        return None
+    small, large = sorted((held[odd[0]], shape[odd[0]]))
+    fits = tuple(axis for axis in axes if small * meshes[0].size(axis) == large)
+    if not fits:
+        return None
+    return OtherDivision(
+        Cause.DIVISION,
+        fits,
+        dim=odd[0],
+        held=held[odd[0]],
+        total=shape[odd[0]],
+        inverse=held[odd[0]] > shape[odd[0]],
+    )
 
 
 def _is_claimed(verdict: Verdict) -> bool:

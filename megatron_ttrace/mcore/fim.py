@@ -5,6 +5,9 @@
 generator per process. A data-parallel rank reads a part of the samples, so in another layout the
 same sample is rearranged in another way. In a run that ends with its check, every sample has a
 generator of its own instead.
+
+Samples are cut between characters, so a tokenizer must know their text. ``NullTokenizer``, which
+needs no files, does not; in such a run its tokens are characters.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ def is_by_sample(args: MegatronArguments, settings: Settings) -> bool:
 
 
 def rearrange_by_sample() -> None:
-    """Seed the data set's generator with a sample's index before the sample is read.
+    """Seed the data set's generator with a sample's index before the sample is read, and cut text.
 
     Called before the data loader forks workers.
     """
@@ -42,3 +45,25 @@ def rearrange_by_sample() -> None:
         return original(self, idx)
 
     setattr(GPTFIMDataset, _READ, read)
+    _spell()
+
+
+def _spell() -> None:
+    """Let each token of ``NullTokenizer`` be a character; a named token is its number."""
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    def text_of(self: Any, ids: Any, remove_special_tokens: bool = False) -> str:
+        del self, remove_special_tokens
+        return "".join(map(chr, ids))
+
+    def ids_of(self: Any, text: str) -> list[int]:
+        del self
+        return [ord(character) for character in text]
+
+    def numbers_of(self: Any, tokens: str | list[str]) -> int | list[int]:
+        del self
+        return int(tokens) if isinstance(tokens, str) else [int(token) for token in tokens]
+
+    NullTokenizer.ids_to_text = text_of
+    NullTokenizer.text_to_ids = ids_of
+    NullTokenizer.tokens_to_ids = numbers_of

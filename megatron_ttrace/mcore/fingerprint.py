@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.mcore import fim, provenance, versions
+from megatron_ttrace.mcore import fim, packed, provenance, versions
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
@@ -25,6 +25,9 @@ from megatron_ttrace.mcore.reference_arguments import overrides_of
 
 FIM_BY_SAMPLE = "fim_by_sample"
 """Whether samples are rearranged by their index (:mod:`megatron_ttrace.mcore.fim`)."""
+
+PADDED_FOR = "conversations padded for context-parallel ranks"
+"""How many (:mod:`megatron_ttrace.mcore.packed`)."""
 _TOLD = "told"
 """The part of an identity that is reported but not compared."""
 _HARMLESS_PREFIXES = (
@@ -91,6 +94,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "reference_args": settings.reference_args,
             "device": _device(),
             FIM_BY_SAMPLE: fim.is_by_sample(args, settings),
+            PADDED_FOR: packed.padded_for(args),
         },
         "data": _data(args),
         "environment": provenance.numeric_environment(),

@@ -42,8 +42,7 @@ COUNTS = frozenset(("num-zeros",))
 CHOICES = "_acceptance_rate"
 """End of the names of numbers that count right choices: of the likeliest token (MTP)."""
 
-LOSSES = "_loss"
-"""End of the names of router losses (auxiliary, z), which are computed in the logits' dtype."""
+_Z_LOSS = "z_loss"
 
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
@@ -109,9 +108,30 @@ def reported(
     return writer.values if dist.get_rank() == dist.get_world_size() - 1 else {}
 
 
+def is_found() -> bool:
+    """Whether this Megatron has a ``training_log`` that can be called."""
+    import megatron.training.training as training
+
+    return _of(training) is not None
+
+
+def is_rounded(metric: str) -> bool:
+    """Whether a number is rounded to the dtype of the model.
+
+    That is the z loss (``z_loss_func`` in megatron/core/transformer/moe/moe_utils.py), which has
+    the dtype of the router's logits. Auxiliary losses are computed from scores in float32
+    (``compute_routing_scores_for_aux_loss``).
+    """
+    from megatron.training import get_args
+
+    return _Z_LOSS in metric and not getattr(get_args(), "moe_router_dtype", None)
+
+
 def _of(training: ModuleType) -> Callable[..., Any] | None:
     """Megatron's own ``training_log``: a script's wrapper of it must not see a rehearsal."""
-    current = training.training_log
+    current = getattr(training, "training_log", None)
+    if current is None:
+        return None
     if getattr(current, "__globals__", None) is vars(training):
         return current  # type: ignore[no-any-return]
     code = training.__spec__.loader.get_code(training.__name__)  # type: ignore[union-attr]

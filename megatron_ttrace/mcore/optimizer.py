@@ -5,7 +5,9 @@ In megatron/core/optimizer, ``FP32Optimizer`` steps the model's own parameters,
 ``Float16OptimizerWithFloat16Params`` float32 copies of them, and ``DistributedOptimizer`` a flat
 range of (a copy of) each, divided as the data-parallel buckets are. ``ChainedOptimizer`` is a list
 of these; ``LayerWiseDistributedOptimizer`` is one whose parameters are divided among the
-data-parallel ranks, each as a whole.
+data-parallel ranks, each as a whole. The torch optimizer in one of them may be a
+``HybridDeviceOptimizer``, which divides its parameters among optimizers on the GPU and in the
+host's memory.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Owned:
         group: its parameter group there.
         range: its elements of the flattened local parameter; ``None`` for all.
         sharded: with FSDP, the sharded tensor that ``main`` is this rank's part of.
+        counter: in a ``HybridDeviceOptimizer``, the group in which ``inner`` may count its steps.
     """
 
     main: torch.Tensor
@@ -58,6 +61,7 @@ class Owned:
     group: dict[str, Any]
     range: tuple[int, int] | None = None
     sharded: torch.Tensor | None = None
+    counter: dict[str, Any] | None = None
 
     @property
     def key(self) -> torch.Tensor:
@@ -136,6 +140,8 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
                 group = inner.param_groups[number]
                 main = group["params"][order]
                 owned[parameter] = Owned(main, inner, group, (part.start, part.end))
+            if _inside(inner):
+                owned |= {one: _by_device(owned[one]) for one in leaf.model_param_group_index_map}
             continue
         pairs = [(p, p) for group in inner.param_groups for p in group["params"]]
         if hasattr(leaf, "fp32_from_float16_groups"):
@@ -148,6 +154,36 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
             sharded = None if rows is None else main
             owned[parameter] = Owned(local(main), inner, groups[id(main)], rows, sharded)
     return owned
+
+
+def _inside(inner: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that a ``HybridDeviceOptimizer`` steps with; none for others."""
+    return list(getattr(inner, "sub_optimizers", ()))
+
+
+def _by_device(part: Owned) -> Owned:
+    """What a ``HybridDeviceOptimizer`` steps for one of its parameters, and the optimizer in it.
+
+    The learning rate is that of its own group, which it hands on.
+    """
+    hybrid: Any = part.inner
+    main = hybrid.param_to_inner_param[part.main]
+    for inner in _inside(hybrid):
+        for group in inner.param_groups:
+            if any(one is main for one in group["params"]):
+                return dataclasses.replace(part, main=main, inner=inner, counter=group)
+    return part
+
+
+def reload_offloaded(optimizer: Any) -> None:
+    """Copy a ``HybridDeviceOptimizer``'s parameters to what it steps.
+
+    Its own ``update_fp32_param_by_new_param`` leaves out copies of float32 parameters.
+    """
+    for leaf in leaves_of(optimizer):
+        copies = getattr(getattr(leaf, "optimizer", None), "param_to_inner_param", {})
+        for parameter, copy in copies.items():
+            copy.data.copy_(parameter.data)
 
 
 def divided(optimizer: Any) -> set[torch.nn.Parameter]:
@@ -191,11 +227,7 @@ class Snapshot:
         self._tensors = [
             (tensor, tensor.detach().clone()) for tensor in _mutable(chunks, optimizer)
         ]
-        self._inner = [
-            leaf.optimizer
-            for leaf in leaves_of(optimizer)
-            if getattr(leaf, "optimizer", None) is not None
-        ]
+        self._inner = _torch_optimizers(optimizer)
         self._states = [
             {parameter: _copies(state) for parameter, state in inner.state.items()}
             for inner in self._inner
@@ -241,6 +273,12 @@ class Snapshot:
             torch.cuda.set_rng_state(self._cuda_rng)
 
 
+def _torch_optimizers(optimizer: Any) -> list[Any]:
+    """All of them, those inside others too."""
+    found = [getattr(leaf, "optimizer", None) for leaf in leaves_of(optimizer)]
+    return [one for inner in found if inner is not None for one in (inner, *_inside(inner))]
+
+
 def _restore_state(current: dict[str, Any], saved: dict[str, Any]) -> None:
     for name in [n for n in current if n not in saved]:
         del current[name]
@@ -263,9 +301,8 @@ def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Te
     found: set[int] = set()
     mains = [
         parameter
-        for leaf in leaves_of(optimizer)
-        if getattr(leaf, "optimizer", None) is not None
-        for group in leaf.optimizer.param_groups
+        for inner in _torch_optimizers(optimizer)
+        for group in inner.param_groups
         for parameter in group["params"]
     ]
     # Sharded weights exist only as the parts that the optimizer steps.

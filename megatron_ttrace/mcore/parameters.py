@@ -42,6 +42,19 @@ class ParameterPlace:
         return dataclasses.replace(self, placement=(*self.placement, step))
 
 
+def reduced_over(name: str) -> tuple[str, ...]:
+    """The axes whose ranks compute a parameter's gradient from different tokens.
+
+    Their gradients are added up (``DistributedDataParallel`` in megatron/core/distributed). Taken
+    from the name, because the mark ``allreduce`` that Megatron decides by may be lost.
+    """
+    return ("edp",) if _is_of_expert(name) else ("dp", "cp")
+
+
+def _is_of_expert(name: str) -> bool:
+    return ".experts." in f".{name}"
+
+
 def place_parameter(
     name: str,
     parameter: torch.nn.Parameter,
@@ -59,7 +72,7 @@ def place_parameter(
     parameter stacks.
     """
     parameter = raw(parameter)
-    of_expert = not getattr(parameter, "allreduce", True) or ".experts." in f".{name}"
+    of_expert = not getattr(parameter, "allreduce", True) or _is_of_expert(name)
     axis = "etp" if of_expert else "tp"
     shape = list(parameter.shape)
     size = mesh.size(axis)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's functions that take elements of all parameters, and the optimizers that are known."""
+"""Megatron's functions that take elements of all parameters; its optimizers and buckets."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ttrace.trace.counted import Statistic
 
@@ -19,8 +19,14 @@ WATCHED = MappingProxyType(
 )
 """Functions of megatron/core/optimizer/clip_grads.py, by name."""
 
+REDUCE_SCATTER = "dist_reduce_scatter_func"
+"""What buckets are reduced by with ZeRO, a global of the module that defines them."""
+
 KERNELS = "multi_tensor_applier"
 """What these functions call kernels through that PyTorch's dispatcher does not see."""
+
+LAYER_WISE = "LayerWiseDistributedOptimizer"
+"""Of megatron/core/optimizer/layer_wise_optimizer.py: it gives whole parameters to ranks."""
 
 _PLAIN = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 
@@ -33,16 +39,53 @@ def users(function: str) -> Iterator[ModuleType]:
 
 
 def unknown_kind(optimizer: Any) -> str:
-    """The class of the first optimizer whose division among ranks is not known; empty if none is.
-
-    Those of megatron/core/optimizer/layer_wise_optimizer.py give whole parameters to ranks.
-    """
-    if type(optimizer).__name__ == "ChainedOptimizer":
+    """The class of the first optimizer whose division among ranks is not known, or nothing."""
+    if type(optimizer).__name__ in ("ChainedOptimizer", LAYER_WISE):
         return next(filter(None, map(unknown_kind, optimizer.chained_optimizers)), "")
     return "" if type(optimizer).__name__ in _PLAIN else type(optimizer).__name__
 
 
-def gathered_over(leaf: Any) -> Any:
-    """The process group whose ranks step a parameter in parts; ``None`` if each steps its own."""
+class LayerWise(NamedTuple):
+    """The process groups among whose ranks parameters are divided as wholes.
+
+    ``None`` where each rank has all.
+    """
+
+    common: Any
+    experts: Any
+
+
+def leaves_and_groups(
+    optimizer: Any, groups: LayerWise | None = None
+) -> Iterator[tuple[Any, LayerWise | None]]:
+    """The optimizers in a (nested) ``ChainedOptimizer``, with the groups of a layer-wise one."""
+    if type(optimizer).__name__ == LAYER_WISE:
+        found = optimizer.pg_collection
+        groups = LayerWise(
+            found.dp_cp if optimizer.dp_cp_params_list else None,
+            found.expt_dp if optimizer.expt_dp_params_list else None,
+        )
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer, groups
+    for one in chained or ():
+        yield from leaves_and_groups(one, groups)
+
+
+def gathered_over(leaf: Any, groups: LayerWise | None, parameters: Mapping[str, Any]) -> Any:
+    """The process group whose ranks step a group of parameters in parts.
+
+    ``None`` if each rank steps its own.
+    """
+    if groups is not None:
+        return groups.experts if parameters.get("is_expert_parallel") else groups.common
     divided = hasattr(leaf, "model_param_group_index_map")
     return getattr(leaf, "data_parallel_group", None) if divided else None
+
+
+def bucket_groups(chunk: Any) -> list[Any]:
+    """The groups of gradient buckets of ``DistributedDataParallel``; other wrappers have none."""
+    found = (
+        getattr(chunk, name, None) for name in ("bucket_groups", "expert_parallel_bucket_groups")
+    )
+    return [one for groups in found for one in groups or ()]

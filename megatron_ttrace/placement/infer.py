@@ -28,6 +28,7 @@ def infer_activation(
     *,
     seq_length: int,
     blocks: int | tuple[int, ...] = 1,
+    ends: tuple[int, ...] = (),
 ) -> Placements:
     """The placement of an activation or its gradient.
 
@@ -37,6 +38,8 @@ def infer_activation(
         mesh: sizes of the axes.
         seq_length: logical sequence length, which tells the sequence dim from others.
         blocks: that are stacked in the last dim, as of :class:`BlockShard`; 1 if none are.
+        ends: of packed sequences that context parallelism divides one by one, as of
+            :class:`ZigZag`.
 
     Raises:
         NoPlacementError: with a sentence that says what does not fit.
@@ -52,7 +55,7 @@ def infer_activation(
     cp, tp = mesh.size("cp"), mesh.size("tp")
     dim = _sequence_dim(ratios, logical, cp, seq_length)
     if dim is not None:
-        steps.append(Step("cp", ZigZag(dim)))
+        steps.append(Step("cp", ZigZag(dim, ends)))
         ratios[dim] //= cp
     divided = [dim for dim, ratio in enumerate(ratios) if ratio > 1]
     if len(divided) > 1 or any(ratios[dim] != tp for dim in divided):

@@ -7,6 +7,7 @@ placement            what rank r of n holds                           used by
 ``Shard(dim)``       the r-th of n equal contiguous parts of a dim    tensor, sequence parallelism
 ``BlockShard(dim)``  the r-th part of each of several equal blocks    gate and up projection
 ``ZigZag(dim)``      chunks r and 2n-1-r of 2n equal chunks of a dim  context parallelism
+                     (of each sequence, if several are packed)
 ``FlatShard(a, b)``  elements a..b of what the other axes left, flat  ZeRO, Megatron-FSDP
 ===================  ===============================================  ===========================
 
@@ -83,22 +84,32 @@ class ZigZag:
     """Chunks ``r`` and ``2n-1-r`` of ``2n`` equal chunks of ``dim``.
 
     So causal attention costs every context-parallel rank the same (``get_batch_on_this_cp_rank`` in
-    megatron/core/utils.py).
+    megatron/core/utils.py). With ``ends``, where packed sequences end in ``dim``, each of them is
+    divided so (``thd_get_partitioned_indices`` of TransformerEngine).
     """
 
     dim: int
+    ends: tuple[int, ...] = ()
 
     def divide(self, dim_map: DimMap, rank: int, size: int) -> DimMap:
         """What ``rank`` of ``size`` keeps. Raises ``ValueError``."""
         total = length(dim_map)
-        if total % (2 * size):
-            raise ValueError(f"a sequence of {total} does not divide into {2 * size} chunks")
-        chunk = total // (2 * size)
-        chunks = rank, 2 * size - 1 - rank
-        return join([take(dim_map, index * chunk, (index + 1) * chunk) for index in chunks])
+        if self.ends and self.ends[-1] != total:
+            raise ValueError(f"packed sequences end at {self.ends[-1]}, the dim at {total}")
+        parts = []
+        for start, end in itertools.pairwise((0, *(self.ends or (total,)))):
+            if (end - start) % (2 * size):
+                raise ValueError(
+                    f"a sequence of {end - start} does not divide into {2 * size} chunks"
+                )
+            chunk = (end - start) // (2 * size)
+            for index in (rank, 2 * size - 1 - rank):
+                parts.append(take(dim_map, start + index * chunk, start + (index + 1) * chunk))
+        return join(parts)
 
     def __str__(self) -> str:
-        return f"ZigZag({self.dim})"
+        packed = f", {len(self.ends)} sequences" if self.ends else ""
+        return f"ZigZag({self.dim}{packed})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -159,19 +159,22 @@ def expert_boxes(
     return " ".join(words), product(maps)
 
 
-def token_positions(local: tuple[int, int], mesh: Mesh, seq_length: int) -> Rows:
+def token_positions(
+    local: tuple[int, int], mesh: Mesh, seq_length: int, ends: tuple[int, ...] = ()
+) -> Rows:
     """Position of each of this rank's tokens in its whole microbatch, in local order.
 
     Args:
         local: this rank's [sequence, micro batch].
         mesh: of this rank.
         seq_length: of the whole sequence.
+        ends: of packed sequences, as for :func:`infer_activation`.
 
     Raises:
         NoPlacementError: when the local sequence is no part of it.
     """
     logical = (seq_length, local[1])
-    placement = infer_activation(local, logical, mesh, seq_length=seq_length)
+    placement = infer_activation(local, logical, mesh, seq_length=seq_length, ends=ends)
     sequence = dims_of(logical, placement, mesh)[0]
     numbers = np.concatenate([np.arange(s.logical, s.logical + s.length) for s in sequence])
     samples = np.arange(local[1])

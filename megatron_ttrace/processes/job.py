@@ -92,6 +92,20 @@ class Job:
         """The command that checks this job with modules isolated, in a directory of its own."""
         return self._command(f"{self.directory}-isolated", "--ttrace-isolate")
 
+    def isolated(self) -> Job:
+        """This job with modules isolated, in a directory of its own and with the same reference."""
+        given = any(one.startswith("--ttrace-reference=") for one in self.flags)
+        known = [] if given else [f"--ttrace-reference={self.directory / 'reference'}"]
+        return dataclasses.replace(
+            self,
+            directory=Path(f"{self.directory}-isolated"),
+            flags=("--ttrace-isolate", *known, *self.flags),
+            environment={
+                **self.environment,
+                provenance.COMMAND: provenance.command_line(self.isolating()),
+            },
+        )
+
     def _command(self, directory: str, *more: str) -> list[str]:
         words = ["ttrace", "check", "--nproc-per-node", str(self.nproc)]
         words += ["--ttrace-dir", directory, *more, *self.flags]
@@ -211,7 +225,8 @@ def _believed(
 def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
     # Without the fork server rank 0 limits the reference run, and should give up first.
     margin = 0.0 if fork else _MARGIN_SECONDS
-    return Patience(job.timeout + margin, say, [job.directory / "reference.log"])
+    logs = [job.directory / "reference.log", job.directory / "replay.log"]
+    return Patience(job.timeout + margin, say, logs)
 
 
 class _Echo:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ttrace.report.wording import STATISTICS, runs
 from megatron_ttrace.trace import findings as f
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
 from megatron_ttrace.trace.records import Kind, Verdict
 from megatron_ttrace.trace.sanitise import clean
@@ -40,7 +41,8 @@ _GROUNDS = {
     "that fails",
     Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
     "not",
-    Grounds.COUNTED: "every main gradient passes, {index} does not have every element once",
+    Grounds.REDUCED: "every activation gradient passes, {index} does not have every element once",
+    Grounds.COUNTED: "no main gradient differs, {index} does not have every element once",
     Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
     Grounds.UPDATE: "its main gradient passes, the optimizer's {kind} of {name} does not",
@@ -58,6 +60,13 @@ _ZERO = {
 }
 _SIZES = {
     "softmax": "the softmax scale (root of the head dim)",
+    "tokens": "the number of tokens of a microbatch",
+    "step_tokens": "the number of tokens of the global batch",
+    "loss_scale": "the loss scale",
+    "clipping": "the gradient norm over its limit",
+    "layers": "the number of layers",
+    "auxiliary": "the coefficient of the auxiliary loss",
+    "z": "the coefficient of the z loss",
     "microbatches": "the number of microbatches",
 }
 _OPERANDS = {
@@ -73,6 +82,12 @@ _ORDERS = {
     f.RowOrder.REVERSED: "its {dim} are in reverse order",
     f.RowOrder.BLOCKS: "{moved} of {total} {dim} are right but in another order, in {blocks} "
     "blocks",
+}
+_TERMS = {
+    f.Term.LOGARITHM: "in the loss, the logarithm of the sum of the exponentials",
+    f.Term.LABEL: "in the loss, the logit of the label",
+    f.Term.SOFTMAX: "in the gradient of the loss, the softmax",
+    f.Term.ONE: "in the gradient of the loss, the one at the label",
 }
 _MASKS = {
     f.MaskOrder.NONE: "no causal mask",
@@ -181,6 +196,16 @@ def _misnumbered(finding: f.MisnumberedLayers) -> Said:
     return text, "the offset of a stage's layer numbers" if right else ""
 
 
+def _division(finding: f.OtherDivision) -> Said:
+    over = " or ".join(finding.axes)
+    marks = f"a mark of parallelism over {over}"
+    if finding.inverse:
+        text = f"the whole dim {finding.dim} ({finding.total}) is taken for one part of it over"
+        return f"{text} {over}: without this division its shape is right", f"a wrong {marks[2:]}"
+    text = f"{finding.held} of {finding.total} elements of dim {finding.dim} are taken for all of"
+    return f"{text} them: divided over {over} its shape is right", f"a lost {marks[2:]}"
+
+
 def _factor(finding: f.ConstantFactor) -> Said:
     if finding.cause is Cause.SIGN:
         return "the sign is flipped", ""
@@ -192,16 +217,46 @@ def _factor(finding: f.ConstantFactor) -> Said:
         text += " with its sign flipped"
     if not finding.sizes:
         return f"{text}, a constant factor that is not a size of this layout", ""
-    names = ["·".join(axes) for axes in finding.sizes]
-    text += f" = {' or '.join(_SIZES.get(name, f'the size of {name}') for name in names)}"
+    text += f" = {'the root of ' * finding.root}{' or '.join(map(_size, finding.sizes))}"
     if finding.cause is Cause.SOFTMAX_SCALE:
         return text, f"applied {'never' if large else 'twice'}"
+    axes = [
+        "·".join(names)
+        for names in finding.sizes
+        if "microbatches" in names or not _SIZES.keys() & {*names}
+    ]
+    if not axes:
+        return text, "it was multiplied, or divided, once too often or not at all"
     what = (
         "a missing division or a doubled reduction"
         if large
         else "a doubled division or a missing reduction"
     )
-    return text, f"{what} over {' or '.join(names)}"
+    return text, f"{what} over {' or '.join(axes)}"
+
+
+def _loss_term(finding: f.LossTerm) -> Said:
+    what = _TERMS[finding.term]
+    if finding.fault is None:
+        times = "never" if finding.cause is Cause.TOO_LARGE else "twice"
+        return f"{what} is divided by the sum of the exponentials {times}", ""
+    if type(finding.fault) is f.Finding:
+        return f"{what} is missing", ""
+    text, hint = _RENDERERS[type(finding.fault)](finding.fault)
+    return f"{what} is {text}", hint
+
+
+def _shift(finding: f.Shift) -> Said:
+    sign = "minus " if finding.constant < 0 else ""
+    text = f"{finding.constant:.4g} is added to all values = {sign}the logarithm of "
+    hint = f"a sum of exponentials is {'too large' if finding.constant > 0 else 'too small'}"
+    return text + " or ".join(map(_size, finding.sizes)), hint
+
+
+def _size(names: Sequence[str]) -> str:
+    axes = "·".join(name for name in names if name not in _SIZES)
+    said = [_SIZES[name] for name in names if name in _SIZES]
+    return " times ".join([*([f"the size of {axes}"] if axes else []), *said])
 
 
 def _listed(finding: f.RankFactors) -> str:
@@ -278,6 +333,17 @@ def _addend(finding: f.Addend) -> Said:
     return f"{what} is {'missing' if finding.surplus == -1 else times}", ""
 
 
+def _in_part(finding: f.InPart) -> Said:
+    text, hint = "these are zero", ""
+    if type(finding.fault) is not f.Finding:
+        text, hint = _RENDERERS[type(finding.fault)](finding.fault)
+    spans = "; ".join(
+        f"rank {rank}: {first}..{last} of {total}"
+        for rank, (first, last), total in finding.spans[:_OTHERS]
+    )
+    return f"in some of its elements ({spans}): {text}; the rest is right", hint
+
+
 def _offset(finding: f.OffsetRows) -> Said:
     held, own = ("{}..{}".format(*span) for span in (finding.held, finding.own))
     if finding.shift is None:
@@ -337,6 +403,17 @@ def statistic_text(verdict: Verdict) -> str:
     return statistics[verdict.index % len(statistics)]
 
 
+_MARKS = "a mark of tensor parallelism or of sharing, or a process group"
+_SUSPECTS = {
+    Statistic.GRAD_NORM: _MARKS,
+    Statistic.NUM_ZEROS: _MARKS,
+    Statistic.PARAMS_NORM: _MARKS,
+    Statistic.CLIPPED: _MARKS,
+    Statistic.STEPPED: "the parameter groups of the optimizer, or its shards",
+    Statistic.REDUCED: "when the reduction of a bucket starts, or its process group",
+}
+
+
 def _miscounted(finding: f.Miscounted) -> Said:
     what = STATISTICS[finding.statistic]
     if finding.cause is Cause.OTHER_NORM:
@@ -345,13 +422,14 @@ def _miscounted(finding: f.Miscounted) -> Said:
         text = f"counted {finding.most} times in {what}"
     else:
         some = "some elements are " if finding.most else ""
+        if finding.statistic is Statistic.REDUCED:
+            some = "gradients of some ranks are "  # at least the rank's own are
         text = f"{some}never counted in {what}"
     others = [clean(name) for name in finding.names[1:]]
     if others:
         shown = ", ".join(others[:_OTHERS]) + ", ..." * (len(others) > _OTHERS)
         text += f", as are elements of {len(others)} more parameters: {shown}"
-    marks = "a mark of tensor parallelism or of sharing, or a process group"
-    return text, marks if finding.cause is not Cause.OTHER_NORM else ""
+    return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
 
 
 _OVERWRITTEN = "the input saved for backward was overwritten before it was used"
@@ -359,7 +437,15 @@ _OVERWRITTEN = "the input saved for backward was overwritten before it was used"
 _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.MissingLayers: _layers,
     f.MisnumberedLayers: _misnumbered,
+    f.OtherDivision: _division,
+    f.LossTerm: _loss_term,
+    f.Shift: _shift,
     f.ConstantFactor: _factor,
+    f.GradientFactor: lambda it: (
+        ("its gradient is not in it", _NO_STEP)
+        if not it.ratio
+        else (f"its gradient is in it {_factor(it)[0]}", _factor(it)[1])
+    ),
     f.RankFactors: lambda it: (
         f"each rank's part is off by a factor of its own ({_listed(it)})",
         "",
@@ -376,9 +462,14 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.LossShare: _loss_share,
     f.Addend: _addend,
     f.OtherMicrobatch: lambda it: (f"holds the value of microbatch {it.microbatch}", ""),
+    f.BeforeStep: lambda it: (
+        "holds the value from before the step",
+        "not updated, or the update did not reach this rank",
+    ),
     f.OtherIteration: lambda it: (f"holds the value of iteration {it.iteration}", ""),
     f.OtherTensor: lambda it: (f"is the reference's {it.kind} of {it.name} instead of its own", ""),
     f.WrongOperand: lambda it: (f"computed with the input of {it.module}", _OVERWRITTEN),
+    f.InPart: _in_part,
     f.OffsetRows: _offset,
     f.ReorderedRows: _reordered,
     f.Transposed: lambda it: ("dims {} and {} are transposed".format(*it.dims), ""),

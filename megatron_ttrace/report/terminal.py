@@ -48,10 +48,12 @@ def render(
     console: Console,
     directory: Path,
     isolating: Sequence[str] = (),
+    isolated: tuple[Summary, Path] | None = None,
 ) -> None:
     """Print the report of a check whose files are under ``directory``.
 
-    ``isolating`` is the command that would check again with modules isolated, where it is known.
+    ``isolating`` is the command that would check again with modules isolated, where it is known;
+    ``isolated`` is its answer, with its directory, if it ran.
     """
     page = _Page(console)
     page.line(
@@ -94,7 +96,9 @@ def render(
     if summary.verdict is not Result.EQUIVALENT:
         _layers(page, summary, verdicts)
         page.line()
-    _next_steps(page, summary, directory, isolating)
+    if isolated is not None:
+        _isolated(page, *isolated)
+    _next_steps(page, summary, directory, isolating, is_isolated=isolated is not None)
 
 
 def say(console: Console, line: str) -> None:
@@ -262,7 +266,29 @@ def _layers(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
         page.line((f"and {len(rows) - MAX_ROWS} more rows with failures in {files.HTML}", ""))
 
 
-def _next_steps(page: _Page, summary: Summary, directory: Path, isolating: Sequence[str]) -> None:
+def _isolated(page: _Page, summary: Summary, directory: Path) -> None:
+    """What the check with modules isolated found: each of its culprits fails on its own."""
+    shown = summary.culprits[:MAX_CULPRITS]
+    page.field("isolated", "every module was given the reference's inputs:", "bold")
+    for culprit in shown:
+        cause = clean(culprit.explanation, NOTE_LIMIT) or "unknown"
+        name = clean(culprit.name, NOTE_LIMIT)
+        page.field("", f"{name} ({culprit.kind}) fails on its own; cause: {cause}")
+    if not shown:
+        page.field("", "no module fails on its own: errors add up, or arise between modules")
+    if len(summary.culprits) > len(shown):
+        page.field("", f"and {len(summary.culprits) - len(shown)} more")
+    page.field("", f"report: {clean(directory / files.HTML, NOTE_LIMIT)}")
+
+
+def _next_steps(
+    page: _Page,
+    summary: Summary,
+    directory: Path,
+    isolating: Sequence[str],
+    *,
+    is_isolated: bool,
+) -> None:
     """Where the files are and what to do next."""
     names = [n for n in (files.HTML, files.VERDICTS, files.SUMMARY) if (directory / n).exists()]
     page.paths("files", [directory / name for name in names])
@@ -272,7 +298,7 @@ def _next_steps(page: _Page, summary: Summary, directory: Path, isolating: Seque
     if summary.verdict is not Result.DIVERGED:
         return
     open_page = f"open {files.HTML} in a browser"
-    if summary.config.get("isolate"):
+    if is_isolated or summary.config.get("isolate"):
         page.field("next", open_page)
         return
     again = "give every module the reference's inputs, so that one bug shows in one module:"

@@ -268,6 +268,9 @@ _REASONS = {
     Reason.OWN_SHARD: "updated by looking at a rank's own shard: depends on the layout by design",
     Reason.OTHER_START: "other start: consequences of parameters that differed before the step",
     Reason.INITIAL_VALUES: "initial values: no distribution to compare",
+    Reason.ONE_RUN: "one run: the other run has no such tensors",
+    Reason.PADDED: "padded vocabulary: the softmax runs over other padded rows",
+    Reason.KNOWN: "known difference: on the list of differences between the runs",
 }
 
 
@@ -293,6 +296,7 @@ STATISTICS = {
     Statistic.PARAMS_NORM: "the norm of all parameters",
     Statistic.CLIPPED: "gradient clipping",
     Statistic.STEPPED: "the optimizer's update",
+    Statistic.REDUCED: "the reduction of gradients over data-parallel ranks",
 }
 """What takes elements of parameters or gradients, for people."""
 
@@ -337,6 +341,9 @@ _NOTES = {
     Remark.LOST: "initial values are lost: {samples}",
     Remark.CLAIMED: "pipeline stages {text} hold layer {value:.0f}",
     Remark.OTHER_START: "a consequence: the step began from other parameters than the reference's",
+    Remark.LACKING: "{text}",
+    Remark.PADDED: "the softmax runs over the padded rows of the vocabulary, which differ",
+    Remark.KNOWN: "known difference: {text}",
     Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
     Remark.COUNTED_TWICE: "elements are counted up to {limit:.0f} times in {text}",
     Remark.NEVER_COUNTED: "elements are never counted in {text}",

@@ -13,7 +13,7 @@ from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.wire import decode
 from megatron_ttrace.diagnose.losses import Separate
-from megatron_ttrace.mcore import balancing, own_shards, provenance
+from megatron_ttrace.mcore import balancing, logged, own_shards, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import recording
@@ -86,6 +86,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         own_shards=own_shards.depends_on_layout(args)[0],
         iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
+        logs=logged.is_found(),
         init=settings.init,
         reference=str(settings.directory / "reference"),
         arithmetic=_arithmetic(model, args, settings),

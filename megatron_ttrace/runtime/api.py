@@ -13,13 +13,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags, inputs, provenance
 from megatron_ttrace.processes import signals
 from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
 
-__all__ = ["Report", "check", "compare", "load_report", "run_check"]
+if TYPE_CHECKING:
+    from megatron_ttrace.processes import job as jobs
+    from megatron_ttrace.runtime.difference import Review
+    from megatron_ttrace.trace.store import TraceReader
+
+__all__ = ["Report", "check", "compare", "diff", "load_report", "run_check"]
 
 _SET_BY_US = ("ttrace", "ttrace_exit", "ttrace_dir", "ttrace_role", "ttrace_overrides")
 PathLike = str | os.PathLike[str]
@@ -36,13 +42,16 @@ class Report:
             the tensors.
         directory: where ``summary.json``, ``verdicts.jsonl`` and ``report.html`` are.
         isolating: the command that checks the same job with every module isolated, as words; empty
-            for a report that was read from files or made from saved traces.
+            for a report that was read from files or made from saved traces, and for ``isolated``.
+        isolated: the report of that check, which is made at once where this one leaves doubt: a
+            culprit of which no cause is known. ``None`` otherwise.
     """
 
     summary: Summary
     verdicts: tuple[Verdict, ...]
     directory: Path
     isolating: tuple[str, ...] = ()
+    isolated: Report | None = None
 
     @property
     def verdict(self) -> Result:
@@ -134,7 +143,7 @@ def check(
             say=progress,
         )
     except NoAnswerError as error:
-        if (report := _undecided(error.directory, error.run)) is None:
+        if (report := undecided(error.directory, error.run)) is None:
             raise
         return report
 
@@ -166,6 +175,93 @@ def compare(
         TTraceError: when a trace is missing, damaged or of the other role, or when the report
             cannot be written.
     """
+    from megatron_ttrace.trace.store import TraceReader
+
+    theirs, ours = Path(reference), Path(candidate)
+    for folder in (theirs, ours):
+        inputs.require_regular_folder(folder)
+    trusted, tested = TraceReader(theirs), TraceReader(ours)
+    for trace, role in ((trusted, "reference"), (tested, "candidate")):
+        if trace.meta.get("role") != role:
+            raise TTraceError(f"{trace.directory} is not a {role} trace: give REFERENCE CANDIDATE")
+    if not tested.meta.get("complete"):
+        raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
+    folder = Path(output) if output is not None else ours.parent
+    return _compared(
+        trusted, tested, folder, allow_unchecked=allow_unchecked, wandb=wandb, show=show
+    )
+
+
+def diff(
+    first: PathLike,
+    second: PathLike,
+    *,
+    output: PathLike,
+    known: PathLike | None = None,
+    allow_unchecked: float = flags.DEFAULT_ALLOW_UNCHECKED,
+    show: bool = False,
+) -> Report:
+    """Compare two runs, both of which were kept, as ``ttrace diff`` does.
+
+    Args:
+        first: directory of ``ttrace record``, or of a check with ``--ttrace-save-candidate``, or of
+            one of the traces in it. It takes the place of the reference.
+        second: another one.
+        output: where the report is written.
+        known: a TOML file with known differences, in addition to this package's own.
+        allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
+        show: whether to print the report.
+
+    Raises:
+        TTraceError: when a trace is missing or damaged, or the two cannot be compared.
+    """
+    import tempfile
+
+    from megatron_ttrace.runtime import difference
+    from megatron_ttrace.runtime import known as lists
+    from megatron_ttrace.trace.store import TraceReader
+
+    listed = lists.read(lists.OWN_LIST)
+    if known is not None:
+        listed += lists.read(Path(known))
+    sides = [difference.open_side(Path(one)) for one in (first, second)]
+    trusted, tested = difference.in_order(*sides)
+    assert tested.candidate is not None, "in_order requires a candidate"
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = tempfile.TemporaryDirectory(prefix=".against-", dir=folder)
+    except OSError as error:
+        raise TTraceError(
+            f"{folder} cannot be written ({error.strerror}): choose another --directory"
+        ) from error
+    with aside as home:
+        with consistent(trusted.directory, tested.directory):
+            written = difference.write(trusted, tested, Path(home))
+        review = difference.Review(trusted, tested, written, listed)
+        return _compared(
+            TraceReader(Path(home)),
+            tested.candidate,
+            folder,
+            allow_unchecked=allow_unchecked,
+            show=show,
+            review=review,
+            own=tested.summary,
+        )
+
+
+def _compared(
+    trusted: TraceReader,
+    tested: TraceReader,
+    folder: Path,
+    *,
+    allow_unchecked: float,
+    show: bool,
+    wandb: bool = False,
+    review: Review | None = None,
+    own: Summary | None = None,
+) -> Report:
+    """Judge a saved candidate and write the report to ``folder``."""
     import io
 
     from rich.console import Console
@@ -182,22 +278,17 @@ def compare(
     from megatron_ttrace.report import publish
     from megatron_ttrace.runtime.conclusion import conclude
     from megatron_ttrace.trace import shared
-    from megatron_ttrace.trace.store import TraceReader
 
     if not 0 <= allow_unchecked <= 1:
         raise TTraceError(f"--allow-unchecked {allow_unchecked}: give a share from 0 to 1")
     began = time.monotonic()
-    theirs, ours = Path(reference), Path(candidate)
-    for folder in (theirs, ours):
-        inputs.require_regular_folder(folder)
-    trusted, tested = TraceReader(theirs), TraceReader(ours)
-    for trace, role in ((trusted, "reference"), (tested, "candidate")):
-        if trace.meta.get("role") != role:
-            raise TTraceError(f"{trace.directory} is not a {role} trace: give REFERENCE CANDIDATE")
-    if not tested.meta.get("complete"):
-        raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
+    theirs, ours = trusted.directory, tested.directory
     epsilon_of(trusted)
     meshes, ledger = meshes_of(tested), ledger_of(tested)
+    config = RunConfig.from_json(tested.meta.get("config"))
+    if review is not None:
+        # Neither run has a single device's order of sums.
+        config = dataclasses.replace(config, arithmetic=None)
     with consistent(theirs, ours):
         summary, verdicts = conclude(
             trusted,
@@ -206,12 +297,17 @@ def compare(
             candidate=ours,
             counts=counts_of(tested),
             mesh=meshes[0],
-            config=RunConfig.from_json(tested.meta.get("config")),
+            config=config,
             timings={"measure": time.monotonic() - began},
             allow_unchecked=allow_unchecked,
             ledger=ledger,
+            review=review or list,
         )
-    folder = Path(output) if output is not None else ours.parent
+    if review is not None:
+        notices = (*review.notices(), *summary.notices)
+        summary = dataclasses.replace(summary, notices=notices)
+    if own is not None:
+        summary = dataclasses.replace(summary, run=own.run, versions=own.versions)
     run = tested.meta["run"]
     with shared.claim_report(folder, run):
         publish(
@@ -299,12 +395,27 @@ def run_check(
         arguments=tuple(theirs),
         nproc=nproc,
         directory=Path(ours.ttrace_dir),
-        flags=tuple(_words(ours)),
+        flags=tuple(words_of(ours)),
         environment=dict(environment),
     )
-    summary = jobs.run(job, fork=fork, say=say or (lambda line: None))
+    tell = say or (lambda line: None)
+    report = _answer(job, fork, tell)
+    if not report.summary.leaves_doubt:
+        return report
+    tell(f"not every cause is known: checking with modules isolated, in {job.directory}-isolated")
+    try:
+        alone = dataclasses.replace(_answer(job.isolated(), fork, tell), isolating=())
+        return dataclasses.replace(report, isolated=alone)
+    except TTraceError as error:
+        tell(f"the check with modules isolated gave no answer: {error}")
+        return report
+
+
+def _answer(job: jobs.Job, fork: bool, say: Callable[[str], None]) -> Report:
+    from megatron_ttrace.processes import job as jobs
     from megatron_ttrace.report import files
 
+    summary = jobs.run(job, fork=fork, say=say)
     written, verdicts = files.load_report(job.directory)
     if written.run != summary.run:
         raise TTraceError(f"{job.directory} was taken by another check: choose another directory")
@@ -316,7 +427,7 @@ def run_check(
     )
 
 
-def _words(ours: argparse.Namespace) -> list[str]:
+def words_of(ours: argparse.Namespace) -> list[str]:
     """Our flags as words again, without defaults and without those that a check sets itself."""
     defaults = vars(flags.split([])[0])
     words = []
@@ -329,7 +440,7 @@ def _words(ours: argparse.Namespace) -> list[str]:
     return words
 
 
-def _undecided(directory: Path, run: str) -> Report | None:
+def undecided(directory: Path, run: str) -> Report | None:
     """The report of a run whose ranks failed, if it is complete and says "could not check"."""
     from megatron_ttrace.report import files
 

@@ -18,6 +18,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.compare.wire import encode
+from megatron_ttrace.mcore import packed
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
@@ -104,9 +105,10 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
 
     ``scale`` is the candidate's loss scale relative to the reference's.
     """
+    is_packed = packed.padded_for(args) > 1
     return RankLayout(
         model.mesh,
-        args.seq_length,
+        args.seq_length * (args.micro_batch_size if is_packed else 1),
         model.gated,
         gradient_factor(args, model.mesh),
         frozenset(
@@ -122,6 +124,7 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
         scale,
         dispatcher(args),
         partials(model.names),
+        is_packed,
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -57,6 +57,7 @@ def conclude(
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
     ledger: Ledger = UNRECORDED,
     separate: Separate | None = None,
+    review: Callable[[Sequence[Verdict]], list[Verdict]] = list,
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain.
 
@@ -74,6 +75,7 @@ def conclude(
             with more of them, and no culprit, the answer is "could not check".
         ledger: the collectives of the traced steps, and the code that ran in them.
         separate: finds the losses' shares of gradients, by replays of the reference.
+        review: what becomes of the verdicts before culprits are sought among them.
     """
     from megatron_ttrace.report import wording  # only the rank that judges needs it
 
@@ -81,7 +83,9 @@ def conclude(
     eps = float(reference.meta["epsilon"])
     apart = {Kind.INITIAL}
     captured = (one.key for found in measured.values() for one in found)
-    if unlogged := _logs(reference) != _logs(captured):
+    # Where both runs can report and one does not, what it lacks is missing.
+    can_log = bool(reference.meta.get("logs")) and config.logs
+    if unlogged := not can_log and _logs(reference) != _logs(captured):
         apart.add(Kind.METRIC)
     keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
@@ -98,11 +102,11 @@ def conclude(
             },
             tolerances,
             eps,
-            functools.partial(_unjudged, mesh, config),
+            functools.partial(unjudged, mesh, config),
         ),
         *coverage.verdicts,
     ]
-    verdicts, exact = exactness.examine(verdicts, config.arithmetic)
+    verdicts, exact = exactness.examine(review(verdicts), config.arithmetic)
     judged = time.monotonic()
     explainer = Explainer(reference, candidate, tolerances, measured=measured, ledger=ledger)
     verdicts = explainer.started(verdicts)
@@ -119,7 +123,7 @@ def conclude(
     said = [*notices, *initial.notices(verdicts)]
     said += [wording.not_judged_text(*one) for one in coverage.not_judged]
     if unlogged:
-        said.append("what is logged was not compared: only one of the runs reported it")
+        said.append("what is logged was not compared: one of the runs has no training_log")
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         said.append("no computed tensor could be judged: all of them are unchecked")
@@ -170,9 +174,8 @@ def _logs(keys: Iterable[TraceKey]) -> bool:
     return any(key.kind is Kind.METRIC for key in keys)
 
 
-def _unjudged(
-    mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Holder]
-) -> Reason | None:
+def unjudged(mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Holder]) -> Reason | None:
+    """Why a tensor that these ranks hold is not a single device's by design, if it is not."""
     if key.kind is Kind.ROUTING and key.index in job.own_tokens:
         return Reason.OWN_TOKENS
     if (

@@ -265,7 +265,7 @@ def _make(
         f"ttrace: making the reference on one device (log: {settings.directory / _LOG})", flush=True
     )
     began = time.monotonic()
-    _run(order, settings, settings.directory / _LOG)
+    _run(order, settings, settings.directory / _LOG, settings.timeout)
     print(f"ttrace: reference made in {time.monotonic() - began:.1f} s", flush=True)
 
 
@@ -289,7 +289,9 @@ def replayed(
     Raises:
         TTraceError: when the replay failed.
     """
-    home = settings.directory / f".shares-{shared.run_id()}"
+    log = settings.directory / _REPLAY_LOG
+    print(f"ttrace: replaying the reference to tell its losses apart (log: {log})", flush=True)
+    home = settings.directory / f"{shared.SHARES}{shared.run_id()}"
     home.mkdir()
     try:
         order = Order(
@@ -300,13 +302,14 @@ def replayed(
             started=started,
             separation=separation,
         )
-        _run(order, settings, settings.directory / _REPLAY_LOG)
+        # Without it there is still a verdict, so it must not use up the patience of others.
+        _run(order, settings, log, settings.timeout / 2)
         yield home
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _run(order: Order, settings: Settings, log: Path) -> None:
+def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
     """Start a reference run and wait for its end. Raises ``TTraceError`` when it failed."""
     home = Path(order.directory)
     atomic_write(home / ORDER, json.dumps(dataclasses.asdict(order), default=str))
@@ -320,7 +323,7 @@ def _run(order: Order, settings: Settings, log: Path) -> None:
     # A new process, unless the launcher forks for us.
     run = forkserver.request if forkserver.available() else run_subprocess
     for _ in range(2):
-        code = run(command, environment_of(1, own), log, settings.timeout)
+        code = run(command, environment_of(1, own), log, timeout)
         if code == 0 or not port_was_taken(log):
             break
     if code != 0:

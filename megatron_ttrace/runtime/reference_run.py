@@ -22,7 +22,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import fim, fingerprint, loss_scale, losses
+from megatron_ttrace.mcore import fim, fingerprint, logged, loss_scale, losses, packed
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
@@ -53,6 +53,8 @@ class ReferenceSession(Session):
         self._directory = Path(self._order.directory)
         if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
             fim.rearrange_by_sample()
+        if (padded := self._order.identity["ttrace"][fingerprint.PADDED_FOR]) > 1:
+            packed.pad_for(padded)
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
 
@@ -104,6 +106,7 @@ class ReferenceSession(Session):
                 "fp8": low_precision.uses_fp8(self.args),
                 "loss_scales": self._loss_scales,
                 "counted": counted.encode(self._counted),
+                "logs": logged.is_found(),
                 "by_module": low_precision.is_isolated(self.args),
                 "epsilon": tolerance.epsilon(
                     torch.bfloat16 if self.args.bf16 else self.args.params_dtype

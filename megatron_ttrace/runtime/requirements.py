@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import balancing, fim, own_shards
+from megatron_ttrace.mcore import balancing, fim, own_shards, packed
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
@@ -72,10 +72,16 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--main-params-dtype fp16: every rank rounds its part of the main weights with a scale "
             "of its own, so another layout trains others: check the same job with fp32"
         )
-    if getattr(args, "optimizer_cpu_offload", False):
+    if (
+        any(getattr(args, name, False) for name in packed.OPTIONS)
+        and args.num_experts
+        and args.micro_batch_size > 1
+        and (args.context_parallel_size > 1 or args.sequence_parallel)
+    ):
         raise TTraceError(
-            "--optimizer-cpu-offload: main weights and moments in the host's memory are not "
-            "captured: check the same job without it"
+            "packed sequences with experts, context or sequence parallelism, and several samples "
+            "in a microbatch: Megatron arranges a rank's tokens as if it had whole samples, in "
+            "another way than a single device: check the same job with --micro-batch-size 1"
         )
     if getattr(args, "use_precision_aware_optimizer", False) and starts_from_checkpoint(args):
         raise TTraceError(

@@ -23,7 +23,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Schedu
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.mesh import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
-from megatron_ttrace.mcore.optimizer import Snapshot, owned_by
+from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
 from megatron_ttrace.mcore.sharded_weights import WeightPart, buffers_of, parts_of, publish
 from megatron_ttrace.mcore.versions import call_known
 from megatron_ttrace.runtime import low_precision
@@ -122,6 +122,7 @@ class Session(abc.ABC):
             publish(self.model.chunks)
         else:
             self.model.optimizer.reload_model_params()
+            reload_offloaded(self.model.optimizer)
         if self.settings.init == "reveal":
             owned = owned_by(self.model.optimizer)
             awaken(owned.values(), self.args.lr)

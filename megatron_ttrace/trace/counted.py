@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements of which parameters a rank put into a norm, a count, or an update.
+"""Which elements of which parameters a rank put into a norm, a count, a reduction or an update.
 
 A statistic is a sum over elements that ranks add up in collectives. A rank records what it added
 itself (:class:`Part`) and the collectives that this went through (:class:`Sum`), so that the rank
@@ -26,6 +26,8 @@ class Statistic(StrEnum):
     PARAMS_NORM = "params_norm"
     CLIPPED = "clipped"
     STEPPED = "stepped"
+    REDUCED = "reduced"
+    """By buckets of gradients: a :class:`Part` has the ranks that add them up as its first dim."""
 
     @property
     def number(self) -> int:
@@ -35,7 +37,7 @@ class Statistic(StrEnum):
     @property
     def is_local(self) -> bool:
         """Whether a rank needs its own elements only, not those of the whole model."""
-        return self in (Statistic.CLIPPED, Statistic.STEPPED)
+        return self in (Statistic.CLIPPED, Statistic.STEPPED, Statistic.REDUCED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# over 500 lines because: it is a list, one record per sort of fault
 """What is found out about a failed tensor, as enums and numbers.
 
 Nothing here is text for people: ``report/`` makes all of it.
@@ -32,6 +33,7 @@ class Grounds(StrEnum):
     GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
     FIRST_GRADIENT = "first_gradient"
     MAIN_GRAD = "main_grad"
+    REDUCED = "reduced"
     COUNTED = "counted"
     GRAD_NORM = "grad_norm"
     METRIC = "metric"
@@ -45,6 +47,7 @@ class Cause(StrEnum):
     """What sort of fault a finding is."""
 
     INITIAL_VALUES = "initial_values"
+    DIVISION = "division"
     RANDOM_STATE = "random_state"
     LAYERS = "missing_layers"
     LAYER_NUMBERS = "layer_numbers"
@@ -109,6 +112,9 @@ class Remark(StrEnum):
     NOT_THE_REFERENCES = "not_the_references"
     CLAIMED = "claimed"
     OTHER_START = "other_start"
+    LACKING = "lacking"
+    PADDED = "padded"
+    KNOWN = "known"
     COUNTED_TWICE = "counted_twice"
     NEVER_COUNTED = "never_counted"
     OTHER_NORM = "other_norm"
@@ -195,14 +201,34 @@ class MisnumberedLayers(Finding):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherDivision(Finding):
+    """What every rank takes for the whole dim ``dim`` is its part; or, ``inverse``, vice versa.
+
+    ``held`` of ``total`` elements of the dim are on each rank.
+    """
+
+    dim: int
+    held: int
+    total: int
+    inverse: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantFactor(Finding):
     """All values are ``ratio`` times the reference's.
 
-    ``sizes`` are the sizes of the layout, or products of several, that the factor equals.
+    ``sizes`` are the sizes of the layout, or products of several, that the factor (``root``: its
+    square) equals.
     """
 
     ratio: float
     sizes: tuple[tuple[str, ...], ...] = ()
+    root: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GradientFactor(ConstantFactor):
+    """The gradient is ``ratio`` times too large where the optimizer adds it to a moment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +331,37 @@ class Addend(Finding):
     surplus: float
 
 
+class Term(StrEnum):
+    """A term of the cross entropy, or of its gradient."""
+
+    LOGARITHM = "logarithm"
+    LABEL = "label"
+    SOFTMAX = "softmax"
+    ONE = "one"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerm(Finding):
+    """A term of the loss has a ``fault``; without one the softmax is not divided once by its sum.
+
+    ``too_large``: it was not divided; ``too_small``: it was divided twice.
+    """
+
+    term: Term
+    fault: Finding | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shift(Finding):
+    """``constant`` is added to all values: the logarithm of one of ``sizes``, or minus it.
+
+    A sum of exponentials that is off by a size is what its logarithm shows so.
+    """
+
+    constant: float
+    sizes: tuple[tuple[str, ...], ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OtherMicrobatch(Finding):
     """The value of another microbatch."""
@@ -317,6 +374,11 @@ class OtherIteration(Finding):
     """The value of another iteration."""
 
     iteration: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeStep(Finding):
+    """The value that it had before the step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +398,17 @@ class WrongOperand(Finding):
 
 Span = tuple[int, int]
 """First and last index."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InPart(Finding):
+    """Some of each rank's elements, which follow each other, have a ``fault``; the rest is right.
+
+    ``spans`` has rank, first and last of these elements, and how many the rank holds.
+    """
+
+    fault: Finding
+    spans: tuple[tuple[int, Span, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

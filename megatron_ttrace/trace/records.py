@@ -49,6 +49,10 @@ class Kind(StrEnum):
         return _DIRECTION[self]
 
 
+MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+"""What optimizers keep of earlier gradients."""
+
+
 class Direction(StrEnum):
     """Where in a training step a module went wrong."""
 
@@ -114,6 +118,12 @@ class Reason(StrEnum):
     """Unchecked: there is no distribution to compare."""
     OTHER_START = "other start"
     """Unchecked: it fails, but the step began from other parameters than the reference's."""
+    ONE_RUN = "one run"
+    """Unchecked: only one of two runs has such tensors."""
+    PADDED = "padded vocabulary"
+    """Unchecked: it fails, and follows from losses over vocabularies with other paddings."""
+    KNOWN = "known difference"
+    """Unchecked: it fails, and is on the list of known differences between the two runs."""
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""
     COUNTED_TWICE = "counted twice"
@@ -155,7 +165,7 @@ what is left of it within the experts' capacity."""
 VALUE, ELEMENTS, CHOSEN, LOSS = 0, 1, 2, 3
 """Indices of a ``metric``: a value that is given or computed in float32, how many elements have a
 property, how many choices (the largest of several numbers) are right, and a mean over tokens that
-is rounded to the dtype of the model."""
+is rounded to the dtype of the model (z loss)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -423,6 +433,18 @@ class Summary(Record):
     not_exercised: tuple[NotExercised, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
     collective_findings: tuple[LedgerFinding, ...] = ()
+
+    @property
+    def leaves_doubt(self) -> bool:
+        """Whether a module is blamed for its result and no cause was found.
+
+        Its inputs may be off as well, though within their tolerance: isolation tells.
+        """
+        computed = Direction.FORWARD, Direction.BACKWARD, Direction.GRADIENT
+        return not self.config.get("isolate") and any(
+            one.cause is None and one.direction in computed and one.verdict is Outcome.DIVERGED
+            for one in self.culprits
+        )
 
     def contradiction(self) -> str:
         """Why this summary cannot be true; empty if it can."""

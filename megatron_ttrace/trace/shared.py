@@ -36,9 +36,13 @@ _LEFTOVER = 5.0
 """Seconds to wait for ranks whose launcher is gone. The kernel ends them within milliseconds."""
 
 _ID = re.compile("[0-9a-f]{16}")
+SHARES = ".shares-"
+"""Begin of the name of a directory of losses' shares, which its run removes."""
+
 _REPORTS = ("summary.json", "verdicts.jsonl", "collectives.jsonl", "report.html", "junit.xml")
 _TRACES = ("candidate", "start")
 _OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
+_OF_SHARES = re.compile(rf"{_OF_A_TRACE.pattern}|overrides\.json")
 _OF_LOGS = re.compile(r"rank-\d+\.log|.*\.request\.json")
 
 _run = ""
@@ -187,8 +191,11 @@ def _await_ranks(directory: Path) -> None:
 def _clean_up(directory: Path) -> None:
     """Remove the files of an earlier run, but not its reference. Raises ``OSError``."""
     _remove_reports(directory)
-    _unlink(directory / "reference.log")
-    _unlink(directory / "reference.request.json")
+    for name in ("reference", "replay"):
+        _unlink(directory / f"{name}.log")
+        _unlink(directory / f"{name}.request.json")
+    for folder in directory.glob(f"{SHARES}*"):
+        _remove_listed(folder, _OF_SHARES)
     for name in _TRACES:
         _remove_listed(directory / name, _OF_A_TRACE)
     _remove_listed(directory / "logs", _OF_LOGS)

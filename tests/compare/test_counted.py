@@ -122,6 +122,63 @@ def test_an_update() -> None:
     assert failures(judge((), ranks)) == {NORM: (Reason.COUNTED_TWICE, (1,))}
 
 
+def reduced(at: int, *made: Sum, own: tuple[int, ...] = (), steps: tuple[int, int] = (0, 4)):
+    """Data-parallel rank ``at`` of four reduces a layer norm and steps some of its elements."""
+    gradient = Part(NORM, (4, 4), (Box((at, 0), (1, 4), (0, 0)),))
+    start, size = steps
+    shard = Part(NORM, (4,), (Box((start,), (size,), (0,)),))
+    left = {term.number for one in made for term in one.sums}
+    results = tuple(Term(number) for number in range(len(made)) if number not in left)
+    reduction = Counting(Statistic.REDUCED, made, tuple(map(Term, own)), results)
+    update = Counting(Statistic.STEPPED, (), (Term(1),))
+    return [Counted(1, (gradient, shard), (1,), (reduction, update))]
+
+
+def reductions(found: Judgement) -> dict[str, tuple[Reason | None, tuple[int, ...]]]:
+    """What fails in the reduction."""
+    index = Statistic.REDUCED.number
+    return failures(
+        dataclasses.replace(
+            found, verdicts=tuple(one for one in found.verdicts if one.index == index)
+        )
+    )
+
+
+def test_a_reduction() -> None:
+    """Each rank's gradient once; never where no collective ran, or over too few ranks."""
+    every, first = Sum(runs_of(range(4)), 0, (Term(0),)), Sum(runs_of(range(2)), 0, (Term(0),))
+    again = Sum(runs_of(range(4)), 1, (), (Term(0),))
+    alone = Sum(((2, 2, 1),), 0, (Term(0),))
+    assert not reductions(judge((), {at: reduced(at, every) for at in range(4)}))
+    ranks = {at: reduced(at, every, again) for at in range(4)}
+    assert reductions(judge((), ranks)) == {NORM: (Reason.COUNTED_TWICE, (0, 1, 2, 3))}
+    ranks = {at: reduced(at, own=(0,)) for at in range(4)}
+    assert reductions(judge((), ranks)) == {NORM: (Reason.NEVER_COUNTED, (0, 1, 2, 3))}
+    ranks = {at: reduced(at, first if at < 2 else alone) for at in range(3)}
+    assert reductions(judge((), ranks)) == {NORM: (Reason.NEVER_COUNTED, (0, 1, 2))}
+    (failed,) = [v for v in judge((), ranks).verdicts if v.verdict is Outcome.DIVERGED]
+    assert failed.shape == (4,)
+
+
+def test_a_reduction_in_instances() -> None:
+    """A reduce-scatter within an instance, then an all-reduce of each shard among instances."""
+    ranks = {}
+    for at in range(4):
+        instance, shard = divmod(at, 2)
+        inner = Sum(runs_of(range(2 * instance, 2 * instance + 2)), 0, (Term(0),))
+        outer = Sum(runs_of(range(shard, 4, 2)), 0, (), (Term(0),))
+        ranks[at] = reduced(at, inner, outer, steps=(2 * shard, 2))
+    assert not reductions(judge((), ranks))
+    ranks[3] = reduced(3, inner, steps=(2, 2))
+    assert reductions(judge((), ranks)) == {NORM: (Reason.NEVER_COUNTED, (1, 3))}
+
+
+def test_nothing_is_said_without_buckets() -> None:
+    """FSDP reduces gradients in its own way."""
+    reference = reduced(0, Sum(((0, 0, 1),), 0, (Term(0),)))
+    assert judge(reference, {0: []}).not_judged == ()
+
+
 def clipped(values: dict[str, float]) -> Counted:
     """A single rank clips each parameter by a norm."""
     parts = tuple(Part(name, (1,), (Box((0,), (1,), (0,)),)) for name in values)

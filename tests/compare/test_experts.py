@@ -68,7 +68,7 @@ def reference(tmp_path):
     writer = TraceWriter(tmp_path / "reference", 0)
     sink = WriteSink(writer, 1)
     for m in MICROBATCHES:
-        assert sink.positions((4, 2)).tolist() == list(range(TOKENS))
+        assert sink.positions(0, (4, 2)).tolist() == list(range(TOKENS))
         kept = sink.routed(m, ROUTER, scores(m), chosen(m)[:, None], None)
         assert torch.equal(kept, chosen(m)[:, None])
         rows = index(*[(m, rows_of(m, e), e) for e in range(EXPERTS)])

@@ -57,7 +57,7 @@ def test_misfits(reference):
     stranger = dataclasses.replace(KEY, name="b")
     assert planner.plan(stranger, (4,)) == [Measured.stranger(stranger, (4,))]
     [misfit] = planner.plan(KEY, (5, 1, 6))
-    assert (misfit.problem, misfit.logical_shape) == ("shape", (8, 1, 6))
+    assert (misfit.problem, misfit.logical_shape) == ("shape", (5, 1, 6))
     [misfit] = planner.plan(KEY, (6,), ((6,), ()))
     assert (misfit.problem, misfit.note.text) == (
         "shape",

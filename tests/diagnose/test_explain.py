@@ -2,7 +2,9 @@
 """The Explainer on traces in files: who, how many alike, how much work."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Never
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.diagnose import absent, search
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.diagnose.explain import Explainer
+from megatron_ttrace.diagnose.losses import Share
+from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.plan import plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text, ranks_text
 from megatron_ttrace.trace.collectives import Ledger, Sources
-from megatron_ttrace.trace.findings import UNKNOWN, Cause
+from megatron_ttrace.trace.findings import UNKNOWN, Cause, Loss
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.diagnose.evidence_by_hand import evidence_of, failed, hint, meshes, text, values
@@ -31,6 +35,13 @@ def keys() -> list[TraceKey]:
 @pytest.fixture
 def made(tmp_path: Path) -> tuple[Explainer, Path]:
     """Main gradients of which two data-parallel ranks hold twice as much."""
+    return explainer_of(tmp_path, lambda value: value * 2)
+
+
+def explainer_of(
+    tmp_path: Path, wrong: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Explainer, Path]:
+    """Main gradients that both of two data-parallel ranks hold wrong."""
     reference, candidate = tmp_path / "reference", tmp_path / "candidate"
     writer = TraceWriter(reference, 0)
     data = {key: values(16, 8, seed=number) for number, key in enumerate(keys())}
@@ -47,10 +58,10 @@ def made(tmp_path: Path) -> tuple[Explainer, Path]:
             entry = Entry(
                 key=key, shape=(16, 8), dtype="float32", logical_shape=(16, 8), boxes=boxes
             )
-            shards.add(entry, value * 2)
+            shards.add(entry, wrong(value))
         shards.close()
         measured[mesh.rank] = [
-            Measured(key, "", boxes, (16, 8), measure(value * 2, value, boxes))
+            Measured(key, "", boxes, (16, 8), measure(wrong(value), value, boxes))
             for key, value in data.items()
         ]
     seal(
@@ -93,6 +104,7 @@ def test_a_budget_of_work(made: tuple[Explainer, Path]) -> None:
     for _ in range(2):
         made[0]._work.left = 300_000
         made[0]._found.clear()
+        made[0]._told.clear()
         counted.append([made[0].explain(failed(key)).finding is None for key in keys()])
     assert counted[0] == counted[1]
     assert any(counted[0])
@@ -114,6 +126,33 @@ def test_a_repair_that_raises(
     monkeypatch.delenv("TTRACE_STRICT")
     assert made[0].explain(failed(keys()[0])).finding is not None
     assert "broken could not be tested: ZeroDivisionError: oh" in caplog.text
+
+
+def test_a_loss_of_which_a_share_is_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is found until the losses' shares of these gradients are known."""
+    monkeypatch.delenv("TTRACE_STRICT", raising=False)
+    own = values(16, 8, seed=99)
+    explainer, _ = explainer_of(tmp_path, lambda value: value + own)
+    verdicts = [failed(key) for key in keys()[:2]]
+    for _ in range(2):
+        assert [explainer.explain(verdict).finding for verdict in verdicts] == [None, None]
+    assert explainer.unexplained == keys()[:2]
+
+    def none(keys: Sequence[TraceKey]) -> Never:
+        raise TTraceError("no replay")
+
+    explainer.separate(none)
+    assert "the losses' shares of gradients could not be tested: TTraceError" in caplog.text
+    explainer.separate(lambda asked: {asked[0]: [Share(Loss.Z, False, own)]})
+    found, other = (explainer.explain(verdict) for verdict in verdicts)
+    assert found.finding is not None
+    assert explanation_text(found, verdicts[0]) == (
+        "the z loss's share of the gradient is 2.000 times too large = the size of dp or the "
+        "number of microbatches, on all 2 ranks"
+    )
+    assert other.finding is None
 
 
 def test_damage_is_unknown(made: tuple[Explainer, Path]) -> None:

@@ -168,3 +168,9 @@ def test_overwritten_input_of_a_fused_norm() -> None:
     found = sources.operand(evidence_of(right, meshes(1), lambda *_: wrong, trace=trace))
     assert found is not None
     assert f"the input of {after}" in text(found)
+
+
+def test_signs_add_up_by_chance() -> None:
+    """Opposite signs on two ranks, where the reference is zero."""
+    held = {rank: (-1.0) ** rank * torch.tensor([0.1, -0.1, 0.1, 0.1]) for rank in range(2)}
+    assert explain(evidence_of(torch.zeros(4), meshes(2, tp=2), held)) is None

@@ -8,8 +8,17 @@ import torch
 
 from megatron_ttrace.diagnose import scaling
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import Kind
-from tests.diagnose.evidence_by_hand import OUTPUT, WEIGHT, evidence_of, hint, meshes, text, values
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from tests.diagnose.evidence_by_hand import (
+    OUTPUT,
+    WEIGHT,
+    evidence_of,
+    explain,
+    hint,
+    meshes,
+    text,
+    values,
+)
 
 
 @pytest.mark.parametrize(
@@ -111,3 +120,42 @@ def test_noise_is_not_rounding() -> None:
         return right * (1 + values(64, 64, seed=3) * 2**-9)
 
     assert scaling.rounded(evidence_of(values(64, 64), meshes(1), noisy, tolerance=1e-6)) is None
+
+
+@pytest.mark.parametrize(
+    ("constant", "words"),
+    [
+        (-0.6931472, "minus the logarithm of the size of tp"),
+        (1.0986123, "= the logarithm of the size of cp"),
+    ],
+)
+def test_shift(constant: float, words: str) -> None:
+    """A sum of exponentials that is off by a size, in its logarithm."""
+    ranks = meshes(6, tp=2, cp=3)
+    found = explain(evidence_of(values(8, 4) + 3, ranks, lambda _, right: right + constant))
+    assert words in text(found)
+
+
+def test_another_constant_is_no_shift() -> None:
+    """Any mean error is some constant."""
+    evidence = evidence_of(values(8, 4), meshes(2, tp=2), lambda _, right: right + 0.3)
+    assert scaling.shift(evidence) is None
+
+
+def test_a_norm_is_a_root() -> None:
+    """The mean of two ranks' squares instead of their sum."""
+    key = TraceKey(1, STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
+    norm = torch.tensor(6.0)
+    held = dict.fromkeys(range(2), norm / 2**0.5)
+    found = explain(evidence_of(norm, meshes(2, tp=2), held, key=key))
+    assert "1.414 times too small = the root of the size of tp" in text(found)
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"), [(256.0, "the number of tokens of the global batch"), (3.0, "not a size")]
+)
+def test_numbers_of_the_job(factor: float, words: str) -> None:
+    """A factor that is no size of the layout; layers are no factor of a gradient."""
+    numbers = {"step_tokens": 256.0, "layers": 3.0}
+    evidence = evidence_of(values(8, 4), meshes(2), lambda _, r: r * factor, numbers=numbers)
+    assert words in text(explain(evidence))

@@ -89,6 +89,15 @@ def test_the_worst_of_each_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [verdicts[2].key, verdicts[1].key, verdicts[3].key]
 
 
+def test_the_budget_counts_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is begun after the budget is spent, however fast the machine is."""
+    held = {0: REFERENCE + 1.0}
+    monkeypatch.setattr(residual, "ELEMENTS", 2 * REFERENCE.numel())
+    verdicts = [verdict(name, 2) for name in ("a", "b", "c")]
+    found = residuals(verdicts, [], lambda key: evidence_of(REFERENCE, meshes(1), held))
+    assert len(found) == 2
+
+
 def test_it_never_raises() -> None:
     """Details are left out when what was kept cannot be read."""
 

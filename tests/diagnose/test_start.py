@@ -70,3 +70,24 @@ def test_all_parameters_of_a_failed_start_are_one_group() -> None:
     names = ["embedding.word_embeddings.weight", WEIGHT, "output_layer.weight"]
     verdicts = [verdict(n, Kind.PARAM, Outcome.SHAPE, microbatch=STEP_LEVEL) for n in names]
     assert [culprit.group for culprit in localise(verdicts)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("taken", "found"),
+    [
+        ((4, 6), (("tp",), 0, False)),
+        ((8, 12), (("tp",), 1, True)),
+        ((2, 6), None),
+        ((4, 3), None),
+        ((8,), None),
+    ],
+)
+def test_a_part_that_is_taken_for_the_whole(taken, found) -> None:
+    """Its shape is right if it is divided over an axis of this size; one dim is."""
+    other = start.other_division((8, 6), [taken, taken], meshes(4, tp=2), ("tp",))
+    assert (other and (other.axes, other.dim, other.inverse)) == found
+
+
+def test_ranks_that_take_different_shapes_are_not_explained() -> None:
+    """One mark is lost on all ranks."""
+    assert start.other_division((8,), [(4,), (8,)], meshes(2, tp=2), ("tp",)) is None

@@ -213,6 +213,20 @@ def meta_buffers():
     TopKRouter.reset_parameters = fixed
 
 
+def expert_marks():
+    """Mark grouped experts' weights as divided, as TransformerEngine did until 2.12."""
+    from megatron.core.extensions.transformer_engine import TEGroupedLinear
+
+    build = TEGroupedLinear.__init__
+
+    def fixed(self, *args, **keywords):
+        build(self, *args, **keywords)
+        for weight in self.parameters(recurse=False):
+            weight.tensor_model_parallel = True
+
+    TEGroupedLinear.__init__ = fixed
+
+
 def frozen():
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     from megatron.core.models.gpt import GPTModel
@@ -251,6 +265,7 @@ FIXS = {
     "norm-after-dense": norm_after_dense,
     "fsdp2-scaled-gradients": fsdp2_scaled_gradients,
     "meta-buffers": meta_buffers,
+    "expert-marks": expert_marks,
     "sharded-zeros": sharded_zeros,
     "train-only-sinks": frozen,
 }

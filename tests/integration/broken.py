@@ -234,6 +234,19 @@ def weights_of_a_microbatch_too_few():
     MoELayer.backward_dw = broken
 
 
+def only_the_host_steps():
+    """An offloading optimizer forgets the parameters that stay on the GPU."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    make = HybridDeviceOptimizer._init_sub_optimizers
+
+    def broken(self):
+        make(self)
+        self.gpu_optimizer.step = lambda closure=None: None
+
+    HybridDeviceOptimizer._init_sub_optimizers = broken
+
+
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     globals()[os.environ["BROKEN"]]()
 

@@ -7,6 +7,7 @@
 import os
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import megatron_ttrace
 
@@ -60,11 +61,57 @@ def another_norm_for_experts():
     optimizer.ChainedOptimizer.step = stepped
 
 
+def reductions(times):
+    """Each group of buckets is reduced so many times."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    start = Group.start_grad_sync
+
+    def started(self, *args, **more):
+        for _ in range(times):
+            start(self, *args, **more)
+
+    Group.start_grad_sync = started
+
+
+def bucket_skipped():
+    """Gradients are not reduced."""
+    reductions(0)
+
+
+def bucket_twice():
+    """Gradients are reduced twice; because they are means, to the same values."""
+    reductions(2)
+
+
+def first_not_stepped():
+    """The first parameter of the optimizer's first group is left out of each step."""
+    step = optimizer.FP32Optimizer.step_with_ready_grads
+
+    def stepped(self):
+        parameters = self.optimizer.param_groups[0]["params"]
+        first = parameters.pop(0)
+        try:
+            return step(self)
+        finally:
+            parameters.insert(0, first)
+
+    optimizer.FP32Optimizer.step_with_ready_grads = stepped
+
+
 def zeros_twice():
     """The logged number of zeros is twice what was counted."""
     for kind in (optimizer.ChainedOptimizer, optimizer.MegatronOptimizer):
         count = kind.count_zeros
         kind.count_zeros = lambda self, count=count: 2 * count(self)
+
+
+def nothing_logged():
+    """Megatron's log of a step is empty."""
+    from megatron.training import training
+
+    code = compile("def training_log(*args, **more): pass", __file__, "exec")
+    FunctionType(code, vars(training))()
 
 
 def auxiliary_loss_per_rank():

@@ -57,6 +57,7 @@ def test_a_state_space_layer(tmp_path):
             "pp2-vpp2-ep2-in-pieces-mtp/moe-deep/bf16",
             "decoder.layers.2.mlp.experts",
         ),
+        ("only_the_host_steps", "offload-half-dp2-zero/llama-te/bf16", ""),
         ("recomputed_from_half", "recompute-mlp-tp2/llama-te/fp32", "decoder.layers."),
     ],
 )

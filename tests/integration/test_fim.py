@@ -4,19 +4,21 @@
 import json
 from pathlib import Path
 
-from megatron_ttrace.evaluation.suites import Data, data_arguments
-from tests.integration.jobs import TINY, ttrace
+import torch
 
-SCRIPT = Path(__file__).with_name("fim.py")
+from megatron_ttrace.mcore.shrink.documents import FIM_TOKENS
+from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.store import TraceReader
+from tests.integration.jobs import SCRIPT, TINY, ttrace
 
 
-def test_ranks_that_read_other_samples(tmp_path: Path) -> None:
-    """Equivalent, tokens included; the report says what is not as in training."""
+def test_a_shrunk_job(tmp_path: Path) -> None:
+    """Equivalent on ranks that read other samples; the samples are rearranged, and are the same."""
     model = [word for word in TINY if word != "--mock-data"]
+    large = "--fim-data --fim-rate 0.9 --fim-split-sample <file> --fim-fragment-rate 0.9".split()
     done = ttrace(
-        *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", 2, "--", SCRIPT, *model),
-        *data_arguments(Data.DOCUMENTS, tmp_path, 64),
-        *("--fim-data", "--fim-rate", 0.9, "--fim-spm-rate", 0.5),
+        *("check", "--shrink", "--quiet", "--ttrace-no-wandb", "--max-ranks", 2, "--"),
+        *("torchrun", "--nproc-per-node", 8, SCRIPT, *model, *large),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -26,3 +28,11 @@ def test_ranks_that_read_other_samples(tmp_path: Path) -> None:
     assert {one["verdict"] for one in tokens if one["name"] == "tokens"} == {"pass"}
     notices = json.loads((out / "summary.json").read_text())["notices"]
     assert any("--fim-data" in notice for notice in notices)
+    reference = TraceReader(out / "reference")
+    entries = [
+        reference.entry(key)
+        for key in reference
+        if key.kind is Kind.TOKENS and key.name == "tokens"
+    ]
+    seen = torch.cat([reference.tensor(one).unique() for one in entries])
+    assert {FIM_TOKENS[name] for name in ("prefix", "middle", "suffix")} <= set(seen.tolist())

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ttrace.report.files import load_report
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import Kind, Reason
+from megatron_ttrace.trace.records import Kind, Outcome, Reason
 from tests.integration.jobs import TINY, ttrace
 
 SCRIPT = Path(__file__).with_name("miscounted.py")
@@ -39,10 +39,27 @@ def test_a_logged_number(tmp_path):
     assert [one.name for one in verdicts if one.verdict.is_failure] == ["num-zeros"]
 
 
+def test_a_reduction(tmp_path):
+    """Gradients that stay on their ranks: one culprit, not one per module."""
+    summary, verdicts = check("bucket_skipped", (), tmp_path)
+    (culprit,) = summary.culprits
+    assert (culprit.name, culprit.kind) == ("embedding.word_embeddings.weight", Kind.COUNTED)
+    assert culprit.cause is Cause.NEVER_COUNTED
+    assert "the reduction of gradients" in culprit.explanation
+    wrong = [one.name for one in verdicts if one.kind is Kind.COUNTED and one.verdict.is_failure]
+    assert wrong == list(dict.fromkeys(one.name for one in verdicts if one.kind is Kind.MAIN_GRAD))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "arguments", "name", "cause"),
     [
+        ("bucket_twice", (), "embedding.word_embeddings.weight", Cause.COUNTED_TWICE),
+        (
+            *("bucket_twice", ("--use-distributed-optimizer",)),
+            *("embedding.word_embeddings.weight", Cause.COUNTED_TWICE),
+        ),
+        ("first_not_stepped", (), "embedding.word_embeddings.weight", Cause.NEVER_COUNTED),
         ("embedding_on_both_stages", PP, "embedding.word_embeddings.weight", Cause.COUNTED_TWICE),
         (
             *("small_ones_on_every_rank", TP),
@@ -63,6 +80,15 @@ def test_elements(fault, arguments, name, cause, tmp_path):
     ]
     wrong = [one for one in verdicts if one.kind is Kind.COUNTED and one.verdict.is_failure]
     assert {one.reason for one in wrong} == {Reason(cause.replace("_", " "))}
+
+
+@pytest.mark.nightly
+def test_numbers_that_are_lost(tmp_path):
+    """A run that logs nothing lacks each number of the reference's."""
+    summary, verdicts = check("nothing_logged", TP, tmp_path)
+    lost = [one for one in verdicts if one.verdict.is_failure]
+    assert {(one.kind, one.verdict) for one in lost} == {(Kind.METRIC, Outcome.MISSING)}
+    assert {one.name for one in summary.culprits} == {one.name for one in lost}
 
 
 @pytest.mark.nightly

@@ -58,7 +58,8 @@ def left_by_a_run(directory: Path) -> list[Path]:
         *("summary.json", "verdicts.jsonl", "report.html", "junit.xml", "reference.log"),
         *(".summary.json.abc", "logs/rank-00000.log", "logs/rank-00000.request.json"),
         *("candidate/meta.json", "candidate/rank-00000.index.jsonl", "candidate/meta.json.7.tmp"),
-        *("candidate/rank-00000.0000.safetensors", "start/meta.json"),
+        *("candidate/rank-00000.0000.safetensors", "start/meta.json", "replay.log"),
+        *(".shares-7/overrides.json", ".shares-7/rank-00000.index.jsonl"),
     ]
     theirs = ["logs/train.log", "reference/meta.json", "notes.txt"]
     for name in [*ours, *theirs]:

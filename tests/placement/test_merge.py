@@ -24,6 +24,7 @@ from tests.placement.by_hand import (
 )
 
 CP = Step("cp", ZigZag(0))
+PACKED = Step("cp", ZigZag(0, (4, 16, 24)))
 BY_HAND = {Shard: chunk, BlockShard: gated_chunk, ZigZag: zigzag}
 
 
@@ -34,9 +35,12 @@ def cut(logical, placement, mesh):
         if isinstance(step.placement, FlatShard):
             return local.reshape(-1)[step.placement.start : step.placement.end].copy()
         blocks = (step.placement.blocks,) if isinstance(step.placement, BlockShard) else ()
+        ends = step.placement.ends if isinstance(step.placement, ZigZag) else ()
         cutter = BY_HAND[type(step.placement)]
         where = (mesh.at(step.axis), mesh.size(step.axis))
-        local = cutter(local, step.placement.dim, *where, *blocks)
+        dim = step.placement.dim
+        pieces = np.split(local, ends[:-1], axis=dim)
+        local = np.concatenate([cutter(one, dim, *where, *blocks) for one in pieces], axis=dim)
     return local
 
 
@@ -78,6 +82,7 @@ CASES = [
     ("three blocks", (12, 2), (Step("tp", BlockShard(0, 3)),), {"tp": 2}, 1),
     ("sequence parallel", (8, 2, 3), (Step("tp", Shard(0)),), {"tp": 4}, 1),
     ("context parallel", (16, 2, 3), (Step("cp", ZigZag(0)),), {"cp": 4}, 1),
+    ("packed", (24, 2), (PACKED, Step("tp", Shard(0))), {"cp": 2, "tp": 3}, 1),
     ("tokens under cp", (2, 8), (Step("cp", ZigZag(1)),), {"cp": 2, "tp": 2}, 2),
     ("cp then sp", (16, 1, 3), (CP, Step("tp", Shard(0))), {"cp": 2, "tp": 4}, 1),
     ("cp then sp odd", (24, 2), (CP, Step("tp", Shard(0))), {"cp": 2, "tp": 3}, 1),

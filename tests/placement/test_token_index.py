@@ -177,6 +177,12 @@ def test_positions_table(local, rank, sizes, expected):
     assert found.tolist() == expected
 
 
+def test_positions_of_packed_sequences():
+    """Every sequence is divided."""
+    found = token_positions((6, 1), mesh_of(1, 2, cp=2), 12, (4, 12))
+    assert found.tolist() == [1, 2, 6, 7, 8, 9]
+
+
 def test_a_run_is_one_segment():
     """However long."""
     long = index(*[(0, p, 0) for p in range(1000)])

@@ -19,7 +19,7 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.placement.boxes import Box, product, whole
 from megatron_ttrace.report.wording import too_few_text
-from megatron_ttrace.runtime.conclusion import _is_evidence, _unjudged, conclude, not_enough
+from megatron_ttrace.runtime.conclusion import _is_evidence, conclude, not_enough, unjudged
 from megatron_ttrace.trace.records import (
     Kind,
     Outcome,
@@ -72,7 +72,7 @@ def test_updates_of_parts_of_a_matrix(kind, index, name, rows, reason) -> None:
     box = Box((0, 0), (rows, 3), (0, 0))
     holders = [(0, Measured(key, "", (box,), (4, 3), Sums()))]
     job = RunConfig(own_shards=(Kind.PARAM_DELTA, Kind.PARAM, Kind.EXP_AVG_SQ))
-    assert _unjudged(mesh_of(0, 2, tp=2), job, key, holders) is reason
+    assert unjudged(mesh_of(0, 2, tp=2), job, key, holders) is reason
 
 
 @pytest.fixture
@@ -151,6 +151,42 @@ def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     summary = Job(tmp_path, blind=3, seen=0).answer(1.0)
     assert summary.verdict is Result.COULD_NOT_CHECK
     assert "all of them are unchecked" in summary.notices[0]
+
+
+@pytest.mark.usefixtures("no_versions")
+@pytest.mark.parametrize(
+    ("reference", "candidate", "result"),
+    [
+        (True, True, Result.DIVERGED),
+        (True, False, Result.EQUIVALENT),
+        (False, True, Result.EQUIVALENT),
+    ],
+)
+def test_numbers_that_one_run_logs(tmp_path: Path, reference, candidate, result) -> None:
+    """They are missing if both can log; a notice if one has no ``training_log``."""
+    key, other = TraceKey(1, -1, Kind.METRIC, "z_loss"), TraceKey(1, 0, Kind.OUTPUT, "a")
+    writer = TraceWriter(tmp_path / "reference", 0)
+    sink = WriteSink(writer, 1)
+    for one, shape in ((other, (4,)), (key, ())):
+        sink.placed((one.microbatch, one.kind, one.name, 0), torch.ones(shape), shape, ())
+    writer.close()
+    meta = {"role": "reference", "epsilon": epsilon("float32"), "logs": reference}
+    seal(tmp_path / "reference", meta)
+    same = Measured(other, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
+    moved = {one: Moved(4, 2.0, (1e-6,)) for one in (key, other)}
+    summary, verdicts = conclude(
+        TraceReader(tmp_path / "reference"),
+        Tolerances(moved, dict.fromkeys(moved, "float32")),
+        {0: [same]},
+        candidate=tmp_path / "candidate",
+        mesh=mesh_of(0, 2, tp=2),
+        config=RunConfig(logs=candidate),
+        timings={},
+    )
+    assert summary.verdict is result
+    assert len(summary.notices) == (result is Result.EQUIVALENT)
+    wrong = [(one.name, one.verdict) for one in verdicts if one.verdict.is_failure]
+    assert wrong == [("z_loss", Outcome.MISSING)] * (result is Result.DIVERGED)
 
 
 @given(

@@ -6,13 +6,19 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import launch
+from megatron_ttrace.runtime.launch import Order
+from megatron_ttrace.runtime.separation import Separation
+from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
@@ -248,3 +254,31 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(TTraceError, match="cannot be written") as caught:
         obtain(tmp_path / "file" / NAME, Maker())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """It is told what to find, and given half of the patience; nothing of it is left."""
+    separation = Separation(
+        reference="reference", checksum="7", keys=(KEY,), losses=(Loss.Z,), isolated=False
+    )
+    orders = []
+
+    def run(command: list[str], environment: object, log: Path, timeout: float) -> int:
+        orders.append((Order.read(Path(command[-1])), timeout))
+        log.write_text("")
+        seal(Path(orders[0][0].directory), {})
+        return code
+
+    monkeypatch.setattr(launch, "run_subprocess", run)
+    monkeypatch.setattr(launch, "overrides_of", lambda args: {"seed": 3})
+    monkeypatch.delenv("TTRACE_FORKSERVER", raising=False)
+    settings = Settings(directory=tmp_path, timeout=8.0)
+    meta = {"fingerprint": NAME, "identity": {}}
+    fails = pytest.raises(TTraceError, match="the reference run") if code else nullcontext()
+    with fails, launch.replayed(cast(Any, None), settings, None, meta, separation) as home:
+        assert home.exists()
+    [(order, timeout)] = orders
+    assert order.separation == separation
+    assert (order.overrides, timeout) == ({"seed": 3}, 4.0)
+    assert visible(tmp_path) == ["replay.log"]

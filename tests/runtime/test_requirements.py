@@ -39,7 +39,17 @@ REFUSED = [
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
     ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
     ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
-    ({"optimizer_cpu_offload": True}, {}, "--optimizer-cpu-offload"),
+    (
+        {
+            "sft": True,
+            "num_experts": 4,
+            "micro_batch_size": 2,
+            "context_parallel_size": 1,
+            "sequence_parallel": True,
+        },
+        {},
+        "packed sequences with experts",
+    ),
     (
         {"use_precision_aware_optimizer": True, "load": "there"},
         {},

@@ -36,6 +36,7 @@ class Change(Enum):
     GROUPED_UNMARKED = auto()
     GROUPED_SINGLE_BY_VARIABLE = auto()
     SINKS_START_AT_ZERO = auto()
+    FP8_GATHERS_SMALL_PARTS = auto()
     PERMUTE_NEEDS_ROWS = auto()
 
 
@@ -165,6 +166,14 @@ _BEHAVIOURS = (
         "learnable attention sinks start at zero",
         "they start as whatever the memory holds",
         f"{_ATTENTION} #2694",
+    ),
+    Difference(
+        Release(2, 14),
+        Change.FP8_GATHERS_SMALL_PARTS,
+        "with sequence parallelism, parts that are no multiple of the scaling block are gathered "
+        "unrounded and then rounded",
+        "they are refused (since 2.8)",
+        "pytorch/distributed.py #2637",
     ),
     Difference(
         Release(2, 15),

@@ -26,6 +26,8 @@ class FP8Precision:
     """Base class: which type, and whether weight gradients are computed in FP8."""
 
     quantized = True
+    scales_are_delayed = False
+    block = 1
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -62,7 +64,8 @@ class BlockScaling(FP8Precision):
 
     def __init__(self, recipe: Recipe, length: int, square_weights: bool) -> None:
         super().__init__(recipe)
-        self.length, self.square_weights = length, square_weights
+        self.length = self.block = length
+        self.square_weights = square_weights
 
     def _operand(self, tensor: torch.Tensor, fp8: torch.dtype) -> Operand:
         matrix = flat(tensor)
@@ -123,6 +126,8 @@ class DelayedScalingPrecision(FP8Precision):
     in the backward pass. A recomputed forward pass gets the scales of the first and records
     nothing.
     """
+
+    scales_are_delayed = True
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import torch
 from megatron_ttrace.cpu.te import delayed_wgrad
 from megatron_ttrace.cpu.te.base import InitMethod, TransformerEngineBaseModule, default_init
 from megatron_ttrace.cpu.te.differences import Change, since
+from megatron_ttrace.cpu.te.linear import refuse_delayed
 from megatron_ttrace.cpu.te.products import (
     Operand,
     Precision,
@@ -216,6 +217,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             delayed=self.wgrad_queue,
             with_bias=self.apply_bias,
         )
+        refuse_delayed(settings.precision, self.save_original_input)
         parameters = weights + biases if self.apply_bias else weights
         output = GroupedLinearFunction.apply(flat(inp), settings, *parameters)
         output = output.view(*inp.shape[:-1], output.shape[-1])

@@ -15,6 +15,7 @@ from megatron_ttrace.cpu.te.linear import (
     linear_weight_gradient,
     reduce_grad_input,
     reduce_output,
+    require_fp8_sizes,
 )
 from megatron_ttrace.cpu.te.norms import NormKind, norm_backward, norm_forward
 from megatron_ttrace.cpu.te.products import (
@@ -41,6 +42,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         return_normalized: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, ..., k]`` to ``[s', ..., n]`` and, if asked for, the norm's ``[s, ..., k]``."""
+        require_fp8_sizes(x, weight, settings)
         precision = settings.precision
         normalized, mean, inverse = norm_forward(x, norm_weight, norm_bias, kind)
         # First gathered, then rounded: all ranks round the same tensor.

@@ -9,15 +9,18 @@ import torch
 
 from megatron_ttrace.cpu.te import delayed_wgrad, overlap
 from megatron_ttrace.cpu.te.base import InitMethod, TransformerEngineBaseModule, default_init
+from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_along_first_dim
 from megatron_ttrace.cpu.te.products import (
     Operand,
     Precision,
     bias_gradient,
+    flat,
     forward_product,
     input_gradient,
     weight_gradient,
 )
+from megatron_ttrace.cpu.te.releases import Release, current
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,35 @@ class LinearSettings:
     buffer: str | None = None
     #: Takes the weight gradient's computation when it is to run after the backward pass.
     delayed: delayed_wgrad.Queue | None = None
+
+
+def require_fp8_sizes(x: torch.Tensor, weight: torch.Tensor, settings: LinearSettings) -> None:
+    """Refuse what TransformerEngine does not compute in FP8, so that what runs here runs there.
+
+    Raises:
+        ValueError: for sizes that the kernels do not take, and combinations that are not supported.
+    """
+    precision = settings.precision
+    if not precision.quantized:
+        return
+    for tensor in (x, weight):
+        if flat(tensor).shape[0] % 8 or tensor.shape[-1] % 16:
+            raise ValueError(
+                "FP8 needs the last dim to be a multiple of 16 and the product of the others a "
+                f"multiple of 8, and gets {list(tensor.shape)}"
+            )
+    refuse_delayed(precision, settings.save_original_input)
+    refuses_parts = current() >= Release(2, 8) and not since(Change.FP8_GATHERS_SMALL_PARTS)
+    if settings.layout.gathers_input and refuses_parts:
+        block = precision.block
+        if flat(x).shape[0] % block or x.shape[-1] % block:
+            raise ValueError(f"parts of {list(x.shape)} are too small to be gathered in FP8")
+
+
+def refuse_delayed(precision: Precision, save_original_input: bool) -> None:
+    """Refuse to round an input again later where the scales will have changed by then."""
+    if save_original_input and precision.scales_are_delayed:
+        raise ValueError("save_original_input is not supported with delayed scaling")
 
 
 def gather_input(x: torch.Tensor, settings: LinearSettings) -> torch.Tensor:
@@ -79,6 +111,7 @@ class LinearFunction(torch.autograd.Function):
         settings: LinearSettings,
     ) -> torch.Tensor:
         """``[s, ..., k]`` to ``[s', ..., n]``; they differ with sequence parallelism."""
+        require_fp8_sizes(x, weight, settings)
         total = gather_input(x, settings)
         operand = settings.precision.input(total)
         weight_operand = settings.precision.weight(weight)

@@ -146,6 +146,8 @@ FLAGS = {
     "decoupled": "--decoupled-lr 5e-4 --weight-decay 0.1",
     "cpu-init": "--use-cpu-initialization",
     "packed": "--dataloader-inter-document-masking --micro-batch-size 1",
+    "fim": "--fim-data --fim-rate 0.5 --fim-spm-rate 0.5 --fim-prefix-token 1 --fim-middle-token 2 "
+    "--fim-suffix-token 3 --fim-pad-token 4 --fim-eod-token 127",
     "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
     "quantile": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
     "capacity": "--moe-expert-capacity-factor 1.0",
@@ -159,6 +161,8 @@ FLAGS = {
     "wide": "--num-layers 1 --hidden-size 1024",
     "precise": "--use-precision-aware-optimizer",
     "fp8-moments": "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
+    "offload": "--use-precision-aware-optimizer --optimizer-cpu-offload",
+    "half": "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d",
     "bf16-moments": "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     "muon": "--optimizer muon --muon-tp-mode",
     "hierarchical": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
@@ -514,6 +518,9 @@ LAYOUTS = (
     Layout("defer-pp2", 2, "pp2 --defer-embedding-wgrad-compute", ("gpt-te",)),
     Layout("packed-tp2-sp", 2, "tp2 sp packed", ("llama-te",), data=DOCS),
     Layout("packed-dp2-zero", 2, "zero packed", ("llama-te",), data=DOCS),
+    Layout("offload-tp2-zero", 2, "tp2 zero offload", ("llama-te",), BF16),
+    Layout("offload-half-dp2-zero", 2, "zero overlap offload half", ("llama-te",), BF16),
+    Layout("fim-dp2", 2, "fim", ("gpt",), FP32, DOCS),
     Layout("cp4-hierarchical", 4, "hierarchical", ("llama-te",)),
 )
 

@@ -22,6 +22,7 @@ from megatron_ttrace.evaluation.mutants.records import (
 )
 from megatron_ttrace.evaluation.mutants.scan import modules
 from megatron_ttrace.processes.waiting import OutOfTimeError
+from megatron_ttrace.resources import launch_dir
 from megatron_ttrace.runtime.runner import NO_WANDB, Runner
 from megatron_ttrace.trace.records import Culprit, Result, Summary
 
@@ -29,13 +30,15 @@ _PATIENCE = 6.0
 _LEAST_SECONDS = 20.0
 _MOST_SECONDS = 300.0
 _CULPRITS = 5
+_MORE = ("--eval-interval", "1000")
+"""Megatron's own scripts need one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reach:
-    """The lines that a layout runs without a mutant, and the seconds that its check takes."""
+    """What a layout runs without a mutant, and the seconds that its check takes."""
 
-    lines: set[tuple[str, int]]
+    coverage: coverage.Coverage
     seconds: float
 
 
@@ -49,7 +52,11 @@ class Campaign:
     """
 
     def __init__(
-        self, directory: Path, layouts: Sequence[Configuration], say: Callable[[str], None]
+        self,
+        directory: Path,
+        layouts: Sequence[Configuration],
+        say: Callable[[str], None],
+        scripts: Path | None = None,
     ) -> None:
         """Run every layout without a mutant. One that is not found equivalent is left out.
 
@@ -57,9 +64,10 @@ class Campaign:
             directory: where to work.
             layouts: to run mutants in.
             say: called with each line of progress.
+            scripts: folder of the training scripts; by default our own.
 
         Raises:
-            TTraceError: when ranks cannot be forked.
+            TTraceError: when ranks cannot be forked, or a script is missing.
         """
         self._directory = directory.resolve()
         self._say = say
@@ -68,9 +76,15 @@ class Campaign:
         self.reached: dict[str, Reach] = {}
         self.unhealthy: dict[str, str] = {}
         self.alarmed = False
+        self._scripts = (scripts or launch_dir()).resolve()
+        for script in {layout.script for layout in layouts}:
+            if not (self._scripts / script).is_file():
+                raise TTraceError(f"{self._scripts} has no {script}")
         say("importing Megatron")
         flags = ("--ttrace-device", "cpu", NO_WANDB)
-        self._runner = Runner(self._directory, flags=flags)
+        self._runner = Runner(
+            self._directory, flags=flags, script=self._scripts / layouts[0].script
+        )
         if not self._runner.forks:
             raise TTraceError("mutants run on a CPU only: hide the accelerator")
         for layout in layouts:
@@ -90,17 +104,17 @@ class Campaign:
             self._say(f"{layout.name} fails without a mutant and is left out: {problem}")
             self.unhealthy[layout.name] = problem
             return
-        lines = coverage.read(folder.glob("rank-*.jsonl"))
+        found = coverage.read(folder.glob("rank-*.jsonl"))
         # Later runs of this layout do not make a reference.
         seconds = summary.timings["wall"] - summary.timings.get("reference", 0.0)
         spent = time.monotonic() - began
-        self._say(f"{layout.name}: {len(lines)} lines of parallel code, {spent:.1f} s")
-        self.reached[layout.name] = Reach(lines, seconds)
+        self._say(f"{layout.name}: {len(found.lines)} lines of parallel code, {spent:.1f} s")
+        self.reached[layout.name] = Reach(found, seconds)
 
     def layouts_of(self, mutant: Mutant) -> list[Configuration]:
         """The layouts that run a line of a mutant, best first."""
         wanted = {(self._files[mutant.module], line) for line in mutant.lines}
-        names = {name for name, one in self.reached.items() if wanted & one.lines}
+        names = {name for name, one in self.reached.items() if wanted & one.coverage.lines}
         return in_order(mutant.package, names)
 
     def run(self, plan: Sequence[tuple[Mutant, Sequence[Configuration]]]) -> Iterator[MutantRow]:
@@ -144,13 +158,18 @@ class Campaign:
             fate, told = Fate.HUNG, str(error)
         except TTraceError as error:
             fate, told = Fate.CRASHED, suites.one_line(error)
-        return MutantTrial(layout.name, fate, time.monotonic() - began, told, culprits)
+        ran = self.reached[layout.name].coverage.ran(
+            self._files[mutant.module], mutant.span.first_line, mutant.classes
+        )
+        return MutantTrial(layout.name, fate, time.monotonic() - began, told, culprits, ran)
 
     def _run(self, layout: Configuration, variables: dict[str, str], limit: float) -> Summary:
+        case = layout.case(self._directory)
         case = dataclasses.replace(
-            layout.case(self._directory),
+            case,
+            arguments=(*case.arguments, *_MORE),
             script=Path(train.__file__),
-            environment={**variables, train.SCRIPT: layout.script},
+            environment={**variables, train.SCRIPT: str(self._scripts / layout.script)},
             limit=limit,
         )
         return self._runner.run(case).summary

@@ -115,6 +115,41 @@ def _other_group(group: str, module: str) -> str:
     return TENSOR if re.search(r"\.(distributed|optimizer)\.", module) else DATA
 
 
+_COLLECTION = re.compile(r"(^|_)(pg_collection|pgs)$|^process_groups?$")
+_OTHER_GROUP = {
+    "expt_tp": "tp",
+    "dp_cp": "dp",
+    "tp_cp": "tp",
+    "tp_dp_cp": "dp_cp",
+    "tp_ep": "ep",
+    "mp": "tp_ep_pp",
+    "intra_dp_cp": "dp_cp",
+    "intra_expt_dp": "expt_dp",
+    "expt_dp": "dp_cp",
+}
+_OTHER_GROUP |= {"dp": "dp_cp", "ep": "tp_ep", "tp_ep_pp": "mp"}
+"""Expert groups for dense ones and the reverse; an axis is left out, or one too many is in."""
+_WIDTH = re.compile(r"^(with_context_parallel|partial_\w*data_parallel)$")
+
+
+def wrong_lookup(node: ast.AST, source: Source) -> Changes:
+    """Another group is looked up: without an axis, or that of dense layers for experts."""
+    if isinstance(node, ast.Call) and re.match(r"get_\w*group$", last_name(node.func)):
+        for word in node.keywords:
+            if _WIDTH.search(word.arg or "") and _is_true(word.value):
+                yield word.value, "False"
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        if isinstance(source.statement(node), ast.Assert):
+            return
+        other = _OTHER_GROUP.get(node.attr)
+        if node.attr == "tp" and ".moe." in source.module:
+            other = "expt_tp"  # the same group as tp in models without experts
+        if other and _COLLECTION.search(last_name(node.value)):
+            yield node, f"{source.of(node.value)}.{other}"
+        elif last_name(node.value) == "self" and node.attr.endswith("expt_dp_group"):
+            yield node, f"self.{node.attr.replace('expt_dp_group', 'dp_cp_group')}"
+
+
 _OTHER_OP = {"SUM": "AVG", "AVG": "SUM", "MAX": "SUM", "MIN": "MAX"}
 _AVERAGE = '__import__("torch").distributed.ReduceOp.AVG'
 
@@ -185,6 +220,34 @@ def _is_scale(text: str, op: ast.operator) -> bool:
     return bool(_FACTOR.search(text) or (isinstance(op, ast.Div) and _COUNT.search(text)))
 
 
+_COEFFICIENT = re.compile(r"(scale|scaling|factor|coeff)$|^scal(e|ing)_")
+
+
+def lost_coefficient(node: ast.AST, source: Source) -> Changes:
+    """A coefficient is 1 on one path: in one branch of an ``if``."""
+    if not isinstance(node, ast.Assign) or not _COEFFICIENT.search(last_name(node.targets[0])):
+        return
+    branches = [node.value] if isinstance(source.parent(node), ast.If) else []
+    if isinstance(node.value, ast.IfExp):
+        branches = [node.value.body, node.value.orelse]
+    for value in branches:
+        if not isinstance(value, ast.Constant):
+            yield value, "1.0"
+
+
+_ADDEND = re.compile(r"loss|grad|norm|tokens")
+_RANKS = '__import__("torch").distributed.get_world_size()'
+
+
+def rank_share(node: ast.AST, source: Source) -> Changes:
+    """An addend counts once per rank (``x += y`` becomes ``x += y * ranks``); a sum, not a mean."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+        if _ADDEND.search(last_name(node.target)) or _ADDEND.search(last_name(node.value)):
+            yield node.value, f"({source.of(node.value)}) * {_RANKS}"
+    elif isinstance(node, ast.Attribute) and node.attr == "mean":
+        yield node, f"{source.of(node.value)}.sum"
+
+
 _POSITION = re.compile(
     r"start|(^|_)end($|_)|offset|(^|_)(index|idx|rank|first|last|begin|mask|boundary|stage)($|_)"
 )
@@ -213,6 +276,24 @@ def off_by_one(node: ast.AST, source: Source) -> Changes:
         yield node, f"({source.of(node.lower)}) + 1 : ({source.of(node.upper)}) + 1"
 
 
+_UNEVEN = re.compile(r"first|last|remainder|extra|stage")
+
+
+def even_offset(node: ast.AST, source: Source) -> Changes:
+    """An offset as if all pipeline stages had the same number of layers."""
+    statement = source.statement(node)
+    if not isinstance(statement, ast.Assign | ast.AugAssign):
+        return
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+    if "offset" not in last_name(target):
+        return
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        if _UNEVEN.search(last_name(node.right)):
+            yield node, f"({source.of(node.left)})"
+    elif isinstance(node, ast.AugAssign) and isinstance(source.parent(node), ast.If):
+        yield node, "pass"
+
+
 MARKS = {
     "allreduce": "True",
     "average_gradients_across_tp_domain": "False",
@@ -237,6 +318,20 @@ def lost_mark(node: ast.AST, source: Source) -> Changes:
         default = MARKS.get(node.targets[0].attr)
         if default and source.of(node.value) != default:
             yield node.value, default
+
+
+_BOTH_KINDS = ("sequence_parallel", "tensor_model_parallel", "average_gradients_across_tp_domain")
+"""Marks of vectors (norms, biases) and of matrices; all others are of matrices only."""
+
+
+def partial_mark(node: ast.AST, source: Source) -> Changes:
+    """A mark of a parameter is not read on vectors, or on vectors only."""
+    if isinstance(node, ast.Call) and last_name(node.func) == "getattr" and len(node.args) == 3:
+        holder, mark = node.args[0], node.args[1]
+        known = isinstance(mark, ast.Constant) and mark.value in _BOTH_KINDS
+        for kind in ("> 1", "== 1") if known and isinstance(holder, ast.Name) else ():
+            read = f"{source.of(node)} if {source.of(holder)}.dim() {kind}"
+            yield node, f"({read} else {MARKS[ast.literal_eval(mark)]})"
 
 
 _ITEMS = re.compile(r"bucket|buffer|grad|param|group|chunk|microbatch")
@@ -267,8 +362,9 @@ def stale_buffer(node: ast.AST, source: Source) -> Changes:
 OPERATORS: dict[str, Operator] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        *(drop_collective, double_collective, wrong_group, wrong_op, lost_scale, double_scale),
-        *(off_by_one, lost_mark, skip_item, stale_buffer),
+        *(drop_collective, double_collective, wrong_group, wrong_lookup, wrong_op),
+        *(lost_scale, double_scale, lost_coefficient, rank_share, off_by_one, even_offset),
+        *(lost_mark, partial_mark, skip_item, stale_buffer),
     )
 }
 """By the name that an id has."""

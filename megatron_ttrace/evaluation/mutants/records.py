@@ -33,6 +33,8 @@ class Mutant:
         span: what is replaced.
         fragment: its text.
         replacement: the new text.
+        statement: the first line of the statement around it.
+        classes: those that the statement names, or the branch of an ``if`` that it is in.
     """
 
     id: str
@@ -42,6 +44,8 @@ class Mutant:
     span: Span
     fragment: str
     replacement: str
+    statement: str = ""
+    classes: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
@@ -73,6 +77,32 @@ class Fate(StrEnum):
     """Found equivalent to the reference."""
 
 
+class Phase(StrEnum):
+    """The part of a training step that code outside of any module belongs to."""
+
+    SETUP = "setup"
+    """Before the first forward pass."""
+    SCHEDULE = "schedule"
+    """Microbatches, pipeline stages, and what is sent between them."""
+    GRADIENTS = "gradients"
+    """Reduction of gradients, and gathering of parameters."""
+    OPTIMIZER = "optimizer"
+    LOGGING = "logging"
+    """None of the others."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ran:
+    """Where a mutated function runs without the mutant.
+
+    ``modules`` are those in whose forward pass, backward pass or constructor it runs; layers are
+    not numbered (``decoder.layers.*.mlp``). ``phases`` are those in which it runs outside of them.
+    """
+
+    modules: tuple[str, ...] = ()
+    phases: tuple[Phase, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MutantTrial:
     """One mutant in one layout; ``told`` are the first culprits in words, or the error."""
@@ -82,6 +112,12 @@ class MutantTrial:
     seconds: float
     told: str = ""
     culprits: tuple[Culprit, ...] = ()
+    ran: Ran = Ran()
+
+    @property
+    def explained(self) -> str:
+        """The explanation of the first culprit."""
+        return self.culprits[0].explanation if self.culprits else ""
 
 
 class Explanation(StrEnum):
@@ -107,6 +143,10 @@ class MutantRow:
     trials: tuple[MutantTrial, ...]
     explanation: Explanation | None = None
     why: str = ""
+
+    def contradiction(self) -> str:
+        """Why it cannot be a row, for the codec."""
+        return "" if self.trials else "a row has at least one trial"
 
     @property
     def fate(self) -> Fate:

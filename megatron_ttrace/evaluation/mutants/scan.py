@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_ttrace.evaluation.mutants.operators import OPERATORS
 from megatron_ttrace.evaluation.mutants.records import Mutant
 from megatron_ttrace.evaluation.mutants.source import Source, span_of
 
+_CLASS = re.compile(r"\b[A-Z]\w*(?=\.)")
 PACKAGES = (
     "megatron.core.tensor_parallel",
     "megatron.core.distributed",
@@ -26,7 +28,9 @@ PACKAGES = (
     "megatron.core.transformer.moe",
     "megatron.core.optimizer",
     "megatron.core.ssm",
+    "megatron.core.transformer.transformer_layer",
 )
+"""Packages, or single modules."""
 
 
 def scan() -> list[Mutant]:
@@ -55,8 +59,9 @@ def modules() -> list[tuple[str, Path]]:
     return [
         (_name(path.relative_to(root)), path)
         for package in PACKAGES
-        for path in sorted(root.joinpath(*package.split(".")[2:]).rglob("*.py"))
-        if path.name != "__init__.py" or path.stat().st_size > 0
+        for place in [root.joinpath(*package.split(".")[2:])]
+        for path in (place.with_suffix(".py"), *sorted(place.rglob("*.py")))
+        if path.is_file() and (path.name != "__init__.py" or path.stat().st_size > 0)
     ]
 
 
@@ -87,7 +92,9 @@ def _mutant(
     seen: Counter[str],
 ) -> Mutant:
     fragment = source.of(target)
-    words = (source.module, qualname, operator, _statement(source, target), fragment, replacement)
+    around = source.statement(target)
+    statement = "" if around is None else ast.unparse(around).split("\n", 1)[0]
+    words = (source.module, qualname, operator, statement, fragment, replacement)
     # Without white space, so that a line break does not change the id.
     content = "\n".join("".join(word.split()) for word in words)
     # Where a function has the same statement twice, the number tells them apart.
@@ -103,15 +110,16 @@ def _mutant(
         span=span_of(target),
         fragment=fragment,
         replacement=replacement,
+        statement=statement,
+        classes=() if around is None else _classes(around, source),
     )
 
 
-def _statement(source: Source, node: ast.AST) -> str:
-    """The first line of the statement around a node."""
-    inner: ast.AST | None = node
-    while inner is not None and not isinstance(inner, ast.stmt):
-        inner = source.parent(inner)
-    return "" if inner is None else ast.unparse(inner).split("\n", 1)[0]
+def _classes(statement: ast.stmt, source: Source) -> tuple[str, ...]:
+    """Classes whose attributes are used near a statement."""
+    branch = source.parent(statement)
+    text = ast.unparse(branch if isinstance(branch, ast.If) else statement)
+    return tuple(sorted(set(_CLASS.findall(text))))
 
 
 def sample(mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:

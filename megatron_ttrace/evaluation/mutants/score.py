@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_ttrace.evaluation.mutants.records import MutantRow
+from megatron_ttrace.evaluation.mutants import truth
+from megatron_ttrace.evaluation.mutants.records import Fate, MutantRow
 
-BAR = 0.95
-"""The least share of mutants that must be killed."""
+BARS = {"silent_score": 0.95, "right_module": 0.9, "cause_told": 0.6, "cause_true": 0.95}
+"""The least shares of a good checker, by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Score:
         equivalent: survived, and proven not to be a fault.
         dormant: survived, without effect in the jobs of the campaign; counts as missed.
         survived: the others.
+        right: of the diverged ones, those whose culprit is the right module.
+        true, wrong: of the diverged ones, those whose cause was told, truly or not.
     """
 
     diverged: int
@@ -32,6 +35,9 @@ class Score:
     equivalent: int
     dormant: int
     survived: int
+    right: int
+    true: int
+    wrong: int
 
     @property
     def killed(self) -> int:
@@ -39,38 +45,72 @@ class Score:
         return self.diverged + self.crashed + self.hung
 
     @property
-    def score(self) -> float:
-        """Killed of all that are not proven equivalent; 1 if there are none."""
-        return self._share(self.killed)
+    def shares(self) -> dict[str, float]:
+        """By name; 1 of nothing.
 
-    @property
-    def silent_score(self) -> float:
-        """The same of those that neither crash nor hang."""
-        return self._share(self.diverged)
-
-    def _share(self, killed: int) -> float:
-        counted = killed + self.survived + self.dormant
-        return killed / counted if counted else 1.0
+        ``score``: killed of all that are not proven equivalent, ``silent_score`` of those that
+        neither crash nor hang; of the diverged ones ``right_module`` and ``cause_told``; of those
+        that are told ``cause_true``.
+        """
+        missed = self.survived + self.dormant
+        told = self.true + self.wrong
+        return {
+            "score": _share(self.killed, self.killed + missed),
+            "silent_score": _share(self.diverged, self.diverged + missed),
+            "right_module": _share(self.right, self.diverged),
+            "cause_told": _share(told, self.diverged),
+            "cause_true": _share(self.true, told),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
-        return {
-            **dataclasses.asdict(self),
-            "killed": self.killed,
-            "score": round(self.score, 4),
-            "silent_score": round(self.silent_score, 4),
-        }
+        shares = {name: round(share, 4) for name, share in self.shares.items()}
+        return {**dataclasses.asdict(self), "killed": self.killed, **shares}
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0
 
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(Score))
 
 
+def columns(row: MutantRow) -> Iterable[str]:
+    """What a row counts as."""
+    yield row.column
+    if row.fate is Fate.DIVERGED:
+        if right_module(row):
+            yield "right"
+        cause = right_cause(row)
+        if cause is not None:
+            yield "true" if cause else "wrong"
+
+
+def right_module(row: MutantRow) -> bool | None:
+    """Whether the culprit is the right module; ``None`` where the check did not diverge."""
+    last = row.trials[-1]
+    if row.fate is not Fate.DIVERGED:
+        return None
+    return truth.right_module(row.mutant, last.ran, last.culprits)
+
+
+def right_cause(row: MutantRow) -> bool | None:
+    """Whether the cause that is told is true; ``None`` if none is told."""
+    return truth.right_cause(row.mutant, row.trials[-1].culprits)
+
+
 def score(rows: Iterable[MutantRow]) -> Score:
     """Count."""
-    counts = Counter(row.column for row in rows)
+    counts = Counter(column for row in rows for column in columns(row))
     return Score(*(counts[column] for column in COLUMNS))
 
 
 def passes(rows: Sequence[MutantRow]) -> bool:
-    """Whether the bar is met and no explanation is disproved."""
-    return score(rows).score >= BAR and not any(row.disproved for row in rows)
+    """Whether enough silent faults are found, and no explanation is disproved."""
+    found = score(rows).shares["silent_score"]
+    return found >= BARS["silent_score"] and not any(row.disproved for row in rows)
+
+
+def to_json(row: MutantRow) -> dict[str, Any]:
+    """A row with how its diagnosis is judged, for machines."""
+    return {**row.to_json(), "right_module": right_module(row), "cause_true": right_cause(row)}

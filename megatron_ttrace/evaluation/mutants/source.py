@@ -28,6 +28,13 @@ class Source:
         """The node around a node."""
         return self._parents.get(node)
 
+    def statement(self, node: ast.AST) -> ast.stmt | None:
+        """The statement that a node is, or is in."""
+        inner: ast.AST | None = node
+        while inner is not None and not isinstance(inner, ast.stmt):
+            inner = self.parent(inner)
+        return inner
+
     def of(self, node: ast.AST) -> str:
         """The text of a node."""
         return self.between(span_of(node))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training script of a campaign: one of ``launch/`` with a mutant, or with lines recorded.
+"""The training script of a campaign: another one with a mutant, or with lines recorded.
 
 The mutant is put in before the training script starts, and its name is removed from the process.
 Flags, arguments and environment are those of any other run, so neither the checker nor a reference
@@ -17,11 +17,10 @@ from types import CodeType, FunctionType
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import patching
-from megatron_ttrace.evaluation.mutants import coverage
+from megatron_ttrace.evaluation.mutants import coverage, truth
 from megatron_ttrace.evaluation.mutants.records import Mutant
 from megatron_ttrace.evaluation.mutants.scan import modules
 from megatron_ttrace.evaluation.mutants.source import Source
-from megatron_ttrace.resources import launch_dir
 from megatron_ttrace.trace import codec
 
 MUTANT = "MUTANT_TO_INTRODUCE"
@@ -29,7 +28,7 @@ MUTANT = "MUTANT_TO_INTRODUCE"
 COVERAGE = "MUTANT_TO_INTRODUCE_LINES"
 """Environment variable: folder for one file of lines per rank."""
 SCRIPT = "MUTANT_TO_INTRODUCE_SCRIPT"
-"""Environment variable: name of the training script in ``launch/``."""
+"""Environment variable: path of the training script."""
 
 
 def encode(mutant: Mutant) -> str:
@@ -62,14 +61,14 @@ def main() -> None:
     """Prepare this process and train."""
     mutant = os.environ.pop(MUTANT, None)
     lines = os.environ.pop(COVERAGE, None)
-    script = launch_dir() / os.environ.pop(SCRIPT)
+    script = Path(os.environ.pop(SCRIPT))
     # The reference runs the program that is named here.
     sys.argv[0] = str(script)
     sys.path.insert(0, str(script.parent))
     if mutant is not None:
         introduce(decode(mutant))
     if lines is not None:
-        files = (path for _, path in modules())
+        files = {str(path): truth.phase_of(module) for module, path in modules()}
         coverage.record(files, Path(lines) / f"rank-{os.environ['RANK']}.jsonl")
     runpy.run_path(str(script), run_name="__main__")
 

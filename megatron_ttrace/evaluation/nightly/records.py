@@ -16,6 +16,7 @@ class NightPart(StrEnum):
 
     BUGS = "bugs"
     MATRIX = "matrix"
+    PLANTED = "planted"
     MUTANTS = "mutants"
 
 
@@ -23,10 +24,11 @@ class State(StrEnum):
     """The result of a case."""
 
     GOOD = "good"
-    """A known bug was found at its place; a healthy job was found equivalent; a mutant was killed,
-    or is known to survive."""
+    """A known bug was found at its place; a healthy job was found equivalent; planted errors of a
+    size were found or not, as they should; a mutant was killed, or is proven harmless."""
     MISSED = "missed"
-    """A known bug or a mutant was not found, or not at the expected place, or explained wrongly."""
+    """A known bug, a mutant or planted errors were not found, not where expected, or explained
+    wrongly."""
     ALARM = "false alarm"
     """A healthy job was found diverged."""
     BROKEN = "could not run"
@@ -35,7 +37,7 @@ class State(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NightCase:
-    """One bug, healthy job or mutant.
+    """One bug, healthy job, mutant, or size of planted errors.
 
     Attributes:
         part: that it belongs to.

@@ -61,41 +61,76 @@ def configuration(row: Json) -> NightCase:
     )
 
 
+def planted(row: Json) -> NightCase:
+    """A row of ``ttrace plant --json``: errors of one shape and size in one job."""
+    size = "of its own size" if row["size"] is None else f"of {row['size']:g} tolerances"
+    return NightCase(
+        part=NightPart.PLANTED,
+        name=f"{row['job']}: {row['shape']} {size}",
+        state=State.GOOD if row["met"] else State.MISSED,
+        marks=f"{row['found']:.1%} found, right rank {row['right_rank']:.1%}",
+    )
+
+
+_SCORES = {
+    "mutation score": "score",
+    "silent mutants killed": "silent_score",
+    "right module": "right_module",
+    "cause told": "cause_told",
+    "cause true": "cause_true",
+    "causes wrong": "wrong",
+    "mutants": "run",
+}
+"""Of a night, and what they are called in the file that ``ttrace mutants run`` writes."""
+
+
 def mutants(report: Json) -> tuple[list[NightCase], dict[str, float]]:
     """The file that ``ttrace mutants run --json FILE`` writes: cases, and the scores.
 
-    A survivor without an explanation is a fault that was missed. So is a score below the bar, even
-    if every survivor is explained.
+    A fault that survives is missed, explained or not, unless it has no effect in any of the jobs.
+    So is one that is explained wrongly, and each score below its bar.
     """
     cases = [_mutant(row) for row in report["mutants"]]
-    if not report["passed"]:
-        said = f"{report['score']:.1%} of {report['run']} killed, the bar is {report['bar']:.0%}"
-        cases.append(NightCase(NightPart.MUTANTS, "score", State.MISSED, note=said))
-    scores = {
-        "mutation score": float(report["score"]),
-        "mutation score, silent ones": float(report["silent_score"]),
-        "mutants": float(report["run"]),
-    }
+    cases += [
+        NightCase(
+            NightPart.MUTANTS, name, State.MISSED, note=f"{report[field]:.1%}, the bar is {bar:.0%}"
+        )
+        for name, field in _SCORES.items()
+        if report[field] < (bar := report["bars"].get(field, 0))
+    ]
+    cases += [
+        NightCase(NightPart.MUTANTS, name, State.BROKEN, note=f"without a mutant: {why}")
+        for name, why in report["unhealthy"].items()
+    ]
+    scores = {name: float(report[field]) for name, field in _SCORES.items()}
+    scores["mutants seed"] = float(*report["seeds"])
     return cases, scores
 
 
 def _mutant(row: Json) -> NightCase:
-    survived, explanation = row["fate"] == "survived", row["explanation"]
-    told = row["trials"][-1]["told"] if row["trials"] else ""
-    if survived:
-        state = State.GOOD if explanation else State.MISSED
+    explanation, fate = row["explanation"], row["fate"]
+    told = row["trials"][-1]["told"]
+    harmless = explanation in ("equivalent", "dormant")
+    marks, state = [fate], State.GOOD
+    if explanation:
+        marks.append(explanation)
+    if fate == "survived":
+        state = State.GOOD if harmless else State.MISSED
         told = row["why"] or "survives without an explanation"
-    elif explanation == "equivalent" and row["fate"] == "diverged":
+    elif fate == "diverged" and harmless:
         state = State.ALARM
         told = f"is listed as harmless ({row['why']}), but was found: {told}"
-    else:
-        state = State.GOOD
+    elif fate == "diverged":
+        marks += ["wrong module"] * (not row["right_module"])
+        if row["cause_true"] is False:
+            marks.append("wrong cause")
+            state = State.MISSED
     return NightCase(
         part=NightPart.MUTANTS,
         name=row["id"],
         state=state,
         seconds=sum(trial["seconds"] for trial in row["trials"]),
-        marks=f"{row['fate']}, {explanation}" if explanation else row["fate"],
+        marks=", ".join(marks),
         note=told,
     )
 

@@ -28,6 +28,8 @@ from megatron_ttrace.processes.tether import tethered
 
 QUICK_BUGS = ("01", "11")
 QUICK_MATRIX = ("dp2/gpt/fp32",)
+PLANTED = ("tp2-sp-pp2-zero/gpt/fp32", "dp2-zero/llama/bf16")
+_ERRORS = "1000"
 _TAIL = 3
 
 
@@ -125,6 +127,11 @@ def _step(part: NightPart, options: Options, directory: Path) -> _Step:
     if part is NightPart.MATRIX:
         # Its results are its output.
         return _Step(("matrix", *(options.matrix or ("--all",)), "--json", *work), log, log)
+    if part is NightPart.PLANTED:
+        jobs = (word for name in PLANTED for word in ("--job", name))
+        today = f"{datetime.datetime.now(datetime.UTC):%Y%m%d}"
+        chosen = ("--trials", _ERRORS, "--seed", today, "--json")
+        return _Step(("plant", *jobs, *chosen, *work), log, log)
     results = directory / "mutants.json"
     count = ("--count", str(options.mutants)) if options.mutants else ()
     return _Step(("mutants", "run", *count, "--json", str(results), *work), log, results)
@@ -171,12 +178,19 @@ def _read(part: NightPart, output: Path) -> tuple[list[NightCase], dict[str, flo
     if part is NightPart.MUTANTS:
         with broken:
             return rows.mutants(json.loads(text))
-    read = rows.known_bug if part is NightPart.BUGS else rows.configuration
+    read = _ROWS[part]
     for line in text.splitlines():
         if line.startswith("{"):
             with broken:
                 cases.append(read(json.loads(line)))
     return cases, {}
+
+
+_ROWS = {
+    NightPart.BUGS: rows.known_bug,
+    NightPart.MATRIX: rows.configuration,
+    NightPart.PLANTED: rows.planted,
+}
 
 
 def _versions() -> dict[str, str]:

@@ -25,7 +25,14 @@ from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 TITLES = {
     NightPart.BUGS: "Known bugs",
     NightPart.MATRIX: "Healthy configurations",
+    NightPart.PLANTED: "Planted errors",
     NightPart.MUTANTS: "Mutants",
+}
+_SHARES = {
+    "silent mutants killed": "Mutants that neither crash nor hang: killed",
+    "right module": "Mutants: of those killed by the check, right module",
+    "cause told": "Mutants: of those killed by the check, cause told",
+    "cause true": "Mutants: of the causes that are told, true",
 }
 WIDTH, HEIGHT = 520, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 22
@@ -176,6 +183,9 @@ def _charts(nights: Sequence[Night]) -> list[Chart]:
         found = [case.margin for case in night.cases if case.part is part]
         return [margin for margin in found if margin is not None and math.isfinite(margin)]
 
+    def share(name: str) -> Callable[[Night], float | None]:
+        return lambda night: night.scores.get(name)
+
     return [
         _chart(
             "Weakest margin of a known bug's culprit (log; below 1 it is missed)",
@@ -188,9 +198,7 @@ def _charts(nights: Sequence[Night]) -> list[Chart]:
             nights,
             lambda night: max(margins(night, NightPart.MATRIX), default=None),
         ),
-        _chart(
-            "Mutation score", nights, lambda night: night.scores.get("mutation score"), percent=True
-        ),
+        *(_chart(title, nights, share(name), percent=True) for name, title in _SHARES.items()),
         _chart("Minutes", nights, lambda night: night.seconds / 60),
     ]
 

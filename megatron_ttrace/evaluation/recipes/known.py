@@ -8,6 +8,7 @@ table; it changes no verdict.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 
 from megatron_ttrace.mcore.shrink.given import Given
@@ -20,10 +21,12 @@ class Finding:
     Attributes:
         heading: the beginning of its heading in docs/findings.md, without the number.
         has: whether a job has what it takes.
+        fixed: the series of Megatron that does not have it any more.
     """
 
     heading: str
     has: Callable[[Given], bool]
+    fixed: tuple[int, ...] = ()
 
 
 def _above_one(given: Given, axis: str) -> bool:
@@ -130,10 +133,24 @@ FINDINGS = (
         "`--use-cpu-initialization` with expert parallelism",
         lambda given: given.has("use_cpu_initialization") and _above_one(given, "expert_model"),
     ),
+    Finding(
+        "Grouped experts with TP",
+        lambda given: given.has("moe_grouped_gemm") and _above_one(given, "tensor_model"),
+        fixed=(0, 19),
+    ),
 )
 
 
-def finding_of(arguments: Sequence[str]) -> str:
-    """The heading of the finding that a diverging job may show; empty if it is a new one."""
+def finding_of(arguments: Sequence[str], megatron: str) -> str:
+    """The heading of the finding that a diverging job may show; empty if it is a new one.
+
+    Args:
+        arguments: of the job.
+        megatron: the version of its Megatron.
+    """
     given = Given.parse(arguments)
-    return next((finding.heading for finding in FINDINGS if finding.has(given)), "")
+    series = tuple(int(part) for part in re.findall(r"\d+", megatron)[:2])
+    for finding in FINDINGS:
+        if finding.has(given) and not (finding.fixed and series >= finding.fixed):
+            return finding.heading
+    return ""

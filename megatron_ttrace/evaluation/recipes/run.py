@@ -148,7 +148,7 @@ class Checker:
 
         self._seconds = seconds
         self._runner = Runner(directory / "jobs", script=script)
-        self.prefix = documents.write(directory / "data" / "text")
+        self.prefix = documents.write(directory / "data" / "text", (documents.SFT,))
 
     def __call__(self, job: SmallJob) -> JobRow:
         """Check a job."""
@@ -159,7 +159,10 @@ class Checker:
 
         case = Case(
             name=job.key,
-            arguments=(*job.arguments, *documents.arguments(job.script, self.prefix)),
+            arguments=(
+                *job.arguments,
+                *documents.arguments(job.script, self.prefix, job.arguments),
+            ),
             nproc=job.ranks,
             script=Path(job.script),
             environment=dict(job.environment),
@@ -199,7 +202,9 @@ class Checker:
             unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
             seconds=time.monotonic() - began,
             why=culprits,
-            finding=finding_of(job.arguments) if diverged else "",
+            finding=finding_of(job.arguments, summary.versions["megatron-core"])
+            if diverged
+            else "",
             command=command,
         )
 

@@ -284,6 +284,9 @@ def derive(args: argparse.Namespace) -> dict[str, Any]:
     values: dict[str, Any] = {**SINGLE_DEVICE, **QUIET}
     if any(getattr(args, name, False) for name in _NEEDING_THE_DISTRIBUTED_OPTIMIZER):
         values["use_distributed_optimizer"] = True
+    if getattr(args, "optimizer_cpu_offload", False):
+        # Its optimizers are made without these options.
+        values |= _of("fp32", "exp_avg_dtype exp_avg_sq_dtype main_params_dtype")
     if getattr(args, "use_torch_fsdp2", False) and getattr(args, "bf16", False):
         # What it does to gradients: it has no buffers of another precision for them.
         values["grad_reduce_in_bf16"] = True

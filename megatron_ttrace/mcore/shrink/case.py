@@ -37,12 +37,14 @@ class Case:
         large: its axes.
         small: those of the small job.
         own_data: whether it trains on the large job's data and vocabulary.
+        can_chat: whether it can train on conversations.
     """
 
     given: Given
     large: Axes
     small: Axes
     own_data: bool = False
+    can_chat: bool = True
 
     @functools.cached_property
     def unit(self) -> int:

@@ -110,7 +110,9 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
     require_checkable(given)
     large = axes.of_large(given, command.ranks)
     own_data = not documents.suits(command.script)
-    made = [_job(Case(given, large, small, own_data)) for small in axes.jobs(given, large, most)]
+    smaller = axes.jobs(given, large, most)
+    can_chat = documents.can_chat()
+    made = [_job(Case(given, large, small, own_data, can_chat)) for small in smaller]
     first, rows, kept, lost = made[0]
     if len(made) > 1:
         names = ", ".join(large.spread())
@@ -124,6 +126,20 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
         tuple(kept),
         tuple(lost),
     )
+
+
+def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS) -> Job:
+    """The small job that has only these of the command's axes.
+
+    Raises:
+        TTraceError: when the axes do not divide the ranks, or need more than ``most``.
+    """
+    given = Given.parse(command.arguments)
+    large = axes.of_large(given, command.ranks)
+    small = axes.of_small(given, large, kept)
+    if not small.edp or small.ranks > most:
+        raise TTraceError(f"{', '.join(kept)}: do not fit {most} ranks")
+    return _job(Case(given, large, small, not documents.suits(command.script)))[0]
 
 
 def require_checkable(given: Given) -> None:

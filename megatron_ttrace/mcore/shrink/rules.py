@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.shrink import patterns
+from megatron_ttrace.mcore.shrink import documents, patterns
 from megatron_ttrace.mcore.shrink.case import Case, Change, bf16_ends
 
 
@@ -346,20 +346,24 @@ def schedule(case: Case) -> Iterator[Change]:
 
 
 def data(case: Case) -> Iterator[Change]:
-    """What needs data or a tokenizer that is not there."""
+    """Own data, with tokens of its own for what is done with samples."""
     if case.own_data:
         return
     given = case.given
-    needs = {
-        "sft": "conversations and a tokenizer with a chat format",
-        "fim_data": "a tokenizer with tokens for fill-in-the-middle",
-    }
-    for option, needed in needs.items():
-        if given.has(option):
-            yield Change(option, None, f"needs {needed}", lost=True)
-    for option in ("sft_tokenizer_prompt_format", "fim_rate", "fim_spm_rate", "mock_data"):
-        if given.has(option):
-            yield Change(option, None, "own data instead")
+    if given.has("sft") and not case.can_chat:
+        why = "needs the packages datasets and transformers, which are not installed"
+        yield Change("sft", None, why, lost=True)
+    if given.has("mock_data"):
+        yield Change("mock_data", None, "own data instead")
+        if given.has("fim_data"):
+            yield Change("fim_data", None, "without effect on mock data")
+    elif given.has("fim_data"):
+        for name, number in documents.FIM_TOKENS.items():
+            yield Change(f"fim_{name}_token", (str(number),), "own data's")
+        if given.has("fim_split_sample"):
+            yield Change("fim_split_sample", (str(documents.LINE_END),), "own data's: a line's end")
+        for option in ("fim_rate", "fim_spm_rate"):
+            yield Change(option, ("0.5",), "samples of both kinds in one step")
     if given.text("dataloader_type") == "external":
         yield Change("dataloader_type", None, "the script's own loader is not known", lost=True)
 

@@ -65,7 +65,8 @@ def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: in
             if reduced:
                 inner.set_scaled_state(part.key, name, like(part.key, _coarse(moment)))
             else:
-                state[name] = like(part.key, moment)
+                # The reference's optimizer is precision-aware where this one offloads.
+                state[name] = like(part.key, moment if part.counter is None else _coarse(moment))
         if type(part.inner).__name__ == "SOAP":
             _prime_bases(part, state)
         set_step(part, part.key, STEP)
@@ -92,7 +93,7 @@ def set_step(part: Owned, key: torch.Tensor, step: float) -> None:
     """
     kind = type(part.inner).__name__
     if kind == "FusedAdam":
-        part.group["step"] = int(step)
+        (part.group if part.counter is None else part.counter)["step"] = int(step)
     elif kind == "SOAP":
         part.inner.state[key]["step"] = int(step)
     elif "exp_avg_sq" in part.moments:

@@ -29,6 +29,9 @@ third of its gradients are blind; at 0.5 none is (docs/measurements.md). Norms o
 cancel the gain of their projections, so their weights have its size instead."""
 
 EMBEDDING_GAIN = 2.0
+DELTA_NET_GAIN = 0.2
+"""Of a delta net's convolution. The SiLU behind it gives larger values a common direction, in which
+gradients of queries and keys cancel. Norms behind it undo the size."""
 BIAS = 0.05
 """Tokens must differ by more than their common part, the biases: gradients of queries and keys are
 differences between tokens, in which the common part cancels but its rounding does not."""
@@ -52,6 +55,8 @@ def scale_of(
         return (1.0 if is_norm_weight and not zero_centred else 0.0), 0.0
     if is_weight:
         gain = EMBEDDING_GAIN if ".embedding." in f".{name}" else GAIN
+        if name.endswith(".self_attention.conv1d.weight"):
+            gain = DELTA_NET_GAIN
         return 0.0, gain / math.sqrt(shape[-1]) / depth
     if leaf.endswith("weight"):
         zero_centred = getattr(config, "layernorm_zero_centered_gamma", False)

@@ -22,9 +22,11 @@ from megatron_ttrace.cpu.te.differences import (
     offers,
     takes,
 )
+from megatron_ttrace.cpu.te.fp8_state import fp8_autocast
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
+from megatron_ttrace.cpu.te.linear import Linear
 from megatron_ttrace.cpu.te.permutation import moe_permute
-from megatron_ttrace.cpu.te.recipes import Float8CurrentScaling
+from megatron_ttrace.cpu.te.recipes import Float8BlockScaling, Float8CurrentScaling
 from megatron_ttrace.cpu.te.releases import KNOWN, Release
 from megatron_ttrace.cpu.te.router import (
     fused_compute_score_for_moe_aux_loss,
@@ -179,6 +181,19 @@ def with_context_parallelism(*, comm, value=4, packed=False, **more):
     return is_taken
 
 
+def fp8_gathers_small_parts():
+    group = dist.group.WORLD
+    layer = Linear(
+        64, 64, parallel_mode="column", tp_group=group, tp_size=2, sequence_parallel=True
+    )
+    try:
+        with fp8_autocast(fp8_recipe=Float8BlockScaling()):
+            layer(torch.randn(16, 64))
+    except ValueError:
+        return False
+    return True
+
+
 ALONE = {
     Change.CROSS_ENTROPY_UNSCALED: cross_entropy_unscaled,
     Change.CROSS_ENTROPY_BY_ROW: cross_entropy_by_row,
@@ -194,6 +209,7 @@ ALONE = {
 }
 
 ON_TWO_RANKS = {
+    Change.FP8_GATHERS_SMALL_PARTS: fp8_gathers_small_parts,
     Change.CONTEXT_PARALLEL_MLA_RING: with_context_parallelism(comm="p2p", value=6),
     Change.CONTEXT_PARALLEL_MLA: with_context_parallelism(comm="all_gather", value=6),
     Change.PACKED_ALL_TO_ALL: with_context_parallelism(comm="a2a", packed=True),

@@ -9,6 +9,7 @@ from megatron_ttrace.cpu import te
 from megatron_ttrace.cpu.te import quantize
 from megatron_ttrace.cpu.te.fp8_state import FP8GlobalStateManager, fp8_autocast
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
+from megatron_ttrace.cpu.te.layernorm_linear import LayerNormLinear
 from megatron_ttrace.cpu.te.linear import Linear
 from megatron_ttrace.cpu.te.recipes import (
     DelayedScaling,
@@ -113,10 +114,10 @@ def test_a_block_does_not_feel_another():
 def test_product_of_rounded_operands(recipe):
     torch.manual_seed(0)
     layer = Linear(160, 8, bias=False)
-    x = torch.randn(6, 160, requires_grad=True)
+    x = torch.randn(8, 160, requires_grad=True)
     with fp8_autocast(fp8_recipe=recipe):
         output = layer(x)
-    output.backward(torch.randn(6, 8))
+    output.backward(torch.randn(8, 8))
     exact = x @ layer.weight.t()
     error = (output - exact).norm() / exact.norm()
     assert 1e-3 < error < 0.1
@@ -128,15 +129,15 @@ def test_product_of_rounded_operands(recipe):
 
 def test_delayed_scales_come_from_earlier_passes():
     recipe = DelayedScaling(amax_history_len=2, fp8_format=Format.HYBRID)
-    layer = Linear(4, 4, bias=False)
+    layer = Linear(16, 8, bias=False)
     with torch.no_grad():
         layer.weight.fill_(0.5)
     scales, grad_scales = [], []
     for size in (2.0, 1.0, 1.0, 1.0):
-        x = torch.full((2, 4), size, requires_grad=True)
+        x = torch.full((8, 16), size, requires_grad=True)
         with fp8_autocast(fp8_recipe=recipe):
             output = layer(x)
-        output.backward(torch.full((2, 4), 0.25))
+        output.backward(torch.full((8, 8), 0.25))
         scales.append(layer.fp8_meta["scaling_fwd"].scale[:2].tolist())
         grad_scales.append(layer.fp8_meta["scaling_bwd"].scale[0].item())
     assert [scale[0] for scale in scales] == [224.0, 224.0, 448.0, 448.0]
@@ -147,8 +148,8 @@ def test_delayed_scales_come_from_earlier_passes():
 
 def test_scales_are_updated_once_for_all_layers_of_a_context():
     recipe = DelayedScaling(amax_history_len=4)
-    layers = torch.nn.ModuleList([Linear(4, 4), Linear(4, 4)])
-    x = torch.ones(2, 4, requires_grad=True)
+    layers = torch.nn.ModuleList([Linear(16, 16), Linear(16, 16)])
+    x = torch.ones(8, 16, requires_grad=True)
     with fp8_autocast(fp8_recipe=recipe):
         output = layers[1](layers[0](x))
         # Inside the context nothing has changed yet.
@@ -168,7 +169,7 @@ def test_recomputed_pass_rounds_with_the_scales_of_the_first():
         FP8GlobalStateManager.reset()
         torch.manual_seed(0)
         layer = Linear(16, 16)
-        inputs = [torch.randn(4, 16).mul(3.0**i).requires_grad_() for i in range(3)]
+        inputs = [torch.randn(8, 16).mul(3.0**i).requires_grad_() for i in range(3)]
         outputs = []
         for x in inputs:
             with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=1)):
@@ -191,10 +192,10 @@ def test_recomputed_pass_rounds_with_the_scales_of_the_first():
 
 def test_weight_gradient_in_high_precision():
     torch.manual_seed(0)
-    x, grad = torch.randn(8, 4), torch.randn(8, 4)
+    x, grad = torch.randn(8, 16), torch.randn(8, 16)
     errors = []
     for exact in (False, True):
-        layer = Linear(4, 4, bias=False)
+        layer = Linear(16, 16, bias=False)
         recipe = DelayedScaling(override_linear_precision=(False, False, exact))
         with fp8_autocast(fp8_recipe=recipe):
             layer(x).backward(grad)
@@ -208,36 +209,51 @@ def test_saving_the_original_input_changes_nothing():
     for original in (False, True):
         FP8GlobalStateManager.reset()
         torch.manual_seed(0)
-        layer = Linear(8, 8, save_original_input=original)
+        layer = Linear(16, 16, save_original_input=original)
         for _ in range(2):
-            x = torch.randn(4, 8, requires_grad=True)
-            with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=1)):
+            x = torch.randn(8, 16, requires_grad=True)
+            with fp8_autocast(fp8_recipe=Float8CurrentScaling()):
                 layer(x).square().sum().backward()
-        results.append((layer.weight.grad, layer.fp8_meta["scaling_fwd"].scale))
+        results.append((layer.weight.grad, x.grad))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [Linear, GroupedLinear])
+def test_rounding_an_input_again_needs_its_own_scale(kind):
+    sizes, more = ((2, 16, 16), [[8, 8]]) if kind is GroupedLinear else ((16, 16), [])
+    layer = kind(*sizes, save_original_input=True)
+    with fp8_autocast(fp8_recipe=DelayedScaling()), pytest.raises(ValueError, match="delayed"):
+        layer(torch.randn(16, 16), *more)
+
+
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(7, 16, 8), (8, 24, 8), (8, 16, 4)])
+def test_sizes_that_kernels_do_not_take(kind, rows, inner, outer):
+    with fp8_autocast(fp8_recipe=Float8CurrentScaling()), pytest.raises(ValueError, match="16"):
+        kind(inner, outer)(torch.randn(rows, inner))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_experts_have_scales_of_their_own(recipe):
     torch.manual_seed(0)
-    grouped = GroupedLinear(2, 8, 8, bias=False)
-    x = torch.randn(5, 8)
+    grouped = GroupedLinear(2, 16, 16, bias=False)
+    x = torch.randn(24, 16)
     with fp8_autocast(fp8_recipe=recipe):
-        output = grouped(x, [2, 3])
-        for index, rows in enumerate(x.split([2, 3])):
-            single = Linear(8, 8, bias=False)
+        output = grouped(x, [8, 16])
+        for index, rows in enumerate(x.split([8, 16])):
+            single = Linear(16, 16, bias=False)
             with torch.no_grad():
                 single.weight.copy_(getattr(grouped, f"weight{index}"))
-            close(output.split([2, 3])[index], single(rows))
+            close(output.split([8, 16])[index], single(rows))
 
 
 def check_checkpoint(rank):
     te.install()
     torch.manual_seed(0)
-    layer, other = Linear(4, 4), Linear(4, 4)
+    layer, other = Linear(16, 16), Linear(16, 16)
     with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=3)):
-        layer(torch.randn(2, 4)).sum().backward()
+        layer(torch.randn(8, 16)).sum().backward()
     state = layer.get_extra_state()
     assert state.dtype == torch.uint8
     assert state.numel() > 0
@@ -257,15 +273,15 @@ def test_state_survives_a_checkpoint():
 
 
 def check_reduction(rank):
-    layer = Linear(4, 4, bias=False)
+    layer = Linear(16, 16, bias=False)
     with torch.no_grad():
         layer.weight.fill_(1.0)
-    x = torch.full((2, 4), float(1 + rank))
+    x = torch.full((8, 16), float(1 + rank))
     with fp8_autocast(fp8_recipe=DelayedScaling(), fp8_group=dist.group.WORLD):
         layer(x).sum().backward()
     assert layer.fp8_meta["scaling_fwd"].scale[0] == 224.0
 
-    lonely = Linear(4, 4, bias=False)
+    lonely = Linear(16, 16, bias=False)
     with fp8_autocast(fp8_recipe=DelayedScaling(reduce_amax=False), fp8_group=dist.group.WORLD):
         lonely(x).sum().backward()
     assert lonely.fp8_meta["scaling_fwd"].scale[0] == 448.0 / (1 + rank)

@@ -5,10 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ttrace.cpu import te
 from megatron_ttrace.cpu.te import releases
 from megatron_ttrace.cpu.te.releases import KNOWN, PINNED, Release, parsed
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.versions import SUPPORTED, megatron_core_version
+from megatron_ttrace.runtime.entry import exits_on_user_error
+from tests.cpu.te import document
 
 
 def test_every_supported_megatron_has_its_release():
@@ -35,3 +38,19 @@ def test_other_text_is_refused_in_one_line(text):
         return
     with pytest.raises(TTraceError, match=r"use one of 2\.3, 2\.4"):
         parsed(text)
+
+
+def test_unknown_release_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setenv(releases.VARIABLE, "9")
+    with pytest.raises(SystemExit) as end, exits_on_user_error():
+        te.install()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("ttrace: TTRACE_TE_VERSION=9 is not a release")
+
+
+def test_document_has_the_table():
+    """``python -m tests.cpu.te.document`` writes it anew."""
+    text = document.PATH.read_text(encoding="utf-8")
+    assert document.BEGIN in text
+    assert document.END in text
+    assert text == document.replaced(text)

@@ -11,6 +11,7 @@ from megatron_ttrace.evaluation.mutants.source import Source, span_of
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+RANKS = '__import__("torch").distributed.get_world_size()'
 AVERAGE = '__import__("torch").distributed.ReduceOp.AVG'
 
 
@@ -111,6 +112,65 @@ def changes(operator: str, body: str, module: str = "megatron.core.optimizer.x")
         ("lost-mark", "w.sequence_parallel = False", []),
         ("lost-mark", "setattr(w, 'colour', 1)", []),
         ("lost-mark", "sequence_parallel = True", []),
+        (
+            "wrong-lookup",
+            "g = get_data_parallel_group(with_context_parallel=True)",
+            ["g = get_data_parallel_group(with_context_parallel=False)"],
+        ),
+        (
+            "wrong-lookup",
+            "g = get_data_parallel_group(x=False, partial_data_parallel=True)",
+            ["g = get_data_parallel_group(x=False, partial_data_parallel=False)"],
+        ),
+        ("wrong-lookup", "g = self.pg_collection.expt_tp", ["g = self.pg_collection.tp"]),
+        ("wrong-lookup", "g = pg_collection.dp_cp", ["g = pg_collection.dp"]),
+        ("wrong-lookup", "g = self.intra_expt_dp_group", ["g = self.intra_dp_cp_group"]),
+        # It is set here, without experts there is one group only, and these are no groups.
+        ("wrong-lookup", "pg_collection.dp_cp = g", []),
+        ("wrong-lookup", "assert pg_collection.dp_cp is not None", []),
+        ("wrong-lookup", "g = pg_collection.tp", []),
+        ("wrong-lookup", "f(with_context_parallel=True)", []),
+        ("wrong-lookup", "x = config.dp", []),
+        ("lost-coefficient", "if a:\n    scale = 1 / n", ["if a:\n    scale = 1.0"]),
+        (
+            "lost-coefficient",
+            "if a:\n    factor = 1.0\nelse:\n    factor = x",
+            ["if a:\n    factor = 1.0\nelse:\n    factor = 1.0"],
+        ),
+        (
+            "lost-coefficient",
+            "loss_scale = f(x) if a else y",
+            ["loss_scale = 1.0 if a else y", "loss_scale = f(x) if a else 1.0"],
+        ),
+        # On no path of its own, and no coefficient.
+        ("lost-coefficient", "scale = 1 / n", []),
+        ("lost-coefficient", "if a:\n    grad_scaler = f(x)", []),
+        (
+            "rank-share",
+            "total_loss += aux",
+            [f"total_loss += (aux) * {RANKS}"],
+        ),
+        ("rank-share", "y = torch.mean(x)", ["y = torch.sum(x)"]),
+        ("rank-share", "y = x.mean(dim=0)", ["y = x.sum(dim=0)"]),
+        ("rank-share", "index += 1", []),
+        ("rank-share", "total_loss -= aux", []),
+        ("even-offset", "offset = rank * n + first_stage", ["offset = (rank * n)"]),
+        ("even-offset", "offset = a * n + first + rank * m", ["offset = (a * n) + rank * m"]),
+        ("even-offset", "if a:\n    offset -= 1", ["if a:\n    pass"]),
+        ("even-offset", "offset = rank * n", []),
+        ("even-offset", "size = rank * n + first", []),
+        ("even-offset", "for i in x:\n    offset += i", []),
+        (
+            "partial-mark",
+            "if getattr(p, 'sequence_parallel', False): pass",
+            [
+                f"if (getattr(p, 'sequence_parallel', False) if p.dim() {kind} else False): pass"
+                for kind in ("> 1", "== 1")
+            ],
+        ),
+        # Not of a loop's parameter, and a mark of matrices.
+        ("partial-mark", "x = getattr(self.weight, 'sequence_parallel', False)", []),
+        ("partial-mark", "x = getattr(p, 'allreduce', True)", []),
         ("skip-item", "for b in self.buckets: f(b)", ["for b in list(self.buckets)[1:]: f(b)"]),
         (
             "skip-item",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counting."""
 
+import dataclasses
+
 import pytest
 
 from megatron_ttrace.evaluation.mutants.records import (
@@ -9,9 +11,12 @@ from megatron_ttrace.evaluation.mutants.records import (
     Mutant,
     MutantRow,
     MutantTrial,
+    Ran,
     Span,
 )
 from megatron_ttrace.evaluation.mutants.score import passes, score
+from megatron_ttrace.trace.findings import Cause
+from tests.evaluation.mutants.synthetic import culprit
 
 MUTANT = Mutant("m:f:o:0", "megatron.core.optimizer.x", "f", "o", Span(1, 0, 1, 1), "a", "b")
 KILLED, CRASHED, HUNG, SURVIVED = Fate.DIVERGED, Fate.CRASHED, Fate.HUNG, Fate.SURVIVED
@@ -37,8 +42,8 @@ def rows(*outcomes):
 )
 def test_score(outcomes, of_all, of_silent):
     """Killed of all that count, and of those that are silent."""
-    total = score(rows(*outcomes))
-    assert (total.score, total.silent_score) == (of_all, of_silent)
+    shares = score(rows(*outcomes)).shares
+    assert (shares["score"], shares["silent_score"]) == (of_all, of_silent)
 
 
 def test_bar():
@@ -58,6 +63,30 @@ def test_last_trial_counts():
     assert row.fate is KILLED
     assert score([row]).diverged == 1
     assert row.to_json()["fate"] == "diverged"
+
+
+def test_diagnoses():
+    """The right module, and causes that are told, of what the check finds."""
+
+    def found(name: str, cause: Cause | None) -> MutantRow:
+        mutant = dataclasses.replace(MUTANT, operator="lost-scale")
+        told = culprit(name, cause=cause)
+        trial = MutantTrial("tp2", KILLED, 1.0, culprits=(told,), ran=Ran(("decoder",)))
+        return MutantRow(mutant, (trial,))
+
+    total = score(
+        [
+            found("decoder", Cause.TOO_LARGE),
+            found("decoder", Cause.ZERO),
+            found("decoder", None),
+            found("output_layer", Cause.FACTOR),
+            *rows((CRASHED, None), (SURVIVED, None)),
+        ]
+    )
+    assert (total.right, total.true, total.wrong) == (3, 2, 1)
+    shares = total.shares
+    assert (shares["right_module"], shares["cause_told"]) == (0.75, 0.75)
+    assert shares["cause_true"] == pytest.approx(2 / 3)
 
 
 def test_package():

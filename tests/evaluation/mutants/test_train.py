@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.evaluation.mutants import coverage, train
+from megatron_ttrace.evaluation.mutants import train
 from megatron_ttrace.evaluation.mutants.scan import scan_source
 from megatron_ttrace.evaluation.mutants.train import introduce
 
@@ -59,22 +59,3 @@ def test_as_text():
     """A mutant survives the way through the environment."""
     assert train.decode(train.encode(lost())) == lost()
     assert dataclasses.asdict(lost())["fragment"] == "total / world_size"
-
-
-def test_lines(module, tmp_path):
-    """Each line once; only of the files asked for; only what runs from then on."""
-    used = sys.monitoring.get_tool
-    before = [used(tool) for tool in range(6)]
-    log = tmp_path / "lines" / "rank-0.jsonl"
-    try:
-        coverage.record([tmp_path / "mutated_here.py"], log)
-        module.mean(6, 2)
-        module.mean(8, 2)
-    finally:
-        for tool in range(6):
-            if before[tool] is None and used(tool) is not None:
-                sys.monitoring.set_events(tool, 0)
-                sys.monitoring.free_tool_id(tool)
-    path = str(tmp_path / "mutated_here.py")
-    assert log.read_text().count("\n") == 2
-    assert coverage.read([log]) == {(path, 3), (path, 4)}

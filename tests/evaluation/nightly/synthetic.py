@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ttrace.evaluation.mutants.score import BARS
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
 
 VERSIONS = {"megatron-core": "0.19.0", "torch": "2.15.0"}
@@ -53,7 +54,7 @@ def month(days: int = 12) -> list[Night]:
                 ),
                 day=day,
                 versions={**VERSIONS, "torch": "2.16.0" if missed else "2.15.0"},
-                scores={"mutation score": 0.95 + day / 1000},
+                scores={"silent mutants killed": 0.95 + day / 1000},
                 gaps=(Gap(NightPart.MUTANTS, "switched off", by_choice=True),) if day == 2 else (),
             )
         )
@@ -97,6 +98,12 @@ def matrix_row(**changes: Any) -> dict[str, Any]:
     }
 
 
+def planted_row(**changes: object) -> dict:
+    """A row of ``ttrace plant --job ... --json``."""
+    row: dict = {"job": "tp2", "shape": "noise", "size": 2.0, "trials": 10}
+    return row | {"found": 1.0, "right_rank": 1.0, "met": True} | changes
+
+
 def mutant_row(**changes: Any) -> dict[str, Any]:
     """One of those in the file that ``ttrace mutants run --json FILE`` writes."""
     return {
@@ -105,6 +112,8 @@ def mutant_row(**changes: Any) -> dict[str, Any]:
         "explanation": None,
         "why": "",
         "trials": [{"layout": "tp2", "fate": "diverged", "seconds": 2.5, "told": "linear_proj"}],
+        "right_module": True,
+        "cause_true": None,
         **changes,
     }
 
@@ -115,7 +124,13 @@ def mutants_report(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "run": len(rows),
         "score": 1.0,
         "silent_score": 1.0,
-        "bar": 0.95,
+        "right_module": 1.0,
+        "cause_told": 1.0,
+        "cause_true": 1.0,
+        "wrong": 0,
+        "bars": BARS,
+        "seeds": {"20261122": {}},
+        "unhealthy": {},
         "passed": True,
         "mutants": list(rows),
         **changes,

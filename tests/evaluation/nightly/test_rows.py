@@ -8,7 +8,13 @@ import pytest
 from megatron_ttrace.evaluation.bugs import catalogue, suite
 from megatron_ttrace.evaluation.nightly import rows
 from megatron_ttrace.evaluation.nightly.records import State
-from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, mutants_report
+from tests.evaluation.nightly.synthetic import (
+    bug_row,
+    matrix_row,
+    mutant_row,
+    mutants_report,
+    planted_row,
+)
 
 
 def test_rows_made_by_hand_are_like_those_of_the_suite() -> None:
@@ -84,9 +90,13 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
         ({}, State.GOOD, "linear_proj"),
         ({"fate": "crashed"}, State.GOOD, "linear_proj"),
         ({"fate": "survived"}, State.MISSED, "without an explanation"),
-        ({"fate": "survived", "explanation": "unseen", "why": "a hole"}, State.GOOD, "a hole"),
+        # A hole that is explained is a hole.
+        ({"fate": "survived", "explanation": "unseen", "why": "a hole"}, State.MISSED, "a hole"),
+        ({"fate": "survived", "explanation": "dormant", "why": "p"}, State.GOOD, "p"),
         ({"fate": "survived", "explanation": "equivalent", "why": "p"}, State.GOOD, "p"),
         ({"explanation": "equivalent", "why": "no number depends"}, State.ALARM, "but was found"),
+        ({"cause_true": False}, State.MISSED, "linear_proj"),
+        ({"right_module": False}, State.GOOD, "linear_proj"),
     ],
 )
 def test_mutant(changes: dict, state: State, note: str) -> None:
@@ -94,12 +104,29 @@ def test_mutant(changes: dict, state: State, note: str) -> None:
     (found,), scores = rows.mutants(mutants_report(mutant_row(**changes)))
     assert found.state is state
     assert note in found.note
-    assert scores["mutation score"] == 1.0
+    assert ("wrong cause" in found.marks) == ("cause_true" in changes)
+    assert ("wrong module" in found.marks) == ("right_module" in changes)
+    assert scores["silent mutants killed"] == 1.0
+    assert scores["mutants seed"] == 20261122
 
 
-def test_score_below_the_bar() -> None:
-    """Explained survivors are not missed one by one, but too many of them are."""
-    survivor = mutant_row(fate="survived", explanation="unseen", why="a hole")
-    report = mutants_report(survivor, score=0.0, passed=False)
-    states = [case.state for case in rows.mutants(report)[0]]
-    assert states == [State.GOOD, State.MISSED]
+@pytest.mark.parametrize("size", [2.0, None])
+def test_planted(size: float | None) -> None:
+    """Errors that should have been found, or not been flagged."""
+    found = rows.planted(planted_row(size=size, met=False, found=0.5))
+    assert found.state is State.MISSED
+    assert found.name == f"tp2: noise of {'2 tolerances' if size else 'its own size'}"
+    assert found.marks == "50.0% found, right rank 100.0%"
+
+
+def test_scores_below_their_bars() -> None:
+    """Each is a case of its own; so is a job that fails without a mutant."""
+    report = mutants_report(
+        mutant_row(), silent_score=0.9, cause_true=0.5, unhealthy={"tp2": "diverged"}
+    )
+    states = {one.name: one.state for one in rows.mutants(report)[0][1:]}
+    assert states == {
+        "silent mutants killed": State.MISSED,
+        "cause true": State.MISSED,
+        "tp2": State.BROKEN,
+    }

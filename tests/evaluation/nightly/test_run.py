@@ -15,7 +15,13 @@ from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation.nightly import run as runner
 from megatron_ttrace.evaluation.nightly.records import NightPart, State
 from megatron_ttrace.evaluation.nightly.run import Options
-from tests.evaluation.nightly.synthetic import bug_row, matrix_row, mutant_row, mutants_report
+from tests.evaluation.nightly.synthetic import (
+    bug_row,
+    matrix_row,
+    mutant_row,
+    mutants_report,
+    planted_row,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,16 +49,18 @@ def rows_program(rows: list[dict], code: int = 0) -> str:
 
 
 MATRIX = f"print({json.dumps(matrix_row())!r})"
+PLANTED = f"print({json.dumps(planted_row())!r})"
 MUTANTS = f"open(results[0], 'w').write({json.dumps(mutants_report(mutant_row()))!r})"
 
 
 def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts, their cases and scores."""
-    play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, mutants=MUTANTS)
+    play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, plant=PLANTED, mutants=MUTANTS)
     night = runner.run(Options(), tmp_path, lambda line: None)
     assert [(case.part, case.state) for case in night.cases] == [
         (NightPart.BUGS, State.GOOD),
         (NightPart.MATRIX, State.GOOD),
+        (NightPart.PLANTED, State.GOOD),
         (NightPart.MUTANTS, State.GOOD),
     ]
     assert night.exit_code == ExitCode.EQUIVALENT
@@ -67,7 +75,7 @@ def test_a_missed_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, bugs=rows_program([missed], code=2))
     night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
-    assert [gap.by_choice for gap in night.gaps] == [True, True]
+    assert [gap.by_choice for gap in night.gaps] == [True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -83,12 +91,12 @@ def test_a_part_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
 ) -> None:
     """The others run; the night says why one is missing, and is not good."""
-    play(monkeypatch, bugs=program, matrix=MATRIX, mutants=MUTANTS)
+    play(monkeypatch, bugs=program, matrix=MATRIX, plant=PLANTED, mutants=MUTANTS)
     night = runner.run(Options(), tmp_path, lambda line: None)
     (gap,) = night.gaps
     assert gap.part is NightPart.BUGS
     assert reason in gap.reason
-    assert len(night.cases) == 2
+    assert len(night.cases) == 3
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
 
 
@@ -161,7 +169,7 @@ def ttrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--no-bugs", "--no-matrix", "--no-mutants"], "nothing is left to run"),
+        (["--quick", "--no-bugs", "--no-matrix"], "nothing is left to run"),
         (["--mutants", "0"], "--mutants 0"),
         (["--minutes", "0"], "--minutes 0"),
         (["--nights", "0"], "--nights 0"),

@@ -121,9 +121,9 @@ def test_any_margin_can_be_drawn(margin: float | None) -> None:
 
 
 def test_charts() -> None:
-    """One point a night, within the picture."""
+    """One point a night, within the picture; none for a score that no night has."""
     charts = trend._charts(month())
-    assert [len(chart.points) for chart in charts] == [12, 12, 12, 12]
+    assert [len(chart.points) for chart in charts] == [12, 12, 12, 0, 0, 0, 12]
     for chart in charts:
         assert all(0 <= p.x <= trend.WIDTH and 0 <= p.y <= trend.HEIGHT for p in chart.points)
     weakest = charts[0].points

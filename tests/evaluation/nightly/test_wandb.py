@@ -62,7 +62,7 @@ def test_a_bad_night(tmp_path: Path) -> None:
     assert fields["nightly/exit_code"] == 2
     assert fields["nightly/bugs/missed"] == 1
     assert fields["nightly/weakest_culprit_margin"] == pytest.approx(5.3)
-    assert fields["nightly/mutation_score"] == pytest.approx(0.953)
+    assert fields["nightly/silent_mutants_killed"] == pytest.approx(0.953)
     (alert,) = alerts
     assert alert.title == "ttrace nightly: 1 missed"
     assert "torch: 2.15.0 -> 2.16.0" in alert.text

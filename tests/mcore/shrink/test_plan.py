@@ -33,7 +33,7 @@ def test_what_is_kept_and_what_goes():
     """Code stays, sizes shrink, paths and logs go; unknown flags are Megatron's to judge."""
     (job,) = shrunk().jobs
     given = Given.parse(job.arguments)
-    for option in ("sequence_parallel", "bf16", "swiglu", "use_distributed_optimizer"):
+    for option in ("sequence_parallel", "bf16", "swiglu", "use_distributed_optimizer", "fim_data"):
         assert given.has(option)
     assert given.flag("apply_rope_fusion") == Flag("--no-rope-fusion")
     assert ("--own-flag-of-a-script", "7") in [(one.name, *one.values) for one in given.flags]
@@ -44,7 +44,6 @@ def test_what_is_kept_and_what_goes():
         "log_interval",
         "lr_warmup_iters",
         "vocab_size",
-        "fim_data",
     )
     for option in gone:
         assert not given.has(option)

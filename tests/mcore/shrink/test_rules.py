@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rule of shrinking, one by one."""
 
+import dataclasses
+
 import pytest
 
 from megatron_ttrace.errors import TTraceError
@@ -344,13 +346,22 @@ def test_vocabulary_and_schedule():
     }
 
 
-def test_data_that_is_not_there():
-    """Is lost, and said to be."""
-    found = {
-        one.option: one for one in rules.data(case("--sft --fim-data --fim-rate 0.5 --mock-data"))
-    }
-    assert all(one.values is None for one in found.values())
-    assert {name for name, one in found.items() if one.lost} == {"sft", "fim_data"}
+def test_conversations():
+    """Are kept where they can be read; else they are lost, and said to be."""
+    large = case("--sft")
+    assert list(rules.data(large)) == []
+    [lost] = rules.data(dataclasses.replace(large, can_chat=False))
+    assert (lost.option, lost.values, lost.lost) == ("sft", None, True)
+
+
+def test_fill_in_the_middle():
+    """Its tokens are the own data's; samples of mock data are not rearranged."""
+    found = changes(rules.data, "--fim-data --fim-rate 0.1 --fim-split-sample x")
+    assert found["fim_rate"] == "0.5"
+    assert found["fim_split_sample"] == "10"
+    assert found["fim_eod_token"] == "256"
+    assert "fim_data" not in found
+    assert changes(rules.data, "--fim-data --mock-data") == {"fim_data": None, "mock_data": None}
 
 
 def test_an_axis_that_is_left_out_takes_its_options_with_it():

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records which gradients the buckets of ``DistributedDataParallel`` add up over which ranks.
+
+A bucket is a range of memory that holds gradients of several parameters. Each collective that runs
+while Megatron reduces a bucket takes such a range, and leaves its sum in this range or, with ZeRO,
+in a part of it (megatron/core/distributed/param_and_grad_buffer.py). So the number of the last
+collective is kept for each range, and what no collective has taken is this rank's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.capture.flow import Memory, group_ranks
+from megatron_ttrace.capture.replaced import replaced
+from megatron_ttrace.mcore import statistics
+from megatron_ttrace.trace.counted import Counting, Runs, Statistic, Sum, Term
+
+_ELSEWHERE = -1
+"""Stands for a sum that other ranks have."""
+
+
+class _Range(NamedTuple):
+    """Addresses at which the result of a collective is."""
+
+    start: int
+    end: int
+    made: int
+
+
+class Reducing:
+    """What the buckets of one rank reduce in one step."""
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        remember: Callable[[], Memory],
+        attempt: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            chunks: this rank's model chunks.
+            remember: knows where gradients are in memory; called in the step.
+            attempt: runs work of ours; if it fails, Megatron's step goes on.
+        """
+        self._groups = [one for chunk in chunks for one in statistics.bucket_groups(chunk)]
+        self._remember = functools.cache(remember)
+        self._attempt = attempt
+        self._orders: Counter[Runs] = Counter()
+        self._made: list[Sum] = []
+        self._ranges: list[_Range] = []
+        self._unknown = ""
+        self._nested = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Record the step that runs in this context."""
+        with contextlib.ExitStack() as stack:
+            for group in self._groups:
+                start = functools.partial(self._start, group, group.start_grad_sync)
+                stack.enter_context(replaced(group, "start_grad_sync", start))
+            yield
+
+    def counting(self) -> Counting | None:
+        """What was reduced, and what was not; ``None`` without buckets."""
+        if not self._groups:
+            return None
+        own: list[Term] = []
+        for group in self._groups:
+            for bucket in group.buckets:
+                own += self._parts(bucket.grad_data)
+        sums = sorted({one.made for one in self._ranges if one.made != _ELSEWHERE})
+        return Counting(
+            Statistic.REDUCED,
+            tuple(self._made),
+            tuple(own),
+            tuple(map(Term, sums)),
+            unknown=self._unknown,
+        )
+
+    def _start(self, group: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        scope = sys.modules[type(group).__module__]
+        with contextlib.ExitStack() as stack:
+            for owner, name in ((dist, "all_reduce"), (scope, statistics.REDUCE_SCATTER)):
+                if (collective := getattr(owner, name, None)) is not None:
+                    noted = functools.partial(self._run, collective)
+                    stack.enter_context(replaced(owner, name, noted))
+            return original(*args, **kwargs)
+
+    def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # One that is made of others, as the reduce-scatter with sums in float32 is.
+        if self._nested:
+            return collective(*args, **kwargs)
+        self._nested = True
+        try:
+            self._attempt(lambda: self._note(*args, **kwargs))
+            return collective(*args, **kwargs)
+        finally:
+            self._nested = False
+
+    def _note(self, output: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> None:
+        """Arguments as of ``all_reduce`` and ``reduce_scatter_tensor``: the output is first."""
+        taken = next((one for one in (*args, kwargs.get("input")) if torch.is_tensor(one)), output)
+        start, end = _addresses(taken)
+        before = [one for one in self._ranges if one.start < end and start < one.end]
+        if any(one.start < start or end < one.end for one in before):
+            self._unknown = "a collective over a part of a bucket that was reduced"
+            return
+        sums = sorted({one.made for one in before if one.made != _ELSEWHERE})
+        ranks = group_ranks(group)
+        made = Sum(ranks, self._orders[ranks], tuple(self._parts(taken)), tuple(map(Term, sums)))
+        self._orders[ranks] += 1
+        self._ranges = [one for one in self._ranges if one not in before]
+        first, last = _addresses(output)
+        for low, high in ((start, min(first, end)), (max(last, start), end)):
+            if low < high:
+                self._ranges.append(_Range(low, high, _ELSEWHERE))
+        self._ranges.append(_Range(first, last, len(self._made)))
+        self._made.append(made)
+
+    def _parts(self, tensor: torch.Tensor) -> list[Term]:
+        """The parts in a contiguous tensor that no collective has taken."""
+        start, end = _addresses(tensor)
+        flat, size = tensor.view(-1), tensor.element_size()
+        taken = sorted(one for one in self._ranges if one.start < end and start < one.end)
+        found: list[Term] = []
+        for one in (*taken, _Range(end, end, _ELSEWHERE)):
+            if start < one.start:
+                gap = flat[-((end - start) // size) :][: (one.start - start) // size]
+                found += map(Term, self._remember().find(gap))
+            start = max(start, one.end)
+        return found
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()

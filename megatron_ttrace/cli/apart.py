@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of ours that run in a process and an environment of their own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ttrace.errors import TTraceError
+
+_INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
+
+
+def interpreter_of(words: Sequence[str]) -> str:
+    """The Python of the environment in which a command runs, which may be another than this one's.
+
+    It is the one that the command names with its folder, or the one beside such a ``torchrun``.
+
+    Raises:
+        TTraceError: when there is none.
+    """
+    for word in words:
+        path = Path(word)
+        if path.parent != Path() and _INTERPRETER.fullmatch(path.name):
+            beside = path if path.name.startswith("python") else path.with_name("python")
+            if not beside.is_file():
+                raise TTraceError(f"{beside}: no such interpreter")
+            return str(beside.absolute())
+    return sys.executable
+
+
+def ttrace(
+    interpreter: str, words: Sequence[str], environment: Mapping[str, str], *, quiet: bool
+) -> tuple[int, str]:
+    """Run ``ttrace WORDS``, which ends with this process.
+
+    Returns:
+        Its exit code, and what it said last: its error, if it had one.
+    """
+    from megatron_ttrace.processes.tether import tethered
+
+    process = subprocess.Popen(
+        # Not with the current directory on its path, as `ttrace` has not.
+        tethered([interpreter, "-P", "-m", "megatron_ttrace", *words]),
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    errors: list[str] = []
+    last = ""
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            last = line.strip() or last
+            if errors or line.startswith("ttrace: "):
+                errors.append(line.rstrip())
+            elif line.startswith("[") and not quiet:
+                print(line, end="", file=sys.stderr, flush=True)
+        code = process.wait()
+    finally:
+        process.kill()
+        process.wait()
+    return code, "\n".join(errors).removeprefix("ttrace: ") or last or f"exit code {code}"

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace bisect``: which commit of Megatron, or which part of a layout, made a job diverge."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ttrace.cli import apart, command, training
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore import flags
+from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.runtime import api
+from megatron_ttrace.runtime.bisection import Answer, FirstBad, first_bad
+from megatron_ttrace.trace.records import Culprit
+
+if TYPE_CHECKING:
+    from megatron_ttrace.processes.worktrees import Checkout, Hunk
+
+_EPILOG = """\
+examples:
+  ttrace bisect core_v0.18.0 main -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
+  ttrace bisect --checkout Megatron-LM v1 v2 -- python my_pretrain.py ...
+  ttrace bisect --against before v1 v2 -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
+  ttrace bisect --axes -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py ...
+
+Commits from GOOD, which is trusted, to BAD, along first parents, are checked in git worktrees below
+--directory; the files of the checkout are not touched. Of 64 commits 7 are checked. A commit that
+cannot be checked is skipped. With --axes, the command is made as small as it can be while the same
+module diverges: parallel axes first, then single flags.
+
+exit code: 0 found, 2 not found, or not to a single commit
+"""
+_PLACE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+)")
+_SHOWN = 3
+"""Hunks of the commit that are printed."""
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``bisect`` command."""
+    parser = command.add(
+        subparsers,
+        "bisect",
+        run,
+        summary="which commit of Megatron, or which part of a layout, made a job diverge",
+        description="Find the first commit of a Megatron checkout with which a job diverges, or "
+        "(--axes) the smallest layout and set of features with which it does.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--axes",
+        action="store_true",
+        help="search the command's own layout and flags instead of commits",
+    )
+    parser.add_argument(
+        "--checkout",
+        type=flags.path,
+        metavar="DIR",
+        help="the Megatron checkout (default: that of the script)",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="COMMAND|TRACE",
+        help="compare every commit with this run instead of its own single-device reference",
+    )
+    command.add_directory(parser, "ttrace-bisect")
+    parser.add_argument("--quiet", action="store_true", help="do not print progress")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    training.add_arguments(parser, "GOOD BAD -- COMMAND")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search commits, or axes."""
+    words = args.command_words
+    at = words.index("--") if "--" in words else 0
+    ends, args.command_words = words[:at], words[at:]
+    if args.axes:
+        if ends or args.against or args.checkout:
+            raise TTraceError("--axes searches one command: give no commits, checkout or --against")
+        from megatron_ttrace.cli import bisect_axes
+
+        return bisect_axes.run(args)
+    if len(ends) != 2 or any(one.startswith("-") for one in ends):
+        raise TTraceError(
+            "give two commits after all options: ttrace bisect GOOD BAD -- COMMAND (or --axes)"
+        )
+    found = training.command_of(args)
+    if found.nodes > 1:
+        raise TTraceError("the command is for several machines: see ttrace shrink for a small one")
+    return _commits(args, found, *ends)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checks:
+    """Checks of a command with commits of a checkout."""
+
+    checkout: Checkout
+    command: Command
+    interpreter: str
+    directory: Path
+    against: str | None
+    quiet: bool
+    reports: dict[str, api.Report] = dataclasses.field(default_factory=dict)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, commit: str) -> Answer:
+        """Check one commit."""
+        folder = self.directory / "checks" / commit[:12]
+        tree = self.directory / "trees" / commit[:12]
+        with self.checkout.at(commit, tree.resolve()) as root:
+            script, path = self._placed(root)
+            words = ["check", "--nproc-per-node", str(self.command.ranks or 1)]
+            words += ["--ttrace-dir", str(folder), "--ttrace-no-wandb"]
+            words += ["--against", self.against] if self.against else []
+            own = {n: value for n, value in os.environ.items() if n not in self.command.unset}
+            cache = str((self.directory / "references").resolve())
+            code, said = apart.ttrace(
+                self.interpreter,
+                [*words, "--", script, *self.command.arguments],
+                {"TTRACE_CACHE": cache, **own, **self.command.environment, "PYTHONPATH": path},
+                quiet=self.quiet,
+            )
+        if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
+            self.reports[commit] = api.load_report(folder)
+            return Answer.BAD if code else Answer.GOOD
+        if code != ExitCode.COULD_NOT_CHECK:
+            raise TTraceError(f"the check of {commit[:12]} ended with exit code {code}: {said}")
+        self.skipped[commit] = command.in_one_line(said)
+        return Answer.SKIPPED
+
+    def _placed(self, root: Path) -> tuple[str, str]:
+        """The script, and a ``PYTHONPATH`` with which it imports the worktree's Megatron."""
+        whole, script = self.checkout.root, Path(self.command.script).resolve()
+        inside = script.is_relative_to(whole)
+        if inside:
+            script = root / script.relative_to(whole)
+        given = self.command.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        path = [] if inside else [str(root)]
+        for entry in filter(None, given.split(os.pathsep)):
+            there = Path(entry).resolve()
+            moved = root / there.relative_to(whole) if there.is_relative_to(whole) else there
+            path.append(str(moved))
+        return str(script), os.pathsep.join(path)
+
+
+def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> int:
+    from megatron_ttrace.processes.worktrees import Checkout
+
+    script = Path(found.script)
+    if not script.is_file():
+        raise TTraceError(f"{script}: no such script")
+    checkout = Checkout(args.checkout or script.resolve().parent)
+    commits = checkout.between(checkout.commit(good), checkout.commit(bad))
+    say = command.silent if args.quiet or args.json else command.progress()
+    args.directory.mkdir(parents=True, exist_ok=True)
+    quiet = say is command.silent
+    interpreter = apart.interpreter_of(args.command_words[1:])
+    checks = _Checks(checkout, found, interpreter, args.directory, args.against, quiet)
+
+    def check(number: int) -> Answer:
+        commit = commits[number]
+        say(f"commit {number + 1} of {len(commits)}: {commit[:12]} {checkout.described(commit)}")
+        answer = checks(commit)
+        say(f"{commit[:12]}: {answer.value}")
+        return answer
+
+    try:
+        where = first_bad(len(commits), check)
+    finally:
+        shutil.rmtree(args.directory / "trees", ignore_errors=True)
+    if where is None:
+        why = checks.skipped.get(commits[-1], "it is equivalent")
+        raise TTraceError(f"BAD does not diverge, so there is nothing to find: {why}")
+    answer = _answer(checks, commits, where)
+    print(json.dumps(answer, indent=1)) if args.json else _show(answer)
+    return ExitCode.COULD_NOT_CHECK if where.suspects else ExitCode.EQUIVALENT
+
+
+def _answer(checks: _Checks, commits: Sequence[str], where: FirstBad) -> dict[str, Any]:
+    """The result, as JSON."""
+    commit = commits[where.number]
+    report = checks.reports[commit]
+    culprits = report.culprits
+    return {
+        "commit": commit,
+        "described": checks.checkout.described(commit),
+        "commits": len(commits),
+        "checked": len(checks.reports) + len(checks.skipped),
+        "suspects": [commits[one] for one in where.suspects],
+        "skipped": checks.skipped,
+        "culprits": [
+            {
+                "name": one.name,
+                "direction": one.direction.value,
+                "explanation": one.explanation,
+                "where": one.where,
+            }
+            for one in culprits
+        ],
+        "lines": [one.text for one in nearest(checks.checkout.hunks(commit), culprits)],
+        "report": str(report.directory),
+    }
+
+
+def nearest(hunks: Sequence[Hunk], culprits: Sequence[Culprit]) -> list[Hunk]:
+    """A commit's changes, those next to the code of a culprit first; only these if there are any.
+
+    The file and line to look at (``Culprit.where``) may be given from Megatron's folder on.
+    """
+    places = [match for one in culprits if (match := _PLACE.search(one.where))]
+
+    def distance(hunk: Hunk) -> float:
+        file = Path(hunk.file)
+        return min(
+            (
+                hunk.distance(int(place["line"]))
+                for place in places
+                if file.parts[-len(tail := Path(place["file"]).parts) :] == tail[-len(file.parts) :]
+            ),
+            default=float("inf"),
+        )
+
+    ordered = sorted(hunks, key=distance)
+    near = [one for one in ordered if distance(one) < float("inf")]
+    return [dataclasses.replace(one, text=f"{one.file}\n{one.text}") for one in (near or ordered)][
+        :_SHOWN
+    ]
+
+
+def _show(answer: dict[str, Any]) -> None:
+    from megatron_ttrace.trace.sanitise import clean
+
+    at = answer["commit"][:12]
+    counted = f"{answer['checked']} of {answer['commits']} commits were checked"
+    if answer["suspects"]:
+        others = ", ".join(one[:12] for one in answer["suspects"])
+        print(f"ttrace: the first bad commit is {at} or, which could not be checked, {others}")
+        print(f"({counted})")
+    else:
+        print(f"ttrace: {at} is the first commit with which the job diverges ({counted})")
+    print(f"commit     {answer['commit']} {answer['described']}")
+    for one in answer["culprits"]:
+        print(f"culprit    {clean(one['name'])}, {one['direction']}")
+        print(f"           cause {clean(one['explanation'], 300)}; look at {clean(one['where'])}")
+    print(f"report     {answer['report']}")
+    for commit, why in answer["skipped"].items():
+        print(f"skipped    {commit[:12]}: {why}")
+    for text in answer["lines"]:
+        print()
+        for line in text.splitlines():
+            print(clean(line, 300))

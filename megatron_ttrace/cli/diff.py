@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace diff``: any two runs against each other."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from megatron_ttrace.cli import command, jobs, record
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import flags
+from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.runtime import api
+
+_EPILOG = """\
+examples:
+  ttrace diff "torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2 ..." \\
+              "torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-model-parallel-size 2 ..."
+  ttrace diff "old/bin/torchrun --nproc-per-node 2 old/Megatron-LM/pretrain_gpt.py ..." \\
+              "new/bin/torchrun --nproc-per-node 2 new/Megatron-LM/pretrain_gpt.py ..."
+  ttrace diff before ttrace-out
+
+A command runs with the Python that it names (or that is beside its torchrun), and with the Megatron
+that its script imports. A trace is the directory of ttrace record, or of a check that ran with
+--ttrace-save-candidate. A takes the place of the reference. What only one of the runs has is listed
+and not compared.
+
+exit code: 0 equivalent, 1 diverged, 2 could not compare
+"""
+_CACHE = "TTRACE_CACHE"
+_DIVISIBLE_BY = 128
+"""Megatron's default of ``--make-vocab-size-divisible-by``."""
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``diff`` command."""
+    parser = command.add(
+        subparsers,
+        "diff",
+        run,
+        summary="compare two runs: layouts, Megatron versions, implementations, precisions",
+        description="Compare two runs tensor by tensor, with tolerances from their references' "
+        "replays.",
+        epilog=_EPILOG,
+    )
+    for name in ("A", "B"):
+        help = "a command in quotes, or the directory of a trace that was kept"
+        parser.add_argument(name.lower(), metavar=name, help=help)
+    command.add_directory(parser, "ttrace-diff")
+    parser.add_argument(
+        "--known",
+        type=flags.path,
+        metavar="FILE",
+        help="a TOML list of known differences, with reasons, in addition to the package's own",
+    )
+    parser.add_argument(
+        "--allow-unchecked",
+        type=flags.number,
+        default=flags.DEFAULT_ALLOW_UNCHECKED,
+        metavar="SHARE",
+        help="share of tensors that may be unchecked (default %(default)s); above it the answer "
+        "is 'could not check'",
+    )
+    parser.add_argument("--quiet", action="store_true", help="do not print progress")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record what is a command, and compare."""
+    _require_known(args.known)
+    os.environ.setdefault(_CACHE, str((args.directory / "references").resolve()))
+    say = command.silent if args.quiet or args.json else command.progress()
+    first = _kept("A", args.a, args.directory, say)
+    second = _kept("B", args.b, args.directory, say, like=first)
+    return _shown(args, first, second, args.directory, args.allow_unchecked)
+
+
+def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
+    """Run ``ttrace check --against``: another run takes the place of the reference."""
+    if args.shrink:
+        raise TTraceError("--against and --shrink: give one of them; ttrace shrink prints the jobs")
+    _require_known(args.known)
+    ours, _ = flags.split(found.arguments, jobs.before(args))
+    home = Path(ours.ttrace_dir)
+    os.environ.setdefault(_CACHE, str((home / "references").resolve()))
+    options = api.words_of(ours)
+    first = _kept("the other run", args.against, home, say, name="against", options=options)
+    say("this run")
+    report = record.kept(args, _padded_like(first, found), say)
+    return _shown(args, first, report.directory, report.directory, ours.ttrace_allow_unchecked)
+
+
+def _require_known(file: Path | None) -> None:
+    """Read the user's list before the long work. Raises ``TTraceError``."""
+    if file is not None:
+        from megatron_ttrace.runtime import known
+
+        known.read(file)
+
+
+def _kept(
+    who: str,
+    what: str,
+    home: Path,
+    say: command.Say,
+    *,
+    name: str = "",
+    like: Path | None = None,
+    options: list[str] | None = None,
+) -> Path:
+    """The directory of a trace; of a command, after recording it in ``home``."""
+    if Path(what).is_dir():
+        return Path(what)
+    if len(what.split()) < 2 and not Path(what).is_file():
+        raise TTraceError(f"{what}: neither a directory nor a command")
+    folder = home / (name or who.lower())
+    found = record.parsed(what)
+    if like is not None:
+        found = _padded_like(like, found)
+    say(f"{who}: {what}")
+    record.run_apart(what, found, folder, options=options or (), quiet=say is command.silent)
+    return folder
+
+
+def _padded_like(other: Path, found: Command) -> Command:
+    """A command, with its vocabulary padded as in another run.
+
+    Megatron pads it to a multiple of ``--make-vocab-size-divisible-by`` times the tensor-parallel
+    size (megatron/training/vocab_utils.py), and the softmax runs over padded rows, too: runs with
+    other paddings have other losses.
+    """
+    from megatron_ttrace.mcore.shrink.given import Given
+    from megatron_ttrace.runtime import difference
+
+    multiple = difference.vocabulary_multiple(difference.open_side(other))
+    given = Given.parse(flags.split(found.arguments)[1])
+    ranks = given.integer("tensor_model_parallel_size", 1)
+    own = given.integer("make_vocab_size_divisible_by", _DIVISIBLE_BY)
+    if multiple is None or multiple % ranks or multiple == own * ranks:
+        return found
+    more = ("--make-vocab-size-divisible-by", str(multiple // ranks))
+    return dataclasses.replace(found, arguments=(*found.arguments, *more))
+
+
+def _shown(args: argparse.Namespace, first: Path, second: Path, to: Path, allowed: float) -> int:
+    report = api.diff(
+        first, second, output=to, known=args.known, allow_unchecked=allowed, show=not args.json
+    )
+    if args.json:
+        print(json.dumps(report.summary.to_json(), indent=1))
+    return int(report.verdict.exit_code)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of a job that Megatron multiplies or divides by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BETAS = {"exp_avg": "adam_beta1", "exp_avg_sq": "adam_beta2"}
+"""By the name of a moment, the share of it that a step keeps."""
+_ARGUMENTS = {
+    "layers": "num_layers",
+    "loss_scale": "loss_scale",
+    "auxiliary": "moe_aux_loss_coeff",
+    "z": "moe_z_loss_coeff",
+    "clip_grad": "clip_grad",
+    **{beta: beta for beta in BETAS.values()},
+}
+
+
+def numbers(meta: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of the job of a reference trace, from its ``meta.json``; unknown ones are absent.
+
+    ``tokens`` are those of a microbatch, ``step_tokens`` those of the global batch.
+    """
+    identity = meta.get("identity")
+    arguments = identity.get("arguments") if isinstance(identity, dict) else None
+    if not isinstance(arguments, dict):
+        return {}
+    found = {name: arguments.get(argument) for name, argument in _ARGUMENTS.items()}
+    batch, length = arguments.get("micro_batch_size"), arguments.get("seq_length")
+    if isinstance(batch, int) and isinstance(length, int):
+        found["tokens"] = batch * length
+        if isinstance(microbatches := meta.get("microbatches"), int):
+            found["step_tokens"] = batch * length * microbatches
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    }

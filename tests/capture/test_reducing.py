@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which gradients the buckets of a step added up, from the collectives that ran."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.capture.flow import Memory, Parts
+from megatron_ttrace.capture.reducing import Reducing
+from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.placement.mesh import AXES, Axes, Mesh
+from megatron_ttrace.trace.counted import Counting, Term
+
+SECOND_OF_TWO = Mesh(
+    1, 2, Axes(*(2 if one in ("dp", "edp") else 1 for one in AXES)), Axes(0, 0, 0, 0, 0, 1, 1)
+)
+WORLD = ((0, 1, 1),)
+
+
+class Group:
+    """A stand-in for Megatron's group of buckets: ``sync`` is what its reduction does."""
+
+    def __init__(self, *buckets: torch.Tensor) -> None:
+        self.buckets = [SimpleNamespace(grad_data=one) for one in buckets]
+        self.sync = lambda bucket: dist.all_reduce(bucket, group="dp")
+
+    def start_grad_sync(self) -> None:
+        """As Megatron's."""
+        for bucket in self.buckets:
+            self.sync(bucket.grad_data)
+
+
+def dist_reduce_scatter_func(output, taken, **more):
+    """The collective that stands where Megatron has its own, made of another one."""
+    dist.all_reduce(taken, **more)
+
+
+def scatter(bucket: torch.Tensor) -> torch.Tensor:
+    """This rank's half of a bucket, reduced."""
+    half = bucket[bucket.numel() // 2 :]
+    dist_reduce_scatter_func(half, bucket, op="sum", group="dp")
+    return half
+
+
+class Job:
+    """Two buckets: a and b with padding between them; an expert's weight."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.first, self.second = torch.zeros(16), torch.zeros(4)
+        self.group = Group(self.first, self.second)
+        self.chunk = SimpleNamespace(bucket_groups=[self.group], expert_parallel_bucket_groups=[])
+        self.parts = Parts(SECOND_OF_TWO)
+        self.reducing = Reducing([self.chunk], self.memory, lambda work: work())
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None, **more: None)
+        monkeypatch.setattr("megatron_ttrace.capture.reducing.group_ranks", lambda group: WORLD)
+
+    def memory(self) -> Memory:
+        """Where the gradients are."""
+        memory = Memory(self.parts, of_rank=True)
+        memory.add(self.first[:8], ParameterPlace("a", (4, 2), ()), (0, 8), 8)
+        memory.add(self.first[9:15], ParameterPlace("b", (6,), ()), (0, 6), 6)
+        memory.add(self.second, ParameterPlace("mlp.experts.w", (4,), ()), (0, 4), 4)
+        return memory
+
+    def counted(self) -> Counting:
+        """After one reduction of everything."""
+        with self.reducing.active():
+            self.group.start_grad_sync()
+        found = self.reducing.counting()
+        assert found is not None
+        return found
+
+    def names(self, terms: tuple[Term, ...]) -> list[str]:
+        """Of parameters."""
+        return [self.parts.found[term.number].name for term in terms]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A new one."""
+    return Job(monkeypatch)
+
+
+def test_all_reduce(job: Job) -> None:
+    """One collective per bucket; the second rank's gradients are its part of both ranks'."""
+    found = job.counted()
+    assert [job.names(one.parts) for one in found.made] == [["a", "b"], ["mlp.experts.w"]]
+    assert [(one.group, one.order) for one in found.made] == [(WORLD, 0), (WORLD, 1)]
+    assert (found.parts, found.sums) == ((), (Term(0), Term(1)))
+    part = job.parts.found[0]
+    assert (part.shape, part.boxes[0].logical) == ((2, 4, 2), (1, 0, 0))
+    assert vars(job.group).keys() == {"buckets", "sync"}
+
+
+def test_twice(job: Job) -> None:
+    """The second collective takes what the first has made."""
+    job.group.sync = lambda bucket: [dist.all_reduce(bucket) for _ in range(2)]
+    first, second, *_ = job.counted().made
+    assert (job.names(first.parts), first.sums) == (["a", "b"], ())
+    assert (second.parts, second.sums) == ((), (Term(0),))
+
+
+def test_skipped(job: Job) -> None:
+    """What no collective takes is this rank's own."""
+    job.group.sync = lambda bucket: None
+    found = job.counted()
+    assert job.names(found.parts) == ["a", "b", "mlp.experts.w"]
+    assert not found.made
+
+
+def test_reduce_scatter(job: Job) -> None:
+    """Its inner collectives are not counted; the shard then goes through another one."""
+    job.group.sync = lambda bucket: dist.all_reduce(scatter(bucket))
+    found = job.counted()
+    assert [(job.names(one.parts), one.sums) for one in found.made[:2]] == [
+        (["a", "b"], ()),
+        ([], (Term(0),)),
+    ]
+    assert (found.parts, found.sums, found.unknown) == ((), (Term(1), Term(3)), "")
+
+
+def test_a_part_of_what_was_reduced(job: Job) -> None:
+    """It cannot be followed, which is said."""
+
+    def sync(bucket: torch.Tensor) -> None:
+        dist.all_reduce(bucket)
+        dist.all_reduce(bucket[:3])
+
+    job.group.sync = sync
+    assert "part of a bucket" in job.counted().unknown
+
+
+def test_no_buckets() -> None:
+    """Of FSDP nothing is said."""
+    assert Reducing([SimpleNamespace()], Job.memory, lambda work: work()).counting() is None

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace bisect``: what is searched, with a checker that only looks for a mark in a file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.__main__ import main
+from megatron_ttrace.cli import apart, bisect, bisect_axes, jobs
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore.shrink import documents
+from megatron_ttrace.processes import job as processes
+from megatron_ttrace.processes.worktrees import Hunk
+from megatron_ttrace.runtime import api
+from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Result, Summary
+from tests.processes.test_worktrees import git
+from tests.runtime import kept
+
+COMMITS = 64
+FAULT = 41
+JOB = ["--num-layers", "2"]
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory):
+    """A checkout: a good commit, and 64 after it, of which one has a fault."""
+    home = tmp_path_factory.mktemp("history")
+    git(home, "init", "-q", "-b", "main")
+    (home / "layers.py").write_text("right\n")
+    for number in range(COMMITS + 1):
+        (home / "pretrain.py").write_text(f"print({number})\n")
+        if number == FAULT:
+            (home / "layers.py").write_text("wrong\n")
+        git(home, "add", ".")
+        git(home, "commit", "-q", "-m", f"change {number}")
+    return home
+
+
+@pytest.fixture
+def checked(tmp_path, monkeypatch):
+    """Commits that are checked, by a stand-in that knows only files of the worktree."""
+    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.chdir(tmp_path)
+    right = kept.run(tmp_path / "right", kept.tensors())
+    wrong = kept.run(tmp_path / "wrong", kept.tensors(1))
+    asked = []
+
+    def stand_in(interpreter, words, environment, *, quiet):
+        script = Path(words[words.index("--") + 1])
+        number = int(script.read_text()[6:-2])
+        asked.append(number)
+        if number in stand_in.broken:
+            return 2, "the rank died"
+        is_right = (script.parent / "layers.py").read_text() == "right\n"
+        folder = words[words.index("--ttrace-dir") + 1]
+        report = api.diff(right, right if is_right else wrong, output=folder)
+        return int(report.verdict.exit_code), ""
+
+    stand_in.broken = set()
+    stand_in.asked = asked
+    monkeypatch.setattr(apart, "ttrace", stand_in)
+    return stand_in
+
+
+def test_a_fault_among_64_commits(history, checked, capsys):
+    """Found in 7 checks: the commit, its culprit, and what it changed."""
+    before = git(history, "status", "--porcelain", "--branch")
+    words = [f"HEAD~{COMMITS}", "HEAD", "--", str(history / "pretrain.py"), *JOB]
+    assert main(["bisect", "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["commit"] == git(history, "rev-parse", f"HEAD~{COMMITS - FAULT}")
+    assert found["described"].endswith(f": change {FAULT}")
+    assert found["culprits"][0]["name"] == "decoder.layers.0.mlp"
+    assert any("-right\n+wrong" in text for text in found["lines"])
+    assert found["checked"] == len(checked.asked) <= 7
+    assert git(history, "status", "--porcelain", "--branch") == before
+    assert git(history, "worktree", "list").count("\n") == 0
+
+
+def test_commits_that_cannot_be_checked(history, checked, capsys):
+    """The fault may be in one of them: this is said, and is no success."""
+    checked.broken = {FAULT, FAULT - 1}
+    words = [f"HEAD~{COMMITS}", "HEAD", "--", str(history / "pretrain.py"), *JOB]
+    assert main(["bisect", "--quiet", *words]) == 2
+    said = capsys.readouterr().out
+    after = git(history, "rev-parse", "--short=12", f"HEAD~{COMMITS - FAULT - 1}")
+    assert f"the first bad commit is {after} or, which could not be checked, " in said
+    assert "the rank died" in said
+    assert "culprit    decoder.layers.0.mlp" in said
+
+
+def test_nothing_to_find(history, checked, capsys):
+    """BAD is checked first."""
+    words = [f"HEAD~{COMMITS}", f"HEAD~{COMMITS - FAULT + 1}", "--", str(history / "pretrain.py")]
+    assert main(["bisect", "--quiet", *words, *JOB]) == 2
+    assert "BAD does not diverge" in capsys.readouterr().err
+    assert checked.asked == [FAULT - 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a", "--", "x.py"], "give two commits after all options"),
+        (["a", "b", "--quiet", "--", "x.py"], "give two commits after all options"),
+        (["--axes", "a", "b", "--", "x.py"], "--axes searches one command"),
+        (["a", "b", "--", "absent.py"], "absent.py: no such script"),
+        (["a", "b", "--", "here.py"], "not in a git checkout: give Megatron's with --checkout"),
+        (["a", "b", "--", "srun", "-N", "2", "here.py"], "several machines"),
+        (["a", "b", "--"], "no script given: ttrace bisect -- "),
+        (["--axes", "--", "absent.py", *JOB], "absent.py: no such script"),
+    ],
+)
+def test_bad_input(capsys, tmp_path, monkeypatch, words, said):
+    """One line that says what to do."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    assert main(["bisect", *words]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1
+    assert said in error[0]
+
+
+def culprit(where: str, name: str = "a") -> Culprit:
+    """One that says where to look."""
+    place = (name, Kind.OUTPUT, Direction.FORWARD, "", "", 1, 0, 0, Outcome.DIVERGED)
+    return Culprit(*place, (0,), 1.0, 1.0, 1.0, 1.0, where=where)
+
+
+def test_lines_next_to_the_culprit():
+    """Only those of its file, the nearest first; all if its file was not changed."""
+    far, near = Hunk("megatron/core/a.py", 10, 2, "far"), Hunk("megatron/core/a.py", 90, 2, "near")
+    other = Hunk("megatron/core/b/a.py", 100, 2, "other")
+    place = [culprit("megatron/core/a.py:100 (A.forward)")]
+    found = bisect.nearest([far, other, near], place)
+    assert [hunk.text for hunk in found] == [f"{near.file}\nnear", f"{far.file}\nfar"]
+    assert len(bisect.nearest([far, other, near], [culprit("megatron/core/c.py:1 (f)")])) == 3
+    assert len(bisect.nearest([far, other, near], [])) == 3
+
+
+def test_the_smallest_layout(tmp_path, monkeypatch, capsys):
+    """Axes and flags without which the same module diverges are left out; others are kept."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TTRACE_CACHE", raising=False)
+    (tmp_path / "x.py").touch()
+    monkeypatch.setattr(processes, "prepare", lambda *args, **more: False)
+    monkeypatch.setattr(documents, "write", lambda prefix: None)
+    needed = {"--tensor-model-parallel-size=2", "--sequence-parallel"}
+
+    def stand_in(args, command, words, nproc, ours, say, **environment):
+        if "--lr" not in words:
+            raise TTraceError("Megatron wants a learning rate")
+        text = " ".join(words).replace("-size ", "-size=").split()
+        diverges = needed <= {*text}
+        name = "decoder.layers.0.mlp" if diverges else "decoder.final_layernorm"
+        result = Result.DIVERGED if diverges or "--swiglu" not in text else Result.EQUIVALENT
+        summary = Summary(result, {}, (culprit("", name),), {}, {}, {}, ())
+        return api.Report(summary=summary, verdicts=(), directory=tmp_path)
+
+    monkeypatch.setattr(jobs, "check", stand_in)
+    words = (
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 2 "
+        "--num-layers 8 --hidden-size 256 --num-attention-heads 16 --seq-length 512 --swiglu "
+        "--max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 16 --lr 1e-3 "
+        "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --bf16 "
+        "--train-iters 10 --transformer-impl transformer_engine"
+    )
+    torchrun = ["torchrun", "--nproc-per-node", "64", "x.py"]
+    assert main(["bisect", "--axes", "--json", "--", *torchrun, *words.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["axes"] == {"tp": 2}
+    assert found["ranks"] == 2
+    assert set(found["flags"]) == {"--sequence-parallel", "--lr 1e-3"}
+    assert "--overlap-grad-reduce" in found["left out"]
+    assert found["culprits"] == ["decoder.layers.mlp"]
+    assert found["command"].startswith("ttrace check --nproc-per-node 2 -- x.py ")
+
+
+def test_modules_of_any_layer(tmp_path):
+    """Numbers of layers shrink."""
+    summary = Summary(Result.DIVERGED, {}, (culprit("", "a.7.b"),), {}, {}, {}, ())
+    report = api.Report(summary=summary, verdicts=(), directory=tmp_path)
+    assert bisect_axes._modules(report) == {"a.b"}

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace diff`` and ``ttrace check --against``: what they are given, and what they answer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.__main__ import main
+from megatron_ttrace.cli import diff, record
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import versions
+from tests.runtime import kept
+
+JOB = "pretrain_gpt.py --num-layers 2"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """Runs by hand; collecting the versions imports Megatron."""
+    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.delenv("TTRACE_CACHE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    kept.run(tmp_path / "one", kept.tensors())
+    return tmp_path
+
+
+def test_two_traces(place, capsys):
+    """Equal or not, as text and as JSON."""
+    kept.run(place / "same", kept.tensors(), ranks=1)
+    kept.run(place / "other", kept.tensors(1))
+    assert main(["diff", "one", "same"]) == 0
+    assert capsys.readouterr().out.startswith("ttrace  equivalent")
+    assert (place / "ttrace-diff" / "report.html").is_file()
+    assert main(["diff", "--json", "one", "other"]) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] == "diverged"
+
+
+def test_commands_are_recorded(place, monkeypatch):
+    """Each in its folder; the second one's vocabulary is padded like the first one's."""
+    asked = []
+
+    def stand_in(text, found, folder, *, options=(), quiet=False):
+        asked.append((text.split()[0], folder.name, found.arguments[2:], found.ranks))
+        kept.run(folder, kept.tensors())
+
+    monkeypatch.setattr(record, "run_apart", stand_in)
+    both = [f"torchrun --nproc-per-node 2 {JOB}", f"torchrun --nproc-per-node 4 {JOB}"]
+    both[1] += " --tensor-model-parallel-size 4"
+    assert main(["diff", "--quiet", *both]) == 0
+    padded = ("--make-vocab-size-divisible-by", "64")
+    layout = ("--tensor-model-parallel-size", "4")
+    assert asked == [("torchrun", "a", (), 2), ("torchrun", "b", (*layout, *padded), 4)]
+    asked.clear()
+    assert main(["diff", "--quiet", "one", f"{JOB} --tensor-model-parallel-size 2"]) == 0
+    assert asked[0][2] == ("--tensor-model-parallel-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["diff", "one"], "the following arguments are required: B"),
+        (["diff", "one", "absent"], "absent: neither a directory nor a command"),
+        (["diff", "one", "ls -l"], "no training script in this command"),
+        (["diff", "one", "."], ". holds no complete trace of a run"),
+        (["diff", "--known", "absent.toml", "one", "one"], "absent.toml is not a list"),
+        (["diff", "--allow-unchecked", "2", "one", "one"], "give a share from 0 to 1"),
+        (["diff", "one", "nowhere/python x.py --a 1"], "nowhere/python: no such interpreter"),
+        (["check", "--against", "one", "--shrink", "--", "x.py"], "--against and --shrink"),
+        (["check", "--known", "x.toml", "--", "x.py"], "--known: only with --against"),
+        (["record", "--ttrace-dir", "one", "--", "x.py"], "one holds a trace already"),
+        (["record"], "no script given: ttrace record -- "),
+    ],
+)
+def test_bad_input(capsys, words, said):
+    """One line that says what to do."""
+    assert main(words) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+    assert len(error) == 1
+    assert said in error[0]
+
+
+def test_a_command_that_fails(tmp_path, monkeypatch):
+    """Its own last words, in one error."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    found = record.parsed("absent.py --num-layers 2")
+    with pytest.raises(TTraceError, match=r"no trace of 'absent.py .*absent.py: no such script"):
+        record.run_apart("absent.py --num-layers 2", found, tmp_path / "a", quiet=True)
+
+
+def test_other_paddings(place):
+    """A multiple that the tensor-parallel size does not divide is left as it is."""
+    found = record.parsed(f"{JOB} --tensor-model-parallel-size 3")
+    assert diff._padded_like(place / "one", found) == found

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was kept takes the place of the reference."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import ROOT, SCRIPT, TINY, ttrace
+
+TP = ("--tensor-model-parallel-size", 2)
+PP = ("--pipeline-model-parallel-size", 2)
+SMALL = [*TINY, "--ttrace-seeds", "2", "--ttrace-no-wandb"]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    """Two tensor-parallel ranks."""
+    home = tmp_path_factory.mktemp("kept")
+    cache = str(home / "references")
+    words = ("record", "--nproc-per-node", 2, "--ttrace-dir", home / "tp", "--", SCRIPT, *SMALL)
+    done = ttrace(*words, *TP, cwd=home, TTRACE_CACHE=cache)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "tensors; compared with its own single-device reference: equivalent" in done.stdout
+    assert not (home / "tp" / "reference").is_symlink()
+    return home
+
+
+def against(kept: Path, cwd: Path, *job: object):
+    """``ttrace check --against`` of a job with two ranks."""
+    return ttrace(
+        *("check", "--json", "--nproc-per-node", 2, "--against", kept / "tp", "--", SCRIPT),
+        *SMALL,
+        *job,
+        cwd=cwd,
+        TTRACE_CACHE=str(kept / "references"),
+    )
+
+
+def test_another_layout(kept: Path, tmp_path: Path) -> None:
+    """Two pipeline stages compute what two tensor-parallel ranks do; all of it is compared."""
+    done = against(kept, tmp_path, *PP)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads(done.stdout)
+    assert set(summary["counts"]) == {"pass"}
+    assert summary["counts"]["pass"] > 400
+    written = json.loads((tmp_path / "ttrace-out" / "summary.json").read_text())
+    assert (written["run"], written["notices"]) == (summary["run"], summary["notices"])
+    assert "equivalent with its own reference" in written["notices"][0]
+
+
+def test_a_fault_in_one_run(kept: Path, tmp_path: Path) -> None:
+    """Found where it is, though the run that it is compared with has two ranks as well."""
+    done = against(kept, tmp_path, *TP, "--ttrace-bug", "01")
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    assert json.loads(done.stdout)["culprits"][0]["name"] == "embedding.word_embeddings"
+
+
+CONFIGURATIONS = {
+    "tp2": TP,
+    "pp2": PP,
+    "tp2-sp-bf16": (*TP, "--sequence-parallel", "--bf16"),
+    "cp2": ("--context-parallel-size", 2, "--transformer-impl", "transformer_engine"),
+    "zero": ("--use-distributed-optimizer",),
+    "zero-overlap": (
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    ),
+    "llama": (
+        *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", *TP),
+        *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+    ),
+    "experts": (
+        *("--num-experts", 4, "--moe-router-topk", 2, "--expert-model-parallel-size", 2),
+        *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
+    ),
+}
+FAULT = """\
+from megatron.core.transformer.attention import SelfAttention
+
+forward = SelfAttention.forward
+
+
+def scaled(self, *args, **kwargs):
+    output, bias = forward(self, *args, **kwargs)
+    return output * 1.5, bias
+
+
+SelfAttention.forward = scaled
+"""
+
+
+@pytest.fixture(scope="module")
+def release() -> str:
+    """The folder of megatron-core 0.18.2."""
+    done = subprocess.run(
+        [ROOT / "launch" / "bootstrap.sh", "release", "0.18.2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"megatron-core 0.18.2 cannot be had: {done.stderr[-200:]}")
+    return done.stdout.splitlines()[-1]
+
+
+def of_release(release: str, script: Path, job: tuple[object, ...]) -> str:
+    """A command that runs with a release."""
+    words = " ".join(map(str, [script, *SMALL, *job]))
+    return f"PYTHONPATH={os.pathsep.join([str(ROOT), release])} torchrun --nproc-per-node 2 {words}"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_two_releases(release: str, tmp_path: Path, name: str) -> None:
+    """What differs between 0.18.2 and 0.19.0 is explained; a fault in one is the only new one."""
+    job = CONFIGURATIONS[name]
+    faulty = tmp_path / "pretrain_faulty.py"
+    text = SCRIPT.read_text()
+    assert "if __name__" in text
+    faulty.write_text(text.replace("if __name__", f"{FAULT}\nif __name__", 1))
+    new = " ".join(map(str, ["torchrun --nproc-per-node 2", SCRIPT, *SMALL, *job]))
+    old = of_release(release, SCRIPT, job)
+    done = ttrace("diff", "--json", old, new, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    broken = new.replace(str(SCRIPT), str(faulty))
+    done = ttrace(
+        *("diff", "--json", "--directory", "faulty", "ttrace-diff/a", broken),
+        cwd=tmp_path,
+        timeout=600,
+    )
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    culprits = json.loads(done.stdout)["culprits"]
+    forward = {one["name"] for one in culprits if one["direction"] == "forward"}
+    assert {name.rpartition(".")[2] for name in forward} == {"self_attention"}

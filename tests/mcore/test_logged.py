@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron logs of a step."""
+
+from types import SimpleNamespace
+
+import megatron.training
+import pytest
+
+from megatron_ttrace.mcore import logged
+
+
+@pytest.mark.parametrize(
+    ("metric", "dtype", "rounded"),
+    [
+        ("z_loss", None, True),
+        ("z_loss", "fp32", False),
+        ("z_loss", "fp64", False),
+        ("load_balancing_loss", None, False),
+        ("learning-rate", None, False),
+    ],
+)
+def test_what_is_rounded(monkeypatch, metric, dtype, rounded):
+    """Only the z loss has the dtype of the logits, which is the model's by default."""
+    args = SimpleNamespace(moe_router_dtype=dtype)
+    monkeypatch.setattr(megatron.training, "get_args", lambda: args)
+    assert logged.is_rounded(metric) is rounded
+
+
+def test_a_script_without_a_log():
+    """A Megatron without this function logs nothing, which is not an error."""
+    assert logged._of(SimpleNamespace()) is None

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as ``ttrace record`` keeps them, made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.tolerance import Moved
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceWriter, seal
+from tests.placement.meshes import mesh_of
+
+EMBEDDING = TraceKey(1, STEP_LEVEL, Kind.PARAM, "embedding.word_embeddings.weight")
+OUTPUT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
+GRADIENT = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight")
+
+
+def tensors(seed: int = 0) -> dict[TraceKey, torch.Tensor]:
+    """Two tensors of a step."""
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(4, 6, generator=generator) for key in (OUTPUT, GRADIENT)}
+
+
+def run(
+    home: Path,
+    own: Mapping[TraceKey, torch.Tensor],
+    reference: Mapping[TraceKey, torch.Tensor] | None = None,
+    *,
+    ranks: int = 2,
+    moved: float = 1e-6,
+    version: str = "0.19.0",
+    microbatches: int = 1,
+    **config: object,
+) -> Path:
+    """A run of tensor-parallel ranks, which hold the rows of each tensor, and its reference.
+
+    ``moved`` is how far the replays of the reference moved each tensor.
+    """
+    for rank in range(ranks):
+        writer = TraceWriter(home / "candidate", rank)
+        for key, data in own.items():
+            rows = data.shape[0] // ranks
+            box = Box((rank * rows, 0), (rows, data.shape[1]), (0, 0))
+            local = data[rank * rows : (rank + 1) * rows].clone()
+            shape = tuple(data.shape)
+            writer.add(Entry.of(key, local, logical_shape=shape, boxes=(box,)), local)
+        writer.close()
+    meta = {
+        "role": "candidate",
+        "complete": True,
+        "meshes": [dataclasses.asdict(mesh_of(rank, ranks, tp=ranks)) for rank in range(ranks)],
+        "config": RunConfig(iterations=(1,), **config).to_json(),  # type: ignore[arg-type]
+    }
+    seal(home / "candidate", meta)
+    trusted = own if reference is None else reference
+    writer = TraceWriter(home / "reference", 0)
+    for key, data in trusted.items():
+        writer.add(Entry.of(key, data), data)
+    writer.close()
+    sizes = {key: (data.numel(), float(data.norm())) for key, data in trusted.items()}
+    moves = {key: Moved(*size, (moved,)) for key, size in sizes.items()}
+    tolerance.write(home / "reference", moves)
+    identity = {
+        "versions": {"megatron-core": version},
+        "arguments": {"make_vocab_size_divisible_by": 256},
+    }
+    seal(
+        home / "reference",
+        {
+            "role": "reference",
+            "epsilon": 2.0**-23,
+            "microbatches": microbatches,
+            "identity": identity,
+            "fingerprint": home.name,
+        },
+    )
+    return home
