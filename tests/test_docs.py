@@ -12,6 +12,8 @@ from megatron_ttrace.__main__ import build_parser
 from megatron_ttrace.cli import demo
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.versions import SUPPORTED
+from megatron_ttrace.report import wording
+from megatron_ttrace.trace.records import Direction, Outcome, Result
 from tests import documents
 from tests.integration.jobs import ROOT
 
@@ -78,6 +80,14 @@ def test_the_support_matrix() -> None:
     assert f">={rows['Python'].split(',')[0]}" == project["requires-python"]
     pythons = [line.rsplit(" ", 1)[-1] for line in project["classifiers"] if ":: 3." in line]
     assert rows["Python"].startswith(", ".join(pythons))
+
+
+def test_the_glossary_has_the_words_of_reports() -> None:
+    """All verdicts, axes, and directions."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    words = [*map(str, Outcome), *map(str, Result), *wording.AXES]
+    assert not [word for word in words if f"`{word}`" not in text]
+    assert not [word for word in map(str, Direction) if not re.search(rf"\b{word}\b", text)]
 
 
 def test_statements_of_the_readme() -> None:
