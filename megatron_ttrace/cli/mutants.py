@@ -34,7 +34,7 @@ crashes or hangs. For those that the check finds, the first culprit and its caus
 what was changed (docs/mutants.md).
 
 exit code: 0 at least 95 % killed of those that neither crash nor hang; 1 a job diverged without a
-mutant, or with one that is listed as harmless; 2 fewer were killed, or a job could not run
+mutant, or with one that is listed as equivalent; 2 fewer were killed, or a job could not run
 """
 _STANDARD_OUTPUT = Path("-")
 _COUNT = 100
@@ -311,7 +311,7 @@ def _show(rows: Sequence[MutantRow], report: dict[str, Any]) -> None:
     for row in rows:
         told = f"{row.mutant.id}  {_change(row.mutant)}"
         if row.disproved:
-            console.print(f"[red]listed as harmless, but found:[/red] {escape(row.mutant.id)}")
+            console.print(f"[red]listed as equivalent, but found:[/red] {escape(row.mutant.id)}")
         elif row.column == "survived":
             console.print(f"survived: {escape(f'{told}: {row.why or "NOT EXPLAINED"}')}")
         elif score.right_cause(row) is False:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,16 +16,17 @@ from megatron_ttrace.evaluation.matrix.configurations import Configuration
 from megatron_ttrace.evaluation.mutants import coverage, survivors, train
 from megatron_ttrace.evaluation.mutants.layouts import in_order
 from megatron_ttrace.evaluation.mutants.records import (
-    HARMLESS,
+    Explanation,
     Fate,
     Mutant,
     MutantRow,
     MutantTrial,
 )
 from megatron_ttrace.evaluation.mutants.scan import modules
-from megatron_ttrace.processes.waiting import OutOfTimeError
+from megatron_ttrace.processes import ranks
+from megatron_ttrace.processes.waiting import OutOfTimeError, Patience
 from megatron_ttrace.resources import launch_dir
-from megatron_ttrace.runtime.runner import NO_WANDB, Runner
+from megatron_ttrace.runtime.runner import NO_WANDB, Case, Runner
 from megatron_ttrace.trace.records import Culprit, Result, Summary
 
 _PATIENCE = 6.0
@@ -32,6 +35,8 @@ _MOST_SECONDS = 300.0
 _CULPRITS = 5
 _MORE = ("--eval-interval", "1000")
 """Megatron's own scripts need one."""
+_STEPS = ("--train-iters", "3", "--log-interval", "1")
+"""What one step leaves behind can change the next, and its log."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class Campaign:
         self.reached: dict[str, Reach] = {}
         self.unhealthy: dict[str, str] = {}
         self.alarmed = False
+        self._healthy: dict[str, list[str]] = {}
         self._scripts = (scripts or launch_dir()).resolve()
         for script in {layout.script for layout in layouts}:
             if not (self._scripts / script).is_file():
@@ -120,19 +126,24 @@ class Campaign:
     def run(self, plan: Sequence[tuple[Mutant, Sequence[Configuration]]]) -> Iterator[MutantRow]:
         """Try each mutant in its layouts until one kills it.
 
-        A mutant that is listed as harmless is tried in the first layout only, to see that it still
-        is. One that cannot be put in is left out, with a line that says so.
+        A mutant that is listed as equivalent is tried in the first layout only, to see that it
+        still is. Of another that survives, all its layouts are trained without a check, with it and
+        without it: it is inert if each ends with the same bits. One that cannot be put in is left
+        out, with a line that says so.
         """
         for mutant, layouts in plan:
             if not self._fits(mutant):
                 continue
             trials: list[MutantTrial] = []
             explanation, why = survivors.explanation_of(mutant, self._survivors)
-            for layout in layouts[:1] if explanation in HARMLESS else layouts:
+            proven = explanation is Explanation.EQUIVALENT
+            for layout in layouts[:1] if proven else layouts:
                 trials.append(self._try(mutant, layout))
                 if trials[-1].fate is not Fate.SURVIVED:
                     break
-            yield MutantRow(mutant, tuple(trials), explanation, why)
+            survived = trials[-1].fate is Fate.SURVIVED
+            inert = survived and not proven and all(self._is_idle(mutant, one) for one in layouts)
+            yield MutantRow(mutant, tuple(trials), explanation, why, inert)
 
     def _fits(self, mutant: Mutant) -> bool:
         """Whether the mutant can be put in: its function here is the one in the file."""
@@ -163,13 +174,44 @@ class Campaign:
         )
         return MutantTrial(layout.name, fate, time.monotonic() - began, told, culprits, ran)
 
+    def _is_idle(self, mutant: Mutant, layout: Configuration) -> bool:
+        """Whether a job without a check trains, to the bit, as it does without the mutant."""
+        if layout.name not in self._healthy:
+            self._healthy[layout.name] = self._trained(layout, {})
+        healthy = self._healthy[layout.name]
+        found = self._trained(layout, {train.MUTANT: train.encode(mutant)})
+        return bool(healthy) and found == healthy
+
+    def _trained(self, layout: Configuration, variables: dict[str, str]) -> list[str]:
+        """What each rank has after some steps; nothing if the job fails."""
+        folder = self._directory / layout.name / "trained"
+        shutil.rmtree(folder, ignore_errors=True)
+        case = self._case(layout, {**variables, train.STATE: str(folder)})
+        limit = max(_LEAST_SECONDS, _PATIENCE * self.reached[layout.name].seconds)
+        try:
+            codes = ranks.run_ranks(
+                case.nproc,
+                (sys.executable, str(case.script), *case.arguments, *_STEPS),
+                folder,
+                fork=True,
+                environment=dict(case.environment),
+                patience=Patience(limit),
+            )
+        except OutOfTimeError:
+            return []
+        if any(codes):
+            return []
+        return [file.read_text(encoding="utf-8") for file in sorted(folder.glob("rank-*.txt"))]
+
     def _run(self, layout: Configuration, variables: dict[str, str], limit: float) -> Summary:
+        case = dataclasses.replace(self._case(layout, variables), limit=limit)
+        return self._runner.run(case).summary
+
+    def _case(self, layout: Configuration, variables: dict[str, str]) -> Case:
         case = layout.case(self._directory)
-        case = dataclasses.replace(
+        return dataclasses.replace(
             case,
             arguments=(*case.arguments, *_MORE),
             script=Path(train.__file__),
             environment={**variables, train.SCRIPT: str(self._scripts / layout.script)},
-            limit=limit,
         )
-        return self._runner.run(case).summary

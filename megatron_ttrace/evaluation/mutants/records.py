@@ -126,23 +126,23 @@ class Explanation(StrEnum):
     EQUIVALENT = "equivalent"
     """Proven: in no configuration does a number of a training step depend on the change."""
     DORMANT = "dormant"
-    """Proven: a fault, but without effect in the jobs of the campaign."""
+    """A fault, with a reason why it has no effect in the jobs of the campaign."""
     UNSEEN = "unseen"
     """The fault is real, and the check does not see it."""
 
 
-HARMLESS = (Explanation.EQUIVALENT, Explanation.DORMANT)
-"""A check must not find these."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class MutantRow:
-    """One mutant after its trials; ``explanation`` and ``why`` are from survivors.toml."""
+    """One mutant after its trials; ``explanation`` and ``why`` are from survivors.toml.
+
+    ``inert``: it survived, and no job that runs its line trains differently with it.
+    """
 
     mutant: Mutant
     trials: tuple[MutantTrial, ...]
     explanation: Explanation | None = None
     why: str = ""
+    inert: bool = False
 
     def contradiction(self) -> str:
         """Why it cannot be a row, for the codec."""
@@ -156,13 +156,14 @@ class MutantRow:
     @property
     def column(self) -> str:
         """What it counts as: its fate, or why it survived if the checker is not to blame."""
-        survived = self.fate is Fate.SURVIVED
-        return str(self.explanation if survived and self.explanation in HARMLESS else self.fate)
+        if self.fate is Fate.SURVIVED and self.explanation is Explanation.EQUIVALENT:
+            return "equivalent"
+        return "inert" if self.inert else str(self.fate)
 
     @property
     def disproved(self) -> bool:
-        """Whether the check found a mutant that is listed as harmless."""
-        return self.fate is Fate.DIVERGED and self.explanation in HARMLESS
+        """Whether the check found a mutant that is listed as equivalent."""
+        return self.fate is Fate.DIVERGED and self.explanation is Explanation.EQUIVALENT
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
@@ -171,5 +172,6 @@ class MutantRow:
             "fate": self.fate.value,
             "explanation": codec.encode(self.explanation),
             "why": self.why,
+            "inert": self.inert,
             "trials": codec.encode(self.trials),
         }

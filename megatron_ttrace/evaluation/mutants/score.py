@@ -23,7 +23,7 @@ class Score:
         diverged: killed by the check.
         crashed, hung: killed, and visible without a check.
         equivalent: survived, and proven not to be a fault.
-        dormant: survived, without effect in the jobs of the campaign; counts as missed.
+        inert: survived, and without effect on training in any job that runs its line.
         survived: the others.
         right: of the diverged ones, those whose culprit is the right module.
         true, wrong: of the diverged ones, those whose cause was told, truly or not.
@@ -33,7 +33,7 @@ class Score:
     crashed: int
     hung: int
     equivalent: int
-    dormant: int
+    inert: int
     survived: int
     right: int
     true: int
@@ -48,15 +48,15 @@ class Score:
     def shares(self) -> dict[str, float]:
         """By name; 1 of nothing.
 
-        ``score``: killed of all that are not proven equivalent, ``silent_score`` of those that
-        neither crash nor hang; of the diverged ones ``right_module`` and ``cause_told``; of those
-        that are told ``cause_true``.
+        ``score``: killed of all that have an effect, ``silent_score`` of those that neither crash
+        nor hang, ``with_inert`` of these and the inert ones; of the diverged ones ``right_module``
+        and ``cause_told``; of those that are told ``cause_true``.
         """
-        missed = self.survived + self.dormant
         told = self.true + self.wrong
         return {
-            "score": _share(self.killed, self.killed + missed),
-            "silent_score": _share(self.diverged, self.diverged + missed),
+            "score": _share(self.killed, self.killed + self.survived),
+            "silent_score": _share(self.diverged, self.diverged + self.survived),
+            "with_inert": _share(self.diverged, self.diverged + self.survived + self.inert),
             "right_module": _share(self.right, self.diverged),
             "cause_told": _share(told, self.diverged),
             "cause_true": _share(self.true, told),

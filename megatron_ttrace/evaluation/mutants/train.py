@@ -17,7 +17,7 @@ from types import CodeType, FunctionType
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import patching
-from megatron_ttrace.evaluation.mutants import coverage, truth
+from megatron_ttrace.evaluation.mutants import coverage, outcome, truth
 from megatron_ttrace.evaluation.mutants.records import Mutant
 from megatron_ttrace.evaluation.mutants.scan import modules
 from megatron_ttrace.evaluation.mutants.source import Source
@@ -27,6 +27,8 @@ MUTANT = "MUTANT_TO_INTRODUCE"
 """Environment variable: a mutant, as JSON."""
 COVERAGE = "MUTANT_TO_INTRODUCE_LINES"
 """Environment variable: folder for one file of lines per rank."""
+STATE = "MUTANT_TO_INTRODUCE_STATE"
+"""Environment variable: folder for one file per rank with what training ends with."""
 SCRIPT = "MUTANT_TO_INTRODUCE_SCRIPT"
 """Environment variable: path of the training script."""
 
@@ -61,6 +63,7 @@ def main() -> None:
     """Prepare this process and train."""
     mutant = os.environ.pop(MUTANT, None)
     lines = os.environ.pop(COVERAGE, None)
+    state = os.environ.pop(STATE, None)
     script = Path(os.environ.pop(SCRIPT))
     # The reference runs the program that is named here.
     sys.argv[0] = str(script)
@@ -70,7 +73,11 @@ def main() -> None:
     if lines is not None:
         files = {str(path): truth.phase_of(module) for module, path in modules()}
         coverage.record(files, Path(lines) / f"rank-{os.environ['RANK']}.jsonl")
+    told = None if state is None else outcome.watch()
     runpy.run_path(str(script), run_name="__main__")
+    if told is not None:
+        file = Path(str(state)) / f"rank-{os.environ['RANK']}.txt"
+        file.write_text("\n".join(told()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ def planted(row: Json) -> NightCase:
 _SCORES = {
     "mutation score": "score",
     "silent mutants killed": "silent_score",
+    "with inert ones": "with_inert",
     "right module": "right_module",
     "cause told": "cause_told",
     "cause true": "cause_true",
@@ -110,16 +111,17 @@ def mutants(report: Json) -> tuple[list[NightCase], dict[str, float]]:
 def _mutant(row: Json) -> NightCase:
     explanation, fate = row["explanation"], row["fate"]
     told = row["trials"][-1]["told"]
-    harmless = explanation in ("equivalent", "dormant")
+    harmless = explanation == "equivalent"
     marks, state = [fate], State.GOOD
     if explanation:
         marks.append(explanation)
     if fate == "survived":
-        state = State.GOOD if harmless else State.MISSED
-        told = row["why"] or "survives without an explanation"
+        state = State.GOOD if harmless or row["inert"] else State.MISSED
+        idle = "no job trains differently with it" if row["inert"] else ""
+        told = row["why"] or idle or "survives without an explanation"
     elif fate == "diverged" and harmless:
         state = State.ALARM
-        told = f"is listed as harmless ({row['why']}), but was found: {told}"
+        told = f"is listed as equivalent ({row['why']}), but was found: {told}"
     elif fate == "diverged":
         marks += ["wrong module"] * (not row["right_module"])
         if row["cause_true"] is False:

@@ -20,7 +20,7 @@ from tests.evaluation.mutants.synthetic import culprit
 
 MUTANT = Mutant("m:f:o:0", "megatron.core.optimizer.x", "f", "o", Span(1, 0, 1, 1), "a", "b")
 KILLED, CRASHED, HUNG, SURVIVED = Fate.DIVERGED, Fate.CRASHED, Fate.HUNG, Fate.SURVIVED
-HARMLESS, DORMANT, HOLE = Explanation.EQUIVALENT, Explanation.DORMANT, Explanation.UNSEEN
+PROVEN, DORMANT, HOLE = Explanation.EQUIVALENT, Explanation.DORMANT, Explanation.UNSEEN
 
 
 def rows(*outcomes):
@@ -32,10 +32,10 @@ def rows(*outcomes):
     [
         ([(KILLED, None)] * 3 + [(SURVIVED, None)], 0.75, 0.75),
         ([(KILLED, None), (CRASHED, None), (HUNG, None), (SURVIVED, HOLE)], 0.75, 0.5),
-        # What is proven to be harmless does not count; a hole does.
-        ([(KILLED, None), (SURVIVED, HARMLESS), (SURVIVED, HOLE)], 0.5, 0.5),
-        ([(SURVIVED, HARMLESS)], 1.0, 1.0),
-        # So does one that no job wakes.
+        # What is proven not to be a fault does not count; a hole does.
+        ([(KILLED, None), (SURVIVED, PROVEN), (SURVIVED, HOLE)], 0.5, 0.5),
+        ([(SURVIVED, PROVEN)], 1.0, 1.0),
+        # So does one that is only said to have no effect.
         ([(KILLED, None)] * 2 + [(SURVIVED, DORMANT), (SURVIVED, HOLE)], 0.5, 0.5),
         ([], 1.0, 1.0),
     ],
@@ -53,8 +53,17 @@ def test_bar():
 
 
 def test_a_proof_that_is_wrong():
-    """What was said to be harmless is found: whatever the score, somebody must look."""
-    assert not passes(rows(*[(KILLED, None)] * 19, (KILLED, HARMLESS)))
+    """What was said to be no fault is found: whatever the score, somebody must look."""
+    assert not passes(rows(*[(KILLED, None)] * 19, (KILLED, PROVEN)))
+
+
+def test_inert():
+    """What changes no job does not count as missed, unless that is asked."""
+    dormant, seen = rows((SURVIVED, DORMANT), (KILLED, None))
+    total = score([dataclasses.replace(dormant, inert=True), seen])
+    assert (total.inert, total.survived) == (1, 0)
+    assert total.shares["silent_score"] == 1.0
+    assert total.shares["with_inert"] == 0.5
 
 
 def test_last_trial_counts():

@@ -92,7 +92,8 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
         ({"fate": "survived"}, State.MISSED, "without an explanation"),
         # A hole that is explained is a hole.
         ({"fate": "survived", "explanation": "unseen", "why": "a hole"}, State.MISSED, "a hole"),
-        ({"fate": "survived", "explanation": "dormant", "why": "p"}, State.GOOD, "p"),
+        ({"fate": "survived", "explanation": "dormant", "why": "p"}, State.MISSED, "p"),
+        ({"fate": "survived", "inert": True}, State.GOOD, "no job trains differently with it"),
         ({"fate": "survived", "explanation": "equivalent", "why": "p"}, State.GOOD, "p"),
         ({"explanation": "equivalent", "why": "no number depends"}, State.ALARM, "but was found"),
         ({"cause_true": False}, State.MISSED, "linear_proj"),
