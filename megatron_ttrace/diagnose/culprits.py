@@ -86,9 +86,12 @@ def localise(
     """
     # The traced step starts from other values: nothing in it is a consequence of initial ones.
     steps = [verdict for verdict in verdicts if verdict.kind is not Kind.INITIAL]
+    # Where several stages claim a layer, they hold initial values of different layers.
+    claimed = {v.name for v in _failures(steps, Kind.PARAM) if v.verdict is Outcome.EXTRA}
     initial = [
         _Origin(verdict, owner(verdict.name), Grounds.INITIAL)
         for verdict in _failures(verdicts, Kind.INITIAL)
+        if verdict.name not in claimed
     ]
     failed = _failures(steps)
     first = min((verdict.iteration for verdict in failed), default=0)

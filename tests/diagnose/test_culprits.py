@@ -488,3 +488,15 @@ def test_an_error_that_surfaces_again_is_no_culprit():
         verdict("other", Kind.OUTPUT, Outcome.DIVERGED, margin=50.0),
     ]
     assert [c.name for c in localise(verdicts)] == ["first", "other"]
+
+
+def test_initial_values_of_a_claimed_layer():
+    """Two stages hold other layers under one number: the number is wrong, not the values."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    found = localise(
+        [
+            verdict(name, Kind.INITIAL, Outcome.REPLICA_CONFLICT),
+            verdict(name, Kind.PARAM, Outcome.EXTRA),
+        ]
+    )
+    assert [(one.kind, one.verdict) for one in found] == [(Kind.PARAM, Outcome.EXTRA)]
