@@ -45,9 +45,9 @@ OVERVIEW = """\
 ttrace checks that a Megatron training job computes what one device would.
 
   ttrace check -- COMMAND   check a job; COMMAND is what starts it
+  ttrace diff A B           compare any two runs: layouts, versions, settings
   ttrace report DIR         show the report of a finished check again
   ttrace doctor             show what is installed and where checks will run
-  ttrace demo               check a healthy job and one with a known bug
 
 `ttrace --help` lists all commands; `ttrace COMMAND --help` has examples.
 """

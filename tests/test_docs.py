@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.__main__ import build_parser
+from megatron_ttrace.cli import demo
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.versions import SUPPORTED
+from megatron_ttrace.report import wording
+from megatron_ttrace.trace.records import Direction, Outcome, Result
 from tests import documents
 from tests.integration.jobs import ROOT
 
@@ -77,6 +80,30 @@ def test_the_support_matrix() -> None:
     assert f">={rows['Python'].split(',')[0]}" == project["requires-python"]
     pythons = [line.rsplit(" ", 1)[-1] for line in project["classifiers"] if ":: 3." in line]
     assert rows["Python"].startswith(", ".join(pythons))
+
+
+def test_the_glossary_has_the_words_of_reports() -> None:
+    """All verdicts, axes, and directions."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    words = [*map(str, Outcome), *map(str, Result), *wording.AXES]
+    assert not [word for word in words if f"`{word}`" not in text]
+    assert not [word for word in map(str, Direction) if not re.search(rf"\b{word}\b", text)]
+
+
+def test_statements_of_the_readme() -> None:
+    """What it says of the demo, the patch and GPUs is so."""
+    text = (ROOT / "README.md").read_text()
+    assert demo._RANKS == 4
+    assert "checks a four-rank job twice" in text
+    added = [
+        sum(line.startswith("+") for line in path.read_text().splitlines()) - 1
+        for path in (ROOT / "patches" / "megatron-lm").glob("core_v*.patch")
+    ]
+    assert set(added) == {4}
+    assert "adds the four lines" in text
+    table = text.partition("| on a GPU |")[2].partition("<!-- end -->")[0].splitlines()[2:]
+    tried = [line for line in table if "**not yet tried**" not in line]
+    assert ("nothing has been tried on a GPU yet" in text) == (not tried)
 
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
@@ -39,7 +38,7 @@ class Parser(flags.Parser):
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             options = [word.partition("=")[0] for word in rest if word.startswith("-")]
-            meant = _similar(options[0], self._option_string_actions) if options else ""
+            meant = flags.similar(options[0], self._option_string_actions) if options else ""
             self.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
         return found, rest
 
@@ -50,14 +49,8 @@ class Parser(flags.Parser):
             choices = [str(choice) for choice in action.choices or ()]
             if len(choices) > _FEW:
                 error.message = f"there is no {str(value)!r}"
-            error.message += _similar(str(value), choices)
+            error.message += flags.similar(str(value), choices)
             raise
-
-
-def _similar(word: str, known: Iterable[str]) -> str:
-    """What a mistyped word may have meant, as the end of a sentence."""
-    found = difflib.get_close_matches(word, list(known), n=2)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def add_evaluation(subparsers: Subparsers) -> Subparsers:

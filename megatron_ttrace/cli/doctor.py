@@ -196,7 +196,7 @@ _OPTIONAL = {
     "TransformerEngine": _transformer_engine,
     "Apex": _apex,
     "wandb": lambda: _tracker(
-        "wandb", "to log verdicts", "runs are written offline if no key is configured"
+        "wandb", "to log verdicts", "runs of a check stay offline without --ttrace-wandb"
     ),
     "TensorBoard": lambda: _tracker(
         "TensorBoard", "for scalars beside the training curves", "used with --tensorboard-dir"

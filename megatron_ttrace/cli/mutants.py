@@ -71,9 +71,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         actions,
         "score",
         _score,
-        summary="score the rows of ttrace mutants run --all",
+        summary="score the rows of ttrace eval mutants run --all",
         description="Score rows of an earlier run, and samples of them.",
-        epilog="example:\n  ttrace mutants score ttrace-out/mutants/rows.jsonl --seed 2 --seed 3",
+        epilog="example:\n"
+        "  ttrace eval mutants score ttrace-out/mutants/rows.jsonl --seed 2 --seed 3",
     )
     scoring.add_argument("rows", type=Path, metavar="ROWS", help="rows.jsonl of the run")
     for action in (listing, running):

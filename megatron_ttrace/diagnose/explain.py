@@ -328,7 +328,7 @@ class Explainer:
             for one in found
             if one.key == key and one.problem is Problem.SHAPE
         ]
-        axes = axes_of(key.name)
+        axes = [axis for axis in axes_of(key.name) if axis in start.DIVIDING]
         return start.other_division(self._reference.entry(key).shape, taken, self._meshes, axes)
 
     def _alike_in(self, key: TraceKey, finding: Finding) -> tuple[int, int] | None:

@@ -65,7 +65,7 @@ def residual(evidence: Evidence) -> Residual:
     scale = evidence.tolerance.rms or 1.0
     counts = [0] * (HIGHEST - LOWEST + 1)
     exact = total = 0
-    worst: list[tuple[float, Element]] = []
+    worst: dict[tuple[int, ...], float] = {}
     for part in evidence.parts:
         for piece, there, box in zip(part.pieces, evidence.expected(part), part.boxes, strict=True):
             error = ((piece - there).abs() / scale).reshape(-1)
@@ -76,15 +76,16 @@ def residual(evidence: Evidence) -> Residual:
             decades = error[error > 0].log10().floor().clamp(LOWEST, HIGHEST).long() - LOWEST
             for at, number in enumerate(torch.bincount(decades, minlength=len(counts)).tolist()):
                 counts[at] += number
-            worst += _worst(error, piece, there, box, part.rank)
-            worst = sorted(worst, key=lambda one: -one[0])[:WORST]
+            for index, size in _worst(error, piece.shape, box):
+                worst[index] = max(size, worst.get(index, 0.0))
+            worst = dict(sorted(worst.items(), key=lambda one: -one[1])[:WORST])
     return Residual(
         evidence.key,
         total,
         exact,
         LOWEST,
         tuple(counts),
-        _side_by_side(evidence, [element.index for _, element in worst]),
+        _side_by_side(evidence, worst),
         tuple((part.rank, _spans(part.boxes)) for part in evidence.parts[:_RANKS]),
     )
 
@@ -103,16 +104,15 @@ def _side_by_side(evidence: Evidence, indices: Iterable[tuple[int, ...]]) -> tup
 
 
 def _worst(
-    error: torch.Tensor, piece: torch.Tensor, there: torch.Tensor, box: Box, rank: int
-) -> Iterator[tuple[float, Element]]:
+    error: torch.Tensor, shape: torch.Size, box: Box
+) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Logical index and error of the worst elements of a part."""
     if not error.numel():
         return
     top = torch.topk(error, min(WORST, error.numel()))
     for size, flat in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-        inside = torch.unravel_index(torch.tensor(flat), piece.shape)
-        index = tuple(s + int(i) for s, i in zip(box.logical, inside, strict=True))
-        values = float(there.reshape(-1)[flat]), float(piece.reshape(-1)[flat])
-        yield size, Element(index, *values, rank)
+        inside = torch.unravel_index(torch.tensor(flat), shape)
+        yield tuple(s + int(i) for s, i in zip(box.logical, inside, strict=True)), size
 
 
 def _spans(boxes: tuple[Box, ...], limit: int = 4) -> str:

@@ -26,6 +26,9 @@ from megatron_ttrace.trace.records import (
     Verdict,
 )
 
+DIVIDING = ("tp", "etp", "ep")
+"""Axes over which a parameter is divided by its module, by a mark on it."""
+
 _OTHER_START = (
     Outcome.DIVERGED,
     Outcome.REPLICA_CONFLICT,

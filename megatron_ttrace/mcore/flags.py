@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -264,10 +265,22 @@ def split(
         before: values that our flags have already; those in ``arguments`` win.
 
     Raises:
-        TTraceError: when one of our flags cannot have its value.
+        TTraceError: when one of our flags cannot have its value, or does not exist.
     """
-    parser = Parser(prog="ttrace check", add_help=False, allow_abbrev=False)
-    return add_arguments(parser).parse_known_args(list(arguments), before)
+    parser = add_arguments(Parser(prog="ttrace check", add_help=False, allow_abbrev=False))
+    ours, theirs = parser.parse_known_args(list(arguments), before)
+    for word in theirs:
+        if word.startswith("--ttrace"):
+            flag = word.partition("=")[0]
+            meant = similar(flag, parser._option_string_actions)
+            parser.error(f"unrecognized arguments: {flag}{meant}")
+    return ours, theirs
+
+
+def similar(word: str, known: Iterable[str]) -> str:
+    """What a mistyped word may have meant, as the end of a sentence."""
+    found = difflib.get_close_matches(word, list(known), n=2)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def parse_iterations(text: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import fim, fingerprint, logged, loss_scale, losses, packed
+from megatron_ttrace.mcore import fim, fingerprint, logged, loss_scale, losses, packed, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
@@ -227,7 +227,9 @@ class ReferenceSession(Session):
     def _overflows(self, scale: float, steps: int, run: Callable[[], Any]) -> bool:
         loss_scale.put(self.model.optimizer, scale)
         for _ in range(steps):
-            self.step(run)
+            # Nothing is logged after these steps, which is what empties the sums of metrics.
+            with quiet.metrics_kept():
+                self.step(run)
             if loss_scale.overflowed(self.model.optimizer):
                 return True
         return False

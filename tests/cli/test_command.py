@@ -16,7 +16,7 @@ def test_without_arguments_four_commands_are_shown(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert said == OVERVIEW
     lines = [line.split()[1] for line in said.splitlines() if line.startswith("  ttrace")]
-    assert lines == ["check", "report", "doctor", "demo"]
+    assert lines == ["check", "diff", "report", "doctor"]
     assert max(map(len, said.splitlines())) <= 80
 
 

@@ -38,7 +38,8 @@ def test_demo(tmp_path: Path) -> None:
         "output",
         "forward",
     )
-    assert not [line for line in done.stdout.splitlines() if len(line) > 80]
+    # Only a path, which is not divided, may be longer.
+    assert not [line for line in done.stdout.splitlines() if len(line) > 80 and "/" not in line]
     # What it says to do next works in the same shell.
     command = done.stdout.partition("As it stands, this runs:\n")[2]
     assert " check --shrink -- torchrun " in command

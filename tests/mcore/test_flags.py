@@ -14,6 +14,7 @@ from megatron_ttrace.mcore.flags import (
     add_arguments,
     parse_iterations,
     settings_from_args,
+    split,
 )
 
 
@@ -115,6 +116,14 @@ def test_every_flag(tmp_path):
         role="reference",
         overrides=Path("o.json"),
     )
+
+
+def test_a_mistyped_flag_of_ours_is_not_left_to_megatron():
+    """It would be refused by every rank, after Megatron is imported."""
+    ours, theirs = split(["--lr", "1", "--ttrace-isolate"])
+    assert (ours.ttrace_isolate, theirs) == (True, ["--lr", "1"])
+    with pytest.raises(TTraceError, match="--ttrace-isolat; did you mean --ttrace-isolate"):
+        split(["--lr", "1", "--ttrace-isolat=1"])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.__main__ import build_parser
-from megatron_ttrace.cli import check
+from megatron_ttrace.cli import jobs as checking
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.processes import job as jobs
@@ -250,7 +250,7 @@ def test_the_isolating_command_is_one_that_check_reads():
     job = Job(Path("a.py"), ("--lr", "1e-3"), 2, Path("out"), ("--ttrace-bug=11",))
     program, *words = job.isolating()
     args = build_parser().parse_args(words)
-    ours, theirs = flags.split(args.command_words[2:], check.before(args))
+    ours, theirs = flags.split(args.command_words[2:], checking.before(args))
     assert program == "ttrace"
     assert (args.command, args.nproc_per_node) == ("check", 2)
     assert args.command_words[:2] == ["--", "a.py"]

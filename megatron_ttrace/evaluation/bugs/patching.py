@@ -53,7 +53,7 @@ def _require_emulation(bug: Bug) -> None:
     if all(patch.module.startswith(te.__name__) for patch in bug.patches) and not te.emulated():
         raise TTraceError(
             f"--ttrace-bug {bug.id}: was in TransformerEngine and is re-created in this project's "
-            "stand-in for it, which runs where the real one does not import: try ttrace bugs run"
+            "stand-in for it, which runs where the real one does not import: ttrace eval bugs run"
         )
 
 

@@ -35,7 +35,7 @@ _MOST_SECONDS = 300.0
 _CULPRITS = 5
 _MORE = ("--eval-interval", "1000")
 """Megatron's own scripts need one."""
-_STEPS = ("--train-iters", "3")
+_STEPS = ("--train-iters", "3", "--log-interval", "1")
 """What one step leaves behind can change the next, and its log."""
 
 
