@@ -31,6 +31,7 @@ and not compared.
 exit code: 0 equivalent, 1 diverged, 2 could not compare
 """
 _CACHE = "TTRACE_CACHE"
+_TRACES = ("candidate", "reference")
 _SHARED = (
     *("ttrace_iterations", "ttrace_init", "ttrace_seeds", "ttrace_device", "ttrace_timeout"),
     "ttrace_allow_unchecked",
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     """Record what is a command, and compare."""
     _require_known(args.known)
     os.environ.setdefault(_CACHE, str((args.directory / "references").resolve()))
+    for other, folder in ((args.b, "a"), (args.a, "b")):
+        _require_apart(other, args.directory / folder, "--directory")
     say = command.silent if args.quiet or args.json else command.progress()
     first = _kept("A", args.a, args.directory, say)
     second = _kept("B", args.b, args.directory, say, like=first)
@@ -91,6 +94,7 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     _require_known(args.known)
     ours, _ = flags.split(found.arguments, jobs.before(args))
     home = Path(ours.ttrace_dir)
+    _require_apart(args.against, home, "--ttrace-dir")
     os.environ.setdefault(_CACHE, str((home / "references").resolve()))
     shared = argparse.Namespace(**{name: getattr(ours, name) for name in _SHARED})
     options = api.words_of(shared)
@@ -98,6 +102,15 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     say("this run")
     report = record.kept(args, _padded_like(first, found), say)
     return _shown(args, first, report.directory, report.directory, ours.ttrace_allow_unchecked)
+
+
+def _require_apart(trace: str, folder: Path, flag: str) -> None:
+    """Refuse a trace that a run would overwrite. Raises ``TTraceError``."""
+    if not os.path.isdir(trace):  # of a long command Path.is_dir raises an error
+        return
+    found = Path(trace).resolve()
+    if found in (folder.resolve(), *(folder.resolve() / n for n in _TRACES)):
+        raise TTraceError(f"{trace} would be overwritten by the other run: choose another {flag}")
 
 
 def _require_known(file: Path | None) -> None:
@@ -119,9 +132,9 @@ def _kept(
     options: list[str] | None = None,
 ) -> Path:
     """The directory of a trace; of a command, after recording it in ``home``."""
-    if Path(what).is_dir():
+    if os.path.isdir(what):
         return Path(what)
-    if len(what.split()) < 2 and not Path(what).is_file():
+    if len(what.split()) < 2 and not os.path.isfile(what):
         raise TTraceError(f"{what}: neither a directory nor a command")
     folder = home / (name or who.lower())
     found = record.parsed(what)

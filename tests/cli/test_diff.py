@@ -48,11 +48,13 @@ def test_commands_are_recorded(place, monkeypatch):
 
     monkeypatch.setattr(record, "run_apart", stand_in)
     both = [f"torchrun --nproc-per-node 2 {JOB}", f"torchrun --nproc-per-node 4 {JOB}"]
+    both[0] += " --seed 1" * 300
     both[1] += " --tensor-model-parallel-size 4"
     assert main(["diff", "--quiet", *both]) == 0
     padded = ("--make-vocab-size-divisible-by", "64")
     layout = ("--tensor-model-parallel-size", "4")
-    assert asked == [("torchrun", "a", (), 2), ("torchrun", "b", (*layout, *padded), 4)]
+    first = ("torchrun", "a", ("--seed", "1") * 300, 2)
+    assert asked == [first, ("torchrun", "b", (*layout, *padded), 4)]
     asked.clear()
     assert main(["diff", "--quiet", "one", f"{JOB} --tensor-model-parallel-size 2"]) == 0
     assert asked[0][2] == ("--tensor-model-parallel-size", "2")
@@ -92,6 +94,9 @@ def test_against_a_command(place, monkeypatch, capsys):
         (["diff", "--allow-unchecked", "2", "one", "one"], "give a share from 0 to 1"),
         (["diff", "one", "nowhere/python x.py --a 1"], "nowhere/python: no such interpreter"),
         (["check", "--against", "one", "--shrink", "--", "x.py"], "--against and --shrink"),
+        (["diff", f"torchrun {JOB}", "--directory", ".", "a"], "choose another --directory"),
+        (["check", "--against", "ttrace-out", "--", "x.py"], "choose another --ttrace-dir"),
+        (["check", "--against", "ttrace-out/reference", "--", "x.py"], "would be overwritten"),
         (["check", "--known", "x.toml", "--", "x.py"], "--known: only with --against"),
         (["record", "--ttrace-dir", "one", "--", "x.py"], "one holds a trace already"),
         (["record"], "no script given: ttrace record -- "),
@@ -99,6 +104,8 @@ def test_against_a_command(place, monkeypatch, capsys):
 )
 def test_bad_input(capsys, words, said):
     """One line that says what to do."""
+    for folder in ("a", "ttrace-out/reference"):
+        Path(folder).mkdir(parents=True)
     assert main(words) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
     assert len(error) == 1
