@@ -126,24 +126,26 @@ class Campaign:
     def run(self, plan: Sequence[tuple[Mutant, Sequence[Configuration]]]) -> Iterator[MutantRow]:
         """Try each mutant in its layouts until one kills it.
 
-        A mutant that is listed as equivalent is tried in the first layout only, to see that it
-        still is. Of another that survives, all its layouts are trained without a check, with it and
-        without it: it is inert if each ends with the same bits. One that cannot be put in is left
-        out, with a line that says so.
+        A layout that trains, to the bit, as without the mutant needs no check: a mutant is inert if
+        that is so in all its layouts. One that is inert, or listed as equivalent, is checked in the
+        first layout only, to see that it survives. One that cannot be put in is left out, with a
+        line that says so.
         """
         for mutant, layouts in plan:
             if not self._fits(mutant):
                 continue
             trials: list[MutantTrial] = []
             explanation, why = survivors.explanation_of(mutant, self._survivors)
-            proven = explanation is Explanation.EQUIVALENT
-            for layout in layouts[:1] if proven else layouts:
+            tried = () if explanation is Explanation.EQUIVALENT else layouts
+            for layout in tried:
+                if self._is_idle(mutant, layout):
+                    continue
                 trials.append(self._try(mutant, layout))
                 if trials[-1].fate is not Fate.SURVIVED:
                     break
-            survived = trials[-1].fate is Fate.SURVIVED
-            inert = survived and not proven and all(self._is_idle(mutant, one) for one in layouts)
-            yield MutantRow(mutant, tuple(trials), explanation, why, inert)
+            alone = trials or [self._try(mutant, layouts[0])]
+            inert = bool(tried) and not trials and alone[-1].fate is Fate.SURVIVED
+            yield MutantRow(mutant, tuple(alone), explanation, why, inert)
 
     def _fits(self, mutant: Mutant) -> bool:
         """Whether the mutant can be put in: its function here is the one in the file."""
