@@ -33,9 +33,14 @@ def interpreter_of(words: Sequence[str]) -> str:
 
 
 def ttrace(
-    interpreter: str, words: Sequence[str], environment: Mapping[str, str], *, quiet: bool
+    interpreter: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    quiet: bool,
+    module: str = "megatron_ttrace",
 ) -> tuple[int, str]:
-    """Run ``ttrace WORDS``, which ends with this process.
+    """Run ``ttrace WORDS``, or another module of ours, which ends with this process.
 
     Returns:
         Its exit code, and what it said last: its error, if it had one.
@@ -44,7 +49,7 @@ def ttrace(
 
     process = subprocess.Popen(
         # Not with the current directory on its path, as `ttrace` has not.
-        tethered([interpreter, "-P", "-m", "megatron_ttrace", *words]),
+        tethered([interpreter, "-P", "-m", module, *words]),
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -72,18 +72,36 @@ class Checkout:
             )
         return tuple(listed)
 
+    def fork_point(self, base: str, head: str) -> str:
+        """The last commit that two have in common.
+
+        Raises:
+            TTraceError: when there is none, as in a shallow clone.
+        """
+        try:
+            return self._git("merge-base", base, head).strip()
+        except TTraceError as error:
+            raise TTraceError(
+                f"{base[:12]} and {head[:12]} have no commit in common: fetch the whole history "
+                "(actions/checkout: fetch-depth: 0; GitLab: GIT_DEPTH: 0)"
+            ) from error
+
+    def is_edited(self) -> bool:
+        """Whether tracked files differ from the commit that is checked out."""
+        return bool(self._git("status", "--porcelain", "--untracked-files=no").strip())
+
     def described(self, commit: str) -> str:
         """Author, date and subject of a commit."""
         said = self._git("show", "--no-patch", "--format=%an, %ad: %s", "--date=short", commit)
         return clean(said.strip(), NOTE_LIMIT)
 
-    def hunks(self, commit: str) -> list[Hunk]:
-        """What a commit changed, compared with its first parent."""
-        words = ["diff", "--no-color", "--no-ext-diff", f"--unified={_CONTEXT}"]
+    def hunks(self, commit: str, base: str = "", context: int = _CONTEXT) -> list[Hunk]:
+        """What a commit changed, compared with another one, or else with its first parent."""
+        words = ["diff", "--no-color", "--no-ext-diff", f"--unified={context}"]
         found: list[Hunk] = []
         file = ""
         old = new = 0  # lines of the hunk that are to come
-        for line in self._git(*words, f"{commit}^1", commit).split("\n"):
+        for line in self._git(*words, base or f"{commit}^1", commit).split("\n"):
             if old > 0 or new > 0:
                 old -= line[:1] in ("-", " ")
                 new -= line[:1] in ("+", " ")

@@ -76,6 +76,27 @@ def test_hunks(home):
     assert [hunk.distance(line) for line in (1, 7, 11, 15)] == [6, 0, 0, 4]
 
 
+def test_a_branch(home):
+    """Where it began, and what it changed since, without the lines around."""
+    git(home, "stash", "-q")
+    git(home, "checkout", "-q", "-b", "branch", "HEAD~1")
+    (home / "a.py").write_text("".join(f"line {number}\n" for number in range(1, 20)))
+    git(home, "commit", "-q", "-a", "-m", "on a branch")
+    checkout = Checkout(home)
+    head = checkout.commit("branch")
+    base = checkout.fork_point(checkout.commit("main"), head)
+    assert base == checkout.commit("main~1")
+    found = checkout.hunks(head, base, context=0)
+    assert [(one.line, one.count) for one in found] == [(0, 0), (8, 1)]
+    assert not checkout.is_edited()
+    (home / "a.py").write_text("being edited\n")
+    assert checkout.is_edited()
+    git(home, "checkout", "-q", "-f", "--orphan", "other")
+    git(home, "commit", "-q", "-m", "unrelated")
+    with pytest.raises(TTraceError, match="fetch-depth: 0"):
+        checkout.fork_point(checkout.commit("other"), head)
+
+
 def test_lines_that_look_like_headers(home):
     """Deleted dashes and added pluses are content."""
     (home / "b.py").write_text("a\n-- b\n")

@@ -74,17 +74,26 @@ class Recipe:
     lost: tuple[str, ...] = ()
 
 
-def collect(checkout: Path, patterns: Sequence[str] = (), most: int = 8) -> list[Recipe]:
+def collect(
+    checkout: Path, patterns: Sequence[str] = (), most: int = 8, places: Sequence[Path] = ()
+) -> list[Recipe]:
     """Find and shrink the configurations of a checkout.
 
     Args:
         checkout: of Megatron-LM.
         patterns: of names; all if there are none.
         most: ranks that a small job may have.
+        places: files and folders in the checkout in which to look, instead of those that
+            Megatron-LM has.
 
     Raises:
         TTraceError: when there are none.
     """
+    if places:
+        paths = sorted({path for place in places for path in _training(place)})
+        return [
+            _recipe(path.relative_to(checkout).as_posix(), path, checkout, most) for path in paths
+        ]
     files = sorted((checkout / _TESTS).rglob("model_config.yaml"))
     scripts = [
         path
@@ -104,9 +113,23 @@ def collect(checkout: Path, patterns: Sequence[str] = (), most: int = 8) -> list
     return found
 
 
+def _training(place: Path) -> list[Path]:
+    """A file, or the configurations and scripts of a folder that train."""
+    if place.is_file():
+        return [place]
+    marks = {".yaml": "MODEL_ARGS", ".yml": "MODEL_ARGS", ".sh": "pretrain_"}
+    return [
+        path
+        for path in place.rglob("*")
+        if path.is_file()
+        and (mark := marks.get(path.suffix))
+        and mark in path.read_text(encoding="utf-8", errors="replace")
+    ]
+
+
 def _recipe(name: str, path: Path, checkout: Path, most: int) -> Recipe:
     try:
-        command = recipe_file.read(path) if path.suffix == ".yaml" else _example(path, checkout)
+        command = recipe_file.read(path) if path.suffix != ".sh" else _example(path, checkout)
     except recipe_file.NoTrainingError as error:
         return Recipe(name, Kind.OTHER, why=_without(path, error))
     except TTraceError as error:
