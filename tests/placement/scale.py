@@ -10,18 +10,19 @@ shape to the encoded boxes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 from megatron_ttrace.compare import wire
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.infer import infer_activation
-from megatron_ttrace.placement.plan import Placements, describe, plan
+from megatron_ttrace.placement.plan import describe, plan
 from megatron_ttrace.placement.token_index import expert_boxes, match
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from tests.placement.routed import dispatch
@@ -49,14 +50,14 @@ MODULES = [
 Planner = Callable[[], list[Measured]]
 
 
-def planner(job: Job, rank: int) -> Planner:
-    """What a rank of the first stage does to plan all that it holds in one step."""
+def planners(job: Job, rank: int) -> dict[str, Planner]:
+    """What a rank of the first stage does to plan what it holds in one step, by kind of tensor."""
     mesh = job.mesh(rank)
     assert mesh.at("pp") == 0
-    parameters, owned = [], []
+    held, owned = [], []
     for chunk in job.chunks[0]:
         dense, experts = list(job.dense(chunk)), list(job.of_experts(chunk, mesh.at("ep")))
-        parameters += dense + experts
+        held += dense + experts
         shard = mesh.at("dp") * job.cp + mesh.at("cp")
         owned += Zero.of(dense, job, job.dp * job.cp).ranges(shard)
         if experts:
@@ -65,51 +66,52 @@ def planner(job: Job, rank: int) -> Planner:
     layers = [layer for chunk in job.chunks[0] for layer in chunk.layers if layer]
     sent = dispatch(job, edp=mesh.at("edp"), ranks=range(mesh.at("ep"), mesh.at("ep") + 1))
     arrived = sent.here[mesh.at("ep")]
-    own = mesh.at("dp")
 
-    def made() -> list[Measured]:
-        found: list[Measured] = []
+    def parameter(kind: Kind, at: ParameterPlace) -> Measured:
+        key = TraceKey(0, STEP_LEVEL, kind, at.name, 0)
+        return Measured(key, describe(at.placement), at.boxes(mesh), at.logical_shape, None)
 
-        def add(
-            key: tuple[int, Kind, str], words: str, boxes: tuple[Box, ...], shape: tuple[int, ...]
-        ) -> None:
-            found.append(Measured(TraceKey(0, *key, 0), words, boxes, shape, None))
+    def parameters() -> list[Measured]:
+        return [parameter(Kind.PARAM, place(one, mesh)) for one in held]
 
-        def steps(kind: Kind, name: str, shape: tuple[int, ...], placement: Placements) -> None:
-            add((STEP_LEVEL, kind, name), describe(placement), plan(shape, placement, mesh), shape)
+    def states() -> list[Measured]:
+        parts = [place(one, mesh).flat(start, end) for one, start, end in owned]
+        return [parameter(kind, at) for at in parts for kind in STATES]
 
-        places = {one: place(one, mesh) for one in parameters}
-        for at in places.values():
-            steps(Kind.PARAM, at.name, at.logical_shape, at.placement)
-        for one, start, end in owned:
-            at = places[one].flat(start, end)
-            for kind in STATES:
-                steps(kind, at.name, at.logical_shape, at.placement)
+    def modules() -> list[Measured]:
+        found = []
         for name, side, dims, blocks in captured:
             whole = tuple(size for size, _ in dims)
             local = tuple(size // math.prod(map(mesh.size, axes)) for size, axes in dims)
             placement = infer_activation(local, whole, mesh, seq_length=SEQUENCE, blocks=blocks)
             boxes = plan(whole, placement, mesh)
             for kind in SIDES[side]:
-                add((own, kind, name), describe(placement), boxes, whole)
-        for layer in layers:
-            for microbatch, known in sent.there.items():
-                rows, strangers = match(arrived, known, microbatch)
-                assert not strangers
-                for module, side, size in MODULES:
-                    gated = module == "linear_fc1" and side == "output"
-                    within = size // job.etp if module else size
-                    local, whole = (
-                        (len(arrived.expert), within),
-                        (len(known.expert), size),
-                    )
-                    words, boxes = expert_boxes(rows, local, whole, mesh, gated=gated)
-                    name = f"decoder.layers.{layer}.mlp.experts.{module}".rstrip(".")
-                    for kind in SIDES[side]:
-                        add((microbatch, kind, name), words, boxes, whole)
+                key = TraceKey(0, mesh.at("dp"), kind, name, 0)
+                found.append(Measured(key, describe(placement), boxes, whole, None))
         return found
 
-    return made
+    def experts() -> list[Measured]:
+        found = []
+        for layer, (microbatch, known) in itertools.product(layers, sent.there.items()):
+            rows, strangers = match(arrived, known, microbatch)
+            assert not strangers
+            for module, side, size in MODULES:
+                gated = module == "linear_fc1" and side == "output"
+                local = len(arrived.expert), size // job.etp if size != HIDDEN else size
+                whole = len(known.expert), size
+                words, boxes = expert_boxes(rows, local, whole, mesh, gated=gated)
+                name = f"decoder.layers.{layer}.mlp.experts.{module}".rstrip(".")
+                for kind in SIDES[side]:
+                    key = TraceKey(0, microbatch, kind, name, 0)
+                    found.append(Measured(key, words, boxes, whole, None))
+        return found
+
+    return {
+        "parameters": parameters,
+        "activations": modules,
+        "rows of experts": experts,
+        "states": states,
+    }
 
 
 def encoded(found: list[Measured]) -> str:
@@ -117,36 +119,30 @@ def encoded(found: list[Measured]) -> str:
     return json.dumps(wire.encode(found))
 
 
-def boxes_by_kind(found: list[Measured]) -> Counter[str]:
-    """Number of boxes of parameters, of states and of activations."""
-    boxes: Counter[str] = Counter()
-    for one in found:
-        kind = "states" if one.key.kind in STATES else "activations"
-        boxes["parameters" if one.key.kind is Kind.PARAM else kind] += len(one.boxes)
-    return boxes
+def boxes_of(found: list[Measured]) -> int:
+    """Number of all tensors' boxes."""
+    return sum(len(one.boxes) for one in found)
 
 
 def main() -> None:
     """Print the table."""
-    print("| ranks | tensors | boxes: parameters | states | activations | bytes | states | time |")
-    print("|---|---|---|---|---|---|---|---|")
-    plans = {job: planner(job, 0) for job in JOBS}
-    times: dict[Job, list[float]] = {job: [] for job in JOBS}
+    print("| ranks | | tensors | boxes | bytes | time |")
+    print("|---|---|---|---|---|---|")
+    plans = {job: planners(job, 0) for job in JOBS}
+    times: dict[tuple[Job, str], list[float]] = defaultdict(list)
     for _ in range(9):
-        for job, made in plans.items():
-            began = time.process_time()
-            encoded(made())
-            times[job].append(time.process_time() - began)
-    for job, made in plans.items():
-        found = made()
-        states = [one for one in found if one.key.kind in STATES]
-        others = [one for one in found if one.key.kind not in STATES]
-        boxes = boxes_by_kind(found)
-        print(
-            f"| {job.world:,} | {len(found)} | {boxes['parameters']} | {boxes['states']} | "
-            f"{boxes['activations']} | {len(encoded(others)):,} | {len(encoded(states)):,} | "
-            f"{statistics.median(times[job]) * 1000:.0f} ms |"
-        )
+        for job, kinds in plans.items():
+            for kind, made in kinds.items():
+                began = time.process_time()
+                encoded(made())
+                times[job, kind].append(time.process_time() - began)
+    for job, kinds in plans.items():
+        for kind, made in kinds.items():
+            found, spent = made(), statistics.median(times[job, kind])
+            print(
+                f"| {job.world:,} | {kind} | {len(found)} | {boxes_of(found):,} | "
+                f"{len(encoded(found)):,} | {spent * 1000:.1f} ms |"
+            )
 
 
 if __name__ == "__main__":
