@@ -39,13 +39,6 @@ TURNED = dataclasses.replace(PLAIN, ep=32, order="tp-cp-ep-pp-dp")
 """In this order Megatron wants as many replicas of experts as of other layers."""
 IDS = {PLAIN: "tp8-cp4-pp16-ep64-dp32", DIVIDED: "tp4-cp2-pp16-ep64-etp2-dp128", TURNED: "pp-dp"}
 LARGE = pytest.mark.parametrize("job", IDS, ids=IDS.get)
-COSTLY = pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(job, id=name, marks=[pytest.mark.nightly] if job != PLAIN else [])
-        for job, name in IDS.items()
-    ],
-)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,7 +69,15 @@ def test_the_model_is_the_public_one():
     assert PLAIN.world == DIVIDED.world == 16_384
 
 
-@COSTLY
+@pytest.mark.parametrize(
+    "job",
+    [
+        PLAIN,
+        pytest.param(DIVIDED, marks=pytest.mark.nightly),
+        pytest.param(TURNED, marks=pytest.mark.nightly),
+    ],
+    ids=IDS.values(),
+)
 def test_parameters(job):
     """Each element of each of 47,000 parameters is held by all replicas and by nobody else."""
     mesh = knowing(job.mesh(0))
@@ -192,7 +193,15 @@ def test_activations(job):
         assert counted(whole, held) == Coverage(replicas, replicas), dims
 
 
-@COSTLY
+@pytest.mark.parametrize(
+    "job",
+    [
+        PLAIN,
+        pytest.param(DIVIDED, marks=pytest.mark.nightly),
+        pytest.param(TURNED, marks=pytest.mark.nightly),
+    ],
+    ids=IDS.values(),
+)
 def test_rows_of_experts(job):
     """Each element of each expert's rows is on one rank; partial ones on all of etp."""
     mesh = knowing(job.mesh(0))
