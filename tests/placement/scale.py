@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time and size of one rank's plan in worlds of 64, 1,024 and 16,384 ranks.
+
+    python -m tests.placement.scale
+
+prints the table of docs/scaling.md. Time is processor time, the median of nine. What Megatron knows
+anyway (ranges of buckets, which tokens arrived) is made before; the plan is everything from a local
+shape to the encoded boxes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from megatron_ttrace.compare import wire
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.placement.infer import infer_activation
+from megatron_ttrace.placement.plan import describe, plan
+from megatron_ttrace.placement.token_index import expert_boxes, match
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from tests.placement.routed import dispatch
+from tests.placement.trillion import EXPERT, HIDDEN, SEQUENCE, Job, Zero, activations, place
+
+JOBS = [
+    Job(tp=8, cp=4, pp=1, dp=2, ep=64),
+    Job(tp=8, cp=4, pp=8, dp=4, ep=64),
+    Job(tp=8, cp=4, pp=16, dp=32, ep=64),
+]
+"""64, 1,024 and 16,384 ranks: each with as many layers and experts on a rank as the others."""
+
+STATES = (Kind.MAIN_GRAD, Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+SIDES = {"input": (Kind.INPUT, Kind.GRAD_INPUT), "output": (Kind.OUTPUT, Kind.GRAD_OUTPUT)}
+MODULES = [
+    ("", "input", HIDDEN),
+    ("linear_fc1", "input", HIDDEN),
+    ("linear_fc1", "output", 2 * EXPERT),
+    ("linear_fc2", "input", EXPERT),
+    ("linear_fc2", "output", HIDDEN),
+    ("", "output", HIDDEN),
+]
+"""Modules of experts that are computed together, and the size of their rows."""
+
+Planner = Callable[[], list[Measured]]
+
+
+def planners(job: Job, rank: int) -> dict[str, Planner]:
+    """What a rank of the first stage does to plan what it holds in one step, by kind of tensor."""
+    mesh = job.mesh(rank)
+    assert mesh.at("pp") == 0
+    held, owned = [], []
+    for chunk in job.chunks[0]:
+        dense, experts = list(job.dense(chunk)), list(job.of_experts(chunk, mesh.at("ep")))
+        held += dense + experts
+        shard = mesh.at("dp") * job.cp + mesh.at("cp")
+        owned += Zero.of(dense, job, job.dp * job.cp).ranges(shard)
+        if experts:
+            owned += Zero.of(experts, job, job.edp).ranges(mesh.at("edp"))
+    captured = [one for chunk in job.chunks[0] for one in activations(chunk, job)]
+    layers = [layer for chunk in job.chunks[0] for layer in chunk.layers if layer]
+    sent = dispatch(job, edp=mesh.at("edp"), ranks=range(mesh.at("ep"), mesh.at("ep") + 1))
+    arrived = sent.here[mesh.at("ep")]
+
+    def parameter(kind: Kind, at: ParameterPlace) -> Measured:
+        key = TraceKey(0, STEP_LEVEL, kind, at.name, 0)
+        return Measured(key, describe(at.placement), at.boxes(mesh), at.logical_shape, None)
+
+    def parameters() -> list[Measured]:
+        return [parameter(Kind.PARAM, place(one, mesh)) for one in held]
+
+    def states() -> list[Measured]:
+        parts = [place(one, mesh).flat(start, end) for one, start, end in owned]
+        return [parameter(kind, at) for at in parts for kind in STATES]
+
+    def modules() -> list[Measured]:
+        found = []
+        for name, side, dims, blocks in captured:
+            whole = tuple(size for size, _ in dims)
+            local = tuple(size // math.prod(map(mesh.size, axes)) for size, axes in dims)
+            placement = infer_activation(local, whole, mesh, seq_length=SEQUENCE, blocks=blocks)
+            boxes = plan(whole, placement, mesh)
+            for kind in SIDES[side]:
+                key = TraceKey(0, mesh.at("dp"), kind, name, 0)
+                found.append(Measured(key, describe(placement), boxes, whole, None))
+        return found
+
+    def experts() -> list[Measured]:
+        found = []
+        for layer, (microbatch, known) in itertools.product(layers, sent.there.items()):
+            rows, strangers = match(arrived, known, microbatch)
+            assert not strangers
+            for module, side, size in MODULES:
+                gated = module == "linear_fc1" and side == "output"
+                local = len(arrived.expert), size // job.etp if size != HIDDEN else size
+                whole = len(known.expert), size
+                words, boxes = expert_boxes(rows, local, whole, mesh, gated=gated)
+                name = f"decoder.layers.{layer}.mlp.experts.{module}".rstrip(".")
+                for kind in SIDES[side]:
+                    key = TraceKey(0, microbatch, kind, name, 0)
+                    found.append(Measured(key, words, boxes, whole, None))
+        return found
+
+    return {
+        "parameters": parameters,
+        "activations": modules,
+        "rows of experts": experts,
+        "states": states,
+    }
+
+
+def encoded(found: list[Measured]) -> str:
+    """As a rank sends them."""
+    return json.dumps(wire.encode(found))
+
+
+def boxes_of(found: list[Measured]) -> int:
+    """Number of all tensors' boxes."""
+    return sum(len(one.boxes) for one in found)
+
+
+def main() -> None:
+    """Print the table."""
+    print("| ranks | | tensors | boxes | bytes | time |")
+    print("|---|---|---|---|---|---|")
+    plans = {job: planners(job, 0) for job in JOBS}
+    times: dict[tuple[Job, str], list[float]] = defaultdict(list)
+    for _ in range(9):
+        for job, kinds in plans.items():
+            for kind, made in kinds.items():
+                began = time.process_time()
+                encoded(made())
+                times[job, kind].append(time.process_time() - began)
+    for job, kinds in plans.items():
+        for kind, made in kinds.items():
+            found, spent = made(), statistics.median(times[job, kind])
+            print(
+                f"| {job.world:,} | {kind} | {len(found)} | {boxes_of(found):,} | "
+                f"{len(encoded(found)):,} | {spent * 1000:.1f} ms |"
+            )
+
+
+if __name__ == "__main__":
+    main()
