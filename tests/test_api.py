@@ -120,7 +120,10 @@ def test_check_returns_what_was_written(tmp_path: Path) -> None:
     assert words[-4:] == ["--lr", "1", "--ttrace-seeds", "2"]
 
 
-DOUBT = """
+DOUBT = f"""
+sys.path.insert(0, {str(ROOT)!r})
+"""
+DOUBT += """
 from tests.report.synthetic_report import culprit_of, embedding_bug
 wrong = next(one for one in embedding_bug()[1] if one.verdict.is_failure)
 
