@@ -324,9 +324,12 @@ def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Verdict]) -> 
     wrong through one whose weights' gradients are wrong, if the others' are right.
     """
     wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
-    sharing: dict[tuple[int, float | None], list[_Origin]] = {}
+    sharing: dict[tuple[int, float], list[_Origin]] = {}
     for one in origins:
-        sharing.setdefault((one.verdict.microbatch, one.verdict.rel_err), []).append(one)
+        error = one.verdict.rel_err
+        # All tensors of zeros have the error 1, and all that are missing have none.
+        if error is not None and math.isfinite(error) and error != 1.0:
+            sharing.setdefault((one.verdict.microbatch, error), []).append(one)
     innocent = {
         id(one)
         for alike in sharing.values()

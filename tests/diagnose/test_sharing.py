@@ -38,6 +38,23 @@ def test_other_errors_are_not_shared() -> None:
     assert [culprit.name for culprit in localise(verdicts)] == [FC1, ROUTER]
 
 
+def test_zeros_are_not_shared() -> None:
+    """All that is zero has the error 1, in the same tensor or not."""
+    zeros = [
+        dataclasses.replace(one, rel_err=1.0)
+        for one in (
+            verdict(FC1, Kind.GRAD_INPUT, Outcome.DIVERGED, margin=9.0),
+            verdict(ROUTER, Kind.GRAD_INPUT, Outcome.DIVERGED, margin=9.0),
+        )
+    ]
+    verdicts = [
+        *(verdict(name, Kind.GRAD_OUTPUT) for name in (FC1, ROUTER)),
+        *zeros,
+        verdict(f"{ROUTER}.weight", Kind.MAIN_GRAD, Outcome.DIVERGED),
+    ]
+    assert [culprit.name for culprit in localise(verdicts)] == [FC1, ROUTER]
+
+
 def test_moments_come_before_the_change() -> None:
     """The change of a parameter is computed from its moments."""
     name = "decoder.layers.1.mlp.linear_fc1.weight"

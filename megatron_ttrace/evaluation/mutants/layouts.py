@@ -36,11 +36,6 @@ LAYOUTS = (
     _job("pp2-vpp2", 2, "gpt", "pp2 vpp2"),
     _job("pp2-uneven", 2, "gpt", "pp2 --num-layers 3 --decoder-first-pipeline-num-layers 1"),
     _job("pp2-split", 2, "gpt", "pp2 --num-layers 3 --account-for-embedding-in-pipeline-split"),
-    _job("pp2-moe", 2, "moe", f"pp2 {_AUX}"),
-    _job(
-        *("pp2-moe-fp16", 2, "moe-te"),
-        f"pp2 mtp --mtp-detach-heads zero --fp16 --loss-scale 256 {_AUX}",
-    ),
     _job("pp2-mtp", 2, "llama-te", "pp2 mtp --mtp-detach-heads zero"),
     _job("tp2-mtp", 2, "llama-te", "tp2 mtp"),
     _job("tp2-sp-dsa", 2, "dsa-te", "tp2 sp"),
