@@ -26,6 +26,7 @@ _GROUNDS = {
     Grounds.INITIAL: "wrong before anything was computed",
     Grounds.START: "differs before anything was computed",
     Grounds.ABSENT: "{note}",
+    Grounds.ABSENT_MODULE: "{note}: {name}, and likewise every parameter of this module",
     Grounds.OUTPUT: "all its inputs pass, its output does not",
     Grounds.OUTPUT_WITHOUT_INPUTS: "it has no traced inputs, and its output fails",
     Grounds.BETWEEN_MODULES: "this input fails although all outputs before it pass",
@@ -39,9 +40,13 @@ _GROUNDS = {
     Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS: "the backward pass starts here",
     Grounds.FIRST_GRADIENT: "forward passes, and this is the first gradient of the backward pass "
     "that fails",
+    Grounds.WITHIN: "forward passes and so do its output gradients, the gradient of {name} inside "
+    "it does not",
     Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
     "not",
     Grounds.REDUCED: "every activation gradient passes, {index} does not have every element once",
+    Grounds.STEPPED: "{index} does not have every element of {name} once: it reads a gradient that "
+    "was not reduced on this rank",
     Grounds.COUNTED: "no main gradient differs, {index} does not have every element once",
     Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
