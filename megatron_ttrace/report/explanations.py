@@ -58,7 +58,10 @@ _GROUNDS = {
 
 _NO_STEP = "the optimizer took no step with this parameter"
 _ZERO = {
-    Kind.PARAM_DELTA: ("never updated: its change is zero", "unknown to the optimizer"),
+    Kind.PARAM_DELTA: (
+        "never updated: its change is zero",
+        "the optimizer's step is zero, or does not reach the parameter",
+    ),
     Kind.MAIN_GRAD: ("the gradient is zero", "never accumulated"),
     Kind.EXP_AVG: ("the first moment is zero", _NO_STEP),
     Kind.EXP_AVG_SQ: ("the second moment is zero", _NO_STEP),
@@ -430,6 +433,8 @@ def _miscounted(finding: f.Miscounted) -> Said:
         if finding.statistic is Statistic.REDUCED:
             some = "gradients of some ranks are "  # at least the rank's own are
         text = f"{some}never counted in {what}"
+        if finding.statistic is Statistic.STEPPED:
+            text = f"{some}never updated by any optimizer"
     others = [clean(name) for name in finding.names[1:]]
     if others:
         shown = ", ".join(others[:_OTHERS]) + ", ..." * (len(others) > _OTHERS)
