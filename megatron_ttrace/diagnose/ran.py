@@ -18,6 +18,7 @@ from megatron_ttrace.trace.collectives import (
     Collective,
     Ledger,
     ModuleCode,
+    Operation,
     Phase,
     Sources,
 )
@@ -79,9 +80,10 @@ def cite(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> Citation 
 def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: bool = True) -> str:
     """``file:line (function)``, where to look for the cause of a failure; empty if not known.
 
-    The call of the reduction that the finding is about, if one ran; else the autograd function that
-    made the tensor, or the code of its module, of the optimizer, or of the training script. What is
-    wrong before the step was made by its module's constructor.
+    The call of a collective that only the same module of other layers ran, or of the reduction that
+    the finding is about; else the autograd function that made the tensor, or the code of its
+    module, of the optimizer, or of the training script. What is wrong before the step was made by
+    its module's constructor.
 
     Args:
         verdict: of the failed tensor.
@@ -106,8 +108,10 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
         return next(iter(norms), sources.optimizer)
     if finding is not None and _CLIPPING in finding.axes:
         return next(iter(norms), sources.optimizer)
+    cited = cite(verdict, finding, ledger)
+    if cited is not None and cited.lacking:
+        return _of_sibling(ledger, verdict, cited.lacking[0])
     if axes := _axes(finding):
-        cited = cite(verdict, finding, ledger)
         calls = [
             one
             for one in (cited.ran if cited else ())
@@ -138,6 +142,16 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
     if verdict.kind is Kind.GRAD_OUTPUT:
         return code.user or (sources.of(name.rpartition(".")[0] or ROOT) or code).forward
     return (verdict.direction is Direction.BACKWARD and code.backward) or code.forward
+
+
+def _of_sibling(ledger: Ledger, verdict: Verdict, what: tuple[Operation, str]) -> str:
+    """Where the same module of another layer calls a collective."""
+    own = pattern(verdict.name.partition("#")[0])
+    return next(
+        one.where
+        for one in _of(ledger, verdict, _PHASES[verdict.direction])
+        if (one.operation, one.group) == what and f"{pattern(one.module)}.".startswith(f"{own}.")
+    )
 
 
 def _layer(sources: Sources, parameter: str) -> ModuleCode:

@@ -84,6 +84,13 @@ def test_what_siblings_ran() -> None:
     assert (cited.lacking, cited.without) == ((), ("tp",))
 
 
+def test_where_siblings_ran_it() -> None:
+    """The call that is missing here, in whichever layer it is not missing."""
+    ledger = Ledger((*BACKWARD[:1], *BACKWARD[2:]), sources=SOURCES)
+    assert where(failed(Kind.GRAD_INPUT, FC1.format(1)), None, ledger) == "call.py:8 (reduce)"
+    assert where(failed(Kind.GRAD_INPUT, FC1.format(0)), None, ledger) == LINEAR.backward
+
+
 def test_siblings_have_the_same_code() -> None:
     """A layer of another class may communicate differently."""
     sources = dataclasses.replace(SOURCES, modules=SOURCES.modules | {FC1.format(1): 1})
