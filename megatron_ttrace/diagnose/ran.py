@@ -23,7 +23,7 @@ from megatron_ttrace.trace.collectives import (
     Sources,
 )
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
+from megatron_ttrace.trace.findings import FACTORS, Cause, Finding, LossShare
 from megatron_ttrace.trace.records import Direction, Kind, Verdict
 
 _PHASES = {
@@ -135,6 +135,8 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
     if finding is not None and finding.cause is Cause.LAYER_NUMBERS:
         return _layer(sources, name).built
     code = sources.of(name) or sources.of(ROOT) or ModuleCode("")
+    if isinstance(finding, LossShare) and code.scaler:
+        return code.scaler
     if verdict.direction is Direction.START:
         return code.built or code.forward
     if verdict.direction is Direction.GRADIENT:
