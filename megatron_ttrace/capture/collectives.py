@@ -155,14 +155,16 @@ class CollectiveTap:
         self._order: dict[str, Any] = {}
         self._functions: dict[str, tuple[str, str]] = {}
         self._users: dict[str, str] = {}
+        self._scalers: dict[str, str] = {}
         self._main = _Run()
         self._runs = {threading.get_ident(): self._main}
         self._iteration = 0
         self.error = ""
 
-    def functions(self, module: str) -> tuple[str, str, str]:
+    def functions(self, module: str) -> tuple[str, str, str, str]:
         """The code that ran in a module and after it (:func:`sources.sources_of`)."""
-        return (*self._functions.get(module, ("", "")), self._users.get(module, ""))
+        seen = self._functions.get(module, ("", ""))
+        return (*seen, self._users.get(module, ""), self._scalers.get(module, ""))
 
     def ledger(self) -> RankLedger:
         """What was recorded, without the code of modules."""
@@ -284,6 +286,8 @@ class CollectiveTap:
                 if place and not sources.in_torch(inspect.getfile(kind)):
                     found.append((number, any(hasattr(one, "variable") for one in after), place))
                     user = place
+                    if sources.scales_loss(kind):
+                        self._scalers[name] = place
             fresh = [one for one in after if one not in seen and not hasattr(one, "variable")]
             seen.update(fresh)
             waiting += ((one, user) for one in fresh)

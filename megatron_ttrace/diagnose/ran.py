@@ -18,11 +18,12 @@ from megatron_ttrace.trace.collectives import (
     Collective,
     Ledger,
     ModuleCode,
+    Operation,
     Phase,
     Sources,
 )
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
+from megatron_ttrace.trace.findings import FACTORS, Cause, Finding, LossShare
 from megatron_ttrace.trace.records import Direction, Kind, Verdict
 
 _PHASES = {
@@ -79,9 +80,10 @@ def cite(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> Citation 
 def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: bool = True) -> str:
     """``file:line (function)``, where to look for the cause of a failure; empty if not known.
 
-    The call of the reduction that the finding is about, if one ran; else the autograd function that
-    made the tensor, or the code of its module, of the optimizer, or of the training script. What is
-    wrong before the step was made by its module's constructor.
+    The call of a collective that only the same module of other layers ran, or of the reduction that
+    the finding is about; else the autograd function that made the tensor, or the code of its
+    module, of the optimizer, or of the training script. What is wrong before the step was made by
+    its module's constructor.
 
     Args:
         verdict: of the failed tensor.
@@ -106,8 +108,10 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
         return next(iter(norms), sources.optimizer)
     if finding is not None and _CLIPPING in finding.axes:
         return next(iter(norms), sources.optimizer)
+    cited = cite(verdict, finding, ledger)
+    if cited is not None and cited.lacking:
+        return _of_sibling(ledger, verdict, cited.lacking[0])
     if axes := _axes(finding):
-        cited = cite(verdict, finding, ledger)
         calls = [
             one
             for one in (cited.ran if cited else ())
@@ -131,6 +135,8 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
     if finding is not None and finding.cause is Cause.LAYER_NUMBERS:
         return _layer(sources, name).built
     code = sources.of(name) or sources.of(ROOT) or ModuleCode("")
+    if isinstance(finding, LossShare) and code.scaler:
+        return code.scaler
     if verdict.direction is Direction.START:
         return code.built or code.forward
     if verdict.direction is Direction.GRADIENT:
@@ -138,6 +144,16 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
     if verdict.kind is Kind.GRAD_OUTPUT:
         return code.user or (sources.of(name.rpartition(".")[0] or ROOT) or code).forward
     return (verdict.direction is Direction.BACKWARD and code.backward) or code.forward
+
+
+def _of_sibling(ledger: Ledger, verdict: Verdict, what: tuple[Operation, str]) -> str:
+    """Where the same module of another layer calls a collective."""
+    own = pattern(verdict.name.partition("#")[0])
+    return next(
+        one.where
+        for one in _of(ledger, verdict, _PHASES[verdict.direction])
+        if (one.operation, one.group) == what and f"{pattern(one.module)}.".startswith(f"{own}.")
+    )
 
 
 def _layer(sources: Sources, parameter: str) -> ModuleCode:

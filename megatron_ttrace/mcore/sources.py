@@ -69,6 +69,15 @@ def is_schedule(file: str) -> bool:
     return file.startswith(f"{megatron_folder()}core/pipeline_parallel/") and in_megatron(file)
 
 
+def scales_loss(function: type) -> bool:
+    """Whether an autograd function adds the gradient of a loss of its own.
+
+    All of Megatron's do it with a scale that schedules set (``MoEAuxLossAutoScaler`` in
+    megatron/core/transformer/moe/moe_utils.py).
+    """
+    return hasattr(function, "set_loss_scale")
+
+
 def enters_autograd(code: CodeType) -> bool:
     """Whether a function starts autograd's engine: what it calls was called by the engine.
 
@@ -123,7 +132,7 @@ def _plain(function: Any) -> Any:
 
 def sources_of(
     chunks: Iterable[Names],
-    functions: Callable[[str], tuple[str, str, str]],
+    functions: Callable[[str], tuple[str, str, str, str]],
     *,
     optimizer: Any,
     finalize: Any,
@@ -133,8 +142,8 @@ def sources_of(
 
     Args:
         chunks: names of its model chunks.
-        functions: the code that was seen in the module of a name (``backward``, ``weight`` and
-            ``user`` of :class:`ModuleCode`).
+        functions: the code that was seen in the module of a name (``backward``, ``weight``,
+            ``user`` and ``scaler`` of :class:`ModuleCode`).
         optimizer: Megatron's, chained or not.
         finalize: what reduces the gradients after the last microbatch.
         step: the training script's forward step.

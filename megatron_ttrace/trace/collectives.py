@@ -141,6 +141,7 @@ class ModuleCode:
         weight: the same for the function that computes the gradient of its weight.
         user: the code that uses its output: ``backward`` of an autograd function, which makes the
             gradient of that, else what called the module.
+        scaler: ``backward`` of the autograd function that adds the gradient of a further loss.
         built: its class's constructor.
     """
 
@@ -148,6 +149,7 @@ class ModuleCode:
     backward: str = ""
     weight: str = ""
     user: str = ""
+    scaler: str = ""
     built: str = ""
 
 

@@ -17,7 +17,7 @@ from megatron_ttrace.trace.collectives import (
     Phase,
     Sources,
 )
-from megatron_ttrace.trace.findings import Cause, Finding
+from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, Loss, LossShare
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Verdict
 
 FC1 = "decoder.layers.{}.mlp.linear_fc1"
@@ -26,6 +26,7 @@ LINEAR = ModuleCode(
     "layers.py:2 (Linear.backward)",
     "w.py:3 (W)",
     "activation.py:1 (Fused.backward)",
+    "losses.py:1 (Scaler.backward)",
     "layers.py:0 (Column.__init__)",
 )
 SOURCES = Sources(
@@ -66,6 +67,9 @@ def failed(kind: Kind, name: str, outcome: Outcome = Outcome.DIVERGED) -> Verdic
 
 BACKWARD = [ran(FC1.format(layer), Phase.BACKWARD) for layer in range(3)]
 PARTIAL = Finding(Cause.PARTIAL, ("tp",))
+SHARE = LossShare(
+    Cause.TOO_LARGE, losses=(Loss.AUXILIARY,), fault=ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
+)
 
 
 def test_what_siblings_ran() -> None:
@@ -82,6 +86,13 @@ def test_what_siblings_ran() -> None:
     cited = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), PARTIAL, few)
     assert cited is not None
     assert (cited.lacking, cited.without) == ((), ("tp",))
+
+
+def test_where_siblings_ran_it() -> None:
+    """The call that is missing here, in whichever layer it is not missing."""
+    ledger = Ledger((*BACKWARD[:1], *BACKWARD[2:]), sources=SOURCES)
+    assert where(failed(Kind.GRAD_INPUT, FC1.format(1)), None, ledger) == "call.py:8 (reduce)"
+    assert where(failed(Kind.GRAD_INPUT, FC1.format(0)), None, ledger) == LINEAR.backward
 
 
 def test_siblings_have_the_same_code() -> None:
@@ -163,6 +174,8 @@ def test_what_may_run_unseen_is_not_missed() -> None:
         (Kind.EXP_AVG, "a.weight", Finding(Cause.TOO_SMALL, ("clipping",)), "norm.py:1 (norm)"),
         (Kind.GRAD_NORM, "grad_norm", Finding(Cause.TOO_LARGE, ("dp",)), "norm.py:1 (norm)"),
         (Kind.GRAD_OUTPUT, FC1.format(1), None, LINEAR.user),
+        (Kind.GRAD_INPUT, FC1.format(1), SHARE, LINEAR.scaler),
+        (Kind.GRAD_INPUT, "decoder.layers.0", SHARE, "layer.py:5 (Layer.forward)"),
         (Kind.GRAD_OUTPUT, "decoder.layers.0.mlp", None, "layer.py:5 (Layer.forward)"),
         (Kind.PARAM, f"{FC1.format(1)}.weight", None, LINEAR.built),
         (
