@@ -91,12 +91,12 @@ def left_over(chunks: list[torch.nn.Module], optimizer: Any) -> dict[str, float]
     """What Megatron would log of a step that adds nothing, just after it has logged a step.
 
     Sums over a step are emptied when they are logged; what is left in them would be added to the
-    next step's. A collective; nothing on ranks that do not log. Numbers that are not defined
-    without a step (a share of no choices) are left out.
+    next step's. A collective; nothing on ranks that do not log. Shares of right choices are left
+    out, for some are of all steps so far, and numbers that are not defined without a step.
     """
     found = _logged(chunks, optimizer, 0, None, None, 0.0)
-    numbers = {name: float(value) for name, value in found.items()}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    sums = {name: float(value) for name, value in found.items() if not name.endswith(CHOICES)}
+    return {name: value for name, value in sums.items() if math.isfinite(value)}
 
 
 def _logged(

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa
 build, forward = TransformerLayer.__init__, MLP.forward
 
 
-def __init__(self, *args, **kwargs):
+def built(self, *args, **kwargs):
     build(self, *args, **kwargs)
     self.mlp.is_noisy = self.layer_number == 2
 
@@ -33,6 +33,6 @@ def noisy(self, *args, **kwargs):
     return output, bias
 
 
-TransformerLayer.__init__, MLP.forward = __init__, noisy
+TransformerLayer.__init__, MLP.forward = built, noisy
 sys.argv = [sys.argv[0], "enabled", *sys.argv[1:]]
 runpy.run_path(str(Path(__file__).with_name("bits.py")), run_name="__main__")

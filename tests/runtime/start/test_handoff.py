@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded start is restored as it was written: parameters, buffers, Adam's moments and its step."""
+"""A loaded start is restored as it was written: parameters, buffers, Adam's moments, its step."""
 
 from pathlib import Path
 from types import SimpleNamespace
