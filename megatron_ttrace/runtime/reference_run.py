@@ -62,10 +62,10 @@ class ReferenceSession(Session):
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
     ) -> None:
         """Continue where the candidate stands in the data and the schedule, if it was loaded."""
-        super().begin(chunks, optimizer, scheduler)
         if started := self._order.started:
             self.start, self.start_step = Path(started.directory), started.step
             started.resume(self.args, scheduler)
+        super().begin(chunks, optimizer, scheduler)
 
     @property
     def is_loaded(self) -> bool:
