@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.capture.step import TracedModel
-from megatron_ttrace.compare.measure import checksum, local_view, logical_view
+from megatron_ttrace.compare.checksum import checksum
+from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
