@@ -38,6 +38,7 @@ from megatron_ttrace.runtime.start.handoff import Started, hand_over
 from megatron_ttrace.trace import counted, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import TraceKey
+from megatron_ttrace.trace.start import StartValues
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 
@@ -112,7 +113,7 @@ class CandidateSession(Session):
             if step == 1 and self.args.overlap_grad_reduce:
                 self._warm_up(run, served)
             with self.rehearsal(restore=not self.settings.exit_after):
-                self.equal_start()
+                self.equal_start(StartValues(self.comparison.reference, block[0]))
                 scale = self._scale_loss(block[0])
                 self.serve(served)
                 for position, iteration in enumerate(block):
