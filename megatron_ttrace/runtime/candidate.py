@@ -39,6 +39,7 @@ from megatron_ttrace.runtime.start.handoff import Started, hand_over
 from megatron_ttrace.trace import counted, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import TraceKey
+from megatron_ttrace.trace.start import StartValues
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 
@@ -133,7 +134,7 @@ class CandidateSession(Session):
     ) -> None:
         """Trace a block of iterations; ``count`` microbatches each, of those that are served."""
         with self.rehearsal(restore=not self.settings.exit_after):
-            self.equal_start()
+            self.equal_start(StartValues(comparison.reference, block[0]))
             statistics.leave_gradients(self.model.chunks)
             scale = self._scale_loss(block[0])
             self.serve(served)

@@ -34,6 +34,7 @@ from megatron_ttrace.runtime.start.parameters import fill
 from megatron_ttrace.runtime.start.tokens import spread_batch
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import STEP_LEVEL, VALUE, Kind
+from megatron_ttrace.trace.start import StartValues
 
 type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
 """What Megatron gives to ``train_step``; a list has one iterator per virtual-pipeline chunk."""
@@ -116,11 +117,19 @@ class Session(abc.ABC):
                 found.append([iteration])
         return found
 
-    def equal_start(self) -> None:
+    def equal_start(
+        self,
+        stored: StartValues | None = None,
+        keep: Callable[[str, torch.Tensor], None] | None = None,
+    ) -> None:
         """Overwrite all parameters, the optimizer's copies of them, and its moments.
 
         Buffers, and the schedules of learning rate and weight decay, are those with which the run
         began: the reference makes no steps before a traced one.
+
+        Args:
+            stored: has the values already. A GPU generates them in less time than they are read in.
+            keep: is given the moments.
         """
         for buffer, value in self._buffers:
             buffer.data.copy_(value)
@@ -130,8 +139,9 @@ class Session(abc.ABC):
         if self.start is not None:
             handoff.restore(self.model, self.start, self.start_step)
             return
+        stored = stored if self.device.type == "cpu" else None
         parts = parts_of(self.model.chunks)
-        self.ranks.together("setting the start values", lambda: self._fill(parts))
+        self.ranks.together("setting the start values", lambda: self._fill(parts, stored))
         if buffers_of(self.model.chunks):
             publish(self.model.chunks)
         else:
@@ -144,9 +154,13 @@ class Session(abc.ABC):
                 [(place, owned[p]) for p, place in self.model.places() if p in owned],
                 self.model.mesh,
                 seed=self.args.seed,
+                stored=stored,
+                keep=keep,
             )
 
-    def _fill(self, parts: Mapping[torch.nn.Parameter, WeightPart]) -> None:
+    def _fill(
+        self, parts: Mapping[torch.nn.Parameter, WeightPart], stored: StartValues | None
+    ) -> None:
         from megatron.core.utils import get_model_config
 
         config = get_model_config(self.model.chunks[0])
@@ -161,6 +175,7 @@ class Session(abc.ABC):
                 seed=self.args.seed,
                 config=config,
                 init=self.settings.init,
+                stored=stored,
             )
             if part:
                 part.stepped.copy_(target)
