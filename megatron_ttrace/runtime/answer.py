@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ttrace.capture.step import TracedModel
@@ -26,6 +26,27 @@ from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.store import seal
 
 
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one rank concludes from the findings of all."""
+
+    summary: Summary
+    verdicts: list[Verdict]
+    ledger: Ledger
+
+    def settled(self, alone: Summary, timings: Mapping[str, float]) -> Answer:
+        """This answer, and what a check with modules isolated found."""
+        from megatron_ttrace.report import wording  # only the rank that judges needs it
+
+        told = wording.isolated_texts(alone.culprits)
+        summary = dataclasses.replace(
+            self.summary,
+            notices=(*(f"isolated: {text}" for text in told), *self.summary.notices),
+            timings={**self.summary.timings, **timings},
+        )
+        return dataclasses.replace(self, summary=summary)
+
+
 def answer(
     comparison: Comparison,
     findings: Sequence[tuple[dict[str, Any], Any, Any, Any]],
@@ -36,7 +57,7 @@ def answer(
     timings: dict[str, float],
     notices: Sequence[str],
     separate: Separate | None,
-) -> tuple[Summary, list[Verdict], Ledger]:
+) -> Answer:
     """Conclude, on one rank.
 
     ``findings`` are each rank's mesh, measurements, counts and ledger, as JSON. ``separate`` finds
@@ -69,7 +90,7 @@ def answer(
         ledger=ledger,
         separate=separate,
     )
-    return dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger
+    return Answer(dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger)
 
 
 def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> RunConfig:
@@ -111,19 +132,19 @@ def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings)
     )
 
 
-def publish(summary: Summary, verdicts: list[Verdict], ledger: Ledger, settings: Settings) -> None:
+def publish(found: Answer, settings: Settings) -> None:
     """Write the report; send it to the trackers that Megatron has opened."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     from megatron_ttrace import report
 
     report.publish(
-        summary,
-        verdicts,
+        found.summary,
+        found.verdicts,
         settings.directory,
         wandb_run=getattr(get_wandb_writer(), "run", None),
         tensorboard=get_tensorboard_writer(),
         wandb=settings.wandb,
         wandb_online=settings.wandb_online,
-        collectives=ledger.collectives,
+        collectives=found.ledger.collectives,
     )

@@ -25,7 +25,6 @@ from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
-from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
@@ -108,16 +107,19 @@ def conclude(
     ]
     verdicts, exact = exactness.examine(review(verdicts), config.arithmetic)
     judged = time.monotonic()
-    explainer = Explainer(reference, candidate, tolerances, measured=measured, ledger=ledger)
+    explainer = Explainer(
+        reference,
+        candidate,
+        tolerances,
+        measured=measured,
+        ledger=ledger,
+        counted=coverage.findings,
+    )
     verdicts = explainer.started(verdicts)
-
-    def explain(verdict: Verdict) -> Explanation:
-        return explainer.explain(verdict, coverage.findings.get(verdict.key))
-
-    culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+    culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
     if separate is not None and explainer.unexplained:
         explainer.separate(separate)
-        culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+        culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]
