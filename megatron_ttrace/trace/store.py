@@ -34,7 +34,9 @@ import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,9 @@ __all__ = [
 
 FORMAT = 4
 META = "meta.json"
-_CHUNK_BYTES = 256 << 20
+_CHUNK_BYTES = 64 << 20
+_MAX_WAITING = 2
+"""Chunks that are being written or wait for it."""
 _MAX_META = 64 << 20
 _DIGEST = re.compile("[0-9a-f]{32}")
 _SEALED_SUFFIXES = (".safetensors", ".jsonl")
@@ -87,8 +91,9 @@ def atomic_write(path: Path, text: str) -> None:
 class TraceWriter:
     """Appends tensors of one rank to a trace directory.
 
-    Data is copied when it is added, because training may overwrite it, and written in chunks to
-    bound the memory.
+    Data is copied when it is added, because training may overwrite it, and written in chunks by a
+    thread. One chunk may wait for it: adding more waits too, so that at most three are in memory.
+    What the thread raises is raised by the next call.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -99,6 +104,8 @@ class TraceWriter:
         self._chunk_bytes = 0
         self._chunks = 0
         self._awaits_gpu = False
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: deque[Future[None]] = deque()
         directory.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
@@ -109,7 +116,7 @@ class TraceWriter:
         number = len(self._lines)
         if data is not None:
             name = str(number)
-            # A GPU fills pinned memory while training goes on; _flush waits for that.
+            # A GPU fills pinned memory while training goes on; _write waits for that.
             host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
             self._chunk[name] = host.copy_(data.detach(), non_blocking=True)
             self._awaits_gpu |= data.is_cuda
@@ -123,6 +130,12 @@ class TraceWriter:
     def close(self) -> None:
         """Write what is left, and the index."""
         self._flush()
+        try:
+            self._settle(0)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
         atomic_write(
             self.directory / f"{self._stem}.index.jsonl",
             "".join(line + "\n" for line in self._lines),
@@ -132,13 +145,26 @@ class TraceWriter:
         return f"{self._stem}.{self._chunks:04d}.safetensors"
 
     def _flush(self) -> None:
-        if self._chunk:
-            if self._awaits_gpu:
-                torch.cuda.synchronize()
-                self._awaits_gpu = False
-            save_file(self._chunk, self.directory / self._file_name())
-            self._chunk, self._chunk_bytes = {}, 0
-            self._chunks += 1
+        if not self._chunk:
+            return
+        self._settle(_MAX_WAITING - 1)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1)
+        path = self.directory / self._file_name()
+        self._waiting.append(self._thread.submit(_write, self._chunk, path, self._awaits_gpu))
+        self._chunk, self._chunk_bytes, self._awaits_gpu = {}, 0, False
+        self._chunks += 1
+
+    def _settle(self, most: int) -> None:
+        """Wait until at most so many chunks are not written yet."""
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
+
+
+def _write(chunk: dict[str, torch.Tensor], path: Path, awaits_gpu: bool) -> None:
+    if awaits_gpu:
+        torch.cuda.synchronize()
+    save_file(chunk, path)
 
 
 def seal(directory: Path, meta: dict[str, Any]) -> None:
