@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from megatron_ttrace.compare.judge import Holder, conflicting, verdict_of
+from megatron_ttrace.compare.judge import conflicting, verdict_of
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.mcore.roles import without_number
@@ -27,6 +27,8 @@ LIMIT = 36.0
 FEW = 8
 """Fewer random numbers are not judged: in bf16 four of them may well be equal by chance."""
 
+Holder = tuple[int, Measured]
+"""A rank and what it found out about a parameter."""
 Region = tuple[object, ...]
 Expected = tuple[tuple[int, ...], Moments]
 """Shape and moments of a parameter in the reference."""

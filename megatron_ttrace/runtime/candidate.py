@@ -7,7 +7,6 @@ This file decides when; how is in ``requirements.py`` (which runs are refused), 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from megatron_ttrace.runtime.recording import Recording
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import counted, shared
+from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
@@ -217,19 +216,19 @@ class CandidateSession(Session):
         Megatron keeps its W&B and TensorBoard writers there.
         """
         began = time.monotonic()
-        findings = self.ranks.exchange(
+        failed = frozenset(answer.failing(self.comparison, self.ranks, self.device))
+        findings = self.ranks.collect(
             "collecting the measurements",
-            lambda: [
-                dataclasses.asdict(self.model.mesh),
-                self.comparison.findings(),
-                counted.encode(self.comparison.counted),
-                self._recording.message(),
-            ],
+            lambda: answer.findings_of(
+                dist.get_rank(), self.model.mesh, self.comparison, self._recording.message()
+            ),
+            lambda parts: answer.merged(parts, failed, self.comparison, self.args),
             self.device,
         )
         self._timings["gather"] = time.monotonic() - began
 
         def report() -> int:
+            assert findings is not None, "the last rank has them"
             summary, verdicts, ledger = answer.answer(
                 self.comparison,
                 findings,
