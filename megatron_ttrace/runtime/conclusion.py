@@ -27,7 +27,6 @@ from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
-from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
@@ -112,17 +111,18 @@ def conclude(
     failed = {verdict.key for verdict in verdicts if verdict.verdict.is_failure}
     of_interest = (one for one in held if one.found.key in failed or is_start(one.found.key))
     explainer = Explainer(
-        reference, candidate, tolerances, measured=by_rank(of_interest), ledger=ledger
+        reference,
+        candidate,
+        tolerances,
+        measured=by_rank(of_interest),
+        ledger=ledger,
+        counted=coverage.findings,
     )
     verdicts = explainer.started(verdicts)
-
-    def explain(verdict: Verdict) -> Explanation:
-        return explainer.explain(verdict, coverage.findings.get(verdict.key))
-
-    culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+    culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
     if separate is not None and explainer.unexplained:
         explainer.separate(separate)
-        culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+        culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]

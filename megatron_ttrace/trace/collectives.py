@@ -139,11 +139,16 @@ class ModuleCode:
         backward: ``backward`` of the last autograd function of its backward pass, which makes the
             gradient of its input.
         weight: the same for the function that computes the gradient of its weight.
+        user: the code that uses its output: ``backward`` of an autograd function, which makes the
+            gradient of that, else what called the module.
+        built: its class's constructor.
     """
 
     forward: str
     backward: str = ""
     weight: str = ""
+    user: str = ""
+    built: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -126,6 +126,8 @@ class Reason(StrEnum):
     """Unchecked: it fails, and is on the list of known differences between the two runs."""
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""
+    RANDOM_STATE = "random state"
+    """Copies of initial values that differ, each with the reference's distribution."""
     COUNTED_TWICE = "counted twice"
     """Elements are in a norm, a count or an update more than once."""
     NEVER_COUNTED = "never counted"
