@@ -36,7 +36,7 @@ from megatron_ttrace.runtime.recording import Recording
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import counted, shared
+from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.start import StartValues
@@ -299,8 +299,9 @@ class CandidateSession(Session):
         self.ranks.from_one(dist.get_world_size() - 1, "judging with modules isolated", judge)
 
     def _answer(
-        self, comparison: Comparison, findings: Sequence[Any], settings: Settings
+        self, comparison: Comparison, findings: dict[str, Any] | None, settings: Settings
     ) -> answer.Answer:
+        assert findings is not None, "the last rank has them"
         return answer.answer(
             comparison,
             findings,
@@ -312,14 +313,12 @@ class CandidateSession(Session):
             separate=self._separate if losses.present(self.args) and not settings.isolate else None,
         )
 
-    def _findings(self, comparison: Comparison, ledger: Any) -> list[Any]:
-        return self.ranks.exchange(
+    def _findings(self, comparison: Comparison, ledger: Any) -> dict[str, Any] | None:
+        """The findings of all ranks, on the last one."""
+        failed = frozenset(answer.failing(comparison, self.ranks, self.device))
+        return self.ranks.collect(
             "collecting the measurements",
-            lambda: [
-                dataclasses.asdict(self.model.mesh),
-                comparison.findings(),
-                counted.encode(comparison.counted),
-                ledger,
-            ],
+            lambda: answer.findings_of(dist.get_rank(), self.model.mesh, comparison, ledger),
+            lambda parts: answer.merged(parts, failed, comparison, self.args),
             self.device,
         )
