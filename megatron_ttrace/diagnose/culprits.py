@@ -29,6 +29,8 @@ from megatron_ttrace.report.ledger import citation_text
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation, Grounds
 from megatron_ttrace.trace.records import (
+    LEFT,
+    LOADS,
     MOMENTS,
     STEP_LEVEL,
     Culprit,
@@ -392,11 +394,19 @@ def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
     # Without their gradients the norm is wrong, and with it every clipped update.
     return (
         never
-        or [_Origin(v, owner(v.name), Grounds.UPDATE) for v in verdicts if v is first.get(v.name)]
+        or [_Origin(v, owner(v.name), _grounds(v)) for v in verdicts if v is first.get(v.name)]
         or [
-            _Origin(verdict, verdict.name, Grounds.METRIC)
+            _Origin(verdict, verdict.name, _grounds(verdict))
             for verdict in _failures(verdicts, Kind.METRIC)
         ]
+    )
+
+
+def _grounds(verdict: Verdict) -> Grounds:
+    if verdict.kind is Kind.METRIC:
+        return Grounds.LEFT_OVER if verdict.index == LEFT else Grounds.METRIC
+    return (
+        Grounds.LOADS if (verdict.kind, verdict.index) == (Kind.BUFFER, LOADS) else Grounds.UPDATE
     )
 
 

@@ -40,6 +40,8 @@ class Grounds(StrEnum):
     COUNTED = "counted"
     GRAD_NORM = "grad_norm"
     METRIC = "metric"
+    LEFT_OVER = "left_over"
+    LOADS = "loads"
     NO_OPTIMIZER_STATE = "no_optimizer_state"
     UPDATE = "update"
     ISOLATED = "isolated"
