@@ -47,7 +47,7 @@ _SURFACING = 5.0
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 _REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
-_SPECIAL = {(Kind.METRIC, LEFT): Grounds.LEFT_OVER, (Kind.BUFFER, LOADS): Grounds.LOADS}
+_SPECIAL = dict.fromkeys([(Kind.METRIC, LEFT), (Kind.BUFFER, LOADS)], Grounds.LEFT_OVER)
 _UPDATED = (*MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 
