@@ -52,9 +52,7 @@ _GROUNDS = {
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
     Grounds.UPDATE: "its main gradient passes, the optimizer's {kind} of {name} does not",
     Grounds.METRIC: "every update passes, what Megatron logs as {name} does not",
-    Grounds.LEFT_OVER: "what Megatron logs as {name} is not what it is on a single device if the "
-    "step is logged twice: a sum that is not emptied goes into the next step's",
-    Grounds.LOADS: "its routing passes, the loads of experts by which {name} is updated do not",
+    Grounds.LEFT_OVER: "what it computes passes, not what it leaves of {name} for the next step",
     Grounds.ISOLATED: "it was computed from the reference's own tensors, and differs",
     Grounds.FIRST_FAILURE: "first failure in execution order; no module explains it",
 }

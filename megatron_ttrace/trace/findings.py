@@ -41,7 +41,6 @@ class Grounds(StrEnum):
     GRAD_NORM = "grad_norm"
     METRIC = "metric"
     LEFT_OVER = "left_over"
-    LOADS = "loads"
     NO_OPTIMIZER_STATE = "no_optimizer_state"
     UPDATE = "update"
     ISOLATED = "isolated"
