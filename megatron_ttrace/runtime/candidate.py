@@ -7,6 +7,7 @@ This file decides when; how is in ``requirements.py`` (which runs are refused), 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -22,7 +23,7 @@ from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.mcore import fim, loss_scale, losses, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.flags import Keep, Settings
 from megatron_ttrace.runtime import answer, launch, requirements
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.comparison import (
@@ -35,7 +36,8 @@ from megatron_ttrace.runtime.recording import Recording
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import counted, shared
+from megatron_ttrace.trace import cleaning, counted, shared
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
@@ -182,9 +184,11 @@ class CandidateSession(Session):
         directory, checksum = self.ranks.from_one(
             0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
         )
+        budget = Budget(self.settings.memory_mb << 20)
         self._comparison = Comparison(
-            TraceReader(Path(directory), announced=checksum),
-            TraceWriter(self.settings.directory / "candidate", dist.get_rank()),
+            TraceReader(Path(directory), announced=checksum, budget=budget),
+            TraceWriter(self.settings.directory / "candidate", dist.get_rank(), budget),
+            budget=budget,
             keep_all=self.settings.save_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
@@ -244,4 +248,15 @@ class CandidateSession(Session):
             return summary.verdict.exit_code
 
         last = dist.get_world_size() - 1
-        return ExitCode(self.ranks.from_one(last, "writing the report", report))
+        code = ExitCode(self.ranks.from_one(last, "writing the report", report))
+        if dist.get_rank() == 0:
+            self._leave_what_is_kept()
+        return code
+
+    def _leave_what_is_kept(self) -> None:
+        if self.settings.keep is not Keep.NONE:
+            return
+        with contextlib.suppress(OSError):
+            shared.remove_traces(self.settings.directory)
+            if self.settings.reference is None:
+                cleaning.remove_reference(self.settings.directory)
