@@ -154,14 +154,17 @@ class CollectiveTap:
         self._ran: collections.Counter[tuple[Any, ...]] = collections.Counter()
         self._order: dict[str, Any] = {}
         self._functions: dict[str, tuple[str, str]] = {}
+        self._users: dict[str, str] = {}
+        self._scalers: dict[str, str] = {}
         self._main = _Run()
         self._runs = {threading.get_ident(): self._main}
         self._iteration = 0
         self.error = ""
 
-    def functions(self, module: str) -> tuple[str, str]:
-        """Where the autograd functions of a module are (:func:`sources.sources_of`)."""
-        return self._functions.get(module, ("", ""))
+    def functions(self, module: str) -> tuple[str, str, str, str]:
+        """The code that ran in a module and after it (:func:`sources.sources_of`)."""
+        seen = self._functions.get(module, ("", ""))
+        return (*seen, self._users.get(module, ""), self._scalers.get(module, ""))
 
     def ledger(self) -> RankLedger:
         """What was recorded, without the code of modules."""
@@ -239,6 +242,8 @@ class CollectiveTap:
         name = self._modules.get(module)
         if name is not None:
             run = self._run
+            if name not in self._users and not run.stack:
+                self._guard(self._find_caller, name)
             run.stack.append(name)
             run.changed()
 
@@ -251,27 +256,41 @@ class CollectiveTap:
         if name not in self._functions:
             self._guard(self._find_functions, name, output)
 
+    def _find_caller(self, name: str) -> None:
+        """What calls the model: the schedule, which also scales its loss."""
+        frame = sys._getframe(1)
+        while frame is not None and not sources.is_schedule(frame.f_code.co_filename):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            self._users[name] = sources.shown(frame.f_code, frame.f_lineno)
+
     def _find_functions(self, name: str, output: Any) -> None:
         """Find the Python autograd functions among the graph nodes that a module made itself."""
         run = self._run
-        waiting = [t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None]
-        seen = set(waiting)
+        waiting = [(t.grad_fn, "") for _, t in tensors_in(output) if t.grad_fn is not None]
+        seen = {node for node, _ in waiting}
         found: list[tuple[int, bool, str]] = []
         while waiting and len(seen) < _NODES:
-            node = waiting.pop()
+            node, user = waiting.pop()
             number = node._sequence_nr()
             maker = run.made(number)
             if not (maker == name or maker.startswith(f"{name}.") or (maker and name == ROOT)):
                 continue
+            if maker != name and user:
+                self._users.setdefault(maker, user)
+                user = ""
             after = [one for one, _ in node.next_functions if one is not None]
             kind = getattr(type(node), "_forward_cls", None)
             if kind is not None and maker == name:
                 place = sources.function_place(kind.backward)
                 if place and not sources.in_torch(inspect.getfile(kind)):
                     found.append((number, any(hasattr(one, "variable") for one in after), place))
+                    user = place
+                    if sources.scales_loss(kind):
+                        self._scalers[name] = place
             fresh = [one for one in after if one not in seen and not hasattr(one, "variable")]
             seen.update(fresh)
-            waiting += fresh
+            waiting += ((one, user) for one in fresh)
         if seen:
             found.sort()
             weight = [place for _, accumulates, place in found if accumulates]

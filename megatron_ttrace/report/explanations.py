@@ -26,6 +26,7 @@ _GROUNDS = {
     Grounds.INITIAL: "wrong before anything was computed",
     Grounds.START: "differs before anything was computed",
     Grounds.ABSENT: "{note}",
+    Grounds.ABSENT_MODULE: "{note}: {name}, and likewise every parameter of this module",
     Grounds.OUTPUT: "all its inputs pass, its output does not",
     Grounds.OUTPUT_WITHOUT_INPUTS: "it has no traced inputs, and its output fails",
     Grounds.BETWEEN_MODULES: "this input fails although all outputs before it pass",
@@ -39,21 +40,31 @@ _GROUNDS = {
     Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS: "the backward pass starts here",
     Grounds.FIRST_GRADIENT: "forward passes, and this is the first gradient of the backward pass "
     "that fails",
+    Grounds.WITHIN: "forward passes and so do its output gradients, the gradient of {name} inside "
+    "it does not",
     Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
     "not",
     Grounds.REDUCED: "every activation gradient passes, {index} does not have every element once",
+    Grounds.STEPPED: "{index} does not have every element of {name} once: it reads a gradient that "
+    "was not reduced on this rank",
     Grounds.COUNTED: "no main gradient differs, {index} does not have every element once",
     Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
     Grounds.UPDATE: "its main gradient passes, the optimizer's {kind} of {name} does not",
     Grounds.METRIC: "every update passes, what Megatron logs as {name} does not",
+    Grounds.LEFT_OVER: "what Megatron logs as {name} is not what it is on a single device if the "
+    "step is logged twice: a sum that is not emptied goes into the next step's",
+    Grounds.LOADS: "its routing passes, the loads of experts by which {name} is updated do not",
     Grounds.ISOLATED: "it was computed from the reference's own tensors, and differs",
     Grounds.FIRST_FAILURE: "first failure in execution order; no module explains it",
 }
 
 _NO_STEP = "the optimizer took no step with this parameter"
 _ZERO = {
-    Kind.PARAM_DELTA: ("never updated: its change is zero", "unknown to the optimizer"),
+    Kind.PARAM_DELTA: (
+        "never updated: its change is zero",
+        "the optimizer's step is zero, or does not reach the parameter",
+    ),
     Kind.MAIN_GRAD: ("the gradient is zero", "never accumulated"),
     Kind.EXP_AVG: ("the first moment is zero", _NO_STEP),
     Kind.EXP_AVG_SQ: ("the second moment is zero", _NO_STEP),
@@ -425,6 +436,8 @@ def _miscounted(finding: f.Miscounted) -> Said:
         if finding.statistic is Statistic.REDUCED:
             some = "gradients of some ranks are "  # at least the rank's own are
         text = f"{some}never counted in {what}"
+        if finding.statistic is Statistic.STEPPED:
+            text = f"{some}never updated by any optimizer"
     others = [clean(name) for name in finding.names[1:]]
     if others:
         shown = ", ".join(others[:_OTHERS]) + ", ..." * (len(others) > _OTHERS)

@@ -17,7 +17,6 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tokens import match
-from megatron_ttrace.compare.wire import encode
 from megatron_ttrace.mcore import packed
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.partials import partials
@@ -110,11 +109,11 @@ class Comparison:
         yield sink
         self._measured += sink.measured
 
-    def findings(self) -> Any:
-        """Everything that was measured, as JSON for the rank that judges; closes the files."""
+    def findings(self) -> list[Measured]:
+        """Everything that was measured; closes the files."""
         if self._keep_all or len(self._writer):
             self._writer.close()
-        return encode(self._measured)
+        return self._measured
 
 
 def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -> RankLayout:

@@ -38,6 +38,7 @@ from megatron_ttrace.trace.budget import require_space
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.start import write_moments
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
 _MORE_OF_A_PARAMETER = 5 * 4
@@ -66,10 +67,10 @@ class ReferenceSession(Session):
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
     ) -> None:
         """Continue where the candidate stands in the data and the schedule, if it was loaded."""
-        super().begin(chunks, optimizer, scheduler)
         if started := self._order.started:
             self.start, self.start_step = Path(started.directory), started.step
             started.resume(self.args, scheduler)
+        super().begin(chunks, optimizer, scheduler)
 
     @property
     def is_loaded(self) -> bool:
@@ -179,7 +180,11 @@ class ReferenceSession(Session):
     ) -> None:
         numbers = range(count)
         with self.rehearsal(restore=True):
-            self.equal_start()
+            moments: dict[str, torch.Tensor] = {}
+            self.equal_start(keep=moments.__setitem__)
+            if self.device.type == "cpu" and block[0] == self.settings.iterations[0]:
+                write_moments(self._directory, moments)
+            del moments
             self.serve(served)
             again = self._started(served)
             scale = self._fitting_loss_scale(len(block), run, again)

@@ -158,3 +158,18 @@ def remove_reference(folder: Path) -> None:
     home = folder / REFERENCE
     if home.is_symlink() or (home / META).is_file():
         shared.remove_listed(home, _OF_A_REFERENCE)
+
+
+def remove_tensors(folder: Path, *, own: bool) -> None:
+    """Remove all tensors of a run, but not its reports.
+
+    Args:
+        folder: of the run.
+        own: whether its reference belongs to it; one that was given by the user stays.
+
+    Raises:
+        OSError: when a file cannot be removed.
+    """
+    shared.remove_traces(folder)
+    if own:
+        remove_reference(folder)

@@ -139,11 +139,18 @@ class ModuleCode:
         backward: ``backward`` of the last autograd function of its backward pass, which makes the
             gradient of its input.
         weight: the same for the function that computes the gradient of its weight.
+        user: the code that uses its output: ``backward`` of an autograd function, which makes the
+            gradient of that, else what called the module.
+        scaler: ``backward`` of the autograd function that adds the gradient of a further loss.
+        built: its class's constructor.
     """
 
     forward: str
     backward: str = ""
     weight: str = ""
+    user: str = ""
+    scaler: str = ""
+    built: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -40,7 +40,9 @@ SHARES = ".shares-"
 """Begin of the name of a directory of losses' shares, which its run removes."""
 
 _REPORTS = ("summary.json", "verdicts.jsonl", "collectives.jsonl", "report.html", "junit.xml")
-_TRACES = ("candidate", "start")
+ISOLATED = "isolated"
+"""Folder in a run's directory: of a rehearsal with modules isolated, while it is judged."""
+_TRACES = ("candidate", "start", f"{ISOLATED}/candidate", ISOLATED)
 _OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
 _OF_SHARES = re.compile(rf"{_OF_A_TRACE.pattern}|overrides\.json")
 _OF_LOGS = re.compile(r"rank-\d+\.log|.*\.request\.json")

@@ -8,6 +8,7 @@ Layout of a trace directory::
     rank-00000.0000.safetensors  the tensors, in chunks
     tolerances.jsonl             (reference) how far perturbed replays moved each tensor
     overrides.json               (reference) what the run that made it was told
+    start.0000.safetensors       (reference on a CPU) start values of moments (``trace/start.py``)
 
 An index line names the tensor's key and where its data is (``file``, ``tensor``), or, if the same
 tensor was seen before under another name, the line that it repeats (``same_as``). A candidate's
@@ -70,7 +71,7 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 _SEALED_SUFFIXES = (".safetensors", ".jsonl")
 _SEALED_NAMES = ("overrides.json",)
 
-_ERRORS_OF_NOISE = (
+ERRORS_OF_NOISE = (
     *(SafetensorError, OSError, ValueError, TypeError, LookupError),
     *(AttributeError, RuntimeError, OverflowError, MemoryError),
 )
@@ -369,7 +370,7 @@ class TraceReader:
             if entry.file not in self._handles:
                 self._handles[entry.file] = safe_open(path, framework="pt")
             tensor: torch.Tensor = self._handles[entry.file].get_tensor(entry.tensor)
-        except _ERRORS_OF_NOISE as error:
+        except ERRORS_OF_NOISE as error:
             raise _unusable(path, f"is damaged ({brief(error)})") from error
         self._mapped += tensor.nbytes
         same = (

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.step import StepTap, TracedModel
 from megatron_ttrace.compare import device, sketch
+from megatron_ttrace.compare.checksum import checksum
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.routing import choice
 from megatron_ttrace.compare.sinks import CompareSink
@@ -132,6 +133,8 @@ def test_findings_of_the_device_are_those_of_the_host(reference, there, tmp_path
         assert ours.unread is None
         assert dataclasses.replace(ours, sums=None) == dataclasses.replace(theirs, sums=None)
         for name, value in dataclasses.asdict(ours.sums).items():
+            if name == "checksum":
+                continue  # another one on each kind of device
             assert value == pytest.approx(getattr(theirs.sums, name), rel=1e-5, abs=1e-6), name
     here, host = (TraceReader(tmp_path / where.type) for where in (there, CPU))
     assert set(here) == set(host)
@@ -172,7 +175,7 @@ def test_a_choice_of_experts(there):
     sums, others = choice(scores.to(there), ours.to(there), theirs)
     assert others == expected[1] > 0
     assert sums.diff == pytest.approx(expected[0].diff)
-    assert sums.checksum == expected[0].checksum
+    assert sums.checksum == checksum(ours.to(there).sort(dim=1).values)
 
 
 def test_a_perturbed_replay(reference, there):

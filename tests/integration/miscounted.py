@@ -128,6 +128,25 @@ def auxiliary_loss_per_rank():
     MoEMetricsTracker.record = recorded
 
 
+def sums_and_counts_kept():
+    """Logged sums are not emptied, and biases of experts are updated by each rank's own tokens."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    def updated(tokens, bias, rate, *args, **more):
+        return bias + (tokens.mean(dim=-1, keepdim=True) - tokens).sign() * rate
+
+    finalize_model_grads.get_updated_expert_bias = updated
+    MoEMetricsTracker.clear = lambda self: None
+
+
+def gradients_kept():
+    """Gradients are not zeroed when a step begins."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+    _ParamAndGradBuffer.reset = lambda self: None
+
+
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     globals()[os.environ["MISCOUNTED"]]()
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Megatron logs of a step."""
 
+import math
 from types import SimpleNamespace
 
 import megatron.training
 import pytest
+import torch
 
 from megatron_ttrace.mcore import logged
 
@@ -29,3 +31,10 @@ def test_what_is_rounded(monkeypatch, metric, dtype, rounded):
 def test_a_script_without_a_log():
     """A Megatron without this function logs nothing, which is not an error."""
     assert logged._of(SimpleNamespace()) is None
+
+
+def test_what_is_left_over(monkeypatch):
+    """Numbers without a step: shares of choices and undefined ones are left out."""
+    found = {"z_loss": torch.tensor(0.0), "mtp_1_acceptance_rate": 0.5, "mean": math.nan}
+    monkeypatch.setattr(logged, "_logged", lambda *args: found)
+    assert logged.left_over([], None) == {"z_loss": 0.0}
