@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of findings: why a module is a culprit, what was tested, what that suggests.
 
-Each type of finding has one renderer, which returns what was tested and, apart from it, the hint:
-what such a finding suggests beyond the test.
+Each type of finding has one renderer, which returns what was tested, and what it hints at.
 """
 
 from __future__ import annotations
@@ -496,5 +495,4 @@ def _ranges(indices: Sequence[int], limit: int = 3) -> str:
     """``0..3, 8`` for ``[0, 1, 2, 3, 8]``."""
     found = runs(indices)
     said = [str(a) if a == b else f"{a}..{b}" for a, b in found[:limit]]
-    more = f" and {len(found) - limit} more ranges" if len(found) > limit else ""
-    return ", ".join(said) + more
+    return ", ".join(said) + (f" and {more} more ranges" if (more := len(found) - limit) > 0 else "")

@@ -415,7 +415,9 @@ def run_check(
     )
     report = _answer(job, fork, tell)
     if settle and report.summary.leaves_doubt:
-        tell(f"not every cause is known: checking with modules isolated, in {job.directory}-isolated")
+        tell(
+            f"not every cause is known: checking with modules isolated, in {job.directory}-isolated"
+        )
         try:
             alone = dataclasses.replace(_answer(job.isolated(), fork, tell), isolating=())
             report = dataclasses.replace(report, isolated=alone)
@@ -427,9 +429,7 @@ def run_check(
 def timed(report: Report, seconds: float) -> Report:
     """The report of a check that took so long, from its caller's point of view."""
     timings = {**report.summary.timings, "wall": seconds}
-    return dataclasses.replace(
-        report, summary=dataclasses.replace(report.summary, timings=timings)
-    )
+    return dataclasses.replace(report, summary=dataclasses.replace(report.summary, timings=timings))
 
 
 def _answer(job: jobs.Job, fork: bool, say: Callable[[str], None]) -> Report:
