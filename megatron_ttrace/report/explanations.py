@@ -495,4 +495,5 @@ def _ranges(indices: Sequence[int], limit: int = 3) -> str:
     """``0..3, 8`` for ``[0, 1, 2, 3, 8]``."""
     found = runs(indices)
     said = [str(a) if a == b else f"{a}..{b}" for a, b in found[:limit]]
-    return ", ".join(said) + (f" and {more} more ranges" if (more := len(found) - limit) > 0 else "")
+    more = len(found) - limit
+    return ", ".join(said) + (f" and {more} more ranges" if more > 0 else "")
