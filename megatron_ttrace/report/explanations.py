@@ -245,9 +245,6 @@ def _factor(finding: f.ConstantFactor) -> Said:
 
 def _loss_term(finding: f.LossTerm) -> Said:
     what = _TERMS[finding.term]
-    if finding.fault is None:
-        times = "never" if finding.cause is Cause.TOO_LARGE else "twice"
-        return f"{what} is divided by the sum of the exponentials {times}", ""
     if type(finding.fault) is f.Finding:
         return f"{what} is missing", ""
     text, hint = _RENDERERS[type(finding.fault)](finding.fault)
