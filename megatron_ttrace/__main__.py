@@ -26,6 +26,7 @@ COMMANDS = (
     "megatron_ttrace.cli.ci",
     "megatron_ttrace.cli.checkpoint",
     "megatron_ttrace.cli.report",
+    "megatron_ttrace.cli.clean",
     "megatron_ttrace.cli.doctor",
     "megatron_ttrace.cli.patch",
     "megatron_ttrace.cli.data",

@@ -134,7 +134,7 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
     name = verdict.name.partition("#")[0]
     if finding is not None and finding.cause is Cause.LAYER_NUMBERS:
         return _layer(sources, name).built
-    code = sources.of(name) or sources.of(ROOT) or ModuleCode("")
+    code = sources.of(name) or sources.of(ROOT) or ModuleCode()
     if isinstance(finding, LossShare) and code.scaler:
         return code.scaler
     if verdict.direction is Direction.START:
@@ -143,7 +143,11 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
         return (not axes and (code.weight or code.backward)) or sources.finalize
     if verdict.kind is Kind.GRAD_OUTPUT:
         return code.user or (sources.of(name.rpartition(".")[0] or ROOT) or code).forward
-    return (verdict.direction is Direction.BACKWARD and code.backward) or code.forward
+    if verdict.direction is Direction.BACKWARD:
+        return code.backward or code.forward
+    # All that a container calls is right: what is left are its own functions.
+    around = name == ROOT or any(one.startswith(f"{name}.") for one in sources.modules)
+    return (verdict.kind is Kind.OUTPUT and around and code.output) or code.forward
 
 
 def _of_sibling(ledger: Ledger, verdict: Verdict, what: tuple[Operation, str]) -> str:
@@ -162,7 +166,7 @@ def _layer(sources: Sources, parameter: str) -> ModuleCode:
         name for name in sources.modules if pattern(parameter).startswith(f"{pattern(name)}.")
     )
     own = min((name for name in layers if name[-1].isdigit()), key=len, default="")
-    return sources.of(own) or ModuleCode("")
+    return sources.of(own) or ModuleCode()
 
 
 def _runs(code: ModuleCode | None) -> tuple[str, ...]:

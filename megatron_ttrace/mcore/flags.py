@@ -10,10 +10,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.budget import DEFAULT_MB, LEAST_MB, MOST_MB
 
 ROLES = ("candidate", "reference")
 _MOST_ITERATIONS = 1000
@@ -32,6 +34,17 @@ _NUMBER = re.compile(
 )
 DEFAULT_TIMEOUT = 1800.0
 DEFAULT_ALLOW_UNCHECKED = 0.10
+
+
+class Keep(StrEnum):
+    """The tensors that stay on disk after a check; reports stay always."""
+
+    NONE = "none"
+    """Neither the reference nor any tensor of the candidate."""
+    FAILED = "failed"
+    """The reference, which later checks use again, and failed tensors of the candidate."""
+    ALL = "all"
+    """All tensors of both."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +68,8 @@ class Settings:
         wandb: whether to log to Weights & Biases.
         wandb_online: whether a run of our own may be sent there.
         timeout: seconds after which whatever does not answer counts as lost.
+        memory_mb: megabytes that a rank may use beyond training's own.
+        keep: the tensors that stay on disk.
         allow_unchecked: share of tensors, between 0 and 1, that may be ``unchecked`` in an
             equivalent run.
         role: ``candidate`` for what the user starts, ``reference`` for the run we start.
@@ -76,6 +91,8 @@ class Settings:
     wandb: bool = True
     wandb_online: bool = False
     timeout: float = DEFAULT_TIMEOUT
+    memory_mb: int = DEFAULT_MB
+    keep: Keep = Keep.FAILED
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED
     role: str = "candidate"
     overrides: Path | None = None
@@ -254,6 +271,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Share of tensors that may be unchecked; above it the answer is 'could not check' "
         "(default 0.1).",
     )
+    group.add_argument(
+        "--ttrace-memory-mb",
+        default=DEFAULT_MB,
+        type=integer(LEAST_MB, MOST_MB),
+        metavar="MB",
+        help="Memory of a rank for tensors that wait to be compared or written, and for pages of "
+        f"the reference (default {DEFAULT_MB}).",
+    )
+    group.add_argument(
+        "--ttrace-keep",
+        default=Keep.FAILED.value,
+        choices=tuple(Keep),
+        help="Tensors that stay on disk: 'none'; the reference and 'failed' ones of the candidate "
+        "(default); or 'all', as with --ttrace-save-candidate.",
+    )
     group.add_argument("--ttrace-role", default="candidate", choices=ROLES, help=argparse.SUPPRESS)
     group.add_argument("--ttrace-overrides", default=None, help=argparse.SUPPRESS)
     return parser
@@ -329,6 +361,9 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         )
     if args.ttrace_wandb and args.ttrace_no_wandb:
         raise TTraceError("--ttrace-wandb and --ttrace-no-wandb: give one of them")
+    keep = Keep(args.ttrace_keep)
+    if args.ttrace_save_candidate and keep is Keep.NONE:
+        raise TTraceError("--ttrace-save-candidate and --ttrace-keep none: give one of them")
     reference = Path(args.ttrace_reference) if args.ttrace_reference else None
     if reference is not None and not reference.is_dir():
         raise TTraceError(
@@ -340,7 +375,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         reference=reference,
         reference_args=args.ttrace_reference_args,
         allow_other_megatron=args.ttrace_allow_other_megatron,
-        save_candidate=args.ttrace_save_candidate,
+        save_candidate=args.ttrace_save_candidate or keep is Keep.ALL,
         isolate=args.ttrace_isolate,
         exit_after=args.ttrace_exit,
         bug=args.ttrace_bug,
@@ -350,6 +385,8 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         wandb=not args.ttrace_no_wandb,
         wandb_online=args.ttrace_wandb,
         timeout=args.ttrace_timeout,
+        memory_mb=args.ttrace_memory_mb,
+        keep=keep,
         allow_unchecked=args.ttrace_allow_unchecked,
         role=args.ttrace_role,
         overrides=Path(args.ttrace_overrides) if args.ttrace_overrides else None,

@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare import gathered, wire
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.compare.wire import decode
 from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.mcore import balancing, logged, own_shards, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime import recording
+from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
 from megatron_ttrace.runtime.conclusion import conclude
 from megatron_ttrace.runtime.requirements import isolates
@@ -47,9 +51,42 @@ class Answer:
         return dataclasses.replace(self, summary=summary)
 
 
+def failing(comparison: Comparison, ranks: Ranks, device: torch.device) -> list[int]:
+    """The tensors that fail on any rank: a collective. Raises as :meth:`Ranks.reduce`."""
+    return ranks.reduce(
+        "collecting what fails",
+        lambda: gathered.failing(comparison.findings(), comparison.tolerances),
+        lambda each: sorted({number for found in each for number in found}),
+        device,
+    )
+
+
+def findings_of(rank: int, mesh: Mesh, comparison: Comparison, recorded: Any) -> dict[str, Any]:
+    """What one rank tells the one that judges, as JSON; ``recorded`` is its ledger."""
+    counts = counted.encode(comparison.counted)
+    held = wire.encode(gathered.of_rank(rank, comparison.findings()))
+    return {"held": held, "each": [[rank, dataclasses.asdict(mesh), counts, recorded]]}
+
+
+def merged(
+    findings: Sequence[dict[str, Any]],
+    failed: Collection[int],
+    comparison: Comparison,
+    args: MegatronArguments,
+) -> dict[str, Any]:
+    """What several ranks tell, in fewer records. Raises ``CodecError`` on a foreign message."""
+    held = gathered.merge(
+        (one for found in findings for one in wire.decode(found["held"])),
+        comparison.tolerances,
+        failed,
+        own_shards.depends_on_layout(args)[0],
+    )
+    return {"held": wire.encode(held), "each": [one for found in findings for one in found["each"]]}
+
+
 def answer(
     comparison: Comparison,
-    findings: Sequence[tuple[dict[str, Any], Any, Any, Any]],
+    findings: dict[str, Any],
     *,
     model: TracedModel,
     args: MegatronArguments,
@@ -60,18 +97,19 @@ def answer(
 ) -> Answer:
     """Conclude, on one rank.
 
-    ``findings`` are each rank's mesh, measurements, counts and ledger, as JSON. ``separate`` finds
-    the losses' shares of gradients.
+    ``findings`` are those of all ranks (:func:`merged`). ``separate`` finds the losses' shares of
+    gradients.
     """
     config = config_of(model, args, settings)
     directory = settings.directory / "candidate"
-    ledger, lost = recording.merged([(mesh, said) for mesh, *_, said in findings], args)
+    each = sorted(findings["each"], key=lambda one: int(one[0]))
+    ledger, lost = recording.merged([(mesh, said) for _, mesh, _, said in each], args)
     if any(directory.glob("*.index.jsonl")):
         meta = {
             "role": "candidate",
             "complete": settings.save_candidate,
-            "meshes": [mesh for mesh, *_ in findings],
-            "counted": [counts for *_, counts, _ in findings] if settings.save_candidate else [],
+            "meshes": [mesh for _, mesh, *_ in each],
+            "counted": [counts for *_, counts, _ in each] if settings.save_candidate else [],
             "config": config.on(model.mesh),
             "ledger": ledger.to_json(),
         }
@@ -79,9 +117,9 @@ def answer(
     summary, verdicts = conclude(
         comparison.reference,
         comparison.tolerances,
-        {rank: decode(message) for rank, (_, message, *_) in enumerate(findings)},
+        wire.decode(findings["held"]),
         candidate=directory,
-        counts={rank: counted.decode(message) for rank, (*_, message, _) in enumerate(findings)},
+        counts={rank: counted.decode(counts) for rank, _, counts, _ in each},
         mesh=model.mesh,
         config=config,
         timings=timings,

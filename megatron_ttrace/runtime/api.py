@@ -275,6 +275,7 @@ def _compared(
 
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.compare.configuration import RunConfig
+    from megatron_ttrace.compare.gathered import of_ranks
     from megatron_ttrace.compare.offline import (
         counts_of,
         epsilon_of,
@@ -298,7 +299,7 @@ def _compared(
         summary, verdicts = conclude(
             trusted,
             tolerance.of_reference(trusted),
-            measure_saved(trusted, tested),
+            of_ranks(measure_saved(trusted, tested)),
             candidate=ours,
             counts=counts_of(tested),
             mesh=meshes[0],

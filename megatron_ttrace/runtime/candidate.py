@@ -7,6 +7,7 @@ This file decides when; how is in ``requirements.py`` (which runs are refused), 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import shutil
@@ -23,7 +24,7 @@ from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.flags import Keep, Settings
 from megatron_ttrace.runtime import answer, launch, requirements
 from megatron_ttrace.runtime.agreement import GivenUpError, Ranks
 from megatron_ttrace.runtime.comparison import (
@@ -36,7 +37,8 @@ from megatron_ttrace.runtime.recording import Recording
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import counted, shared
+from megatron_ttrace.trace import cleaning, shared
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.start import StartValues
@@ -199,9 +201,11 @@ class CandidateSession(Session):
         directory, checksum = self.ranks.from_one(
             0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
         )
+        budget = Budget(self.settings.memory_mb << 20)
         self._comparison = Comparison(
-            TraceReader(Path(directory), announced=checksum),
-            TraceWriter(self.settings.directory / "candidate", dist.get_rank()),
+            TraceReader(Path(directory), announced=checksum, budget=budget),
+            TraceWriter(self.settings.directory / "candidate", dist.get_rank(), budget),
+            budget=budget,
             keep_all=self.settings.save_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
@@ -263,7 +267,11 @@ class CandidateSession(Session):
                 if found:
                     report()
                 raise
-        return ExitCode(self.ranks.from_one(last, "writing the report", report))
+        code = ExitCode(self.ranks.from_one(last, "writing the report", report))
+        if self.settings.keep is Keep.NONE and dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                cleaning.remove_tensors(self.settings.directory, own=not self.settings.reference)
+        return code
 
     def _isolate(
         self, rehearse: Callable[[Comparison], None], ledger: Any, found: list[answer.Answer]
@@ -299,8 +307,9 @@ class CandidateSession(Session):
         self.ranks.from_one(dist.get_world_size() - 1, "judging with modules isolated", judge)
 
     def _answer(
-        self, comparison: Comparison, findings: Sequence[Any], settings: Settings
+        self, comparison: Comparison, findings: dict[str, Any] | None, settings: Settings
     ) -> answer.Answer:
+        assert findings is not None, "the last rank has them"
         return answer.answer(
             comparison,
             findings,
@@ -312,14 +321,12 @@ class CandidateSession(Session):
             separate=self._separate if losses.present(self.args) and not settings.isolate else None,
         )
 
-    def _findings(self, comparison: Comparison, ledger: Any) -> list[Any]:
-        return self.ranks.exchange(
+    def _findings(self, comparison: Comparison, ledger: Any) -> dict[str, Any] | None:
+        """The findings of all ranks, on the last one."""
+        failed = frozenset(answer.failing(comparison, self.ranks, self.device))
+        return self.ranks.collect(
             "collecting the measurements",
-            lambda: [
-                dataclasses.asdict(self.model.mesh),
-                comparison.findings(),
-                counted.encode(comparison.counted),
-                ledger,
-            ],
+            lambda: answer.findings_of(dist.get_rank(), self.model.mesh, comparison, ledger),
+            lambda parts: answer.merged(parts, failed, comparison, self.args),
             self.device,
         )

@@ -37,6 +37,7 @@ from megatron_ttrace.runtime.perturb import perturbed
 from megatron_ttrace.runtime.separation import FACTOR, Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.trace import counted
+from megatron_ttrace.trace.budget import require_space
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
@@ -45,6 +46,8 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
 _WORTH_TELLING = 1.0
 """Seconds of a replay from which on each is reported."""
+_MORE_OF_A_PARAMETER = 5 * 4
+"""Bytes: main gradient, weight after the step, its change, two moments."""
 
 
 class ReferenceSession(Session):
@@ -203,7 +206,7 @@ class ReferenceSession(Session):
             _tell(f"tracing {_steps(block)}")
             began = time.monotonic()
             for position, iteration in enumerate(block):
-                sink = WriteSink(writer, iteration)
+                sink = WriteSink(writer, iteration, functools.partial(self._require_space, count))
                 batches = served.batches[position * count : (position + 1) * count]
                 for number, batch in enumerate(batches):
                     for name, value in batch.items():
@@ -253,6 +256,18 @@ class ReferenceSession(Session):
                 left = took * (most - seed)
                 _tell(f"replay {seed} took {took:.1f} s, at most {left:.0f} s of replays are left")
         return moved
+
+    def _require_space(self, microbatches: int, forward: int) -> None:
+        """Refuse a trace that the disk has no room for.
+
+        Args:
+            microbatches: of a step.
+            forward: bytes of the tensors of one microbatch's forward pass; the gradients of
+                activations are as large.
+        """
+        model = sum(p.nbytes + _MORE_OF_A_PARAMETER * p.numel() for p, _ in self.model.places())
+        needed = len(self.settings.iterations) * (2 * microbatches * forward + model)
+        require_space(self._directory, needed, "the reference")
 
     def _fitting_loss_scale(
         self, steps: int, run: Callable[[], Any], again: Callable[[], None]

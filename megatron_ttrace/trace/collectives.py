@@ -142,14 +142,16 @@ class ModuleCode:
         user: the code that uses its output: ``backward`` of an autograd function, which makes the
             gradient of that, else what called the module.
         scaler: ``backward`` of the autograd function that adds the gradient of a further loss.
+        output: ``forward`` of its own last autograd function, not of one of a module inside it.
         built: its class's constructor.
     """
 
-    forward: str
+    forward: str = ""
     backward: str = ""
     weight: str = ""
     user: str = ""
     scaler: str = ""
+    output: str = ""
     built: str = ""
 
 

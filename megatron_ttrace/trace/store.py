@@ -34,7 +34,6 @@ import json
 import math
 import os
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -46,6 +45,7 @@ from safetensors.torch import save_file
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, brief, encode, read_index
 from megatron_ttrace.trace.records import TraceKey
@@ -66,10 +66,8 @@ __all__ = [
 
 FORMAT = 4
 META = "meta.json"
-_CHUNK_BYTES = 64 << 20
-_MAX_WAITING = 2
-"""Chunks that are being written or wait for it."""
 _MAX_META = 64 << 20
+_DEFAULT = Budget()
 _DIGEST = re.compile("[0-9a-f]{32}")
 _SEALED_SUFFIXES = (".safetensors", ".jsonl")
 _SEALED_NAMES = ("overrides.json",)
@@ -92,12 +90,13 @@ class TraceWriter:
     """Appends tensors of one rank to a trace directory.
 
     Data is copied when it is added, because training may overwrite it, and written in chunks by a
-    thread. One chunk may wait for it: adding more waits too, so that at most three are in memory.
+    thread. One chunk is filled while another is written; when both are full, adding waits.
     What the thread raises is raised by the next call.
     """
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, budget: Budget = _DEFAULT) -> None:
         self.directory = directory
+        self._chunk_limit = budget.unwritten // 2
         self._stem = f"rank-{rank:05d}"
         self._lines: list[str] = []
         self._chunk: dict[str, torch.Tensor] = {}
@@ -105,7 +104,7 @@ class TraceWriter:
         self._chunks = 0
         self._awaits_gpu = False
         self._thread: ThreadPoolExecutor | None = None
-        self._waiting: deque[Future[None]] = deque()
+        self._writing: Future[None] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
@@ -123,15 +122,15 @@ class TraceWriter:
             self._chunk_bytes += self._chunk[name].nbytes
             entry = dataclasses.replace(entry, file=self._file_name(), tensor=name)
         self._lines.append(encode(entry))
-        if self._chunk_bytes >= _CHUNK_BYTES:
+        if self._chunk_bytes >= self._chunk_limit:
             self._flush()
         return number
 
     def close(self) -> None:
         """Write what is left, and the index."""
-        self._flush()
         try:
-            self._settle(0)
+            self._flush()
+            self._settle()
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
@@ -147,18 +146,18 @@ class TraceWriter:
     def _flush(self) -> None:
         if not self._chunk:
             return
-        self._settle(_MAX_WAITING - 1)
+        self._settle()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1)
         path = self.directory / self._file_name()
-        self._waiting.append(self._thread.submit(_write, self._chunk, path, self._awaits_gpu))
+        self._writing = self._thread.submit(_write, self._chunk, path, self._awaits_gpu)
         self._chunk, self._chunk_bytes, self._awaits_gpu = {}, 0, False
         self._chunks += 1
 
-    def _settle(self, most: int) -> None:
-        """Wait until at most so many chunks are not written yet."""
-        while len(self._waiting) > most:
-            self._waiting.popleft().result()
+    def _settle(self) -> None:
+        """Wait until the last full chunk is written."""
+        if self._writing is not None:
+            self._writing.result()
 
 
 def _write(chunk: dict[str, torch.Tensor], path: Path, awaits_gpu: bool) -> None:
@@ -291,7 +290,12 @@ class TraceReader:
     """Random access to a complete trace; tensors are memory-mapped."""
 
     def __init__(
-        self, directory: Path, *, sealed: bool = True, announced: str | None = None
+        self,
+        directory: Path,
+        *,
+        sealed: bool = True,
+        announced: str | None = None,
+        budget: Budget = _DEFAULT,
     ) -> None:
         """Open a trace.
 
@@ -300,6 +304,7 @@ class TraceReader:
             sealed: ``False`` reads one that this process is still writing.
             announced: checksum of the ``meta.json`` of a trace that another rank verified. Then
                 only the files that are parsed are verified, else all.
+            budget: bounds the pages of files that stay mapped.
 
         Raises:
             TTraceError: when it is damaged, or not the one that was announced.
@@ -307,6 +312,7 @@ class TraceReader:
         self.directory = directory
         self.meta: dict[str, Any] = {}
         self._handles: dict[str, Any] = {}
+        self._mapped, self._most_mapped = 0, budget.mapped
         self.ranks: dict[int, list[Entry]] = {}
         if sealed:
             self.meta = read_meta(directory) if announced is not None else verify(directory)
@@ -332,6 +338,12 @@ class TraceReader:
     def checksum(self) -> str:
         """The checksum of a sealed trace's ``meta.json``, which identifies the whole trace."""
         return str(self.meta[CHECKSUM])
+
+    @property
+    def stored_bytes(self) -> int:
+        """The size of all files that hold tensors."""
+        files = _listed(self.meta)
+        return sum(size for name, (size, _) in files.items() if DATA_FILE.fullmatch(name))
 
     def verify(self, name: str) -> None:
         """Compare the checksum of one file. Raises ``TTraceError`` when it does not match."""
@@ -373,12 +385,17 @@ class TraceReader:
         path = self.directory / entry.file
         if not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
+        if self._mapped >= self._most_mapped:
+            # A page that was read counts as memory of this process as long as its file is mapped.
+            self._handles.clear()
+            self._mapped = 0
         try:
             if entry.file not in self._handles:
                 self._handles[entry.file] = safe_open(path, framework="pt")
             tensor: torch.Tensor = self._handles[entry.file].get_tensor(entry.tensor)
         except ERRORS_OF_NOISE as error:
             raise _unusable(path, f"is damaged ({brief(error)})") from error
+        self._mapped += tensor.nbytes
         same = (
             math.prod(entry.shape) == tensor.numel()
             if entry.same_as >= 0

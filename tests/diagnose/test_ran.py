@@ -27,6 +27,7 @@ LINEAR = ModuleCode(
     "w.py:3 (W)",
     "activation.py:1 (Fused.backward)",
     "losses.py:1 (Scaler.backward)",
+    "layers.py:3 (Linear.forward)",
     "layers.py:0 (Column.__init__)",
 )
 SOURCES = Sources(
@@ -35,7 +36,11 @@ SOURCES = Sources(
     (
         LINEAR,
         ModuleCode("block.py:4 (Block.forward)"),
-        ModuleCode("layer.py:5 (Layer.forward)", built="layer.py:1 (Layer.__init__)"),
+        ModuleCode(
+            "layer.py:5 (Layer.forward)",
+            output="add.py:1 (Add.forward)",
+            built="layer.py:1 (Layer.__init__)",
+        ),
     ),
     optimizer="optimizer.py:5 (step)",
     finalize="finalize.py:6 (finalize)",
@@ -156,6 +161,8 @@ def test_what_may_run_unseen_is_not_missed() -> None:
     [
         (Kind.OUTPUT, FC1.format(0), None, LINEAR.forward),
         (Kind.OUTPUT, FC1.format(0), PARTIAL, LINEAR.forward),
+        (Kind.OUTPUT, "decoder.layers.0", None, "add.py:1 (Add.forward)"),
+        (Kind.INPUT, "decoder.layers.0", None, "layer.py:5 (Layer.forward)"),
         (Kind.GRAD_INPUT, FC1.format(1), None, LINEAR.backward),
         (Kind.GRAD_INPUT, f"{FC1.format(1)}#1", PARTIAL, "call.py:8 (reduce)"),
         (Kind.GRAD_INPUT, "embedding", None, "block.py:4 (Block.forward)"),

@@ -17,7 +17,7 @@ from megatron_ttrace import trace
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import index as index_module
-from megatron_ttrace.trace import store
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.sealing import seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal
@@ -103,14 +103,13 @@ def test_data_is_copied_when_it_is_added(tmp_path):
     )
 
 
-def test_chunks_bound_the_memory(tmp_path, monkeypatch):
+def test_chunks_bound_the_memory(tmp_path):
     """Full chunks are written meanwhile, and few wait for it; every tensor is found again."""
-    monkeypatch.setattr(store, "_CHUNK_BYTES", 100)
-    writer = TraceWriter(tmp_path, 3)
+    writer = TraceWriter(tmp_path, 3, Budget(1600))
     for number in range(7):
         writer.add(entry(torch.zeros(20), str(number)), torch.full((20,), float(number)))
         written = len(list(tmp_path.glob("*.safetensors")))
-        assert (number + 1) // 2 - store._MAX_WAITING <= written <= (number + 1) // 2
+        assert (number + 1) // 2 - 1 <= written <= (number + 1) // 2
     assert len(writer) == 7
     writer.close()
     seal(tmp_path, {})
@@ -127,9 +126,8 @@ def test_a_chunk_that_cannot_be_written(tmp_path, monkeypatch, more):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(store, "save_file", full)
-    writer = TraceWriter(tmp_path, 0)
+    monkeypatch.setattr("megatron_ttrace.trace.store.save_file", full)
+    writer = TraceWriter(tmp_path, 0, Budget(1))
     writer.add(entry(torch.zeros(4)), torch.zeros(4))
 
     def go_on():
