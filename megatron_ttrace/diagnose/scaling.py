@@ -57,13 +57,27 @@ def zero(evidence: Evidence) -> Finding | None:
 
 
 def factor(evidence: Evidence) -> ConstantFactor | None:
-    """One constant for all failing parts. The repair: divide by it."""
+    """One constant for all failing parts. The repair: divide by it, or by the size that it is."""
     found = evidence.ratio((part.pieces, evidence.expected(part)) for part in evidence.parts)
-    if not found or not evidence.repairs(lambda part: [piece / found for piece in part.pieces]):
+    if not found:
         return None
     named = constant_factor(evidence, found)
-    is_known = named.sizes or named.cause is Cause.SIGN
-    return named if is_known or evidence.elements >= _PER_FACTOR else None
+    if size := exactly(evidence, named):
+        return named if evidence.repairs(functools.partial(_divided, size)) else None
+    fits = evidence.repairs(functools.partial(_divided, found), free=1)
+    return named if fits and evidence.elements >= _PER_FACTOR else None
+
+
+def exactly(evidence: Evidence, named: ConstantFactor) -> float | None:
+    """The size, or its inverse, that a factor is; ``None`` if it is none."""
+    if named.cause is Cause.SIGN:
+        return -1.0
+    if not named.sizes:
+        return None
+    layout = sizes_of(evidence)
+    size = math.prod(layout[axis] for axis in named.sizes[0])
+    size = math.sqrt(size) if named.root else size
+    return math.copysign(size if (size > 1) is (abs(named.ratio) > 1) else 1 / size, named.ratio)
 
 
 def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
@@ -103,7 +117,10 @@ def shift(evidence: Evidence) -> Shift | None:
     if not -_LARGEST < constant < _LARGEST:
         return None
     named = constant_factor(evidence, math.exp(constant))
-    if not named.sizes or not evidence.repairs(lambda part: [p - constant for p in part.pieces]):
+    size = exactly(evidence, named)
+    if size is None or size < 0:
+        return None
+    if not evidence.repairs(lambda part: [p - math.log(size) for p in part.pieces]):
         return None
     return Shift(named.cause, named.axes, constant=constant, sizes=named.sizes)
 
@@ -118,7 +135,8 @@ def factor_per_rank(evidence: Evidence) -> RankFactors | None:
     def divide(part: FailedPart) -> list[torch.Tensor] | None:
         return [p / own[part.rank] for p in part.pieces] if own[part.rank] else None
 
-    if len(own) < 2 or evidence.elements < _PER_FACTOR * len(own) or not evidence.repairs(divide):
+    enough = len(own) > 1 and evidence.elements >= _PER_FACTOR * len(own)
+    if not enough or not evidence.repairs(divide, free=1):
         return None
     return RankFactors(Cause.FACTOR, factors=tuple(sorted(own.items())))
 

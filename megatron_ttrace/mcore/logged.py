@@ -47,6 +47,9 @@ CHOICES = "_acceptance_rate"
 PLACES: dict[str, str] = {}
 """By name, the code of Megatron that reported each number in this process."""
 
+_GIVEN = ("learning-rate", "batch-size", "max_attention_logit", "skipped-train-samples")
+"""Numbers that ``training_log`` does not sum up."""
+
 _Z_LOSS = "z_loss"
 
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
@@ -101,7 +104,11 @@ def left_over(chunks: list[torch.nn.Module], optimizer: Any) -> dict[str, float]
     out, for some are of all steps so far, and numbers that are not defined without a step.
     """
     found = _logged(chunks, optimizer, 0, None, None, 0.0)
-    sums = {name: float(value) for name, value in found.items() if not name.endswith(CHOICES)}
+    sums = {
+        name: float(value)
+        for name, value in found.items()
+        if name not in _GIVEN and not name.endswith(CHOICES)
+    }
     return {name: value for name, value in sums.items() if math.isfinite(value)}
 
 

@@ -7,6 +7,7 @@ This file decides when; how is in ``requirements.py`` (which runs are refused), 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import shutil
@@ -23,7 +24,7 @@ from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.flags import Keep, Settings
 from megatron_ttrace.runtime import answer, launch, requirements
 from megatron_ttrace.runtime.agreement import GivenUpError, Ranks
 from megatron_ttrace.runtime.comparison import (
@@ -36,7 +37,8 @@ from megatron_ttrace.runtime.recording import Recording
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import cleaning, shared
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.start import StartValues
@@ -199,9 +201,11 @@ class CandidateSession(Session):
         directory, checksum = self.ranks.from_one(
             0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
         )
+        budget = Budget(self.settings.memory_mb << 20)
         self._comparison = Comparison(
-            TraceReader(Path(directory), announced=checksum),
-            TraceWriter(self.settings.directory / "candidate", dist.get_rank()),
+            TraceReader(Path(directory), announced=checksum, budget=budget),
+            TraceWriter(self.settings.directory / "candidate", dist.get_rank(), budget),
+            budget=budget,
             keep_all=self.settings.save_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
@@ -263,7 +267,11 @@ class CandidateSession(Session):
                 if found:
                     report()
                 raise
-        return ExitCode(self.ranks.from_one(last, "writing the report", report))
+        code = ExitCode(self.ranks.from_one(last, "writing the report", report))
+        if self.settings.keep is Keep.NONE and dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                cleaning.remove_tensors(self.settings.directory, own=not self.settings.reference)
+        return code
 
     def _isolate(
         self, rehearse: Callable[[Comparison], None], ledger: Any, found: list[answer.Answer]

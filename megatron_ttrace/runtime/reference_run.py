@@ -34,11 +34,15 @@ from megatron_ttrace.runtime.perturb import perturbed
 from megatron_ttrace.runtime.separation import FACTOR, Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.trace import counted
+from megatron_ttrace.trace.budget import require_space
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.start import write_moments
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+
+_MORE_OF_A_PARAMETER = 5 * 4
+"""Bytes: main gradient, weight after the step, its change, two moments."""
 
 
 class ReferenceSession(Session):
@@ -190,7 +194,7 @@ class ReferenceSession(Session):
                 loss_scale.put(self.model.optimizer, scale)
                 again = self._started(served)
             for position, iteration in enumerate(block):
-                sink = WriteSink(writer, iteration)
+                sink = WriteSink(writer, iteration, functools.partial(self._require_space, count))
                 batches = served.batches[position * count : (position + 1) * count]
                 for number, batch in enumerate(batches):
                     for name, value in batch.items():
@@ -209,6 +213,18 @@ class ReferenceSession(Session):
                             moved.setdefault(one.key, (one, []))[1].append(_distance(one))
         if len(writer) == 0:
             raise TTraceError("the reference run traced nothing")
+
+    def _require_space(self, microbatches: int, forward: int) -> None:
+        """Refuse a trace that the disk has no room for.
+
+        Args:
+            microbatches: of a step.
+            forward: bytes of the tensors of one microbatch's forward pass; the gradients of
+                activations are as large.
+        """
+        model = sum(p.nbytes + _MORE_OF_A_PARAMETER * p.numel() for p, _ in self.model.places())
+        needed = len(self.settings.iterations) * (2 * microbatches * forward + model)
+        require_space(self._directory, needed, "the reference")
 
     def _fitting_loss_scale(
         self, steps: int, run: Callable[[], Any], again: Callable[[], None]

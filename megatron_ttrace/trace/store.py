@@ -44,6 +44,7 @@ from safetensors.torch import save_file
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, brief, encode, read_index
 from megatron_ttrace.trace.records import TraceKey
@@ -64,8 +65,8 @@ __all__ = [
 
 FORMAT = 4
 META = "meta.json"
-_CHUNK_BYTES = 256 << 20
 _MAX_META = 64 << 20
+_DEFAULT = Budget()
 _DIGEST = re.compile("[0-9a-f]{32}")
 _SEALED_SUFFIXES = (".safetensors", ".jsonl")
 _SEALED_NAMES = ("overrides.json",)
@@ -91,8 +92,9 @@ class TraceWriter:
     bound the memory.
     """
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, budget: Budget = _DEFAULT) -> None:
         self.directory = directory
+        self._chunk_limit = budget.unwritten
         self._stem = f"rank-{rank:05d}"
         self._lines: list[str] = []
         self._chunk: dict[str, torch.Tensor] = {}
@@ -116,7 +118,7 @@ class TraceWriter:
             self._chunk_bytes += self._chunk[name].nbytes
             entry = dataclasses.replace(entry, file=self._file_name(), tensor=name)
         self._lines.append(encode(entry))
-        if self._chunk_bytes >= _CHUNK_BYTES:
+        if self._chunk_bytes >= self._chunk_limit:
             self._flush()
         return number
 
@@ -265,7 +267,12 @@ class TraceReader:
     """Random access to a complete trace; tensors are memory-mapped."""
 
     def __init__(
-        self, directory: Path, *, sealed: bool = True, announced: str | None = None
+        self,
+        directory: Path,
+        *,
+        sealed: bool = True,
+        announced: str | None = None,
+        budget: Budget = _DEFAULT,
     ) -> None:
         """Open a trace.
 
@@ -274,6 +281,7 @@ class TraceReader:
             sealed: ``False`` reads one that this process is still writing.
             announced: checksum of the ``meta.json`` of a trace that another rank verified. Then
                 only the files that are parsed are verified, else all.
+            budget: bounds the pages of files that stay mapped.
 
         Raises:
             TTraceError: when it is damaged, or not the one that was announced.
@@ -281,6 +289,7 @@ class TraceReader:
         self.directory = directory
         self.meta: dict[str, Any] = {}
         self._handles: dict[str, Any] = {}
+        self._mapped, self._most_mapped = 0, budget.mapped
         self.ranks: dict[int, list[Entry]] = {}
         if sealed:
             self.meta = read_meta(directory) if announced is not None else verify(directory)
@@ -306,6 +315,12 @@ class TraceReader:
     def checksum(self) -> str:
         """The checksum of a sealed trace's ``meta.json``, which identifies the whole trace."""
         return str(self.meta[CHECKSUM])
+
+    @property
+    def stored_bytes(self) -> int:
+        """The size of all files that hold tensors."""
+        files = _listed(self.meta)
+        return sum(size for name, (size, _) in files.items() if DATA_FILE.fullmatch(name))
 
     def verify(self, name: str) -> None:
         """Compare the checksum of one file. Raises ``TTraceError`` when it does not match."""
@@ -347,12 +362,17 @@ class TraceReader:
         path = self.directory / entry.file
         if not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
+        if self._mapped >= self._most_mapped:
+            # A page that was read counts as memory of this process as long as its file is mapped.
+            self._handles.clear()
+            self._mapped = 0
         try:
             if entry.file not in self._handles:
                 self._handles[entry.file] = safe_open(path, framework="pt")
             tensor: torch.Tensor = self._handles[entry.file].get_tensor(entry.tensor)
         except ERRORS_OF_NOISE as error:
             raise _unusable(path, f"is damaged ({brief(error)})") from error
+        self._mapped += tensor.nbytes
         same = (
             math.prod(entry.shape) == tensor.numel()
             if entry.same_as >= 0

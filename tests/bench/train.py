@@ -201,10 +201,10 @@ def _trace_in_turns(turns: _Turns) -> None:
             session.finished, watch._session = False, session
         return result
 
-    def conclude_last(session: Any) -> Any:
+    def conclude_last(session: Any, *args: Any) -> Any:
         if turns.is_last:
             began = time.perf_counter()
-            code = conclude(session)
+            code = conclude(session, *args)
             turns.report = time.perf_counter() - began
             return code
         session.comparison._measured.clear()

@@ -34,8 +34,13 @@ def test_a_script_without_a_log():
 
 
 def test_what_is_left_over(monkeypatch):
-    """Numbers without a step: shares of choices and undefined ones are left out."""
-    found = {"z_loss": torch.tensor(0.0), "mtp_1_acceptance_rate": 0.5, "mean": math.nan}
+    """Sums without a step: given numbers, shares of choices, undefined ones are left out."""
+    found = {
+        "learning-rate": 1e-3,
+        "z_loss": torch.tensor(0.0),
+        "mtp_1_acceptance_rate": 0.5,
+        "mean": math.nan,
+    }
     monkeypatch.setattr(logged, "_logged", lambda *args: found)
     assert logged.left_over([], None) == {"z_loss": 0.0}
 

@@ -17,7 +17,7 @@ from megatron_ttrace import trace
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import index as index_module
-from megatron_ttrace.trace import store
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.sealing import seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal
@@ -103,10 +103,9 @@ def test_data_is_copied_when_it_is_added(tmp_path):
     )
 
 
-def test_chunks_bound_the_memory(tmp_path, monkeypatch):
+def test_chunks_bound_the_memory(tmp_path):
     """Data leaves memory as soon as a chunk is full; every tensor is found again."""
-    monkeypatch.setattr(store, "_CHUNK_BYTES", 100)
-    writer = TraceWriter(tmp_path, 3)
+    writer = TraceWriter(tmp_path, 3, Budget(800))
     for number in range(7):
         writer.add(entry(torch.zeros(20), str(number)), torch.full((20,), float(number)))
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
