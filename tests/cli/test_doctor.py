@@ -13,7 +13,7 @@ from megatron_ttrace.errors import TTraceError
 from tests.integration.jobs import ttrace
 
 SUBJECTS = {
-    *("Python", "torch", "megatron-core", "GPU", "disk"),
+    *("Python", "torch", "megatron-core", "GPU", "disk", "options"),
     *("TransformerEngine", "Apex", "wandb", "TensorBoard", "checks"),
 }
 
