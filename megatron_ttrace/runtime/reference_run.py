@@ -203,7 +203,7 @@ class ReferenceSession(Session):
             writer.close()
             reader = TraceReader(self._directory, sealed=False)
             layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
-            for seed in range(1, self.settings.seeds + 1):
+            for seed in range(1, (self.settings.seeds or tolerance.MOST_REPLAYS) + 1):
                 again()
                 with perturbed(self.model.names, seed, self.model.optimizer):
                     for iteration in block:
