@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from megatron_ttrace.compare.judge import Holder, conflicting, verdict_of
+from megatron_ttrace.compare.judge import conflicting, verdict_of
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.mcore.roles import without_number
@@ -31,6 +31,8 @@ FEW = 8
 _SAME = 1e-6
 """Sums over the same numbers in another order differ by less."""
 
+Holder = tuple[int, Measured]
+"""A rank and what it found out about a parameter."""
 Region = tuple[object, ...]
 Expected = tuple[tuple[int, ...], Moments]
 """Shape and moments of a parameter in the reference."""

@@ -149,7 +149,7 @@ class Explainer:
         try:
             found = dataclasses.replace(
                 found,
-                where=ran.where(verdict, found.finding, self._ledger),
+                where=ran.where(verdict, found.finding, self._ledger, alone=found.alike is None),
                 collectives=ran.cite(verdict, found.finding, self._ledger),
             )
         except Exception as error:  # noqa: BLE001 - so is what ran
