@@ -288,6 +288,7 @@ def _compared(
 
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.compare.configuration import RunConfig
+    from megatron_ttrace.compare.gathered import of_ranks
     from megatron_ttrace.compare.offline import (
         counts_of,
         epsilon_of,
@@ -311,7 +312,7 @@ def _compared(
         summary, verdicts = conclude(
             trusted,
             tolerance.of_reference(trusted),
-            measure_saved(trusted, tested),
+            of_ranks(measure_saved(trusted, tested)),
             candidate=ours,
             counts=counts_of(tested),
             mesh=meshes[0],
@@ -402,14 +403,21 @@ def run_check(
     # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():
         from megatron_ttrace.processes import job as jobs
+        from megatron_ttrace.processes.progress import Progress
         from megatron_ttrace.runtime import PRELOADED
         from megatron_ttrace.trace import shared
 
+    began = time.monotonic()
     shared.require_free(Path(ours.ttrace_dir))
     if not script.is_file():
         place = "" if script.is_absolute() else f" in {Path.cwd()}"
         raise TTraceError(f"{script}: no such script{place}")
-    fork = fork and jobs.prepare(ours.ttrace_device, script, modules=PRELOADED, arguments=theirs)
+    tell = say or (lambda line: None)
+    progress = Progress(tell)
+    if fork:
+        progress("importing torch and Megatron")
+        with progress.ticking():
+            fork = jobs.prepare(ours.ttrace_device, script, modules=PRELOADED, arguments=theirs)
     job = jobs.Job(
         script=script,
         arguments=tuple(theirs),
@@ -418,17 +426,23 @@ def run_check(
         flags=tuple(words_of(ours)),
         environment=dict(environment),
     )
-    tell = say or (lambda line: None)
     report = _answer(job, fork, tell)
-    if not (settle and report.summary.leaves_doubt):
-        return report
-    tell(f"not every cause is known: checking with modules isolated, in {job.directory}-isolated")
-    try:
-        alone = dataclasses.replace(_answer(job.isolated(), fork, tell), isolating=())
-        return dataclasses.replace(report, isolated=alone)
-    except TTraceError as error:
-        tell(f"the check with modules isolated gave no answer: {error}")
-        return report
+    if settle and report.summary.leaves_doubt:
+        tell(
+            f"not every cause is known: checking with modules isolated, in {job.directory}-isolated"
+        )
+        try:
+            alone = dataclasses.replace(_answer(job.isolated(), fork, tell), isolating=())
+            report = dataclasses.replace(report, isolated=alone)
+        except TTraceError as error:
+            tell(f"the check with modules isolated gave no answer: {error}")
+    return timed(report, time.monotonic() - began)
+
+
+def timed(report: Report, seconds: float) -> Report:
+    """The report of a check that took so long, from its caller's point of view."""
+    timings = {**report.summary.timings, "wall": seconds}
+    return dataclasses.replace(report, summary=dataclasses.replace(report.summary, timings=timings))
 
 
 def _answer(job: jobs.Job, fork: bool, say: Callable[[str], None]) -> Report:

@@ -11,18 +11,19 @@ moment that is read from the wrong place becomes visible.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from megatron_ttrace.compare.measure import local_view
+from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.mcore.optimizer import Owned, is_precision_aware
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import like
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.start.generator import normal
 from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.start import StartValues
 
 SCALE = 0.01
 """Standard deviation of the first moment. Larger than usual gradients: the update is linear."""
@@ -42,8 +43,23 @@ def awaken(owned: Iterable[Owned], rate: float) -> None:
             part.group["lr"] = part.group.get("max_lr") or rate
 
 
-def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: int) -> None:
-    """Give every optimizer moments as in the middle of training; unknown ones are unchanged."""
+def prime(
+    owned: Iterable[tuple[ParameterPlace, Owned]],
+    mesh: Mesh,
+    *,
+    seed: int,
+    stored: StartValues | None = None,
+    keep: Callable[[str, torch.Tensor], None] | None = None,
+) -> None:
+    """Give every optimizer moments as in the middle of training; unknown ones are unchanged.
+
+    Args:
+        owned: what this rank's optimizers step.
+        mesh: of this rank.
+        seed: of the run.
+        stored: may have the values already, with the same bits.
+        keep: is given each moment's name and values in float32, if they are a whole tensor's.
+    """
     for place, part in owned:
         if not part.moments or part.group.get("momentum") == 0:
             continue
@@ -56,12 +72,19 @@ def prime(owned: Iterable[tuple[ParameterPlace, Owned]], mesh: Mesh, *, seed: in
             inner.initialize_state(part.key, remainders)
         for name, kind in part.moments.items():
             moment = torch.empty_like(part.main, dtype=torch.float32)
+            known, shape = f"{place.name}/{kind}", where.logical_shape
+            whole = stored.moment(known, shape) if stored else None
             for box in where.boxes(mesh):
-                shape, origin, extent = where.logical_shape, box.logical, box.extent
-                values = normal(seed, f"{place.name}/{kind}", shape, origin, extent)
+                target = local_view(moment, box)
+                if whole is not None:
+                    target.copy_(logical_view(whole, box))
+                    continue
+                values = normal(seed, known, shape, box.logical, box.extent, target.device)
                 if kind is Kind.EXP_AVG_SQ:
-                    values = (values * 0.15 + 1.0) * SCALE
-                local_view(moment, box).copy_(values * SCALE)
+                    values.mul_(0.15).add_(1.0).mul_(SCALE)
+                target.copy_(values.mul_(SCALE))
+            if keep is not None and tuple(moment.shape) == shape:
+                keep(known, moment)
             if reduced:
                 inner.set_scaled_state(part.key, name, like(part.key, _coarse(moment)))
             else:

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.measure import local_view
+from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.mcore.arguments import ModelConfig
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.roles import STATE_SPACE
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.start.generator import normal
+from megatron_ttrace.trace.start import StartValues
 
 GAIN = 0.5
 """Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth, and a
@@ -73,12 +74,21 @@ def fill(
     seed: int,
     config: ModelConfig,
     init: str,
+    stored: StartValues | None = None,
 ) -> None:
-    """Overwrite a local parameter with its slice of the generated logical one."""
-    mean, std = scale_of(place.name, place.logical_shape, config, init)
+    """Overwrite a local parameter with its slice of the generated logical one.
+
+    ``stored`` may have that already, with the same bits.
+    """
+    shape, target = place.logical_shape, parameter.data
+    whole = stored.parameter(place.name, shape, target.dtype) if stored else None
+    mean, std = scale_of(place.name, shape, config, init)
     with torch.no_grad():
         for box in place.boxes(mesh):
-            values = normal(seed, place.name, place.logical_shape, box.logical, box.extent)
+            part = local_view(target, box)
+            if whole is not None:
+                part.copy_(logical_view(whole, box))
+                continue
+            values = normal(seed, place.name, shape, box.logical, box.extent, part.device)
             values.mul_(std).add_(mean)
-            target = local_view(parameter.data, box)
-            target.copy_(values.to(torch.float32).to(target.dtype))
+            part.copy_(values.to(torch.float32).to(part.dtype))

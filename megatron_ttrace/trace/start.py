@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start values that a reference keeps, so that a candidate need not generate them again.
+
+Parameters are in the trace as such (``param`` before the step). The optimizer's moments are in
+files beside it, ``start.0000.safetensors`` and so on, which ``meta.json`` lists like all others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.index import brief
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import ERRORS_OF_NOISE, TraceReader
+
+_FILE = re.compile(r"start\.\d{4,9}\.safetensors")
+_FILE_BYTES = 256 << 20
+
+
+def write_moments(directory: Path, moments: Mapping[str, torch.Tensor]) -> None:
+    """Write moments by name, before the trace is sealed; no file has much more than 256 MB."""
+    for number, part in enumerate(_parts(moments)):
+        save_file(part, directory / f"start.{number:04d}.safetensors")
+
+
+def _parts(moments: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    part: dict[str, torch.Tensor] = {}
+    for name, moment in moments.items():
+        part[name] = moment
+        if sum(one.nbytes for one in part.values()) >= _FILE_BYTES:
+            yield part
+            part = {}
+    if part:
+        yield part
+
+
+class StartValues:
+    """The start values of a traced step in a reference; whole tensors, memory-mapped."""
+
+    def __init__(self, reference: TraceReader, iteration: int) -> None:
+        """Open them. Raises ``TTraceError`` when a file is damaged."""
+        self._reference = reference
+        self._iteration = iteration
+        self._moments: dict[str, torch.Tensor] = {}
+        for name in filter(_FILE.fullmatch, reference.meta.get("files", ())):
+            path = reference.directory / name
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._moments |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            except ERRORS_OF_NOISE as error:
+                raise TTraceError(
+                    f"{path} is damaged ({brief(error)}): run the traced job again"
+                ) from error
+
+    def parameter(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """A parameter as it was before the step, if the reference has it in this form."""
+        key = TraceKey(self._iteration, STEP_LEVEL, Kind.PARAM, name)
+        if key not in self._reference:
+            return None
+        entry = self._reference.entry(key)
+        same = entry.shape == shape and f"torch.{entry.dtype}" == str(dtype)
+        return self._reference.tensor(entry) if same else None
+
+    def moment(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """A moment in float32 by its name, if the reference has it in this form."""
+        found = self._moments.get(name)
+        same = found is not None and found.shape == shape and found.dtype == torch.float32
+        return found if same else None
