@@ -125,7 +125,8 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
         if calls:
             return max(calls, key=lambda one: one.bytes).where
     if verdict.kind is Kind.METRIC:
-        return places.log()
+        # What is not logged here would be by what logs the others.
+        return sources.metrics.get(verdict.name, next(iter(sources.metrics.values()), ""))
     if reduced:
         ran = (one.where for one in _of(ledger, verdict, Phase.GRADIENTS) if one.operation.reduces)
         return next(filter(None, ran), sources.finalize)

@@ -8,7 +8,7 @@ import math
 import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
-from megatron_ttrace.diagnose.scaling import constant_factor, exactly
+from megatron_ttrace.diagnose.scaling import constant_factor, tested
 from megatron_ttrace.trace.findings import Cause, Finding
 
 _NONE = 1e-3
@@ -32,18 +32,18 @@ def counted(evidence: Evidence, summand: torch.Tensor, power: int = 1) -> Findin
     )
     if not surplus:
         return None
-    times, free = 1 + surplus, 0
-    fault = Finding(Cause.ZERO)
+
+    def repairs(ratio: float, free: int) -> bool:
+        times = math.copysign(abs(ratio) ** power, ratio)
+
+        def once(part: FailedPart) -> list[torch.Tensor]:
+            pairs = zip(part.pieces, evidence.expected(part, summand), strict=True)
+            return [piece - (times - 1) * own for piece, own in pairs]
+
+        return evidence.repairs(once, free)
+
+    times = 1 + surplus
     if abs(times) < _NONE:
-        times = 0.0
-    else:
-        named = constant_factor(evidence, math.copysign(abs(times) ** (1 / power), times))
-        size = exactly(evidence, named)
-        fault, free = named, int(size is None)
-        times = times if size is None else math.copysign(abs(size) ** power, size)
-
-    def once(part: FailedPart) -> list[torch.Tensor]:
-        pairs = zip(part.pieces, evidence.expected(part, summand), strict=True)
-        return [piece - (times - 1) * own for piece, own in pairs]
-
-    return fault if evidence.repairs(once, free) else None
+        return Finding(Cause.ZERO) if repairs(0.0, 0) else None
+    ratio = math.copysign(abs(times) ** (1 / power), times)
+    return tested(evidence, constant_factor(evidence, ratio), repairs)

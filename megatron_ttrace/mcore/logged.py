@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.versions import call_known
 
 _UNWATCHED = MappingProxyType(
@@ -43,6 +44,9 @@ COUNTS = frozenset(("num-zeros",))
 CHOICES = "_acceptance_rate"
 """End of the names of numbers that count right choices: of the likeliest token (MTP)."""
 
+PLACES: dict[str, str] = {}
+"""By name, the code of Megatron that reported each number in this process."""
+
 _GIVEN = ("learning-rate", "batch-size", "max_attention_logit", "skipped-train-samples")
 """Numbers that ``training_log`` does not sum up."""
 
@@ -62,6 +66,8 @@ class _Writer:
         del step
         if not name.endswith(" vs samples"):
             self.values[name] = value.clone() if torch.is_tensor(value) else value
+            caller = sys._getframe(1)
+            PLACES[name] = sources.shown(caller.f_code, caller.f_lineno)
 
 
 def reported(

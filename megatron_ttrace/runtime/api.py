@@ -189,7 +189,13 @@ def compare(
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
     folder = Path(output) if output is not None else ours.parent
     return _compared(
-        trusted, tested, folder, allow_unchecked=allow_unchecked, wandb=wandb, show=show
+        trusted,
+        tested,
+        folder,
+        allow_unchecked=allow_unchecked,
+        wandb=wandb,
+        wandb_online=wandb,
+        show=show,
     )
 
 
@@ -200,6 +206,8 @@ def diff(
     output: PathLike,
     known: PathLike | None = None,
     allow_unchecked: float = flags.DEFAULT_ALLOW_UNCHECKED,
+    wandb: bool = False,
+    wandb_online: bool = False,
     show: bool = False,
 ) -> Report:
     """Compare two runs, both of which were kept, as ``ttrace diff`` does.
@@ -211,6 +219,8 @@ def diff(
         output: where the report is written.
         known: a TOML file with known differences, in addition to this package's own.
         allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
+        wandb: whether to log the report to W&B too.
+        wandb_online: whether it may be sent there, if a key is configured.
         show: whether to print the report.
 
     Raises:
@@ -246,6 +256,8 @@ def diff(
             tested.candidate,
             folder,
             allow_unchecked=allow_unchecked,
+            wandb=wandb,
+            wandb_online=wandb_online,
             show=show,
             review=review,
             own=tested.summary,
@@ -263,8 +275,9 @@ def _compared(
     folder: Path,
     *,
     allow_unchecked: float,
+    wandb: bool,
+    wandb_online: bool,
     show: bool,
-    wandb: bool = False,
     review: Review | None = None,
     own: Summary | None = None,
 ) -> Report:
@@ -321,7 +334,7 @@ def _compared(
             verdicts,
             folder,
             wandb=wandb,
-            wandb_online=wandb,
+            wandb_online=wandb_online,
             console=None if show else Console(file=io.StringIO()),
             run_id=run,
             collectives=ledger.collectives,

@@ -165,6 +165,7 @@ class Sources(Record):
         optimizer: the optimizer's ``step``.
         finalize: what reduces the gradients after the last microbatch.
         step: the training script's forward step, which reads the batch and computes the loss.
+        metrics: what reports each number that is logged, by its name.
     """
 
     modules: dict[str, Count] = dataclasses.field(default_factory=dict)
@@ -172,6 +173,7 @@ class Sources(Record):
     optimizer: str = ""
     finalize: str = ""
     step: str = ""
+    metrics: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def of(self, module: str) -> ModuleCode | None:
         """The code of a module, or of the innermost known module that contains it."""

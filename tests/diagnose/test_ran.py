@@ -45,6 +45,7 @@ SOURCES = Sources(
     optimizer="optimizer.py:5 (step)",
     finalize="finalize.py:6 (finalize)",
     step="pretrain.py:7 (forward_step)",
+    metrics={"learning-rate": "training.py:1 (log)", "z_loss": "moe.py:1 (log)"},
 )
 
 
@@ -193,6 +194,8 @@ def test_what_may_run_unseen_is_not_missed() -> None:
         ),
         (Kind.LOSS, "lm loss", None, SOURCES.step),
         (Kind.TOKENS, "tokens", None, SOURCES.step),
+        (Kind.METRIC, "z_loss", None, "moe.py:1 (log)"),
+        (Kind.METRIC, "mtp_loss", None, "training.py:1 (log)"),
         (Kind.PARAM, "decoder.layers.7.mlp.weight", None, SOURCES.codes[1].forward),
     ],
 )

@@ -43,3 +43,13 @@ def test_what_is_left_over(monkeypatch):
     }
     monkeypatch.setattr(logged, "_logged", lambda *args: found)
     assert logged.left_over([], None) == {"z_loss": 0.0}
+
+
+def test_where_it_is_logged(monkeypatch):
+    """The call, in whichever file of Megatron it is."""
+    monkeypatch.setattr(logged, "PLACES", {})
+    writer = logged._Writer()
+    writer.add_scalar("z_loss", 1.0, 1)
+    writer.add_scalar("z_loss vs samples", 1.0, 1)
+    assert list(logged.PLACES) == ["z_loss"]
+    assert logged.PLACES["z_loss"].endswith("(test_where_it_is_logged)")
