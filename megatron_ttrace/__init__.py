@@ -8,6 +8,7 @@ script calls :func:`check` (docs/api.md). Importing this package imports neither
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -49,14 +50,26 @@ _HOMES = {
 }
 """Public names by the module that defines them; imported when first used."""
 
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Files of the drivers of accelerators: NVIDIA's, AMD's, and those of WSL 2."""
+
 
 def enable() -> None:
     """Add the ``--ttrace`` flags to this training script, and let Megatron run without a GPU.
 
-    Call it before Megatron is imported. Without ``--ttrace`` the training loop is not changed;
-    without an accelerator the CPU backend is activated.
+    Call it before Megatron is imported. With an accelerator and none of our flags on the command
+    line it does nothing, and imports neither torch nor Megatron. Without an accelerator the CPU
+    backend is activated; the training loop is changed by ``--ttrace`` only.
     """
-    _entry().enable()
+    if not _is_off():
+        _entry().enable()
+
+
+def _is_off() -> bool:
+    """Whether there is nothing to do, as far as can be told without importing torch."""
+    asked = any(word.startswith(("--ttrace", "-h", "--help")) for word in sys.argv[1:])
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return not asked and not hidden and any(map(os.path.exists, _DEVICES))
 
 
 def __getattr__(name: str) -> Any:

@@ -47,6 +47,7 @@ _SURFACING = 5.0
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 _REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
+_SPECIAL = dict.fromkeys([(Kind.METRIC, LEFT), (Kind.BUFFER, LOADS)], Grounds.LEFT_OVER)
 _UPDATED = (*MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 
@@ -394,19 +395,15 @@ def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
     # Without their gradients the norm is wrong, and with it every clipped update.
     return (
         never
-        or [_Origin(v, owner(v.name), _grounds(v)) for v in verdicts if v is first.get(v.name)]
         or [
-            _Origin(verdict, verdict.name, _grounds(verdict))
-            for verdict in _failures(verdicts, Kind.METRIC)
+            _Origin(v, owner(v.name), _SPECIAL.get((v.kind, v.index), Grounds.UPDATE))
+            for v in verdicts
+            if v is first.get(v.name)
         ]
-    )
-
-
-def _grounds(verdict: Verdict) -> Grounds:
-    if verdict.kind is Kind.METRIC:
-        return Grounds.LEFT_OVER if verdict.index == LEFT else Grounds.METRIC
-    return (
-        Grounds.LOADS if (verdict.kind, verdict.index) == (Kind.BUFFER, LOADS) else Grounds.UPDATE
+        or [
+            _Origin(v, v.name, _SPECIAL.get((v.kind, v.index), Grounds.METRIC))
+            for v in _failures(verdicts, Kind.METRIC)
+        ]
     )
 
 

@@ -185,7 +185,11 @@ class Explainer:
             return Explanation()
         if evidence is None:
             return Explanation()
-        finding, other = self._repair(verdict.key, evidence)
+        # Of a rank whose part was not kept, or of which the first elements pass, nothing is known.
+        failing = {part.rank for part in evidence.parts}
+        finding = other = None
+        if failing.issuperset(verdict.ranks):
+            finding, other = self._repair(verdict.key, evidence)
         if finding is None:
             if verdict.kind in losses.KINDS:
                 self.unexplained.append(verdict.key)

@@ -93,7 +93,10 @@ def _of_share(evidence: Evidence, share: torch.Tensor) -> Evidence | None:
         return [p - r for p, r in zip(part.pieces, evidence.expected(part, rest), strict=True)]
 
     held = evidence.repaired(without_rest)
-    return held and dataclasses.replace(held, reference=share, share_of=evidence.reference)
+    if held is None:
+        return None
+    # What is left of the parts are other values, of which there may be fewer.
+    return dataclasses.replace(held, reference=share, share_of=evidence.reference, distinct={})
 
 
 def _faults(share: Evidence) -> Iterator[tuple[int, float, Finding]]:
@@ -116,12 +119,12 @@ def _faults(share: Evidence) -> Iterator[tuple[int, float, Finding]]:
         if summed.is_right:
             yield 0, _left(summed, lambda part: part.pieces), finding
     repair = functools.partial(_once, share, dict.fromkeys(ranks, ratio))
-    if ratio and share.elements >= _PER_FACTOR and share.repairs(repair):
+    if ratio and share.elements >= _PER_FACTOR and share.repairs(repair, free=1):
         yield 1, _left(share, repair), scaling.constant_factor(share, ratio)
     own = {part.rank: share.ratio([(part.pieces, share.expected(part))]) for part in share.parts}
     repair = functools.partial(_once, share, own)
     enough = len(own) > 1 and share.elements >= _PER_FACTOR * len(own)
-    if enough and share.repairs(repair):
+    if enough and share.repairs(repair, free=1):
         factors = tuple(sorted(own.items()))
         yield len(own), _left(share, repair), RankFactors(Cause.FACTOR, factors=factors)
 

@@ -54,7 +54,7 @@ def _factors(evidence: Evidence) -> dict[int, float]:
         pairs = zip(part.pieces, _added(part, bias), strict=True)
         return [(piece - b) / own[part.rank] + b for piece, b in pairs]
 
-    return own if all(own.values()) and evidence.repairs(divide) else {}
+    return own if all(own.values()) and evidence.repairs(divide, free=1) else {}
 
 
 def _added(part: FailedPart, bias: torch.Tensor | None) -> list[torch.Tensor]:

@@ -125,7 +125,8 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
         if calls:
             return max(calls, key=lambda one: one.bytes).where
     if verdict.kind is Kind.METRIC:
-        return places.log()
+        # What is not logged here would be by what logs the others.
+        return sources.metrics.get(verdict.name, next(iter(sources.metrics.values()), ""))
     if reduced:
         ran = (one.where for one in _of(ledger, verdict, Phase.GRADIENTS) if one.operation.reduces)
         return next(filter(None, ran), sources.finalize)
@@ -134,7 +135,7 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
     name = verdict.name.partition("#")[0]
     if finding is not None and finding.cause is Cause.LAYER_NUMBERS:
         return _layer(sources, name).built
-    code = sources.of(name) or sources.of(ROOT) or ModuleCode("")
+    code = sources.of(name) or sources.of(ROOT) or ModuleCode()
     if isinstance(finding, LossShare) and code.scaler:
         return code.scaler
     if verdict.direction is Direction.START:
@@ -143,7 +144,11 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
         return (not axes and (code.weight or code.backward)) or sources.finalize
     if verdict.kind is Kind.GRAD_OUTPUT:
         return code.user or (sources.of(name.rpartition(".")[0] or ROOT) or code).forward
-    return (verdict.direction is Direction.BACKWARD and code.backward) or code.forward
+    if verdict.direction is Direction.BACKWARD:
+        return code.backward or code.forward
+    # All that a container calls is right: what is left are its own functions.
+    around = name == ROOT or any(one.startswith(f"{name}.") for one in sources.modules)
+    return (verdict.kind is Kind.OUTPUT and around and code.output) or code.forward
 
 
 def _of_sibling(ledger: Ledger, verdict: Verdict, what: tuple[Operation, str]) -> str:
@@ -162,7 +167,7 @@ def _layer(sources: Sources, parameter: str) -> ModuleCode:
         name for name in sources.modules if pattern(parameter).startswith(f"{pattern(name)}.")
     )
     own = min((name for name in layers if name[-1].isdigit()), key=len, default="")
-    return sources.of(own) or ModuleCode("")
+    return sources.of(own) or ModuleCode()
 
 
 def _runs(code: ModuleCode | None) -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -57,13 +58,46 @@ def zero(evidence: Evidence) -> Finding | None:
 
 
 def factor(evidence: Evidence) -> ConstantFactor | None:
-    """One constant for all failing parts. The repair: divide by it."""
+    """One constant for all failing parts. The repair: divide by it, or by the size that it is."""
     found = evidence.ratio((part.pieces, evidence.expected(part)) for part in evidence.parts)
-    if not found or not evidence.repairs(lambda part: [piece / found for piece in part.pieces]):
+    if not found:
         return None
-    named = constant_factor(evidence, found)
-    is_known = named.sizes or named.cause is Cause.SIGN
-    return named if is_known or evidence.elements >= _PER_FACTOR else None
+    fitted = tested(
+        evidence,
+        constant_factor(evidence, found),
+        lambda ratio, free: evidence.repairs(functools.partial(_divided, ratio), free),
+    )
+    is_known = fitted and (fitted.sizes or fitted.cause is Cause.SIGN)
+    return fitted if is_known or evidence.elements >= _PER_FACTOR else None
+
+
+def tested(
+    evidence: Evidence, named: ConstantFactor, repairs: Callable[[float, int], bool]
+) -> ConstantFactor | None:
+    """A factor with those of its sizes that are a repair; it is one itself if it is no size.
+
+    Args:
+        evidence: the failed tensor.
+        named: the factor that fits best.
+        repairs: whether a factor is a repair, with how many numbers were fitted for it.
+    """
+    if named.cause is Cause.SIGN and repairs(-1.0, 0):
+        return named
+    layout = sizes_of(evidence)
+    known: dict[float, bool] = {}
+    sizes = []
+    for names in named.sizes:
+        size = math.prod(layout[name] for name in names)
+        size = math.sqrt(size) if named.root else size
+        size = size if (size > 1) is (abs(named.ratio) > 1) else 1 / size
+        if size not in known:
+            known[size] = repairs(math.copysign(size, named.ratio), 0)
+        sizes += [names] * known[size]
+    if sizes:
+        axes = tuple(axis for axis in named.axes if any(axis in names for names in sizes))
+        return dataclasses.replace(named, axes=axes, sizes=tuple(sizes))
+    cause = Cause.TOO_LARGE if abs(named.ratio) > 1 else Cause.TOO_SMALL
+    return ConstantFactor(cause, ratio=named.ratio) if repairs(named.ratio, 1) else None
 
 
 def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
@@ -103,9 +137,20 @@ def shift(evidence: Evidence) -> Shift | None:
     if not -_LARGEST < constant < _LARGEST:
         return None
     named = constant_factor(evidence, math.exp(constant))
-    if not named.sizes or not evidence.repairs(lambda part: [p - constant for p in part.pieces]):
+
+    def subtracted(ratio: float, part: FailedPart) -> list[torch.Tensor]:
+        return [piece - math.log(ratio) for piece in part.pieces]
+
+    fitted = tested(
+        evidence,
+        named,
+        lambda ratio, free: (
+            ratio > 0 and evidence.repairs(functools.partial(subtracted, ratio), free)
+        ),
+    )
+    if fitted is None or not fitted.sizes:
         return None
-    return Shift(named.cause, named.axes, constant=constant, sizes=named.sizes)
+    return Shift(fitted.cause, fitted.axes, constant=constant, sizes=fitted.sizes)
 
 
 def factor_per_rank(evidence: Evidence) -> RankFactors | None:
@@ -118,7 +163,8 @@ def factor_per_rank(evidence: Evidence) -> RankFactors | None:
     def divide(part: FailedPart) -> list[torch.Tensor] | None:
         return [p / own[part.rank] for p in part.pieces] if own[part.rank] else None
 
-    if len(own) < 2 or evidence.elements < _PER_FACTOR * len(own) or not evidence.repairs(divide):
+    enough = len(own) > 1 and evidence.elements >= _PER_FACTOR * len(own)
+    if not enough or not evidence.repairs(divide, free=1):
         return None
     return RankFactors(Cause.FACTOR, factors=tuple(sorted(own.items())))
 

@@ -24,6 +24,9 @@ MOST_SEEDS = 1000
 MOST_TIMEOUT = 366 * 86400.0
 MOST_RANKS = 4096
 """The most ranks that ``ttrace`` starts on one machine."""
+DEFAULT_RANKS = 8
+"""Ranks of a job that is made smaller: three axes of 2. More ranks than that share two cores badly,
+fewer would take three jobs for what one does, and miss what only three axes together show."""
 _MOST_PATH, _MOST_NAME = 4096, 255
 _INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 _NUMBER = re.compile(
@@ -60,7 +63,8 @@ class Settings:
         bug: known bug to re-create in the candidate, or ``None``.
         device: ``auto`` or ``cpu``.
         init: start values: ``reveal`` (nothing at zero or one) or ``megatron`` (its distributions).
-        seeds: number of perturbed reference replays that the tolerances are estimated from.
+        seeds: number of perturbed reference replays that the tolerances are estimated from;
+            ``None``: as many as they need.
         wandb: whether to log to Weights & Biases.
         wandb_online: whether a run of our own may be sent there.
         timeout: seconds after which whatever does not answer counts as lost.
@@ -83,7 +87,7 @@ class Settings:
     bug: str | None = None
     device: str = "auto"
     init: str = "reveal"
-    seeds: int = 4
+    seeds: int | None = None
     wandb: bool = True
     wandb_online: bool = False
     timeout: float = DEFAULT_TIMEOUT
@@ -238,11 +242,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--ttrace-seeds",
-        default=4,
+        default=None,
         type=integer(),
         metavar="N",
         help="Number of perturbed replays of the reference from which tolerances are estimated "
-        "(default 4).",
+        "(default: as many as they need, 2 to 4).",
     )
     group.add_argument(
         "--ttrace-wandb",
@@ -343,9 +347,9 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         TTraceError: on values that argparse cannot check.
     """
     check_single(args, *(name for name in vars(args) if name.startswith("ttrace_")))
-    if args.ttrace_seeds < 1:
+    if args.ttrace_seeds is not None and args.ttrace_seeds < 1:
         raise TTraceError(f"--ttrace-seeds {args.ttrace_seeds}: at least 1 replay is needed")
-    if args.ttrace_seeds > MOST_SEEDS:
+    if args.ttrace_seeds is not None and args.ttrace_seeds > MOST_SEEDS:
         raise TTraceError(f"--ttrace-seeds {args.ttrace_seeds}: give at most {MOST_SEEDS} replays")
     if not 0 < args.ttrace_timeout <= MOST_TIMEOUT:
         raise TTraceError(

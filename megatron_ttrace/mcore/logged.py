@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.versions import call_known
 
 _UNWATCHED = MappingProxyType(
@@ -43,6 +44,12 @@ COUNTS = frozenset(("num-zeros",))
 CHOICES = "_acceptance_rate"
 """End of the names of numbers that count right choices: of the likeliest token (MTP)."""
 
+PLACES: dict[str, str] = {}
+"""By name, the code of Megatron that reported each number in this process."""
+
+_GIVEN = ("learning-rate", "batch-size", "max_attention_logit", "skipped-train-samples")
+"""Numbers that ``training_log`` does not sum up."""
+
 _Z_LOSS = "z_loss"
 
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
@@ -59,6 +66,8 @@ class _Writer:
         del step
         if not name.endswith(" vs samples"):
             self.values[name] = value.clone() if torch.is_tensor(value) else value
+            caller = sys._getframe(1)
+            PLACES[name] = sources.shown(caller.f_code, caller.f_lineno)
 
 
 def reported(
@@ -95,7 +104,11 @@ def left_over(chunks: list[torch.nn.Module], optimizer: Any) -> dict[str, float]
     out, for some are of all steps so far, and numbers that are not defined without a step.
     """
     found = _logged(chunks, optimizer, 0, None, None, 0.0)
-    sums = {name: float(value) for name, value in found.items() if not name.endswith(CHOICES)}
+    sums = {
+        name: float(value)
+        for name, value in found.items()
+        if name not in _GIVEN and not name.endswith(CHOICES)
+    }
     return {name: value for name, value in sums.items() if math.isfinite(value)}
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -132,7 +133,7 @@ def _plain(function: Any) -> Any:
 
 def sources_of(
     chunks: Iterable[Names],
-    functions: Callable[[str], tuple[str, str, str, str]],
+    functions: Callable[[str], ModuleCode],
     *,
     optimizer: Any,
     finalize: Any,
@@ -142,8 +143,7 @@ def sources_of(
 
     Args:
         chunks: names of its model chunks.
-        functions: the code that was seen in the module of a name (``backward``, ``weight``,
-            ``user`` and ``scaler`` of :class:`ModuleCode`).
+        functions: the code that was seen in the module of a name, but its class's.
         optimizer: Megatron's, chained or not.
         finalize: what reduces the gradients after the last microbatch.
         step: the training script's forward step.
@@ -160,7 +160,8 @@ def sources_of(
                 # A layer that Megatron takes from elsewhere: the module that calls it.
                 outer = modules.get(name.rpartition(".")[0])
                 place = "" if outer is None else list(codes)[outer].forward
-            code = ModuleCode(place, *functions(name), class_place(kind, "__init__"))
+            built = class_place(kind, "__init__")
+            code = dataclasses.replace(functions(name), forward=place, built=built)
             modules.setdefault(name, codes.setdefault(code, len(codes)))
     leaf = type(next(leaves_of(optimizer)))
     return Sources(

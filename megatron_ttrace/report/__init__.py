@@ -36,6 +36,7 @@ def publish(
     junit: bool = False,
     run_id: str | None = None,
     collectives: Sequence[Collective] | None = None,
+    pages: bool = True,
 ) -> None:
     """Write, log and print the report of a check.
 
@@ -51,6 +52,8 @@ def publish(
         junit: whether to write ``junit.xml`` too.
         run_id: id of the run; the summary's own by default, else this process's.
         collectives: those of the traced steps; ``None`` writes no file of them.
+        pages: whether to make the HTML page and a W&B run of our own; else
+            :mod:`megatron_ttrace.report.later` does so from the files.
 
     Raises:
         TTraceError: when ``verdicts.jsonl`` or ``summary.json`` cannot be written.
@@ -65,6 +68,9 @@ def publish(
         files.write_collectives(directory / files.COLLECTIVES, collectives, run)
     files.write_summary(directory / files.SUMMARY, summary, run)
     page = directory / files.HTML
+    if not pages:
+        files.remove(page)
+    logs_to_job = wandb_run is not None
 
     def write_html() -> None:
         from megatron_ttrace.report.html import write
@@ -87,10 +93,10 @@ def publish(
         return log(summary, verdicts, page, run=wandb_run, directory=directory, online=wandb_online)
 
     sinks: list[tuple[bool, str, Callable[[], str | None]]] = [
-        (True, files.HTML, write_html),
+        (pages or (wandb and logs_to_job), files.HTML, write_html),
         (junit, files.JUNIT, write_junit),
         (tensorboard is not None, "TensorBoard", log_tensorboard),
-        (wandb, "W&B", log_wandb),
+        (wandb and (pages or logs_to_job), "W&B", log_wandb),
         (
             True,
             "the terminal report",

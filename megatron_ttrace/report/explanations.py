@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of findings: why a module is a culprit, what was tested, what that suggests.
 
-Each type of finding has one renderer, which returns what was tested and, apart from it, the hint:
-what such a finding suggests beyond the test.
+Each type of finding has one renderer, which returns what was tested, and what it hints at.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ _GROUNDS = {
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
     Grounds.UPDATE: "its main gradient passes, the optimizer's {kind} of {name} does not",
     Grounds.METRIC: "every update passes, what Megatron logs as {name} does not",
-    Grounds.LEFT_OVER: "what Megatron logs as {name} is not what it is on a single device if the "
-    "step is logged twice: a sum that is not emptied goes into the next step's",
-    Grounds.LOADS: "its routing passes, the loads of experts by which {name} is updated do not",
+    Grounds.LEFT_OVER: "what it computes passes, not what it leaves of {name} for the next step",
     Grounds.ISOLATED: "it was computed from the reference's own tensors, and differs",
     Grounds.FIRST_FAILURE: "first failure in execution order; no module explains it",
 }
@@ -248,9 +245,6 @@ def _factor(finding: f.ConstantFactor) -> Said:
 
 def _loss_term(finding: f.LossTerm) -> Said:
     what = _TERMS[finding.term]
-    if finding.fault is None:
-        times = "never" if finding.cause is Cause.TOO_LARGE else "twice"
-        return f"{what} is divided by the sum of the exponentials {times}", ""
     if type(finding.fault) is f.Finding:
         return f"{what} is missing", ""
     text, hint = _RENDERERS[type(finding.fault)](finding.fault)
@@ -498,5 +492,5 @@ def _ranges(indices: Sequence[int], limit: int = 3) -> str:
     """``0..3, 8`` for ``[0, 1, 2, 3, 8]``."""
     found = runs(indices)
     said = [str(a) if a == b else f"{a}..{b}" for a, b in found[:limit]]
-    more = f" and {len(found) - limit} more ranges" if len(found) > limit else ""
-    return ", ".join(said) + more
+    more = len(found) - limit
+    return ", ".join(said) + (f" and {more} more ranges" if more > 0 else "")

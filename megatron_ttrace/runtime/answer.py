@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_ttrace.mcore import balancing, logged, own_shards, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.report import later
 from megatron_ttrace.runtime import recording
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
@@ -171,18 +173,32 @@ def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings)
 
 
 def publish(found: Answer, settings: Settings) -> None:
-    """Write the report; send it to the trackers that Megatron has opened."""
+    """Write the report; send it to the trackers that Megatron has opened.
+
+    Where training goes on, only what is short is done at once: the verdict's files, and what goes
+    into the job's own log and trackers. A process makes the rest.
+    """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     from megatron_ttrace import report
 
+    # Megatron's own run, or one that the script has opened.
+    run = getattr(get_wandb_writer() or sys.modules.get("wandb"), "run", None)
     report.publish(
         found.summary,
         found.verdicts,
         settings.directory,
-        wandb_run=getattr(get_wandb_writer(), "run", None),
+        wandb_run=run,
         tensorboard=get_tensorboard_writer(),
         wandb=settings.wandb,
         wandb_online=settings.wandb_online,
         collectives=found.ledger.collectives,
+        pages=settings.exit_after,
     )
+    if not settings.exit_after:
+        later.start(
+            settings.directory,
+            html=run is None or not settings.wandb,
+            wandb=settings.wandb and run is None,
+            online=settings.wandb_online,
+        )

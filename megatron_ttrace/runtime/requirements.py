@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import balancing, fim, own_shards, packed
+from megatron_ttrace.mcore import balancing, fim, own_shards, packed, versions
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
@@ -105,6 +107,11 @@ def require(args: MegatronArguments, settings: Settings) -> None:
 def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     """How this run is checked, for the report."""
     found = []
+    unknown = dict.fromkeys(
+        word.partition("=")[0]
+        for word in sys.argv[1:]
+        if re.match("--[a-z]", word) and not decisions.option_of(word.partition("=")[0])
+    )
     if isolates(args, settings) and not settings.isolate:
         found.append(low_precision.NOTICE)
     if options := balancing.depends_on_layout(args):
@@ -122,6 +129,13 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
         found.append(
             "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
             "the rank that reads it, so that all layouts have the same samples"
+        )
+    if version := versions.unreleased(versions.megatron_core_version()):
+        found.append(version)
+    if new := [flag for flag in unknown if not flag.startswith("--ttrace")]:
+        found.append(
+            f"{', '.join(new)}: not an option of a known Megatron, so the reference has it, too; "
+            "--ttrace-reference-args sets what a single device must have instead"
         )
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")

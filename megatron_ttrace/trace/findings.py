@@ -41,7 +41,6 @@ class Grounds(StrEnum):
     GRAD_NORM = "grad_norm"
     METRIC = "metric"
     LEFT_OVER = "left_over"
-    LOADS = "loads"
     NO_OPTIMIZER_STATE = "no_optimizer_state"
     UPDATE = "update"
     ISOLATED = "isolated"
@@ -347,13 +346,10 @@ class Term(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm(Finding):
-    """A term of the loss has a ``fault``; without one the softmax is not divided once by its sum.
-
-    ``too_large``: it was not divided; ``too_small``: it was divided twice.
-    """
+    """A term of the loss has a ``fault``; the others are right."""
 
     term: Term
-    fault: Finding | None = None
+    fault: Finding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +89,22 @@ def atomic_write(path: Path, text: str) -> None:
 class TraceWriter:
     """Appends tensors of one rank to a trace directory.
 
-    Data is copied when it is added, because training may overwrite it, and written in chunks to
-    bound the memory.
+    Data is copied when it is added, because training may overwrite it, and written in chunks by a
+    thread. One chunk is filled while another is written; when both are full, adding waits.
+    What the thread raises is raised by the next call.
     """
 
     def __init__(self, directory: Path, rank: int, budget: Budget = _DEFAULT) -> None:
         self.directory = directory
-        self._chunk_limit = budget.unwritten
+        self._chunk_limit = budget.unwritten // 2
         self._stem = f"rank-{rank:05d}"
         self._lines: list[str] = []
         self._chunk: dict[str, torch.Tensor] = {}
         self._chunk_bytes = 0
         self._chunks = 0
         self._awaits_gpu = False
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
@@ -111,7 +115,7 @@ class TraceWriter:
         number = len(self._lines)
         if data is not None:
             name = str(number)
-            # A GPU fills pinned memory while training goes on; _flush waits for that.
+            # A GPU fills pinned memory while training goes on; _write waits for that.
             host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
             self._chunk[name] = host.copy_(data.detach(), non_blocking=True)
             self._awaits_gpu |= data.is_cuda
@@ -124,7 +128,13 @@ class TraceWriter:
 
     def close(self) -> None:
         """Write what is left, and the index."""
-        self._flush()
+        try:
+            self._flush()
+            self._settle()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
         atomic_write(
             self.directory / f"{self._stem}.index.jsonl",
             "".join(line + "\n" for line in self._lines),
@@ -134,13 +144,26 @@ class TraceWriter:
         return f"{self._stem}.{self._chunks:04d}.safetensors"
 
     def _flush(self) -> None:
-        if self._chunk:
-            if self._awaits_gpu:
-                torch.cuda.synchronize()
-                self._awaits_gpu = False
-            save_file(self._chunk, self.directory / self._file_name())
-            self._chunk, self._chunk_bytes = {}, 0
-            self._chunks += 1
+        if not self._chunk:
+            return
+        self._settle()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1)
+        path = self.directory / self._file_name()
+        self._writing = self._thread.submit(_write, self._chunk, path, self._awaits_gpu)
+        self._chunk, self._chunk_bytes, self._awaits_gpu = {}, 0, False
+        self._chunks += 1
+
+    def _settle(self) -> None:
+        """Wait until the last full chunk is written."""
+        if self._writing is not None:
+            self._writing.result()
+
+
+def _write(chunk: dict[str, torch.Tensor], path: Path, awaits_gpu: bool) -> None:
+    if awaits_gpu:
+        torch.cuda.synchronize()
+    save_file(chunk, path)
 
 
 def seal(directory: Path, meta: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ttrace.capture.collectives import _METHODS, CollectiveTap
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.trace.collectives import Operation, Phase, Ran
+from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase, Ran
 from tests.placement.meshes import mesh_of
 
 SIZE = 4
@@ -148,9 +148,10 @@ def test_functions_of_modules(group: dist.ProcessGroup) -> None:
     tap = tap_of(model)
     with tap.active(1):
         model(torch.ones(2, SIZE, requires_grad=True)).backward()
-    assert tap.functions("layers.1.column")[0].endswith("(Copy.backward)")
-    assert tap.functions("layers.1") == ("", "", "", "")
-    assert tap.functions("layers.7") == ("", "", "", "")
+    column = tap.functions("layers.1.column")
+    assert column.backward.endswith("(Copy.backward)")
+    assert column.output.endswith("(Copy.forward)")
+    assert tap.functions("layers.1") == tap.functions("layers.7") == ModuleCode()
 
 
 class Scaled(torch.autograd.Function):
@@ -184,9 +185,11 @@ def test_what_uses_an_output(group: dist.ProcessGroup) -> None:
     tap = tap_of(model)
     with tap.active(1):
         model(torch.ones(2, SIZE))
-    users = {name: tap.functions(name)[2].rpartition(" ")[2] for name in ("gate", "norm", "model")}
+    users = {
+        name: tap.functions(name).user.rpartition(" ")[2] for name in ("gate", "norm", "model")
+    }
     assert users == {"gate": "(Scaled.backward)", "norm": "", "model": ""}
-    assert tap.functions("model")[3].endswith("(Scaled.backward)")
+    assert tap.functions("model").scaler.endswith("(Scaled.backward)")
 
 
 def test_the_schedule_that_calls_the_model(group: dist.ProcessGroup) -> None:
@@ -199,8 +202,8 @@ def test_the_schedule_that_calls_the_model(group: dist.ProcessGroup) -> None:
     with tap.active(1):
         made["run"](lambda x: model(x), torch.ones(2, SIZE))
     place = "megatron/core/pipeline_parallel/schedules.py:2 (run)"
-    assert tap.functions("model")[2] == place
-    assert tap.functions("gate")[2].endswith("(Scaled.backward)")
+    assert tap.functions("model").user == place
+    assert tap.functions("gate").user.endswith("(Scaled.backward)")
 
 
 def test_every_way_to_call(group: dist.ProcessGroup) -> None:

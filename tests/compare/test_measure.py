@@ -37,7 +37,7 @@ def random(shape, dtype=torch.float32, seed=0, scale=1.0):
 
 def by_numpy(local, logical, factor=1.0):
     """The sums, in float64, of two equally shaped tensors."""
-    c = local.double().numpy().reshape(-1) / factor
+    c = local.double().numpy().reshape(-1) * (1.0 / factor)
     r = logical.double().numpy().reshape(-1)
     finite, undefined = np.isfinite(c) & np.isfinite(r), np.isnan(c) & np.isnan(r)
     agree = finite | undefined | (c == r)

@@ -104,6 +104,12 @@ def test_one_sentence(made: tuple[Explainer, Path]) -> None:
     assert (found.finding.cause, found.finding.axes) == (Cause.TOO_LARGE, ("dp",))
 
 
+def test_every_failing_part_is_tested(made: tuple[Explainer, Path]) -> None:
+    """A repair of two ranks' parts is no cause where a third one fails, too."""
+    verdict = dataclasses.replace(failed(keys()[0]), ranks=(0, 1, 2))
+    assert made[0].explain(verdict).finding is None
+
+
 def test_every_layer_is_explained(made: tuple[Explainer, Path]) -> None:
     """However many there are."""
     found = {made[0].explain(failed(key)).finding for key in keys()}

@@ -27,6 +27,7 @@ LINEAR = ModuleCode(
     "w.py:3 (W)",
     "activation.py:1 (Fused.backward)",
     "losses.py:1 (Scaler.backward)",
+    "layers.py:3 (Linear.forward)",
     "layers.py:0 (Column.__init__)",
 )
 SOURCES = Sources(
@@ -35,11 +36,16 @@ SOURCES = Sources(
     (
         LINEAR,
         ModuleCode("block.py:4 (Block.forward)"),
-        ModuleCode("layer.py:5 (Layer.forward)", built="layer.py:1 (Layer.__init__)"),
+        ModuleCode(
+            "layer.py:5 (Layer.forward)",
+            output="add.py:1 (Add.forward)",
+            built="layer.py:1 (Layer.__init__)",
+        ),
     ),
     optimizer="optimizer.py:5 (step)",
     finalize="finalize.py:6 (finalize)",
     step="pretrain.py:7 (forward_step)",
+    metrics={"learning-rate": "training.py:1 (log)", "z_loss": "moe.py:1 (log)"},
 )
 
 
@@ -156,6 +162,8 @@ def test_what_may_run_unseen_is_not_missed() -> None:
     [
         (Kind.OUTPUT, FC1.format(0), None, LINEAR.forward),
         (Kind.OUTPUT, FC1.format(0), PARTIAL, LINEAR.forward),
+        (Kind.OUTPUT, "decoder.layers.0", None, "add.py:1 (Add.forward)"),
+        (Kind.INPUT, "decoder.layers.0", None, "layer.py:5 (Layer.forward)"),
         (Kind.GRAD_INPUT, FC1.format(1), None, LINEAR.backward),
         (Kind.GRAD_INPUT, f"{FC1.format(1)}#1", PARTIAL, "call.py:8 (reduce)"),
         (Kind.GRAD_INPUT, "embedding", None, "block.py:4 (Block.forward)"),
@@ -186,6 +194,8 @@ def test_what_may_run_unseen_is_not_missed() -> None:
         ),
         (Kind.LOSS, "lm loss", None, SOURCES.step),
         (Kind.TOKENS, "tokens", None, SOURCES.step),
+        (Kind.METRIC, "z_loss", None, "moe.py:1 (log)"),
+        (Kind.METRIC, "mtp_loss", None, "training.py:1 (log)"),
         (Kind.PARAM, "decoder.layers.7.mlp.weight", None, SOURCES.codes[1].forward),
     ],
 )

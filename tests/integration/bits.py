@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the training script and print the bits of every logged loss and gradient norm.
 
+The last number of a line is that of all modules' hooks.
+
 ``bare`` runs Megatron on the CPU backend alone, with nothing else of this package in the process.
 """
 
+import gc
 import os
 import runpy
 import sys
@@ -35,6 +38,19 @@ else:
     megatron_ttrace.enable()
 
 import megatron.training.training as training  # noqa: E402
+import torch  # noqa: E402
+
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+)
+
+
+def hooks() -> int:
+    """How many hooks all modules have."""
+    modules = [one for one in gc.get_objects() if isinstance(one, torch.nn.Module)]
+    return sum(len(getattr(module, name)) for module in modules for name in HOOKS)
+
 
 log = training.training_log
 originals = training.setup_model_and_optimizer, training.train_step
@@ -49,7 +65,7 @@ def training_log(losses, *args, **kwargs):
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         # A step that an overflow skips has none.
         norm = "skipped" if given["norm"] is None else float(given["norm"]).hex()
-        print("BITS", given["iteration"], *values, norm, flush=True)
+        print("BITS", given["iteration"], *values, norm, hooks(), flush=True)
         print("LOOP", "untouched" if untouched else "watched", flush=True)
     return log(losses, *args, **kwargs)
 

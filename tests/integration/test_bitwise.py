@@ -4,6 +4,7 @@
 import importlib.metadata
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,12 @@ def test_a_traced_run_trains_the_same(
     assert traced == plain
     summary = json.loads((tmp_path / "ttrace-out/summary.json").read_text())
     assert summary["verdict"] == "equivalent"
+    # A process makes it while training goes on; forked ranks do not wait for that when they end.
+    page = tmp_path / "ttrace-out/report.html"
+    deadline = time.monotonic() + 100
+    while not page.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert summary["run"]["id"] in page.read_text()
     # Both steps are judged: a replay whose second step had another learning rate would blind it.
     assert dtype or set(summary["counts"]) == {"pass"}
 

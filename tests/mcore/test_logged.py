@@ -34,7 +34,22 @@ def test_a_script_without_a_log():
 
 
 def test_what_is_left_over(monkeypatch):
-    """Numbers without a step: shares of choices and undefined ones are left out."""
-    found = {"z_loss": torch.tensor(0.0), "mtp_1_acceptance_rate": 0.5, "mean": math.nan}
+    """Sums without a step: given numbers, shares of choices, undefined ones are left out."""
+    found = {
+        "learning-rate": 1e-3,
+        "z_loss": torch.tensor(0.0),
+        "mtp_1_acceptance_rate": 0.5,
+        "mean": math.nan,
+    }
     monkeypatch.setattr(logged, "_logged", lambda *args: found)
     assert logged.left_over([], None) == {"z_loss": 0.0}
+
+
+def test_where_it_is_logged(monkeypatch):
+    """The call, in whichever file of Megatron it is."""
+    monkeypatch.setattr(logged, "PLACES", {})
+    writer = logged._Writer()
+    writer.add_scalar("z_loss", 1.0, 1)
+    writer.add_scalar("z_loss vs samples", 1.0, 1)
+    assert list(logged.PLACES) == ["z_loss"]
+    assert logged.PLACES["z_loss"].endswith("(test_where_it_is_logged)")
