@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import jobs, msprobe
+from tests.bench import jobs, probe
 from tests.bench.jobs import BASE, BF16, LARGE, PP2, ROOT, SCRIPT, TP2, BenchError, Job, scratch
 
 _MB = 1e6
@@ -79,20 +79,22 @@ def traced_step(options: Options) -> Iterator[Row]:
 def other_tools(options: Options) -> Iterator[Row]:
     """What captures less, on the same job: Megatron's savers, msprobe's dumps."""
     own = functools.partial(Row, "other-tools")
-    with scratch() as home:
-        saved = ["--save", str(home / "saved"), "--save-interval", "100000"]
-        saved += ["--save-activations-interval", "2", "--save-wgrads-interval", "2"]
-        turns = jobs.in_turns(BASE, "savers", options.pairs, home, *saved)
-        size = _size(home / "saved") / len(turns.dear) / _MB
-        note = f"activations of linear layers, main gradients: {size:.0f} MB an iteration"
-        yield own("Megatron's savers", turns.ratio, "× plain", note)
+    if options.only in (name := "Megatron's savers"):
+        with scratch() as home:
+            saved = ["--save", str(home / "saved"), "--save-interval", "100000"]
+            saved += ["--save-activations-interval", "2", "--save-wgrads-interval", "2"]
+            turns = jobs.in_turns(BASE, "savers", options.pairs, home, *saved)
+            size = _size(home / "saved") / (options.pairs + 1) / _MB
+            note = f"activations of linear layers, main gradients: {size:.0f} MB an iteration"
+            yield own(name, turns.ratio, "× plain", note)
     for task in ("statistics", "tensor"):
-        name = f"msprobe's dump, {task}"
+        if options.only not in (name := f"msprobe's dump, {task}"):
+            continue
         try:
-            python = msprobe.python()
+            python = probe.python()
             with scratch() as home:
                 turns = jobs.in_turns(BASE, task, options.pairs, home, python=python)
-                size = _size(home / "dump") / len(turns.dear) / _MB
+                size = _size(home / "dump") / (options.pairs + 1) / _MB
             yield own(name, turns.ratio, "× plain", f"level L0, {size:.0f} MB an iteration")
         except BenchError as error:
             yield own(name, None, "× plain", _first(error))
@@ -137,12 +139,12 @@ def traces(options: Options) -> Iterator[Row]:
         note = f"{statistics.median(seconds):.1f} s with its start"
         yield own("ttrace compare", 1 / rate, "s/GB", note)
     try:
-        python = msprobe.python()
+        python = probe.python()
         with scratch() as home:
             jobs.in_turns(BASE, "tensor", 1, home, python=python)
             steps = sorted((home / "dump").glob("step*"))[:2]
             size = _size(steps[0]) / 1e9
-            theirs = [str(python), *msprobe.compare(steps[0], steps[1], home / "found")]
+            theirs = [str(python), *probe.compare(steps[0], steps[1], home / "found")]
             seconds = [_time(lambda: jobs.run(theirs, home)) for _ in range(options.pairs)]
             slow = statistics.median(seconds) / size
             note = f"{statistics.median(seconds):.1f} s with its start"
