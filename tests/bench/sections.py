@@ -135,7 +135,7 @@ def traces(options: Options) -> Iterator[Row]:
         jobs.run([sys.executable, "-m", "megatron_ttrace", *words], home)
         size = _size(home / "run" / "reference") / 1e9
         ours = [sys.executable, "-m", "megatron_ttrace", "compare", "run/reference"]
-        ours += ["run/candidate", "--out", "again"]
+        ours += ["run/candidate", "--output", "again"]
         seconds = [_time(lambda: jobs.run(ours, home)) for _ in range(options.pairs)]
         rate = size / statistics.median(seconds)
         note = f"{statistics.median(seconds):.1f} s with its start"
