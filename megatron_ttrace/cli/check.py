@@ -68,11 +68,9 @@ def run(args: argparse.Namespace) -> int:
     began = time.time()
     say = command.silent if args.quiet or args.json else command.progress(args.began)
     if args.against is not None:
-        say(f"comparing {command_.script} with {args.against}")
         return diff.against(args, command_, say)
     if args.known is not None:
         raise TTraceError("--known: only with --against")
-    say(f"checking {command_.script} against one device")
     reports = _shrunk(args, command_, say) if args.shrink else [jobs.checked(args, command_, say)]
     if len(reports) == 1:
         reports = [api.timed(reports[0], time.monotonic() - args.began)]

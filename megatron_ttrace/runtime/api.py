@@ -113,7 +113,7 @@ def check(
         fork: import Megatron into this process once and fork the ranks from it, which saves further
             checks the imports, on a machine without a GPU (with one, it has no effect). This
             process then has Megatron's CPU backend activated, and must not run threads of its own.
-        progress: called with one line of text for each step of the check.
+        progress: called with lines of text about the progress, at least every five seconds.
 
     Returns:
         The report. Its files are in ``directory``.
@@ -415,7 +415,7 @@ def run_check(
     tell = say or (lambda line: None)
     progress = Progress(tell)
     if fork:
-        progress("importing torch and Megatron")
+        progress(f"checking {script}: importing torch and Megatron")
         with progress.ticking():
             fork = jobs.prepare(ours.ttrace_device, script, modules=PRELOADED, arguments=theirs)
     job = jobs.Job(

@@ -103,6 +103,7 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
                 + "; ".join(different[:3])
                 + ". Omit the flag to make a matching reference"
             )
+        _say_next(meta)
         return str(settings.reference), str(meta[CHECKSUM])
     directory = settings.directory / "reference"
     name = fingerprint.digest(wanted)
@@ -118,6 +119,7 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
         checksum = _obtain(directory, name, make, settings.timeout)
     if checksum is None:
         raise TTraceError(f"{directory} is being made by another run: choose another --ttrace-dir")
+    _say_next(read_meta(directory))
     return str(directory), checksum
 
 
@@ -264,11 +266,14 @@ def _make(
     _say(f"making the reference on one device (log: {settings.directory / _LOG})")
     began = time.monotonic()
     _run(order, settings, settings.directory / _LOG, settings.timeout)
-    took = read_meta(home)["seconds"]
-    _say(
-        f"reference made in {time.monotonic() - began:.1f} s; the same is traced on all ranks now, "
-        f"which took {took:.1f} s on one device"
-    )
+    _say(f"reference made in {time.monotonic() - began:.1f} s")
+
+
+def _say_next(meta: dict[str, Any]) -> None:
+    """What follows when there is a reference; how long it took one device is all that is known."""
+    took = meta.get("seconds")
+    known = f" what took one device {took:.1f} s" if isinstance(took, float) else ""
+    _say(f"building the model, then tracing on all ranks{known}")
 
 
 def _say(line: str) -> None:

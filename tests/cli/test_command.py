@@ -12,6 +12,8 @@ import pytest
 from megatron_ttrace.__main__ import OVERVIEW, _named, build_parser, main
 from megatron_ttrace.cli import command
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_without_arguments_four_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """On a few lines of at most 80 columns; nothing was checked, so it is no success."""
@@ -74,6 +76,14 @@ def test_a_command_works_in_the_shell_it_is_shown_in(
     assert command.typed([]) == []
 
 
+def _run(code: str, *words: object) -> str:
+    """What a new process prints; it imports this package, wherever another one is installed."""
+    command_ = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(command_, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 _FIRST_LINE = """
 import sys, time
 from megatron_ttrace import __main__
@@ -95,10 +105,11 @@ except Done:
 
 def test_the_first_line_of_a_check_needs_no_heavy_import(tmp_path: Path) -> None:
     """What is imported before it costs about 0.2 s; torch alone would cost more than a second."""
-    (tmp_path / "train.py").write_text("")
-    words = [sys.executable, "-c", _FIRST_LINE, "check", "--", "train.py", "--lr", "1"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.stdout == "checking train.py against one device [] True\n", done.stderr
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = ["check", "--ttrace-dir", tmp_path / "out", "--", script, "--lr", "1"]
+    said = _run(_FIRST_LINE, *words)
+    assert said == f"checking {script}: importing torch and Megatron [] True\n"
 
 
 def test_help_needs_no_heavy_import() -> None:
@@ -107,8 +118,7 @@ def test_help_needs_no_heavy_import() -> None:
         "import sys\nfrom megatron_ttrace.__main__ import build_parser\nbuild_parser()\n"
         "print({'torch', 'numpy', 'rich', 'jinja2', 'megatron'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "set()\n", done.stderr
+    assert _run(code) == "set()\n"
 
 
 @pytest.mark.parametrize(
@@ -143,5 +153,4 @@ def test_the_time_of_a_process_is_the_shell_s() -> None:
         "print(time.monotonic() - process_began())"
     )
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 0.5 <= float(done.stdout) <= time.monotonic() - began + 0.02
+    assert 0.5 <= float(_run(code)) <= time.monotonic() - began + 0.02
