@@ -33,6 +33,9 @@ _Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 _BLOCK = 1 << 15
 """Elements of a block: in float64, two blocks take half a megabyte."""
+_SERIAL = 1 << 13
+"""Elements of a dot product for which OpenBLAS starts no threads: they cost more than it, and wait
+for each other where training has the cores."""
 _COMPARABLE = 1e-4
 """The least ratio of two squared norms at which the dot product follows from the difference."""
 
@@ -235,23 +238,28 @@ def _block_sums(c: _Array, r: _Array) -> tuple[float, float, float, float, float
 
     ``c`` is overwritten, unless it is ``r``.
     """
-    reference = candidate = float(r.dot(r))
+    reference = candidate = _dot(r, r)
     if c is not r:
-        candidate = float(c.dot(c))
+        candidate = _dot(c, c)
     nonfinite = undefined = 0
     if not math.isfinite(reference + candidate):
         c, r, nonfinite, undefined = _finite_only(c, r)
-        reference, candidate = float(r.dot(r)), float(c.dot(c))
+        reference, candidate = _dot(r, r), _dot(c, c)
     if c is r or not c.size:
         return 0.0, reference, candidate, reference, 0.0, nonfinite, undefined
     comparable = min(reference, candidate) > _COMPARABLE * max(reference, candidate)
-    dot = 0.0 if comparable else float(c.dot(r))
+    dot = 0.0 if comparable else _dot(c, r)
     np.subtract(c, r, out=c)
-    diff = float(c.dot(c))
+    diff = _dot(c, c)
     if comparable:
         dot = (reference + candidate - diff) / 2
     worst = float(max(c.max(), -c.min()))
     return diff, reference, candidate, dot, worst, nonfinite, undefined
+
+
+def _dot(a: _Array, b: _Array) -> float:
+    pieces = range(0, len(a), _SERIAL)
+    return float(sum(a[at : at + _SERIAL].dot(b[at : at + _SERIAL]) for at in pieces))
 
 
 def _finite_only(c: _Array, r: _Array) -> tuple[_Array, _Array, int, int]:

@@ -46,8 +46,8 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
 _WORTH_TELLING = 1.0
 """Seconds of a replay from which on each is reported."""
-_MORE_OF_A_PARAMETER = 5 * 4
-"""Bytes: main gradient, weight after the step, its change, two moments."""
+_MORE_OF_A_PARAMETER = 7 * 4
+"""Bytes: main gradient, weight after the step, its change, two moments before and after it."""
 
 
 class ReferenceSession(Session):
