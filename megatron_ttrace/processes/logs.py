@@ -42,6 +42,12 @@ def died_of(log: Path) -> str:
     return (_raised(lines) or usage_error(log) or _looks_raised(lines))[:_LONGEST]
 
 
+def refusal(log: Path) -> str:
+    """The last line if it is one of ours: why a run of ours did not go on."""
+    last = (_lines(log) or [""])[-1]
+    return last.removeprefix("ttrace: ")[:_LONGEST] if last.startswith("ttrace: ") else ""
+
+
 def unwritable(log: Path) -> str:
     """Why nothing can be appended to a log, so that its last lines are missing; "" if it can."""
     try:

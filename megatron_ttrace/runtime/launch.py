@@ -29,7 +29,7 @@ from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import overrides_of
 from megatron_ttrace.processes import forkserver
 from megatron_ttrace.processes.child import environment_of, run_subprocess
-from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, tail
+from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, refusal, tail
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.start.handoff import Started
 from megatron_ttrace.trace import codec, shared
@@ -338,7 +338,7 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
         if code == 0 or not port_was_taken(log):
             break
     if code != 0:
-        died = died_of(log) if code > 0 else ""
+        died = (died_of(log) or refusal(log)) if code > 0 else ""
         if died:
             raise TTraceError(f"the reference run failed: {died} (log: {log})")
         raise TTraceError(

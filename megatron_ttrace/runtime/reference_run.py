@@ -273,7 +273,7 @@ class ReferenceSession(Session):
         """
         model = sum(p.nbytes + _MORE_OF_A_PARAMETER * p.numel() for p, _ in self.model.places())
         needed = len(self.settings.iterations) * (2 * microbatches * forward + model)
-        require_space(self._directory, needed, "the reference")
+        require_space(self._directory.parent, needed, "the reference")
 
     def _fitting_loss_scale(
         self, steps: int, run: Callable[[], Any], again: Callable[[], None]

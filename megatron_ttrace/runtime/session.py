@@ -289,7 +289,7 @@ class Session(abc.ABC):
             self.ranks.all_back()
 
     def _tracing_failed(self, error: BaseException) -> None:
-        self.errors.append(one_line(error))
+        self.errors.append(str(error) if isinstance(error, TTraceError) else one_line(error))
         if os.environ.get(DEBUG):
             traceback.print_exception(error)
 
