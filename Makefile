@@ -18,7 +18,7 @@ JOBS ?= 2
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit test-versions lint format nightly gpu gpu-wheels clean
+.PHONY: help venv demo test unit test-versions lint format nightly bench gpu gpu-wheels clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -54,6 +54,10 @@ format: venv ## fix style with ruff
 
 nightly: venv ## all tests, including the long ones
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600
+
+# BENCH="--only traced-step --job TP" measures a part.
+bench: venv ## measure what a check costs, as ratios; see docs/measurements.md
+	$(PYTHON) -m tests.bench $(BENCH)
 
 # GPU_PYTHON must have PyTorch. DRY_RUN=1 needs no GPU. ONLY chooses tests, by name or letter.
 GPU_PYTHON ?= python3

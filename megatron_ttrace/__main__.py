@@ -26,6 +26,7 @@ COMMANDS = (
     "megatron_ttrace.cli.ci",
     "megatron_ttrace.cli.checkpoint",
     "megatron_ttrace.cli.report",
+    "megatron_ttrace.cli.clean",
     "megatron_ttrace.cli.doctor",
     "megatron_ttrace.cli.patch",
     "megatron_ttrace.cli.data",
@@ -58,8 +59,11 @@ _EPILOG = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The command line; only the one command that ``words`` begin with, if they name one.
+
+    Other commands need not be imported then.
+    """
     import importlib
 
     from megatron_ttrace import __version__
@@ -74,13 +78,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ttrace {__version__}")
     parser.set_defaults(run=_overview)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    named = _named(words)
     for name in COMMANDS:
-        importlib.import_module(name).add_parser(subparsers)
+        if named in ("", name):
+            importlib.import_module(name).add_parser(subparsers)
     actions = command.add_evaluation(subparsers)
     for name in EVALUATION:
-        importlib.import_module(name).add_parser(actions)
+        if named in ("", name):
+            importlib.import_module(name).add_parser(actions)
     subparsers._name_parser_map.update(actions._name_parser_map)
     return parser
+
+
+def _named(words: Sequence[str]) -> str:
+    """The module of the command that a command line names; empty if it names none."""
+    first = words[:2][-1] if words[:1] == ["eval"] else "".join(words[:1])
+    known = EVALUATION if words[:1] == ["eval"] else (*COMMANDS, *EVALUATION)
+    return next((name for name in known if name.rpartition(".")[2] == first), "")
 
 
 def _overview(_: argparse.Namespace) -> int:
@@ -128,7 +142,8 @@ def _guarded(argv: Sequence[str] | None) -> int:
 
     parsing = True
     try:
-        args = build_parser().parse_args(argv)
+        args = build_parser(sys.argv[1:] if argv is None else list(argv)).parse_args(argv)
+        args.began = _began(argv is None)
         parsing = False
         with signals.orderly():
             code = int(args.run(args))
@@ -154,6 +169,15 @@ def _guarded(argv: Sequence[str] | None) -> int:
     stopped_by = signals.Stopped(signals.received())
     _tell(str(stopped_by))
     return stopped_by.exit_code
+
+
+def _began(is_process: bool) -> float:
+    """When this command began: as the shell counts, if the process is nothing else."""
+    import time
+
+    from megatron_ttrace.cli import command
+
+    return command.process_began() if is_process else time.monotonic()
 
 
 def _tell(text: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron_ttrace.__main__ import build_parser
 from megatron_ttrace.cli import demo
 from megatron_ttrace.mcore import flags
-from megatron_ttrace.mcore.versions import SUPPORTED
+from megatron_ttrace.mcore.versions import MAIN, MAIN_COMMIT, SUPPORTED
 from megatron_ttrace.report import wording
 from megatron_ttrace.trace.records import Direction, Outcome, Result
 from tests import documents
@@ -77,6 +77,7 @@ def test_the_support_matrix() -> None:
     assert f"torch=={re.findall(r'[|] ([0-9.]+) ', rows['PyTorch'])[0]}\n" in pins
     assert f"torch>={rows['PyTorch'].split()[0]}" in project["dependencies"]
     assert rows["megatron-core"].startswith(", ".join(SUPPORTED))
+    assert f"{MAIN} (main, commit {MAIN_COMMIT})" in rows["megatron-core"]
     assert f">={rows['Python'].split(',')[0]}" == project["requires-python"]
     pythons = [line.rsplit(" ", 1)[-1] for line in project["classifiers"] if ":: 3." in line]
     assert rows["Python"].startswith(", ".join(pythons))

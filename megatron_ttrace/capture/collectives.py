@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import dataclasses
 import hashlib
 import inspect
 import sys
@@ -40,7 +41,7 @@ from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.groups import group_name
 from megatron_ttrace.mcore.names import ROOT, Names
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.collectives import Operation, Phase, Ran, RankLedger
+from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase, Ran, RankLedger
 
 _NODES = 200
 """Graph nodes of a module that are looked at for autograd functions."""
@@ -153,15 +154,17 @@ class CollectiveTap:
         self._groups: dict[Any, _Group] = {}
         self._ran: collections.Counter[tuple[Any, ...]] = collections.Counter()
         self._order: dict[str, Any] = {}
-        self._functions: dict[str, tuple[str, str]] = {}
+        self._functions: dict[str, ModuleCode] = {}
+        self._users: dict[str, str] = {}
         self._main = _Run()
         self._runs = {threading.get_ident(): self._main}
         self._iteration = 0
         self.error = ""
 
-    def functions(self, module: str) -> tuple[str, str]:
-        """Where the autograd functions of a module are (:func:`sources.sources_of`)."""
-        return self._functions.get(module, ("", ""))
+    def functions(self, module: str) -> ModuleCode:
+        """The code that ran in a module and after it, but its class's."""
+        seen = self._functions.get(module, ModuleCode())
+        return dataclasses.replace(seen, user=self._users.get(module, ""))
 
     def ledger(self) -> RankLedger:
         """What was recorded, without the code of modules."""
@@ -239,6 +242,8 @@ class CollectiveTap:
         name = self._modules.get(module)
         if name is not None:
             run = self._run
+            if name not in self._users and not run.stack:
+                self._guard(self._find_caller, name)
             run.stack.append(name)
             run.changed()
 
@@ -251,33 +256,51 @@ class CollectiveTap:
         if name not in self._functions:
             self._guard(self._find_functions, name, output)
 
+    def _find_caller(self, name: str) -> None:
+        """What calls the model: the schedule, which also scales its loss."""
+        frame = sys._getframe(1)
+        while frame is not None and not sources.is_schedule(frame.f_code.co_filename):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            self._users[name] = sources.shown(frame.f_code, frame.f_lineno)
+
     def _find_functions(self, name: str, output: Any) -> None:
         """Find the Python autograd functions among the graph nodes that a module made itself."""
         run = self._run
-        waiting = [t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None]
-        seen = set(waiting)
-        found: list[tuple[int, bool, str]] = []
+        waiting = [(t.grad_fn, "") for _, t in tensors_in(output) if t.grad_fn is not None]
+        seen = {node for node, _ in waiting}
+        found: list[tuple[int, bool, str, str]] = []
+        scaler = ""
         while waiting and len(seen) < _NODES:
-            node = waiting.pop()
+            node, user = waiting.pop()
             number = node._sequence_nr()
             maker = run.made(number)
             if not (maker == name or maker.startswith(f"{name}.") or (maker and name == ROOT)):
                 continue
+            if maker != name and user:
+                self._users.setdefault(maker, user)
+                user = ""
             after = [one for one, _ in node.next_functions if one is not None]
             kind = getattr(type(node), "_forward_cls", None)
             if kind is not None and maker == name:
                 place = sources.function_place(kind.backward)
                 if place and not sources.in_torch(inspect.getfile(kind)):
-                    found.append((number, any(hasattr(one, "variable") for one in after), place))
+                    accumulates = any(hasattr(one, "variable") for one in after)
+                    forward = sources.function_place(kind.forward)
+                    found.append((number, accumulates, place, forward))
+                    user = place
+                    scaler = place if sources.scales_loss(kind) else scaler
             fresh = [one for one in after if one not in seen and not hasattr(one, "variable")]
             seen.update(fresh)
-            waiting += fresh
+            waiting += ((one, user) for one in fresh)
         if seen:
             found.sort()
-            weight = [place for _, accumulates, place in found if accumulates]
-            self._functions[name] = (
-                found[0][2] if found else "",
-                weight[0] if weight else "",
+            weight = [place for _, accumulates, place, _ in found if accumulates]
+            self._functions[name] = ModuleCode(
+                backward=found[0][2] if found else "",
+                weight=weight[0] if weight else "",
+                scaler=scaler,
+                output=found[-1][3] if found else "",
             )
 
     # Collectives

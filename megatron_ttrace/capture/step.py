@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from megatron_ttrace.capture.counting import Tally
 from megatron_ttrace.capture.isolate import clipped_by
+from megatron_ttrace.capture.loads import watched
 from megatron_ttrace.capture.modules import ModuleTap, Sink
 from megatron_ttrace.mcore import logged
-from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.names import ROOT, Names
 from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
@@ -28,7 +29,17 @@ from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.counted import Counted
-from megatron_ttrace.trace.records import CHOSEN, ELEMENTS, LOSS, STEP_LEVEL, VALUE, Kind
+from megatron_ttrace.trace.records import (
+    AFTER,
+    CHOSEN,
+    ELEMENTS,
+    LEFT,
+    LOADS,
+    LOSS,
+    STEP_LEVEL,
+    VALUE,
+    Kind,
+)
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
 
@@ -64,6 +75,16 @@ class TracedModel:
             for names, stacked in zip(self.names, self._stacked, strict=True)
             for name, parameter in names.parameters.items()
         ]
+
+    def buffers(self) -> Iterator[tuple[ParameterPlace, torch.Tensor]]:
+        """Each buffer that this rank's modules have now, with its place in the whole model."""
+        for names in self.names:
+            for name in names.buffers:
+                owner, _, leaf = name.rpartition(".")
+                buffer = getattr(names.modules[owner or ROOT], leaf, None)
+                if torch.is_tensor(buffer):
+                    shape, placement = place_buffer(name, buffer.shape, names, self.mesh)
+                    yield ParameterPlace(name, shape, placement), buffer
 
     @functools.cached_property
     def _stacked(self) -> list[dict[str, tuple[int, ...]]]:
@@ -121,7 +142,7 @@ class StepTap:
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run one training step and capture it; returns what the step returned."""
-        optimizer = self._model.optimizer
+        names, optimizer = self._model.names, self._model.optimizer
         original = optimizer.step
 
         def traced_step(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +160,7 @@ class StepTap:
             self._ready()
             optimizer.step = traced_step
             try:
-                with self._tally.reduction():
+                with self._tally.reduction(), watched(names, self._attempt, self._load):
                     result = step()
             finally:
                 del optimizer.step
@@ -237,17 +258,22 @@ class StepTap:
         try:
             with torch.no_grad():
                 found = logged.reported(result, chunks, optimizer, self._tally.params_norm)
+                left = logged.left_over(chunks, optimizer)
         except Exception as error:  # noqa: BLE001 - tracing never harms training
             self._error(error)
             return
         for name, value in found.items():
             self._attempt(self._scalar, Kind.METRIC, name, value, _index_of(name))
+        for name, value in left.items():
+            self._attempt(self._scalar, Kind.METRIC, name, value, LEFT)
 
     def _buffers(self) -> None:
-        for names in self._model.names:
-            for name, buffer in names.buffers.items():
-                shape, placement = place_buffer(name, buffer.shape, names, self._model.mesh)
-                self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, 0), buffer, shape, placement)
+        for place, buffer in self._model.buffers():
+            where = STEP_LEVEL, Kind.BUFFER, place.name, AFTER
+            self._sink.placed(where, buffer, place.logical_shape, place.placement)
+
+    def _load(self, name: str, load: torch.Tensor) -> None:
+        self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, LOADS), load, load.shape, ())
 
     def _scalar(self, kind: Kind, name: str, value: Any, index: int = 0) -> None:
         data = torch.as_tensor(value).detach().reshape(())

@@ -66,12 +66,14 @@ def run(args: argparse.Namespace) -> int:
         os.environ.pop(name, None)
     flags.check_single(args, "nproc_per_node")
     began = time.time()
-    say = command.silent if args.quiet or args.json else command.progress()
+    say = command.silent if args.quiet or args.json else command.progress(args.began)
     if args.against is not None:
         return diff.against(args, command_, say)
     if args.known is not None:
         raise TTraceError("--known: only with --against")
     reports = _shrunk(args, command_, say) if args.shrink else [jobs.checked(args, command_, say)]
+    if len(reports) == 1:
+        reports = [api.timed(reports[0], time.monotonic() - args.began)]
     if args.json:
         found = [report.summary.to_json() for report in reports]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=1))

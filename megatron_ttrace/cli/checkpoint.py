@@ -16,9 +16,10 @@ examples:
   ttrace checkpoint checkpoints/tp8 checkpoints/pp4
   ttrace checkpoint before/iter_0001000 converted/iter_0001000
 
-Read are distributed checkpoints (--ckpt-format torch_dist, fsdp_dtensor) of any layout, and
-safetensors. Nothing is unpickled, so the older format torch must be converted first. Only weights
-are compared, bit by bit; if dtypes differ, after rounding to the narrower one.
+Formats: distributed checkpoints (--ckpt-format torch_dist) of any layout, and safetensors; the
+older format torch must be converted first. Megatron loads distributed checkpoints, as it does when
+it trains: only compare those that you would train from. Only weights are compared, bit by bit; if
+dtypes differ, after rounding to the narrower one.
 
 exit code: 0 the same weights, 1 not, 2 could not compare
 """

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from megatron_ttrace.cli import apart, command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags
-from megatron_ttrace.mcore.shrink.plan import DEFAULT_RANKS
 from megatron_ttrace.trace.records import Culprit, Result
 
 if TYPE_CHECKING:
@@ -101,9 +100,9 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-ranks",
         type=flags.integer(1, flags.MOST_RANKS),
-        default=DEFAULT_RANKS,
+        default=flags.DEFAULT_RANKS,
         metavar="N",
-        help=f"most ranks of a job (default {DEFAULT_RANKS})",
+        help=f"most ranks of a job (default {flags.DEFAULT_RANKS})",
     )
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     command.add_directory(parser, "ttrace-ci")

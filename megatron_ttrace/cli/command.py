@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import sysconfig
@@ -138,14 +139,30 @@ def numbers(least: int) -> Callable[[str], tuple[int, ...]]:
     return convert
 
 
-def progress() -> Say:
-    """A function that writes a line to standard error, with the seconds since this call."""
-    began = time.monotonic()
+def progress(began: float | None = None) -> Say:
+    """A function that writes a line to standard error, with the seconds since ``began``.
+
+    ``began``: on the clock of ``time.monotonic()``; by default the time of this call.
+    """
+    start = time.monotonic() if began is None else began
 
     def say(line: str) -> None:
-        print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
+        print(f"[{time.monotonic() - start:5.1f} s] {line}", file=sys.stderr, flush=True)
 
     return say
+
+
+def process_began() -> float:
+    """When this process was started, on the clock of ``time.monotonic()``; without /proc, now."""
+    now = time.monotonic()
+    try:
+        text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        # After the name, which may hold anything, the 20th field: ticks since the machine started.
+        ticks = int(text.rpartition(")")[2].split()[19])
+        since = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now
+    return now - since
 
 
 def silent(line: str) -> None:

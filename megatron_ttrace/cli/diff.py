@@ -70,6 +70,11 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         help="share of tensors that may be unchecked (default %(default)s); above it the answer "
         "is 'could not check'",
     )
+    parser.add_argument(
+        "--wandb",
+        action="store_true",
+        help="also log the report to W&B, online if a key is configured",
+    )
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     return parser
@@ -84,7 +89,15 @@ def run(args: argparse.Namespace) -> int:
     say = command.silent if args.quiet or args.json else command.progress()
     first = _kept("A", args.a, args.directory, say)
     second = _kept("B", args.b, args.directory, say, like=first)
-    return _shown(args, first, second, args.directory, args.allow_unchecked)
+    return _shown(
+        args,
+        first,
+        second,
+        args.directory,
+        args.allow_unchecked,
+        wandb=args.wandb,
+        online=args.wandb,
+    )
 
 
 def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
@@ -92,7 +105,8 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     if args.shrink:
         raise TTraceError("--against and --shrink: give one of them; ttrace shrink prints the jobs")
     _require_known(args.known)
-    ours, _ = flags.split(found.arguments, jobs.before(args))
+    ours, theirs = flags.split(found.arguments, jobs.before(args))
+    flags.settings_from_args(ours)
     home = Path(ours.ttrace_dir)
     _require_apart(args.against, home, "--ttrace-dir")
     os.environ.setdefault(_CACHE, str((home / "references").resolve()))
@@ -100,8 +114,19 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     options = api.words_of(shared)
     first = _kept("the other run", args.against, home, say, name="against", options=options)
     say("this run")
-    report = record.kept(args, _padded_like(first, found), say)
-    return _shown(args, first, report.directory, report.directory, ours.ttrace_allow_unchecked)
+    # Shown is how it compares with the other run, not with its own reference.
+    unshown = {**vars(args), **vars(ours), "ttrace_wandb": False, "ttrace_no_wandb": True}
+    found = dataclasses.replace(found, arguments=tuple(theirs))
+    report = record.kept(argparse.Namespace(**unshown), _padded_like(first, found), say)
+    return _shown(
+        args,
+        first,
+        report.directory,
+        report.directory,
+        ours.ttrace_allow_unchecked,
+        wandb=not ours.ttrace_no_wandb,
+        online=ours.ttrace_wandb,
+    )
 
 
 def _require_apart(trace: str, folder: Path, flag: str) -> None:
@@ -165,9 +190,25 @@ def _padded_like(other: Path, found: Command) -> Command:
     return dataclasses.replace(found, arguments=(*found.arguments, *more))
 
 
-def _shown(args: argparse.Namespace, first: Path, second: Path, to: Path, allowed: float) -> int:
+def _shown(
+    args: argparse.Namespace,
+    first: Path,
+    second: Path,
+    to: Path,
+    allowed: float,
+    *,
+    wandb: bool,
+    online: bool,
+) -> int:
     report = api.diff(
-        first, second, output=to, known=args.known, allow_unchecked=allowed, show=not args.json
+        first,
+        second,
+        output=to,
+        known=args.known,
+        allow_unchecked=allowed,
+        wandb=wandb,
+        wandb_online=online,
+        show=not args.json,
     )
     if args.json:
         print(json.dumps(report.summary.to_json(), indent=1))

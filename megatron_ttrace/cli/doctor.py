@@ -121,7 +121,24 @@ def _megatron() -> Finding:
         versions.check_supported()
     except TTraceError as error:
         return Finding("megatron-core", "missing", str(error))
-    return Finding("megatron-core", "ok", versions.megatron_core_version())
+    version = versions.megatron_core_version()
+    return Finding("megatron-core", "ok", version, versions.unreleased(version))
+
+
+def _options() -> Finding:
+    """Options that this Megatron registers and a reference cannot know what to make of."""
+    from megatron_ttrace.mcore.options import decisions
+
+    with versions.quiet_imports():
+        arguments = importlib.import_module("megatron.training.arguments")
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags = {action.option_strings[-1]: action.dest for action in parser._actions}
+    new = [flag for flag, option in flags.items() if not decisions.decision(option)]
+    new.remove("--help")
+    if not new:
+        return Finding("options", "ok", f"all {len(flags) - 1} of Megatron's are known")
+    found = f"{len(new)} of {len(flags) - 1} of Megatron's are new: {', '.join(sorted(new))}"
+    return Finding("options", "optional", found, "a reference has them as the job has them")
 
 
 def _device() -> Finding:
@@ -193,6 +210,7 @@ _NEEDED = {"Python": _python, "torch": _torch, "megatron-core": _megatron}
 _OPTIONAL = {
     "GPU": _device,
     "disk": _disk,
+    "options": _options,
     "TransformerEngine": _transformer_engine,
     "Apex": _apex,
     "wandb": lambda: _tracker(

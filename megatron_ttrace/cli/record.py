@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,12 +57,17 @@ def run(args: argparse.Namespace) -> int:
     if (folder / "candidate").exists():
         raise TTraceError(f"{folder} holds a trace already: choose another --ttrace-dir")
     say = command.silent if args.quiet or args.json else command.progress()
+    began = time.time()
     report = kept(args, found, say)
     if args.json:
         print(json.dumps(report.summary.to_json(), indent=1))
     else:
         count = len(report.verdicts)
         print(f"ttrace: kept in {folder}: {count} tensors; {own_verdict(report.verdict.value)}")
+        from megatron_ttrace.report import wandb
+
+        if line := wandb.left_offline(report.directory, began):
+            print(line)
     return ExitCode.EQUIVALENT
 
 
@@ -78,7 +84,7 @@ def kept(args: argparse.Namespace, found: Command, say: command.Say) -> api.Repo
     """
     from megatron_ttrace.processes.job import NoAnswerError
 
-    args.ttrace_save_candidate = args.ttrace_no_wandb = True  # W&B shows checks
+    args.ttrace_save_candidate = True
     try:
         report = jobs.checked(args, found, say, settle=False)
     except NoAnswerError as error:
@@ -125,7 +131,8 @@ def run_apart(
     if (folder / "candidate").is_dir():
         shutil.rmtree(folder / "candidate")
     words = ["record", "--nproc-per-node", str(jobs.ranks_of(found))]
-    words += ["--ttrace-dir", str(folder.resolve()), *options, "--", found.script]
+    words += ["--ttrace-dir", str(folder.resolve()), "--ttrace-no-wandb", *options]
+    words += ["--", found.script]
     own = {name: value for name, value in os.environ.items() if name not in found.unset}
     code, said = apart.ttrace(
         apart.interpreter_of(text.split()),

@@ -10,11 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
 from megatron_ttrace.cli import command
 from megatron_ttrace.mcore import flags
-from megatron_ttrace.report import files, html, junit, table, terminal
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace.records import Summary, Verdict
 
@@ -57,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TTraceError: when the files are missing, cut off or foreign, or an output is unwritable.
     """
+    from rich.console import Console
+
+    from megatron_ttrace.report import files, html, junit, terminal
+
     report = api.load_report(args.directory)
     summary, verdicts = report.summary, report.verdicts
     for path, sink in ((args.html, html), (args.junit, junit)):
@@ -76,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _machine(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """``summary.json`` with one row per layer and direction, worst first."""
+    from megatron_ttrace.report import files, table
+
     rows = [
         {
             "layer": row.layer,

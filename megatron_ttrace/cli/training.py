@@ -20,8 +20,6 @@ DATA = "shrunk-text"
 
 def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") -> None:
     """Add what names the training command, last; ``words`` is how the help names it."""
-    from megatron_ttrace.mcore.shrink.plan import DEFAULT_RANKS
-
     parser.add_argument(
         "--recipe",
         type=flags.path,
@@ -31,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") ->
     parser.add_argument(
         "--max-ranks",
         type=flags.integer(1, flags.MOST_RANKS),
-        default=DEFAULT_RANKS,
+        default=flags.DEFAULT_RANKS,
         metavar="N",
-        help=f"most ranks of a shrunk job (default {DEFAULT_RANKS})",
+        help=f"most ranks of a shrunk job (default {flags.DEFAULT_RANKS})",
     )
     parser.add_argument(
         "command_words",

@@ -144,7 +144,14 @@ def _sources(ranks: Sequence[RankLedger]) -> Sources:
             if name not in modules and number < len(rank.sources.codes):
                 modules[name] = codes.setdefault(rank.sources.codes[number], len(codes))
     first = ranks[0].sources if ranks else Sources()
-    return dataclasses.replace(first, modules=modules, codes=tuple(codes))  # type: ignore[arg-type]
+    # One rank logs.
+    metrics = {name: place for rank in ranks for name, place in rank.sources.metrics.items()}
+    return dataclasses.replace(
+        first,
+        modules=modules,
+        codes=tuple(codes),  # type: ignore[arg-type]
+        metrics=metrics,
+    )
 
 
 def _disagreements(

@@ -14,14 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.measure import (
-    BASE,
-    MASK,
-    WORDS,
-    Sums,
-    box_views,
-    checksum_weights,
-)
+from megatron_ttrace.compare.checksum import MASK, weighted
+from megatron_ttrace.compare.measure import Sums, box_views
+from megatron_ttrace.compare.staging import stage
 from megatron_ttrace.placement.boxes import Box
 
 ROW = 8
@@ -31,11 +26,11 @@ _CHUNK = 1 << 22
 
 
 def to_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to ``device`` without waiting for it; from a file's pages through pinned memory."""
+    """Copy to ``device`` without waiting for it."""
     if data.device == device:
         return data
-    if device.type == "cuda":
-        data = data.contiguous().pin_memory()
+    if device.type == "cuda" and data.device.type == "cpu" and data.numel():
+        return stage(device).copy(data)
     return data.to(device, non_blocking=True)
 
 
@@ -76,29 +71,18 @@ def _launch_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> torch
     """One box's row: by the fused kernel where it can run, in plain PyTorch elsewhere."""
     if not here.numel():
         return torch.zeros(ROW, dtype=torch.int64, device=here.device)
-    weights = _weights(here.device)
-    words = here.numel() * here.element_size() // 8
-    powers = _powers(_next_power_of_two(2 * -(-words // WORDS) + 1), here.device)
     if here.is_cuda and _has_triton():
         from megatron_ttrace.compare import kernel
 
         if here.dtype in kernel.DTYPES and there.dtype in kernel.DTYPES:
             with torch.cuda.device(here.device):
-                return kernel.fused_sums(
-                    here.contiguous(), there.contiguous(), factor, weights, powers
-                )
-    return plain_sums(here, there, factor, weights, powers)
+                return kernel.fused_sums(here.contiguous(), there.contiguous(), factor)
+    return plain_sums(here, there, factor)
 
 
-def plain_sums(
-    here: torch.Tensor,
-    there: torch.Tensor,
-    factor: float,
-    weights: torch.Tensor,
-    powers: torch.Tensor,
-) -> torch.Tensor:
+def plain_sums(here: torch.Tensor, there: torch.Tensor, factor: float) -> torch.Tensor:
     """What the fused kernel computes, in PyTorch: any dtype, any device, several passes."""
-    marks = _checksum(here, weights, powers)
+    marks = weighted(here)
     if not here.is_floating_point():
         n, differ = float(here.numel()), (here != there).sum()
         wrong = differ.double()
@@ -123,47 +107,6 @@ def plain_sums(
         worst = torch.maximum(worst, d.abs().amax())
     floats_row = torch.cat((floats_total, worst.reshape(1))).view(torch.int64)
     return torch.cat((floats_row, counts, marks.reshape(1)))
-
-
-def _checksum(data: torch.Tensor, weights: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """``measure.checksum`` as a tensor, modulo 2^64."""
-    raw = data.contiguous().view(torch.uint8)
-    whole = len(raw) // 8 * 8
-    shifts = 8 * torch.arange(8, device=raw.device)
-    total = (raw[whole:].long() << shifts[: len(raw) - whole]).sum()
-    parts = -(-whole // (8 * WORDS))
-    padded = torch.zeros(parts * WORDS * 8, dtype=torch.uint8, device=raw.device)
-    padded[:whole] = raw[:whole]
-    words = padded.view(torch.int64).reshape(parts, WORDS)
-    sums = torch.stack(((words * weights[0]).sum(1), ((words >> 32) * weights[1]).sum(1)), dim=1)
-    return total * powers[2 * parts] + (sums.reshape(-1) * powers[: 2 * parts].flip(0)).sum()
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _constant(data: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device for good; waits once, because hooks on other streams use it, too."""
-    there = to_device(data, device)
-    if there.is_cuda:
-        torch.cuda.synchronize(device)
-    return there
-
-
-@functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
-    return _constant(checksum_weights(torch.device("cpu")), device)
-
-
-@functools.cache
-def _powers(count: int, device: torch.device) -> torch.Tensor:
-    """The first powers of the checksum's base, modulo 2^64, as signed numbers."""
-    powers, power = [], 1
-    for _ in range(count):
-        powers.append(power - ((power >> 63) << 64))
-        power = power * BASE & MASK
-    return _constant(torch.tensor(powers), device)
 
 
 @functools.cache

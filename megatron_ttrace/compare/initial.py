@@ -10,10 +10,11 @@ docs/tolerance.md derives the rule.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from megatron_ttrace.compare.judge import Holder, conflicting, verdict_of
+from megatron_ttrace.compare.judge import conflicting, verdict_of
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.mcore.roles import without_number
@@ -27,6 +28,11 @@ LIMIT = 36.0
 FEW = 8
 """Fewer random numbers are not judged: in bf16 four of them may well be equal by chance."""
 
+_SAME = 1e-6
+"""Sums over the same numbers in another order differ by less."""
+
+Holder = tuple[int, Measured]
+"""A rank and what it found out about a parameter."""
 Region = tuple[object, ...]
 Expected = tuple[tuple[int, ...], Moments]
 """Shape and moments of a parameter in the reference."""
@@ -154,12 +160,14 @@ def _judge(
         for rank, one in holders
         if one.moments and one.moments.n
     ):
-        return _Finding(Outcome.REPLICA_CONFLICT, Note(Remark.INITIAL_REPLICAS), conflicts)
+        return _conflict(expected[1], conflicts, [h for h in holders if h[0] in conflicts])
     equal = {region: twins[key, region] for region in parts if (key, region) in twins}
+    found = _compare(expected[1], parts)
+    if found.outcome is Outcome.DIVERGED:
+        return found
     if near := [region for region, twin in equal.items() if twin.is_near]:
         ranks = sorted(rank for region in near for rank in parts[region].ranks)
         return _Finding(Outcome.DIVERGED, equal[near[0]].note, ranks, reason=Reason.TWIN)
-    found = _compare(expected[1], parts)
     if equal and found.outcome is Outcome.PASS:
         # Each of two layers with the same values is right by itself, so both pass, with a note.
         note = next(iter(equal.values())).note
@@ -186,6 +194,43 @@ def _incomparable(
     return None if coverage(shape, boxes).complete else Note(Remark.INCOMPLETE)
 
 
+def _conflict(reference: Moments, ranks: Sequence[int], holders: Sequence[Holder]) -> _Finding:
+    """Copies that differ: uninitialised memory does so too, but not in random numbers.
+
+    A copy without the reference's distribution is what is wrong. If all have it, and none is
+    another one rearranged or scaled, they are random numbers of different streams.
+    """
+    parts = [_Part(one.moments, (rank,)) for rank, one in holders if one.moments]
+    conflict = _Finding(Outcome.REPLICA_CONFLICT, Note(Remark.INITIAL_REPLICAS), ranks)
+    if any(min(part.own.n, reference.n) < FEW for part in parts):
+        return conflict
+    found = _tested(reference, [(_limit(len(parts)), part) for part in parts])
+    if found.outcome is Outcome.DIVERGED:
+        return found
+    apart = {part.own.checksum: part.own for part in parts}.values()
+    if any(_related(*pair) for pair in itertools.combinations(apart, 2)):
+        return conflict
+    return dataclasses.replace(conflict, reason=Reason.RANDOM_STATE)
+
+
+def _related(one: Moments, other: Moments) -> bool:
+    """Whether two samples can have the same numbers, up to their order and one factor."""
+    values = [
+        (m.least, m.most, m.mean, math.sqrt(m.squares / m.n), (m.fourths / m.n) ** 0.25)
+        for m in (one, other)
+    ]
+    scale = values[1][3] / values[0][3]
+    return one.n == other.n and all(
+        math.isclose(scale * a, b, rel_tol=_SAME, abs_tol=_SAME * values[1][3])
+        for a, b in zip(*values, strict=True)
+    )
+
+
+def _limit(tests: int) -> float:
+    """More tests, more alarms: all parts together may raise half as many as the whole."""
+    return LIMIT + 2 * math.log(2 * tests)
+
+
 def _compare(reference: Moments, parts: Parts) -> _Finding:
     """Compare the whole and each part alone: one wrong part of many hardly changes the whole."""
     total = sum((part.own for part in parts.values()), Moments())
@@ -195,9 +240,12 @@ def _compare(reference: Moments, parts: Parts) -> _Finding:
         return _constant(reference, total, parts)
     tests: list[tuple[float, _Part]] = [(LIMIT, _Part(total, ()))]
     if len(parts) > 1:
-        # More tests, more alarms: all parts together may raise half as many as the whole.
-        limit = LIMIT + 2 * math.log(2 * len(parts))
-        tests += [(limit, part) for part in parts.values() if part.own.n >= FEW]
+        tests += [(_limit(len(parts)), part) for part in parts.values() if part.own.n >= FEW]
+    return _tested(reference, tests)
+
+
+def _tested(reference: Moments, tests: Sequence[tuple[float, _Part]]) -> _Finding:
+    """Compare parts with the reference, each with its limit; the worst one is told."""
     measured = [(*distance(part.own, reference), limit, part) for limit, part in tests]
     statistic, unit, limit, worst = max(measured, key=lambda one: one[0] / one[2])
     error, tolerance = math.sqrt(statistic) * unit, math.sqrt(limit) * unit
@@ -227,11 +275,11 @@ def _constant(reference: Moments, total: Moments, parts: Parts) -> _Finding:
     return _Finding(Outcome.DIVERGED, note, wrong, math.inf, 0.0)
 
 
-def cause(verdict: Verdict) -> Cause:
-    """The sort of a failure."""
-    if verdict.verdict is Outcome.REPLICA_CONFLICT or verdict.reason is Reason.TWIN:
+def cause(verdict: Verdict) -> Cause | None:
+    """The sort of a failure, if it was tested."""
+    if verdict.reason in (Reason.RANDOM_STATE, Reason.TWIN):
         return Cause.RANDOM_STATE
-    return Cause.INITIAL_VALUES
+    return None if verdict.verdict is Outcome.REPLICA_CONFLICT else Cause.INITIAL_VALUES
 
 
 def _samples(*moments: Moments) -> tuple[Sample, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from megatron_ttrace.compare.gathered import Held
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sketch import squared_norm
@@ -16,50 +17,46 @@ from megatron_ttrace.placement.coverage import Coverage, coverage
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Outcome, Reason, TraceKey, Verdict
 
-Holder = tuple[int, Measured]
-"""A rank and what it found out about a tensor."""
-
 
 def judge(
     expected: Iterable[tuple[TraceKey, tuple[int, ...]]],
-    measured: Mapping[int, Sequence[Measured]],
+    held: Iterable[Held],
     tolerances: Tolerances,
     eps: float,
-    unjudged: Callable[[TraceKey, Sequence[Holder]], Reason | None] = lambda key, holders: None,
+    unjudged: Callable[[TraceKey, Sequence[Measured]], Reason | None] = lambda key, holders: None,
 ) -> list[Verdict]:
     """One verdict for every tensor of the reference or of any rank.
 
     Args:
         expected: keys and logical shapes of the reference's traced iteration, in execution order.
-        measured: what each rank found.
+        held: what all ranks found.
         tolerances: of the reference.
         eps: machine epsilon of the compute dtype, for printing errors in its multiples.
         unjudged: why a tensor that these ranks hold cannot be compared in this layout; ``None`` if
             it can.
     """
-    by_key: dict[TraceKey, list[Holder]] = {}
-    for rank, found in measured.items():
-        for one in found:
-            by_key.setdefault(one.key, []).append((rank, one))
+    by_key: dict[TraceKey, list[Held]] = {}
+    for one in held:
+        by_key.setdefault(one.found.key, []).append(one)
     covered: dict[object, Coverage] = {}
     verdicts = []
     for key, shape in expected:
         holders = by_key.pop(key, [])
-        if reason := unjudged(key, holders):
+        if reason := unjudged(key, [one.found for one in holders]):
             note = Note(Remark(reason.value))
             verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
         else:
             verdicts.append(_judge(key, shape, holders, tolerances.of(key), eps, covered))
     for key, holders in by_key.items():
-        ranks, shape = [rank for rank, _ in holders], holders[0][1].logical_shape
-        verdicts.append(verdict_of(key, shape, Outcome.EXTRA, ranks, Note(Remark.EXTRA)))
+        shape = holders[0].found.logical_shape
+        verdicts.append(verdict_of(key, shape, Outcome.EXTRA, _ranks(holders), Note(Remark.EXTRA)))
     return verdicts
 
 
 def _judge(
     key: TraceKey,
     shape: tuple[int, ...],
-    holders: Sequence[Holder],
+    holders: Sequence[Held],
     tolerance: Tolerance,
     eps: float,
     covered: dict[object, Coverage],
@@ -69,31 +66,34 @@ def _judge(
         return verdict_of(key, shape, Outcome.PASS, [], Note(Remark.EMPTY))
     if not holders:
         return verdict_of(key, shape, Outcome.MISSING, [], Note(Remark.MISSING))
-    misfits = [(rank, one.note) for rank, one in holders if one.problem or one.sums is None]
-    if misfits:
-        ranks = [rank for rank, _ in misfits]
-        return verdict_of(key, shape, Outcome.SHAPE, ranks, misfits[0][1])
-    ranks, placement = [rank for rank, _ in holders], holders[0][1].placement
-    if bad := [rank for rank, one in holders if one.sums and one.sums.nonfinite]:
+    if misfits := [one for one in holders if one.found.problem or one.found.sums is None]:
+        note = min(misfits, key=lambda one: one.ranks).found.note
+        return verdict_of(key, shape, Outcome.SHAPE, _ranks(misfits), note)
+    ranks = _ranks(holders)
+    placement = min(holders, key=lambda one: one.ranks).found.placement
+    if bad := [one for one in holders if one.found.sums and one.found.sums.nonfinite]:
         note = Note(Remark.NONFINITE)
-        return verdict_of(key, shape, Outcome.NONFINITE, bad, note, placement=placement)
-    held = _covered(shape, [one.boxes for _, one in holders], covered)
+        return verdict_of(key, shape, Outcome.NONFINITE, _ranks(bad), note, placement=placement)
+    held = _covered(shape, [one.found.boxes for one in holders for _ in range(one.copies)], covered)
     if not held.complete:
         note = Note(Remark.UNCOVERED)
         return verdict_of(key, shape, Outcome.UNCOVERED, ranks, note, placement=placement)
     errors: dict[int, float] = {}
-    for rank, sums in _wholes(holders):
-        errors[rank] = max(relative_error(sums, tolerance.rms), errors.get(rank, 0.0))
+    for one, sums in _wholes(holders):
+        error = relative_error(sums, tolerance.rms)
+        for rank in one.ranks:
+            errors[rank] = max(error, errors.get(rank, 0.0))
     failed = sorted(
         (rank for rank, error in errors.items() if error > tolerance.value),
         key=lambda rank: (-errors[rank], rank),
     )
     conflicts = conflicting(
-        (rank, one.region, one.sums.checksum)
-        for rank, one in holders
-        if one.sums is not None and one.sums.n and not one.sketch
+        (rank, one.found.region, one.found.sums.checksum)
+        for one in holders
+        if one.found.sums is not None and one.found.sums.n and not one.found.sketch
+        for rank in one.ranks
     )
-    notes = list(dict.fromkeys(one.note for _, one in holders if one.note))
+    notes = list(dict.fromkeys(one.found.note for one in holders if one.found.note))
     if not held.even:
         notes.append(Note(Remark.UNEVEN, held.least, held.most))
     outcome, reason = Outcome.PASS, None
@@ -102,7 +102,9 @@ def _judge(
         if conflicts:
             outcome = Outcome.REPLICA_CONFLICT
             notes.append(Note(Remark.REPLICAS, ranks=conflicts))
-    elif undefined := sum(one.sums.undefined for _, one in holders if one.sums):
+    elif undefined := sum(
+        one.copies * one.found.sums.undefined for one in holders if one.found.sums
+    ):
         outcome, reason = Outcome.UNCHECKED, Reason.UNDEFINED
         notes.append(Note(Remark.UNDEFINED, undefined))
     elif tolerance.blind:
@@ -124,18 +126,23 @@ def _judge(
     )
 
 
-def _wholes(holders: Sequence[Holder]) -> Iterator[tuple[int, Sums]]:
+def _ranks(holders: Iterable[Held]) -> list[int]:
+    """Each rank as often as it holds a part, in rising order."""
+    return sorted(rank for one in holders for rank in one.ranks)
+
+
+def _wholes(holders: Sequence[Held]) -> Iterator[tuple[Held, Sums]]:
     """What each rank holds; for partial tensors the error of their sum, the same for all ranks."""
-    partials: dict[object, list[tuple[int, Sums, tuple[float, ...]]]] = {}
-    for rank, one in holders:
-        if one.sums is not None and one.sketch:
-            partials.setdefault(one.region, []).append((rank, one.sums, one.sketch))
-        elif one.sums is not None:
-            yield rank, one.sums
+    partials: dict[object, list[tuple[Held, Sums]]] = {}
+    for one in holders:
+        if one.found.sums is not None and one.found.sketch:
+            partials.setdefault(one.found.region, []).append((one, one.found.sums))
+        elif one.found.sums is not None:
+            yield one, one.found.sums
     for group in partials.values():
-        diff = squared_norm([sketch for _, _, sketch in group])
-        for rank, sums, _ in group:
-            yield rank, dataclasses.replace(sums, diff=diff)
+        diff = squared_norm([one.found.sketch for one, _ in group for _ in range(one.copies)])
+        for one, sums in group:
+            yield one, dataclasses.replace(sums, diff=diff)
 
 
 def conflicting(held: Iterable[tuple[int, object, int]]) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_ttrace.compare.checksum import WORDS, powers, weights
+
 _BLOCK = 2048
 _BLOCKS = 8
 """Blocks of one program. Its elements never straddle two parts of the checksum."""
@@ -88,7 +90,7 @@ def _partial_sums(  # type: ignore[no-untyped-def]
         dot += c * r
         worst = tl.maximum(worst, tl.abs(d))
 
-        # The 64-bit words of measure.checksum, element by element: both sums are linear in them.
+        # The 64-bit words of checksum.weighted, element by element: both sums are linear in them.
         signed = bits.to(tl.int64)
         unsigned = signed
         if width < 64:
@@ -162,23 +164,15 @@ def _total(  # type: ignore[no-untyped-def]
     tl.store(total + 7, tl.sum(checksum))
 
 
-def fused_sums(
-    candidate: torch.Tensor,
-    reference: torch.Tensor,
-    factor: float,
-    weights: torch.Tensor,
-    powers: torch.Tensor,
-) -> torch.Tensor:
+def fused_sums(candidate: torch.Tensor, reference: torch.Tensor, factor: float) -> torch.Tensor:
     """The sums of one box, as a row of device.py; nothing is read back.
 
     Args:
         candidate: contiguous, of one of ``DTYPES``.
         reference: as many elements, likewise, on the same device.
         factor: expected candidate/reference ratio.
-        weights: the checksum's two rows of weights.
-        powers: the checksum's powers, in ascending order, enough of them.
     """
-    n, words = candidate.numel(), weights.shape[1]
+    n = candidate.numel()
     (c_bits, c_type), (r_bits, r_type) = _TYPES[candidate.dtype], _TYPES[reference.dtype]
     per_word = 8 // candidate.element_size()
     programs = triton.cdiv(n, _BLOCK * _BLOCKS)
@@ -190,7 +184,7 @@ def fused_sums(
     _partial_sums[(programs,)](
         candidate.view(c_bits),
         reference.view(r_bits),
-        weights,
+        weights(device),
         floats,
         integers,
         n,
@@ -199,7 +193,7 @@ def fused_sums(
         c_type,
         r_type,
         8 * candidate.element_size(),
-        words,
+        WORDS,
         _BLOCK,
         _BLOCKS,
         num_warps=8,
@@ -207,11 +201,11 @@ def fused_sums(
     _total[(1,)](
         floats,
         integers,
-        powers,
+        powers(candidate.nbytes, device),
         total,
         programs,
-        triton.cdiv(whole, words),
-        words * per_word // (_BLOCK * _BLOCKS),
+        triton.cdiv(whole, WORDS),
+        WORDS * per_word // (_BLOCK * _BLOCKS),
         1024,
     )
     return total

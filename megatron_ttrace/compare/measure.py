@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few sums a rank contributes about one of its tensors.
 
-Boxes are walked in chunks that fit a core's cache; within a chunk the arithmetic is float32 (exact
-for bf16 and fp16 inputs), across chunks the sums are float64. A chunk whose squares overflow or
-underflow float32 (second moments of small gradients do) is repeated in float64.
+Tensors are read once, in blocks whose float64 copies stay in a core's second-level cache; all
+arithmetic is in float64. Bits are compared first: of a block that is bitwise equal to its
+reference, only the norm is computed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import itertools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
+import numpy as np
 import torch
+import xxhash
 
+from megatron_ttrace.compare.checksum import bytes_of, checksum, joined
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, Count, Word
@@ -23,14 +29,15 @@ from megatron_ttrace.trace.codec import Bounds, Count, Word
 Total = Annotated[float, Bounds(0.0, nan=True)]
 """A sum of squares, or a largest difference."""
 
-_CHUNK = 1 << 16
-_UNDERFLOW = 1e-24
-"""Below this a float32 sum of a chunk's squares may have lost some of them."""
-WORDS = 1 << 15
-"""64-bit words that a checksum weighs at a time."""
-BASE = 1_000_003
-"""By which a checksum so far is multiplied before more is added."""
-MASK = (1 << 64) - 1
+_Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+_BLOCK = 1 << 15
+"""Elements of a block: in float64, two blocks take half a megabyte."""
+_COMPARABLE = 1e-4
+"""The least ratio of two squared norms at which the dot product follows from the difference."""
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +52,8 @@ class Sums:
         dot: sum of c * r.
         worst: largest |c - r|.
         nonfinite: elements that are NaN or infinite on one side and not just so on the other.
-        checksum: of the candidate's bits; replicas that agree bit for bit have equal checksums.
+        checksum: of the candidate's bits; on a CPU 0 where these are the reference's. Replicas
+            that agree bit for bit have equal checksums, and only they.
         undefined: elements that are NaN on both sides: no difference, and no evidence either.
     """
 
@@ -73,7 +81,7 @@ class Sums:
             dot=self.dot + other.dot,
             worst=max(self.worst, other.worst),
             nonfinite=self.nonfinite + other.nonfinite,
-            checksum=(self.checksum * BASE + other.checksum) & MASK,
+            checksum=joined(self.checksum, other.checksum),
             undefined=self.undefined + other.undefined,
         )
 
@@ -90,16 +98,19 @@ def local_view(local: torch.Tensor, box: Box) -> torch.Tensor:
     """The local side of ``box`` as a view (of the logical box's shape)."""
     if box.is_flat:
         return local.reshape(-1).narrow(0, box.local[0], box.numel).view(box.extent)
-    for dim, (start, size) in enumerate(zip(box.local, box.extent, strict=True)):
-        local = local.narrow(dim, start, size)
-    return local
+    return _narrowed(local, box.local, box.extent)
 
 
 def logical_view(logical: torch.Tensor, box: Box) -> torch.Tensor:
     """The logical side of ``box`` as a view."""
-    for dim, (start, size) in enumerate(zip(box.logical, box.extent, strict=True)):
-        logical = logical.narrow(dim, start, size)
-    return logical
+    return _narrowed(logical, box.logical, box.extent)
+
+
+def _narrowed(data: torch.Tensor, starts: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(starts, extent, strict=True)):
+        if size != data.shape[dim]:
+            data = data.narrow(dim, start, size)
+    return data
 
 
 def measure(
@@ -108,8 +119,8 @@ def measure(
     """Sums over all boxes of a local tensor against the logical one.
 
     Args:
-        local: this rank's tensor, any strides, any device.
-        logical: the reference's whole tensor; moved to ``local``'s device box by box.
+        local: this rank's tensor, any strides, on a CPU (of others: compare/device.py).
+        logical: the reference's whole tensor, likewise.
         boxes: how they correspond.
         factor: expected candidate/reference ratio.
     """
@@ -139,107 +150,124 @@ def scale_of(sums: Sums, rms: float) -> float:
     return max(math.sqrt(sums.reference / sums.n), rms)
 
 
-def checksum(data: torch.Tensor) -> int:
-    """A position-weighted sum of the bits: replicas with swapped rows differ, too."""
-    flat = data.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.storage_offset() % 8:
-        flat = flat.clone()
-    whole = flat.numel() // 8 * 8
-    words = flat[:whole].view(torch.int64)
-    total = int.from_bytes(bytes(flat[whole:].cpu().tolist()), "little")
-    for start in range(0, words.numel(), WORDS):
-        part = words[start : start + WORDS]
-        weights = checksum_weights(part.device)[:, : part.numel()]
-        # Products wrap around: high bits alone would weigh too little, so they count again, lower.
-        dots = _dot(part, weights[0]), _dot(part >> 32, weights[1])
-        for dot in dots:
-            total = (total * BASE + int(dot.item())) & MASK
-    return total
-
-
-def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    # There is no integer dot product on GPUs; on CPUs it is several times faster than a sum.
-    return torch.dot(a, b) if a.device.type == "cpu" else (a * b).sum()
-
-
-@functools.cache
-def checksum_weights(device: torch.device) -> torch.Tensor:
-    """Two rows of odd 64-bit weights: a single changed word always changes the sum."""
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (2, WORDS), generator=generator)
-    return (drawn | 1).to(device)
-
-
 def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums:
-    here = here.detach()
-    if not here.numel():
+    n = here.numel()
+    if not n:
         return Sums()
-    marks = checksum(here)
+    here, there = here.detach(), there.detach().view_as(here)
     if not here.is_floating_point():
-        return _measure_discrete(here, there, marks)
-    c_flat, r_flat = here.reshape(-1), there.reshape(-1)
-    inverse = 1.0 / factor
-    double = torch.float64 in (here.dtype, there.dtype)
-    totals, worst = [0.0] * 4, 0.0
+        return _measure_discrete(here, there)
+    diff = reference = candidate = dot = worst = 0.0
     nonfinite = undefined = 0
-    for start in range(0, c_flat.numel(), _CHUNK):
-        c_chunk = c_flat[start : start + _CHUNK]
-        r_chunk = r_flat[start : start + _CHUNK].to(c_chunk.device)
-        if double or not _is_sound(sums := _chunk_sums(c_chunk, r_chunk, inverse, torch.float32)):
-            sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float64)
-        if not all(map(math.isfinite, sums)):
-            c_chunk, r_chunk, bad, nan = _finite_only(c_chunk, r_chunk)
-            nonfinite += bad
-            undefined += nan
-            sums = _chunk_sums(c_chunk, r_chunk, inverse, torch.float64)
-        totals = [total + one for total, one in zip(totals, sums[:4], strict=True)]
-        worst = max(worst, sums[4])
-    diff, reference, candidate, dot = totals
-    n = c_flat.numel()
+    digest = None
+    with np.errstate(all="ignore"):
+        for number, (c_block, r_block) in enumerate(_blocks(here, there)):
+            same = factor == 1.0 and _same_bits(c_block, r_block)
+            if digest is None and not same:
+                digest = xxhash.xxh3_64()
+                for before, _ in itertools.islice(_blocks(here, there), number):
+                    digest.update(bytes_of(before))
+            if digest is not None:
+                digest.update(bytes_of(c_block))
+            c = r = _widened(r_block, _scratch.reference)
+            if not same:
+                c = _widened(c_block, _scratch.candidate)
+                if factor != 1.0:
+                    c *= 1.0 / factor
+            sums = _block_sums(c, r)
+            diff += sums[0]
+            reference += sums[1]
+            candidate += sums[2]
+            dot += sums[3]
+            worst = max(worst, sums[4])
+            nonfinite += sums[5]
+            undefined += sums[6]
+    marks = digest.intdigest() if digest else 0
     return Sums(n, diff, reference, candidate, dot, worst, nonfinite, marks, undefined)
 
 
-def _is_sound(sums: Sequence[float]) -> bool:
-    """Whether float32 neither overflowed nor underflowed in these sums."""
-    diff, reference, candidate, _, worst = sums
-    return (
-        all(map(math.isfinite, sums))
-        and min(reference, candidate) > _UNDERFLOW
-        and (worst == 0.0 or diff > _UNDERFLOW)
-    )
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one shape are bitwise equal."""
+    return a.dtype == b.dtype and not _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes)
 
 
-def _finite_only(c: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _blocks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both tensors, of one shape, in contiguous blocks of few elements, in row-major order."""
+    if a.numel() <= _BLOCK:
+        yield a.contiguous(), b.contiguous()
+    elif a.is_contiguous() and b.is_contiguous():
+        yield from zip(a.view(-1).split(_BLOCK), b.view(-1).split(_BLOCK), strict=True)
+    else:
+        rows = max(1, _BLOCK * len(a) // a.numel())
+        for x, y in zip(a.split(rows), b.split(rows), strict=True):
+            yield from _blocks(*((x, y) if rows > 1 else (x[0], y[0])))
+
+
+class _Scratch(threading.local):
+    """Memory for a block of either side, of each thread: autograd runs hooks on its own."""
+
+    def __init__(self) -> None:
+        self.candidate, self.reference = torch.empty(2, _BLOCK, dtype=torch.float64)
+
+
+_scratch = _Scratch()
+
+
+def _widened(block: torch.Tensor, scratch: torch.Tensor) -> _Array:
+    """A block's elements as float64, in ``scratch``."""
+    out = scratch if block.numel() == _BLOCK else scratch[: block.numel()]
+    if block.dtype.itemsize == 1:  # FP8, which torch converts one by one; "raise" would copy, too
+        return np.take(_values(block.dtype), bytes_of(block), out=out.numpy(), mode="wrap")
+    if block.dtype is torch.float16:
+        block = block.float()  # to float64 only this way with vector instructions
+    out.view(block.shape).copy_(block)
+    return out.numpy()
+
+
+@functools.cache
+def _values(dtype: torch.dtype) -> _Array:
+    """The numbers that the 256 bytes stand for."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
+
+
+def _block_sums(c: _Array, r: _Array) -> tuple[float, float, float, float, float, int, int]:
+    """The numbers of ``Sums`` from ``diff`` to ``undefined`` but the checksum.
+
+    ``c`` is overwritten, unless it is ``r``.
+    """
+    reference = candidate = float(r.dot(r))
+    if c is not r:
+        candidate = float(c.dot(c))
+    nonfinite = undefined = 0
+    if not math.isfinite(reference + candidate):
+        c, r, nonfinite, undefined = _finite_only(c, r)
+        reference, candidate = float(r.dot(r)), float(c.dot(c))
+    if c is r or not c.size:
+        return 0.0, reference, candidate, reference, 0.0, nonfinite, undefined
+    comparable = min(reference, candidate) > _COMPARABLE * max(reference, candidate)
+    dot = 0.0 if comparable else float(c.dot(r))
+    np.subtract(c, r, out=c)
+    diff = float(c.dot(c))
+    if comparable:
+        dot = (reference + candidate - diff) / 2
+    worst = float(max(c.max(), -c.min()))
+    return diff, reference, candidate, dot, worst, nonfinite, undefined
+
+
+def _finite_only(c: _Array, r: _Array) -> tuple[_Array, _Array, int, int]:
     """The elements that are finite on both sides; how many disagree elsewhere; how many NaN agree.
 
     Equal infinities and NaNs at the same places are agreement, not a difference.
     """
-    c, r = c.double(), r.double()
-    finite = torch.isfinite(c) & torch.isfinite(r)
-    undefined = torch.isnan(c) & torch.isnan(r)
+    finite = np.isfinite(c) & np.isfinite(r)
+    undefined = np.isnan(c) & np.isnan(r)
     agree = finite | (c == r) | undefined
-    return c[finite], r[finite], int((~agree).sum().item()), int(undefined.sum().item())
+    return c[finite], r[finite], int((~agree).sum()), int(undefined.sum())
 
 
-def _chunk_sums(
-    c_chunk: torch.Tensor, r_chunk: torch.Tensor, inverse: float, dtype: torch.dtype
-) -> list[float]:
-    """Sums of a chunk: of (c - r)^2, r^2, c^2 and c * r, and the largest |c - r|."""
-    if not c_chunk.numel():
-        return [0.0] * 5
-    c, r = c_chunk.to(dtype), r_chunk.to(dtype)
-    if inverse != 1.0:
-        c = c * inverse
-    d = c - r
-    found: list[float] = torch.stack(
-        (torch.dot(d, d), torch.dot(r, r), torch.dot(c, c), torch.dot(c, r), d.abs().amax())
-    ).tolist()
-    return found
-
-
-def _measure_discrete(here: torch.Tensor, there: torch.Tensor, marks: int) -> Sums:
+def _measure_discrete(here: torch.Tensor, there: torch.Tensor) -> Sums:
     """Integers and booleans are equal or not: every mismatch counts as an error of one."""
-    mismatches = int((here != there.to(here.device)).sum().item())
+    mismatches = int((here != there).sum())
     n = here.numel()
     return Sums(
         n=n,
@@ -248,5 +276,5 @@ def _measure_discrete(here: torch.Tensor, there: torch.Tensor, marks: int) -> Su
         candidate=float(n),
         dot=float(n - mismatches),
         worst=float(mismatches > 0),
-        checksum=marks,
+        checksum=checksum(here) if mismatches or here.dtype != there.dtype else 0,
     )

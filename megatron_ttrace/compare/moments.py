@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.compare.measure import Total, checksum
+from megatron_ttrace.compare.checksum import checksum, joined
+from megatron_ttrace.compare.measure import Total
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Count, Word
 
 _CHUNK = 1 << 16
-_MASK = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Moments:
             min(self.least, other.least),
             max(self.most, other.most),
             self.nonfinite + other.nonfinite,
-            (self.checksum * 1_000_003 + other.checksum) & _MASK,
+            joined(self.checksum, other.checksum),
         )
 
     @property

@@ -23,7 +23,8 @@ import dataclasses
 
 import torch
 
-from megatron_ttrace.compare.measure import Sums, checksum
+from megatron_ttrace.compare.checksum import checksum
+from megatron_ttrace.compare.measure import Sums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

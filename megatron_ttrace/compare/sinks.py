@@ -24,13 +24,13 @@ from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
-_STAGED_BYTES = 1 << 30
-"""Of copies that wait on a device for their verdicts; beyond this the host waits for it."""
+_DEFAULT = Budget()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class CompareSink:
         keep_all: bool = False,
         isolate: bool = False,
         perturb: Perturb | None = None,
+        budget: Budget = _DEFAULT,
     ) -> None:
         """Prepare a comparison.
 
@@ -68,10 +69,12 @@ class CompareSink:
             keep_all: store all of them.
             isolate: replace what was compared by the reference's values.
             perturb: changes these first, in a replay that estimates tolerances.
+            budget: bounds the copies that wait on a device for their verdicts; beyond that the host
+                waits for the device.
         """
         self._measured: list[Measured] = []
         self._staged: list[_Staged] = []
-        self._staged_bytes = 0
+        self._staged_bytes, self._most_staged = 0, budget.staged
         self._reference = reference
         self._iteration = iteration
         self._isolate = isolate
@@ -114,7 +117,7 @@ class CompareSink:
     def _stage(self, one: _Staged) -> None:
         self._staged.append(one)
         self._staged_bytes += one.data.nbytes if one.first is None else 0
-        if self._staged_bytes > _STAGED_BYTES:
+        if self._staged_bytes > self._most_staged:
             self._settle()
 
     def _settle(self) -> None:

@@ -11,17 +11,32 @@ reference, ``||replay - reference|| / ||reference||``. Then
 The maximum over microbatches pools samples of one statistic: the same module on other data. The
 floor is half an epsilon of the stored tensor's dtype: one rounding of every element. Kinds that no
 arithmetic touches (tokens, start parameters) have tolerance zero: equality.
+
+How many replays? Each seed is as good as any other, so every replay can play the candidate of a
+healthy run, judged by tolerances that are estimated from the other replays (leave-one-out cross
+validation). :meth:`Tolerances.suffice` says that the replays made so far are enough when
+
+- none of these margins is above :data:`CONFIRMED`, half of what passes. With T tensors and k
+  replays that is no event in k T trials, so such a margin has a probability of at most about
+  3 / (k T) (the 95 % bound for no event, the "rule of three"), and errors of healthy candidates are
+  at most 1.33 times a replay's (docs/measurements.md): their margins stay below 0.67;
+- one more replay would not halve any tolerance. That of a scalar is wide if there are few
+  (:func:`few_samples`): 9.6 times the estimate from two replays, 3.9 from three, 2.6 from four;
+- no tensor is blind that one more replay would make visible for the same reason.
+
+From two replays on this is tested; :data:`MOST_REPLAYS` are made at most.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -49,6 +64,11 @@ BLIND = 0.10
 BLIND_FP8 = 0.50
 """The same for products in FP8, whose steps are an eighth (E4M3) or a quarter (E5M2) of a value:
 smaller errors cannot be seen; a lost, doubled or misplaced part can."""
+
+FEWEST_REPLAYS, MOST_REPLAYS = 2, 4
+"""How many replays are made, unless ``--ttrace-seeds`` says how many."""
+CONFIRMED = 0.5
+"""The largest margin of a replay, judged by the other replays, with which these are enough."""
 
 FILE = "tolerances.jsonl"
 
@@ -107,6 +127,14 @@ def epsilon(dtype: torch.dtype | str) -> float:
     return float(torch.finfo(resolved).eps)
 
 
+_Group = tuple[int, Kind, str, int]
+
+
+def _group(key: TraceKey) -> _Group:
+    """What the microbatches of a tensor have in common."""
+    return key.iteration, key.kind, key.name, key.index
+
+
 class Tolerances:
     """Tolerances of all tensors of a reference."""
 
@@ -138,18 +166,19 @@ class Tolerances:
         self._compute = compute
         self._moved = moved
         self._dtypes = dtypes
-        self._pooled: dict[tuple[int, Kind, str, int], float] = defaultdict(float)
-        self._samples: Counter[tuple[int, Kind, str, int]] = Counter()
+        self._pooled: dict[_Group, list[float]] = {}
+        self._samples: Counter[_Group] = Counter()
         self._terms: Counter[tuple[int, Kind]] = Counter()
         self._iterations = {key.iteration for key in moved}
         for key, value in moved.items():
             total = _SUMMED_INTO.get((key.kind, key.name)) or _SUMMED_INTO.get((key.kind, ""))
             if total is not None:
                 self._terms[key.iteration, total] += value.n
-            group = (key.iteration, key.kind, key.name, key.index)
+            group = _group(key)
             # A replay that became NaN is a tensor that cannot be judged.
             moves = (math.inf if math.isnan(move) else move for move in value.moved)
-            self._pooled[group] = max(self._pooled[group], *moves)
+            pooled = itertools.zip_longest(self._pooled.get(group, ()), moves, fillvalue=0.0)
+            self._pooled[group] = [max(pair) for pair in pooled]
             self._samples[group] += value.n * len(value.moved)
 
     def of(self, key: TraceKey) -> Tolerance:
@@ -163,10 +192,38 @@ class Tolerances:
         eps = epsilon(self._dtypes[key])
         if eps == 0.0 or (is_exact(key) and self._is_given(key)):
             return Tolerance(0.0, rms)
-        group = (key.iteration, key.kind, key.name, key.index)
-        estimated = self._pooled[group] * few_samples(self._samples[group])
-        value = max(self._safety * estimated, SAFETY * self._floor(key, norm, eps))
+        seeds = self._pooled.get(_group(key), [])
+        floor = SAFETY * self._floor(key, norm, eps)
+        value = max(self._estimated(key, seeds, len(seeds)), floor)
         return Tolerance(value, rms, self._bound)
+
+    def _estimated(self, key: TraceKey, seeds: Sequence[float], replays: int) -> float:
+        """From what some replays did, as if there had been this number of replays."""
+        group = _group(key)
+        samples = self._samples[group] * replays // max(len(self._pooled.get(group, ())), 1)
+        return self._safety * max(seeds, default=0.0) * few_samples(samples)
+
+    def suffice(self) -> bool:
+        """Whether no more replays are needed; the module's docstring says why.
+
+        Of several microbatches the largest distance counts, as in the tolerance.
+        """
+        return all(self._suffice(key) for key in self._moved)
+
+    def _suffice(self, key: TraceKey) -> bool:
+        seeds = self._pooled[_group(key)]
+        eps = epsilon(self._dtypes[key])
+        if eps == 0.0 or len(seeds) < FEWEST_REPLAYS:
+            return eps == 0.0
+        floor = SAFETY * self._floor(key, self._moved[key].norm, eps)
+        for number, distance in enumerate(seeds):
+            others = seeds[:number] + seeds[number + 1 :]
+            allowed = max(self._estimated(key, others, len(others)), floor)
+            if allowed <= self._bound and distance > CONFIRMED * allowed:
+                return False
+        now = max(self._estimated(key, seeds, len(seeds)), floor)
+        then = max(self._estimated(key, seeds, len(seeds) + 1), floor)
+        return now <= 2.0 * then and not now > self._bound >= then
 
     def _is_given(self, key: TraceKey) -> bool:
         """Whether nothing was computed yet: later steps start from updated parameters."""
@@ -292,16 +349,22 @@ def _verify(reference: TraceReader) -> None:
 def of_reference(reference: TraceReader) -> Tolerances:
     """The tolerances that lie beside a reference trace. Raises as :func:`moves` does."""
     _verify(reference)
-    entries = (entry for entries in reference.ranks.values() for entry in entries)
-    dtypes = ((entry.key, entry.dtype) for entry in entries)
-    compute = float(reference.meta.get("epsilon", 0.0))
-    if not reference.meta.get("fp8"):
-        return read(reference.directory, dtypes, compute=compute)
-    return read(
-        reference.directory,
-        dtypes,
-        safety=SAFETY_MODULE if reference.meta.get("by_module") else SAFETY,
-        bound=BLIND_FP8,
-        rounding=compute,
-        compute=compute,
-    )
+    return read(reference.directory, dtypes_of(reference), **parameters(reference.meta))
+
+
+def dtypes_of(reference: TraceReader) -> Iterator[tuple[TraceKey, str]]:
+    """Of all tensors of a reference."""
+    return ((one.key, one.dtype) for entries in reference.ranks.values() for one in entries)
+
+
+def parameters(meta: Mapping[str, Any]) -> dict[str, float]:
+    """The parameters of :class:`Tolerances` for a reference with this meta data."""
+    compute = float(meta.get("epsilon", 0.0))
+    if not meta.get("fp8"):
+        return {"compute": compute}
+    return {
+        "safety": SAFETY_MODULE if meta.get("by_module") else SAFETY,
+        "bound": BLIND_FP8,
+        "rounding": compute,
+        "compute": compute,
+    }

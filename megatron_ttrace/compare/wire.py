@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's findings as JSON: a few numbers per tensor, repeated parts only once."""
+"""The findings of ranks as JSON: a few numbers per tensor, repeated parts only once."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Annotated, Any
 
+from megatron_ttrace.compare.gathered import Held
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, CodecError, Count
+from megatron_ttrace.trace.counted import Runs, ranks_of, runs_of
 from megatron_ttrace.trace.findings import Note
 from megatron_ttrace.trace.records import TraceKey
 
@@ -28,7 +31,7 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Row:
-    """A finding; ``part`` is a number in the list of parts."""
+    """A finding; ``part`` and ``ranks`` are numbers in the lists of parts and of ranks."""
 
     key: Annotated[TraceKey, LISTED]
     part: Count
@@ -37,50 +40,64 @@ class _Row:
     note: Note | None
     sketch: tuple[float, ...]
     moments: Annotated[Moments, LISTED] | None
+    ranks: Count
+    copies: Count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Message:
     parts: tuple[Annotated[_Part, LISTED], ...]
+    ranks: tuple[Runs, ...]
     rows: tuple[Annotated[_Row, LISTED], ...]
 
 
-def encode(measured: list[Measured]) -> dict[str, Any]:
-    """The findings of one rank, ready for ``json.dumps``."""
+def encode(held: Iterable[Held]) -> dict[str, Any]:
+    """The findings of some ranks, ready for ``json.dumps``."""
     parts: dict[_Part, int] = {}
+    ranks: dict[tuple[int, ...], int] = {}
     rows = []
-    for one in measured:
+    for each in held:
+        one = each.found
         part = _Part(one.placement, one.boxes, one.logical_shape, one.partial_over)
         number = parts.setdefault(part, len(parts))
         key, sums, moments = (
             None if found is None else dataclasses.astuple(found)
             for found in (one.key, one.sums, one.moments)
         )
-        rows.append((key, number, sums, one.problem, one.note, one.sketch, moments))
-    message = {"parts": [dataclasses.astuple(part) for part in parts], "rows": rows}
+        at = ranks.setdefault(each.ranks, len(ranks))
+        rows.append(
+            (key, number, sums, one.problem, one.note, one.sketch, moments, at, each.copies)
+        )
+    message = {
+        "parts": [dataclasses.astuple(part) for part in parts],
+        "ranks": [runs_of(one) for one in ranks],
+        "rows": rows,
+    }
     return codec.encode(message)  # type: ignore[no-any-return]
 
 
-def decode(message: Any) -> list[Measured]:
+def decode(message: Any) -> list[Held]:
     """The inverse of :func:`encode`. Raises ``CodecError`` on a foreign message."""
     said = codec.decode(_Message, message)
+    ranks = [tuple(ranks_of(runs)) for runs in said.ranks]
     found = []
     for row in said.rows:
         if row.part >= len(said.parts):
             raise CodecError(f"part {row.part} of {len(said.parts)}")
+        if row.ranks >= len(ranks):
+            raise CodecError(f"ranks {row.ranks} of {len(ranks)}")
         part = said.parts[row.part]
-        found.append(
-            Measured(
-                row.key,
-                part.placement,
-                part.boxes,
-                part.logical_shape,
-                row.sums,
-                row.problem,
-                row.note,
-                row.sketch,
-                row.moments,
-                part.partial_over,
-            )
+        measured = Measured(
+            row.key,
+            part.placement,
+            part.boxes,
+            part.logical_shape,
+            row.sums,
+            row.problem,
+            row.note,
+            row.sketch,
+            row.moments,
+            part.partial_over,
         )
+        found.append(Held(ranks[row.ranks], row.copies, measured))
     return found

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,14 +15,25 @@ from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place
-from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
 class WriteSink:
-    """Stores everything: the reference's sink."""
+    """Stores everything: the reference's sink.
 
-    def __init__(self, writer: TraceWriter, iteration: int) -> None:
+    ``forecast`` is called once, when the first microbatch's forward pass has ended, with the bytes
+    of its tensors; what it raises ends the step's capture.
+    """
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        iteration: int,
+        forecast: Callable[[int], None] | None = None,
+    ) -> None:
+        self._forecast = forecast
+        self._forward_bytes = 0
         self._writer = writer
         self._iteration = iteration
         self._lines: dict[Place, int] = {}
@@ -33,9 +44,21 @@ class WriteSink:
         """Store ``data`` under its first name and point the others at it."""
         first, *others = places
         data = self._without_padding(first, data)
+        if self._forecast:
+            self._foresee(first, data)
         self._lines[first] = self._writer.add(self._entry(first, data), data)
         for place in others:
             self.repeat(first, place, data)
+
+    def _foresee(self, place: Place, data: torch.Tensor) -> None:
+        microbatch, kind, *_ = place
+        if kind is Kind.TOKENS or microbatch == STEP_LEVEL:
+            return
+        if microbatch == 0 and kind not in (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT):
+            self._forward_bytes += data.nbytes
+        elif forecast := self._forecast:
+            self._forecast = None
+            forecast(self._forward_bytes)
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
         """Point another name at data that is stored already."""

@@ -146,7 +146,7 @@ def _counts(evidence: Evidence, right: list[torch.Tensor]) -> BlockWeight | None
         extra = torch.stack([(weight - 1) * one for weight, one in pairs]).sum(0).float()
         return [p - e for p, e in zip(part.pieces, evidence.expected(part, extra), strict=True)]
 
-    if not evidence.repairs(once):
+    if not evidence.repairs(once, free=len(right)):
         return None
     near = max(1e-3, 20 * evidence.tolerance.value)
     first = next(iter(fits.values()))

@@ -17,25 +17,20 @@ Megatron's own initial values, which nothing of the traced step comes from, are 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron_ttrace.diagnose.groups import Groups, group_of
 from megatron_ttrace.mcore.names import ROOT
-from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.report import explanations
 from megatron_ttrace.report.ledger import citation_text
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import (
-    Composed,
-    ConstantFactor,
-    Explanation,
-    Finding,
-    Grounds,
-    LossShare,
-)
+from megatron_ttrace.trace.findings import Explanation, Grounds
 from megatron_ttrace.trace.records import (
+    LEFT,
+    LOADS,
     MOMENTS,
     STEP_LEVEL,
     Culprit,
@@ -46,13 +41,13 @@ from megatron_ttrace.trace.records import (
 )
 
 Explain = Callable[[Verdict], Explanation]
-_Groups = dict[tuple[object, ...], int]
 
 _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
-_REDUCED = Statistic.REDUCED.number
+_REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
+_SPECIAL = dict.fromkeys([(Kind.METRIC, LEFT), (Kind.BUFFER, LOADS)], Grounds.LEFT_OVER)
 _UPDATED = (*MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 
@@ -105,7 +100,7 @@ def localise(
         stages.append(
             next((one for one in found if one[1]), (failed[0].kind.direction, unexplained))
         )
-    groups: _Groups = {}
+    groups: Groups = {}
     return [
         culprit
         for direction, origins in stages
@@ -128,7 +123,7 @@ def _one_per_module(
     direction: Direction,
     explain: Explain,
     verdicts: Sequence[Verdict],
-    groups: _Groups,
+    groups: Groups,
 ) -> list[Culprit]:
     chosen: dict[str, _Origin] = {}
     for origin in origins:
@@ -160,50 +155,10 @@ def _one_per_module(
                 collectives=citation_text(why.collectives),
                 cause=why.finding.cause if why.finding else None,
                 axes=why.finding.axes if why.finding else (),
-                group=_group(groups, direction, verdict, grounds, why.finding),
+                group=group_of(groups, direction, verdict, grounds, why.finding),
             )
         )
     return culprits
-
-
-def _group(
-    groups: _Groups,
-    direction: Direction,
-    verdict: Verdict,
-    grounds: Grounds,
-    finding: Finding | None,
-) -> int:
-    """The number of the group of culprits with one cause.
-
-    One finding is one cause. Where its numbers are each tensor's own, or nothing was found, the
-    same tensor of other layers is alike.
-    """
-    stage = direction, verdict.kind, grounds
-    # A start that fails, fails for all parameters alike.
-    name = "" if grounds is Grounds.START else any_layer(verdict.name)
-    keys: list[tuple[object, ...]] = [
-        (*stage, verdict.index, verdict.verdict, name, finding.cause if finding else None)
-    ]
-    if finding is not None and type(finding) is not Finding:
-        keys.append((*stage, _without_ratio(finding)))
-    elif finding is not None and verdict.kind is not Kind.INITIAL:
-        keys.append((*stage, finding))
-    number = next((groups[key] for key in keys if key in groups), len(set(groups.values())) + 1)
-    for key in keys:
-        groups.setdefault(key, number)
-    return number
-
-
-def _without_ratio(finding: Finding) -> Finding:
-    """A factor that is a size of the layout, without its digits."""
-    if isinstance(finding, ConstantFactor) and finding.sizes:
-        return dataclasses.replace(finding, ratio=0.0)
-    if isinstance(finding, Composed):
-        steps = tuple(map(_without_ratio, finding.steps))
-        return dataclasses.replace(finding, steps=steps)
-    if isinstance(finding, LossShare):
-        return dataclasses.replace(finding, fault=_without_ratio(finding.fault))
-    return finding
 
 
 def _around(
@@ -270,6 +225,7 @@ def _start(verdicts: Sequence[Verdict]) -> list[_Origin]:
 def _absent(verdicts: Sequence[Verdict]) -> list[_Origin]:
     """Absent modules: by their parameters, or by their activations if no parameter is absent.
 
+    Where all parameters of a module are absent, it is named, and not each module in it.
     A gradient that is absent was not computed: that belongs to its own stage.
     """
     absent = [
@@ -277,11 +233,30 @@ def _absent(verdicts: Sequence[Verdict]) -> list[_Origin]:
         for verdict in verdicts
         if verdict.verdict in _ABSENT and verdict.direction in (Direction.START, Direction.FORWARD)
     ]
-    parameters = [v for v in absent if v.kind is Kind.PARAM]
-    return [
-        _Origin(v, owner(v.name) if parameters else v.name, Grounds.ABSENT)
-        for v in parameters or absent
-    ]
+    started = [v for v in verdicts if v.kind is Kind.PARAM and v.direction is Direction.START]
+    held: dict[Outcome, Counter[str]] = defaultdict(Counter)
+    for v in started:
+        held[v.verdict].update(_containers(v.name))
+    every = sum(held.values(), Counter())
+    found = []
+    for v in (v for v in absent if v.kind is Kind.PARAM):
+        alike = held[v.verdict]
+        whole = [one for one in _containers(v.name) if alike[one] == every[one]]
+        module, grounds = owner(v.name), Grounds.ABSENT
+        if v.verdict is not Outcome.UNCOVERED and whole and every[whole[0]] > every[module]:
+            # The innermost of those that have all these parameters.
+            module = max(whole, key=lambda one: (every[one], len(one)))
+            grounds = Grounds.ABSENT_MODULE
+        found.append(_Origin(v, module, grounds))
+    return found or [_Origin(v, v.name, Grounds.ABSENT) for v in absent]
+
+
+def _containers(name: str) -> Iterator[str]:
+    """The modules that contain a parameter or module, from the outermost; lists are none."""
+    words = name.split(".")
+    return (
+        ".".join(words[:number]) for number in range(1, len(words)) if not words[number].isdigit()
+    )
 
 
 def _forward(verdicts: Sequence[Verdict]) -> list[_Origin]:
@@ -312,9 +287,36 @@ def _backward(verdicts: Sequence[Verdict]) -> list[_Origin]:
         grounds=Grounds.GRAD_INPUT,
         without_inputs=Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS,
     )
-    return _with_wrong_weights(born, verdicts) or _first(
-        verdicts, Kind.GRAD_OUTPUT, Grounds.FIRST_GRADIENT
+    return (
+        _with_wrong_weights(born, verdicts)
+        or _within(verdicts)
+        or _first(verdicts, Kind.GRAD_OUTPUT, Grounds.FIRST_GRADIENT)
     )
+
+
+def _within(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    """Modules whose output gradients pass, with the first that fails of each inside them.
+
+    What makes the gradient of an output is the code that uses it: that of a module around it.
+    """
+    leaving: dict[tuple[int, str], float] = {}
+    for v in verdicts:
+        if v.kind is Kind.GRAD_OUTPUT:
+            place = v.microbatch, v.name
+            leaving[place] = max(leaving.get(place, 0.0), _severity(v))
+    wrong = _failures(verdicts, Kind.GRAD_OUTPUT)
+    failed = {(v.microbatch, v.name) for v in wrong}
+    found: dict[tuple[int, str], _Origin] = {}
+    for v in wrong:
+        places = [(v.microbatch, one) for one in _containers(v.name)]
+        around = [one for one in places if one in leaving][-1:]
+        if not failed.isdisjoint(around) or not around:
+            if not found:
+                return []
+        # Of the later ones, those in which no earlier error surfaces again.
+        elif not found or _severity(v) >= _SURFACING * leaving[around[0]]:
+            found.setdefault(around[0], _Origin(v, around[0][1], Grounds.WITHIN))
+    return list(found.values())
 
 
 def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Verdict]) -> list[_Origin]:
@@ -341,13 +343,25 @@ def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Verdict]) -> 
 
 
 def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    wrong = _failures(verdicts, Kind.MAIN_GRAD)
     reduced = [one for one in _counted(verdicts) if one.verdict.index == _REDUCED]
-    known = {v.name for v in _failures(verdicts, Kind.COUNTED) if v.index == _REDUCED}
-    found = reduced + [
-        _Origin(verdict, owner(verdict.name), Grounds.MAIN_GRAD)
-        for verdict in _failures(verdicts, Kind.MAIN_GRAD)
-        if verdict.name not in known
+    # Values do not change which elements an optimizer has; where it has wrong ones, it reads
+    # gradients that this rank did not reduce.
+    read = {v.name for v in wrong if v.verdict not in _ABSENT}
+    counted = [v for v in _failures(verdicts, Kind.COUNTED) if v.index in (_REDUCED, _STEPPED)]
+    stepped = [
+        _Origin(v, owner(v.name), Grounds.STEPPED)
+        for v in counted
+        if v.index == _STEPPED and v.name in read
     ]
+    known = {v.name for v in counted if v.index == _REDUCED}.union(
+        one.verdict.name for one in stepped
+    )
+    found = (
+        reduced
+        + stepped
+        + [_Origin(v, owner(v.name), Grounds.MAIN_GRAD) for v in wrong if v.name not in known]
+    )
     if found and all(one.verdict.verdict in _ABSENT for one in found):
         # No optimizer has these: what each one steps says which elements, and why.
         return _counted(verdicts) or found
@@ -381,10 +395,14 @@ def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
     # Without their gradients the norm is wrong, and with it every clipped update.
     return (
         never
-        or [_Origin(v, owner(v.name), Grounds.UPDATE) for v in verdicts if v is first.get(v.name)]
         or [
-            _Origin(verdict, verdict.name, Grounds.METRIC)
-            for verdict in _failures(verdicts, Kind.METRIC)
+            _Origin(v, owner(v.name), _SPECIAL.get((v.kind, v.index), Grounds.UPDATE))
+            for v in verdicts
+            if v is first.get(v.name)
+        ]
+        or [
+            _Origin(v, v.name, _SPECIAL.get((v.kind, v.index), Grounds.METRIC))
+            for v in _failures(verdicts, Kind.METRIC)
         ]
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs of the terms of the cross entropy, which is computed from the logits and the labels.
+"""The summands of the cross entropy, which is computed from the logits and the labels.
 
 The loss of a token is the logarithm of the sum of all exponentials minus the logit of its label
 (both without the largest logit); its gradient is the softmax minus one at the label. The
@@ -13,60 +13,31 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
-from megatron_ttrace.diagnose.scaling import constant_factor
+from megatron_ttrace.diagnose.evidence import Evidence
+from megatron_ttrace.diagnose.summands import counted
 from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.mcore.roles import HEAD
-from megatron_ttrace.trace.findings import Cause, Finding, LossTerm, Term
+from megatron_ttrace.trace.findings import LossTerm, Term
 from megatron_ttrace.trace.records import Kind
-
-_NONE = 1e-3
-"""A term that counts less often than this is missing."""
 
 
 def terms(evidence: Evidence) -> LossTerm | None:
-    """One term is scaled, missing, or not normalised once. The repair: once, normalised once."""
-    found = _terms(evidence)
-    if found is None:
-        return None
-    values, norm = found
-    for term, value in values.items():
-        surplus = evidence.ratio(
-            (
-                [p - r for p, r in zip(part.pieces, evidence.expected(part), strict=True)],
-                evidence.expected(part, value),
-            )
-            for part in evidence.parts
-        )
-        if surplus and _repairs(evidence, surplus * value):
-            fault = Finding(Cause.ZERO)
-            if abs(1 + surplus) >= _NONE:
-                fault = constant_factor(evidence, 1 + surplus)
+    """One term is scaled or missing. The repair: count it once."""
+    for term, value in _terms(evidence).items():
+        if (fault := counted(evidence, value)) is not None:
             return LossTerm(fault.cause, fault.axes, term=term, fault=fault)
-    if norm is not None:
-        for cause, factor in ((Cause.TOO_LARGE, norm), (Cause.TOO_SMALL, 1 / norm)):
-            if _repairs(evidence, (factor - 1) * values[Term.SOFTMAX]):
-                return LossTerm(cause, term=Term.SOFTMAX)
     return None
 
 
-def _repairs(evidence: Evidence, surplus: torch.Tensor) -> bool:
-    def without(part: FailedPart) -> list[torch.Tensor]:
-        pairs = zip(part.pieces, evidence.expected(part, surplus), strict=True)
-        return [piece - more for piece, more in pairs]
-
-    return evidence.repairs(without)
-
-
-def _terms(evidence: Evidence) -> tuple[dict[Term, torch.Tensor], torch.Tensor | None] | None:
-    """The terms whose sum the tensor is, and what the exponentials are divided by in a softmax."""
+def _terms(evidence: Evidence) -> dict[Term, torch.Tensor]:
+    """The terms whose sum the tensor is; none if it is not this sum."""
     key = evidence.key
     is_loss = (key.kind, key.name) == (Kind.OUTPUT, ROOT)
     if not is_loss and (key.kind, key.name) != (Kind.GRAD_OUTPUT, HEAD):
-        return None
+        return {}
     logits = evidence.tensor(Kind.OUTPUT, HEAD)
     if logits is None or logits.ndim != 3:
-        return None
+        return {}
     evidence.work.spend(4 * logits.numel())
     # Exponentials are taken of what remains of the logits without the largest one.
     logits = logits.float() - logits.float().amax(-1, keepdim=True)
@@ -76,15 +47,15 @@ def _terms(evidence: Evidence) -> tuple[dict[Term, torch.Tensor], torch.Tensor |
             own = logits.gather(-1, labels[..., None])[..., 0]
             values = {Term.LOGARITHM: total.T, Term.LABEL: -own.T}
             if evidence.near(sum(values.values(), torch.zeros(()))):
-                return values, None
+                return values
         gradient = evidence.tensor(Kind.GRAD_OUTPUT, ROOT)
         if not is_loss and gradient is not None and gradient.T.shape == labels.shape:
             scale = gradient.T[..., None].float()
             softmax = (logits - total[..., None]).exp() * scale
             ones = torch.zeros_like(logits).scatter_(-1, labels[..., None], 1.0) * scale
             if softmax.shape == evidence.reference.shape and evidence.near(softmax - ones):
-                return {Term.SOFTMAX: softmax, Term.ONE: -ones}, total.exp()[..., None]
-    return None
+                return {Term.SOFTMAX: softmax, Term.ONE: -ones}
+    return {}
 
 
 def _labels(evidence: Evidence, logits: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 
 :meth:`Evidence.repairs` applies the measure that failed the tensor (each rank's part against its
 tolerance) to the repaired values. Only a repair that brings every part back under the tolerance,
-and explains most of every part's error, becomes an explanation.
+and removes more of every part's error than it would of a random one, becomes an explanation.
 """
 
 from __future__ import annotations
@@ -32,6 +32,22 @@ EXPERT = ("etp", "ep", "edp", "pp")
 
 EXPLAINED = 0.5
 """A repair that leaves more than this share of a part's error explains nothing."""
+
+RIGHT = 0.5
+"""What a repair leaves may be so many tolerances: healthy tensors have smaller margins."""
+
+CHANCE = 10.0
+"""In bits: how improbable it must be that a repair removes as much of a random error."""
+
+_DISTINCT = 64
+"""Distinct values of a part from which on there are enough of them."""
+
+_OTHERS = 8.0
+"""Bits of the choice of one tensor among all that could be in another's place."""
+
+_SAMPLED = 1 << 12
+_LEVELS = 4
+"""With fewer values further apart than the tolerance, a part is taken for constant in pieces."""
 
 _OVERHEAD = 20_000
 """What an operation costs beside its elements, in elements."""
@@ -129,6 +145,8 @@ class Evidence:
         share_of: the whole tensor if ``reference`` and the parts are a share of one: errors are
             relative to it.
         explained: the share of a part's error that may be left.
+        chosen: bits of the choices made so far among repairs that could have been applied.
+        distinct: how many different values the reference has in the part of each failing rank.
         numbers: of the job that it may have been multiplied or divided by, by name.
     """
 
@@ -147,6 +165,8 @@ class Evidence:
     errors: Mapping[int, float] = dataclasses.field(default_factory=dict)
     share_of: torch.Tensor | None = None
     explained: float = EXPLAINED
+    chosen: float = 0.0
+    distinct: Mapping[int, int] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,6 +174,28 @@ class Evidence:
             self.errors = {part.rank: self.error(part, part.pieces) for part in self.parts}
             limit = self.tolerance.value
             self.parts = [part for part in self.parts if not self.errors[part.rank] <= limit]
+        if not self.distinct:
+            known: dict[object, int] = {}
+            for part in self.parts:
+                if part.boxes not in known:
+                    known[part.boxes] = self._distinct(self.expected(part))
+            self.distinct = {part.rank: known[part.boxes] for part in self.parts}
+
+    def _distinct(self, pieces: Pieces) -> int:
+        """How many different sizes some values have; those alike within the tolerance are one.
+
+        Values within the tolerance of zero do not count: they are zero after many a repair.
+        """
+        found = 0
+        step = max(self.tolerance.value * self.tolerance.rms, 1e-30)
+        sizes = flat(pieces).abs() / step
+        for some in (sizes[:: 1 + len(sizes) // _SAMPLED], sizes):
+            some = some[some > 0.5]
+            levels = len(some.round().unique())
+            found = max(found, levels if levels < _LEVELS else len(some.unique()))
+            if found >= _DISTINCT:
+                break
+        return found
 
     def repaired(self, repair: Callable[[FailedPart], Pieces | None]) -> Evidence | None:
         """The same tensor after a repair; ``None`` where it cannot be applied to every part."""
@@ -190,10 +232,14 @@ class Evidence:
         self.work.spend(count)
         return relative_error(Sums(n=count, diff=diff, reference=size), self.tolerance.rms)
 
-    def repairs(self, repair: Callable[[FailedPart], Pieces | None]) -> bool:
-        """Whether a repair brings every failing part under the tolerance, and explains it."""
+    def repairs(self, repair: Callable[[FailedPart], Pieces | None], free: int = 0) -> bool:
+        """Whether a repair makes every failing part right, and explains it.
+
+        ``free`` numbers were fitted to each part.
+        """
         return bool(self.parts) and all(
-            (pieces := repair(part)) is not None and self._accepts(part, self.error(part, pieces))
+            (pieces := repair(part)) is not None
+            and self.error(part, pieces) <= self.limit(part, free)
             for part in self.parts
         )
 
@@ -203,13 +249,32 @@ class Evidence:
         return self.repairs(lambda part: part.pieces)
 
     def holds(self, other: torch.Tensor) -> bool:
-        """Whether every failing part holds ``other`` instead of the reference."""
+        """Whether every failing part holds ``other``, one of many, instead of the reference."""
         return bool(self.parts) and all(
-            self._accepts(part, self.error(part, part.pieces, other)) for part in self.parts
+            self.error(part, part.pieces, other) <= self.limit(part, bits=_OTHERS)
+            for part in self.parts
         )
 
-    def _accepts(self, part: FailedPart, error: float) -> bool:
-        return error <= min(self.tolerance.value, self.explained * self.errors[part.rank])
+    def limit(self, part: FailedPart, free: int = 0, bits: float = 0.0) -> float:
+        """The largest error that a repair may leave in a part; negative if none can explain it.
+
+        ``free`` and ``bits`` as for :meth:`share`. Equal values count as one: what repairs one of
+        them repairs all.
+        """
+        left = self.share(self.distinct[part.rank] - free, bits)
+        return min(RIGHT * self.tolerance.value, left * self.errors[part.rank])
+
+    def share(self, values: int, bits: float = 0.0) -> float:
+        """The share of an error that a repair may leave; negative if none can explain it.
+
+        Of a random error of n values, a repair with k fitted numbers leaves less than a share q
+        with a probability of about ``q ** (n - k)``, which is given as ``values``. One of ``2 **
+        bits`` repairs does so with a probability that is as many times larger.
+        """
+        if values < 1:
+            return -1.0
+        chance: float = 2.0 ** -((CHANCE + self.chosen + bits) / values)
+        return min(self.explained, chance)
 
     @property
     def elements(self) -> int:

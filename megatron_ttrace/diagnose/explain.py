@@ -17,6 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -42,6 +43,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     FACTORS,
     BeforeStep,
@@ -49,6 +51,7 @@ from megatron_ttrace.trace.findings import (
     Explanation,
     Finding,
     LossShare,
+    Miscounted,
     OtherIteration,
     OtherMicrobatch,
     OtherTensor,
@@ -88,6 +91,7 @@ class Explainer:
         *,
         measured: Mapping[int, Sequence[Measured]] | None = None,
         ledger: Ledger = UNRECORDED,
+        counted: Mapping[TraceKey, Finding] = MappingProxyType({}),
     ) -> None:
         """Prepare.
 
@@ -97,11 +101,13 @@ class Explainer:
             tolerances: of the reference.
             measured: what each rank measured; it shows which ranks hold which tensors.
             ledger: the collectives of the traced steps, and the code that ran in them.
+            counted: what was found out about elements that are counted, and about updates.
         """
         self._reference = reference
         self._tolerances = tolerances
         self._measured = measured or {}
         self._ledger = ledger
+        self._counted = counted
         self._work = Work(WORK)
         self._found: dict[tuple[Kind, str, int], Found] = {}
         self._unknown: Counter[tuple[Kind, str, int]] = Counter()
@@ -128,18 +134,13 @@ class Explainer:
                 kept.setdefault(entry.key, []).append((rank, number))
         return kept
 
-    def explain(self, verdict: Verdict, known: Finding | None = None) -> Explanation:
-        """What was found out about the cause of a failure. Raises only where ``STRICT`` is set.
-
-        Args:
-            verdict: of the failed tensor.
-            known: what the judgement itself found out, if it says more than that.
-        """
+    def explain(self, verdict: Verdict) -> Explanation:
+        """What was found out about the cause of a failure. Raises only where ``STRICT`` is set."""
         if verdict.key in self._told and verdict.key not in self._shares:
             return self._told[verdict.key]
-        found = Explanation(known)
+        found = Explanation(self._counted.get(verdict.key))
         try:
-            if known is None:
+            if found.finding is None:
                 found = self._explain(verdict)
         except ExhaustedError:
             pass
@@ -148,7 +149,7 @@ class Explainer:
         try:
             found = dataclasses.replace(
                 found,
-                where=ran.where(verdict, found.finding, self._ledger),
+                where=ran.where(verdict, found.finding, self._ledger, alone=found.alike is None),
                 collectives=ran.cite(verdict, found.finding, self._ledger),
             )
         except Exception as error:  # noqa: BLE001 - so is what ran
@@ -169,7 +170,8 @@ class Explainer:
 
     def _explain(self, verdict: Verdict) -> Explanation:
         if verdict.kind is Kind.INITIAL:
-            return Explanation(Finding(initial.cause(verdict)))
+            cause = initial.cause(verdict)
+            return Explanation(Finding(cause) if cause else None)
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             return Explanation(self._misplaced(verdict))
         if verdict.verdict is Outcome.SHAPE and start.is_start(verdict.key):
@@ -183,14 +185,31 @@ class Explainer:
             return Explanation()
         if evidence is None:
             return Explanation()
-        finding, other = self._repair(verdict.key, evidence)
+        # Of a rank whose part was not kept, or of which the first elements pass, nothing is known.
+        failing = {part.rank for part in evidence.parts}
+        finding = other = None
+        if failing.issuperset(verdict.ranks):
+            finding, other = self._repair(verdict.key, evidence)
         if finding is None:
             if verdict.kind in losses.KINDS:
                 self.unexplained.append(verdict.key)
             seen = region.extent(evidence) or replicas.some_copies(evidence)
             return Explanation(observed=seen)
         ranks, alike = evidence.failing_ranks(), self._alike_in(verdict.key, finding)
-        return Explanation(finding, ranks=ranks, alike=alike, other=other)
+        return Explanation(
+            self._not_stepped(verdict.key, finding) or finding,
+            ranks=ranks,
+            alike=alike,
+            other=other,
+        )
+
+    def _not_stepped(self, key: TraceKey, finding: Finding) -> Finding | None:
+        """Why a parameter did not change, if no optimizer steps any of it: the earlier fault."""
+        if key.kind is not Kind.PARAM_DELTA or finding.cause is not Cause.ZERO:
+            return None
+        number = Statistic.STEPPED.number
+        found = self._counted.get(dataclasses.replace(key, kind=Kind.COUNTED, index=number))
+        return found if isinstance(found, Miscounted) and not found.most else None
 
     def _repair(self, key: TraceKey, evidence: Evidence) -> tuple[Finding | None, Finding | None]:
         """The simplest repair, and another one; first that of the same tensor of another layer."""

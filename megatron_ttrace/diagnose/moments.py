@@ -4,18 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
-import torch
-
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
-from megatron_ttrace.diagnose.scaling import constant_factor
+from megatron_ttrace.diagnose.evidence import Evidence
+from megatron_ttrace.diagnose.summands import counted
 from megatron_ttrace.mcore.numbers import BETAS
-from megatron_ttrace.trace.findings import Cause, GradientFactor
+from megatron_ttrace.trace.findings import ConstantFactor, GradientFactor
 from megatron_ttrace.trace.records import MOMENTS, STEP_LEVEL, Kind
-
-_NONE = 0.001
-"""A gradient that is added less often than this is not added."""
 
 
 def gradient(evidence: Evidence) -> GradientFactor | None:
@@ -33,27 +27,11 @@ def gradient(evidence: Evidence) -> GradientFactor | None:
     clipping = _clipping(evidence)
     power = 1 if kind is Kind.EXP_AVG else 2
     share = (1 - numbers[BETAS[kind]]) * (found.float() / clipping) ** power
-    surplus = evidence.ratio(
-        (
-            [p - r for p, r in zip(part.pieces, evidence.expected(part), strict=True)],
-            evidence.expected(part, share),
-        )
-        for part in evidence.parts
-    )
-
-    def without(part: FailedPart) -> list[torch.Tensor]:
-        pairs = zip(part.pieces, evidence.expected(part, share), strict=True)
-        return [piece - surplus * own for piece, own in pairs]
-
-    if not surplus or not evidence.repairs(without):
-        return None
-    times = 1 + surplus
-    if abs(times) < _NONE:
-        return GradientFactor(Cause.ZERO, ratio=0.0)
-    ratio = math.copysign(abs(times) ** (1 / power), times)
     known = {**numbers, "clipping": clipping} if clipping > 1 else numbers
-    factor = constant_factor(dataclasses.replace(evidence, numbers=known), ratio)
-    return GradientFactor(factor.cause, factor.axes, ratio=factor.ratio, sizes=factor.sizes)
+    fault = counted(dataclasses.replace(evidence, numbers=known), share, power)
+    if isinstance(fault, ConstantFactor):
+        return GradientFactor(fault.cause, fault.axes, ratio=fault.ratio, sizes=fault.sizes)
+    return GradientFactor(fault.cause, ratio=0.0) if fault else None
 
 
 def _clipping(evidence: Evidence) -> float:

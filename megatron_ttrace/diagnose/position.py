@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
 
 from megatron_ttrace.compare.measure import logical_view
-from megatron_ttrace.diagnose.evidence import EXPLAINED, Evidence, FailedPart, dot
+from megatron_ttrace.diagnose.evidence import RIGHT, Evidence, FailedPart, dot
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.findings import (
     Cause,
@@ -128,7 +129,10 @@ def _moves(evidence: Evidence, shard: _Indexed, dim: int) -> _Move | None:
     diff, _ = dot([([ours - expected], [ours - expected])])
     size, _ = dot([([expected], [expected])])
     scale = max((size / ours.numel()) ** 0.5, evidence.tolerance.rms)
-    limit = min(evidence.tolerance.value, EXPLAINED * max(evidence.errors.values()))
+    # Each row that moved is one of all rows: among many short ones some are alike by chance.
+    moved = max(1, int((to != own).sum()))
+    share = evidence.share(moved * ours.shape[1], moved * math.log2(len(theirs)))
+    limit = min(RIGHT * evidence.tolerance.value, share * max(evidence.errors.values()))
     if not scale or not (diff / ours.numel()) ** 0.5 / scale <= limit:
         return None
     return _Move(shard.rank, own.tolist(), to.tolist())

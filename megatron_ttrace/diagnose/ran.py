@@ -6,6 +6,8 @@ Both are observed, not tested: they are hints, and no cause.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 
 from megatron_ttrace.compare.collectives import pattern
@@ -17,10 +19,12 @@ from megatron_ttrace.trace.collectives import (
     Collective,
     Ledger,
     ModuleCode,
+    Operation,
     Phase,
+    Sources,
 )
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
+from megatron_ttrace.trace.findings import FACTORS, Cause, Finding, LossShare
 from megatron_ttrace.trace.records import Direction, Kind, Verdict
 
 _PHASES = {
@@ -29,6 +33,10 @@ _PHASES = {
     Direction.GRADIENT: Phase.GRADIENTS,
 }
 _OF_OPTIMIZERS = (Statistic.CLIPPED.number, Statistic.STEPPED.number)
+_CLIPPING = "clipping"
+"""The size of a factor: the gradient norm over its limit (:func:`scaling.constant_factor`)."""
+_LEAST_BYTES = 2
+"""Of an element of a gradient that is reduced."""
 _REDUCED = (Cause.PARTIAL, *FACTORS)
 """Causes that concern a reduction over the axes of the finding."""
 
@@ -53,7 +61,7 @@ def cite(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> Citation 
         for name in ledger.sources.modules
         if name != module
         and pattern(name) == pattern(module)
-        and ledger.sources.of(name) == ledger.sources.of(module)
+        and _runs(ledger.sources.of(name)) == _runs(ledger.sources.of(module))
     ]
     theirs = [
         {(one.operation, one.group): None for one in _inside(_of(ledger, verdict, phase), name)}
@@ -70,43 +78,105 @@ def cite(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> Citation 
     return Citation(phase, ran, _without(axes, ran, ledger.unseen), lacking, len(siblings))
 
 
-def where(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> str:
+def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: bool = True) -> str:
     """``file:line (function)``, where to look for the cause of a failure; empty if not known.
 
-    The call of the reduction that the finding is about, if one ran; else the autograd function that
-    made the tensor, or the code of its module, of the optimizer, or of the training script.
+    The call of a collective that only the same module of other layers ran, or of the reduction that
+    the finding is about; else the autograd function that made the tensor, or the code of its
+    module, of the optimizer, or of the training script. What is wrong before the step was made by
+    its module's constructor.
+
+    Args:
+        verdict: of the failed tensor.
+        finding: what was found out about its cause.
+        ledger: of the traced step.
+        alone: whether no other tensor is known to have the same fault.
     """
     if place := places.by_hand(finding):
         return place
     sources = ledger.sources
     if verdict.kind in (Kind.TOKENS, Kind.LOSS):
         return sources.step
+    norms = [
+        one.where
+        for one in _of(ledger, verdict, Phase.OPTIMIZER)
+        if one.operation.reduces and one.where and one.dtype.startswith("float")
+    ]
+    if verdict.kind is Kind.COUNTED and verdict.index in _OF_OPTIMIZERS:
+        return sources.optimizer
+    reduced = verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number
+    if verdict.kind in (Kind.GRAD_NORM, Kind.COUNTED) and not reduced:
+        return next(iter(norms), sources.optimizer)
+    if finding is not None and _CLIPPING in finding.axes:
+        return next(iter(norms), sources.optimizer)
+    cited = cite(verdict, finding, ledger)
+    if cited is not None and cited.lacking:
+        return _of_sibling(ledger, verdict, cited.lacking[0])
     if axes := _axes(finding):
-        cited = cite(verdict, finding, ledger)
         calls = [
             one
             for one in (cited.ran if cited else ())
             if one.where and one.operation.reduces and set(axes) & _spans(one.group)
         ]
+        least = _LEAST_BYTES * math.prod(verdict.shape)
+        fit = [one for one in calls if one.bytes >= least]
+        if fit and alone and verdict.direction is Direction.GRADIENT:
+            # What reduces few tensors with this one, rather than all.
+            total = Counter[str]()
+            for one in calls:
+                total[one.where] += one.bytes
+            return min(fit, key=lambda one: total[one.where]).where
         if calls:
             return max(calls, key=lambda one: one.bytes).where
     if verdict.kind is Kind.METRIC:
-        return places.log()
-    if verdict.kind is Kind.COUNTED and verdict.index in _OF_OPTIMIZERS:
-        return sources.optimizer
-    if verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number:
+        # What is not logged here would be by what logs the others.
+        return sources.metrics.get(verdict.name, next(iter(sources.metrics.values()), ""))
+    if reduced:
         ran = (one.where for one in _of(ledger, verdict, Phase.GRADIENTS) if one.operation.reduces)
         return next(filter(None, ran), sources.finalize)
-    if verdict.kind in (Kind.GRAD_NORM, Kind.COUNTED):
-        norms = (one for one in _of(ledger, verdict, Phase.OPTIMIZER) if one.operation.reduces)
-        return next((one.where for one in norms if one.where), sources.optimizer)
     if verdict.direction is Direction.UPDATE and verdict.kind is not Kind.BUFFER:
         return sources.optimizer
     name = verdict.name.partition("#")[0]
-    code = sources.of(name) or sources.of(ROOT) or ModuleCode("")
+    if finding is not None and finding.cause is Cause.LAYER_NUMBERS:
+        return _layer(sources, name).built
+    code = sources.of(name) or sources.of(ROOT) or ModuleCode()
+    if isinstance(finding, LossShare) and code.scaler:
+        return code.scaler
+    if verdict.direction is Direction.START:
+        return code.built or code.forward
     if verdict.direction is Direction.GRADIENT:
         return (not axes and (code.weight or code.backward)) or sources.finalize
-    return (verdict.direction is Direction.BACKWARD and code.backward) or code.forward
+    if verdict.kind is Kind.GRAD_OUTPUT:
+        return code.user or (sources.of(name.rpartition(".")[0] or ROOT) or code).forward
+    if verdict.direction is Direction.BACKWARD:
+        return code.backward or code.forward
+    # All that a container calls is right: what is left are its own functions.
+    around = name == ROOT or any(one.startswith(f"{name}.") for one in sources.modules)
+    return (verdict.kind is Kind.OUTPUT and around and code.output) or code.forward
+
+
+def _of_sibling(ledger: Ledger, verdict: Verdict, what: tuple[Operation, str]) -> str:
+    """Where the same module of another layer calls a collective."""
+    own = pattern(verdict.name.partition("#")[0])
+    return next(
+        one.where
+        for one in _of(ledger, verdict, _PHASES[verdict.direction])
+        if (one.operation, one.group) == what and f"{pattern(one.module)}.".startswith(f"{own}.")
+    )
+
+
+def _layer(sources: Sources, parameter: str) -> ModuleCode:
+    """The code of a layer that no rank has: that of another one, like it."""
+    layers = (
+        name for name in sources.modules if pattern(parameter).startswith(f"{pattern(name)}.")
+    )
+    own = min((name for name in layers if name[-1].isdigit()), key=len, default="")
+    return sources.of(own) or ModuleCode()
+
+
+def _runs(code: ModuleCode | None) -> tuple[str, ...]:
+    """What decides whether modules communicate alike; what uses their outputs may differ."""
+    return () if code is None else (code.forward, code.backward, code.weight)
 
 
 def _of(ledger: Ledger, verdict: Verdict, phase: Phase) -> Iterable[Collective]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -71,20 +72,33 @@ def in_part(evidence: Evidence) -> InPart | None:
             evidence.work.spend(4 * len(ours))
             first, last = _best_run((ours - right).square() - (ours - right - off).square())
             spans[part.rank] = first, last
+            if fault.cause is Cause.ZERO and ours[first : last + 1].any():
+                break
             ours[first : last + 1] -= off[first : last + 1]
             sizes = [piece.numel() for piece in part.pieces]
             repaired[part.rank] = [
                 piece.view(there.shape).float()
                 for piece, there in zip(ours.split(sizes), part.pieces, strict=True)
             ]
+        if len(repaired) < len(evidence.parts):
+            continue
         total = {part.rank: sum(p.numel() for p in part.pieces) for part in evidence.parts}
         some = any(last - first + 1 < total[rank] for rank, (first, last) in spans.items())
-        left = {part.rank: evidence.error(part, repaired[part.rank]) for part in evidence.parts}
-        fitted = all(left[rank] <= _FITTED * evidence.errors[rank] for rank in left)
-        if some and fitted and max(left.values()) <= evidence.tolerance.value:
+        if some and all(
+            evidence.error(part, repaired[part.rank])
+            <= _left(evidence, part, spans[part.rank], total[part.rank])
+            for part in evidence.parts
+        ):
             held = tuple((rank, span, total[rank]) for rank, span in sorted(spans.items()))
             return InPart(fault.cause, fault.axes, fault=fault, spans=held)
     return None
+
+
+def _left(evidence: Evidence, part: FailedPart, span: Span, total: int) -> float:
+    """The error that may be left where one of all runs was chosen, and one of some faults."""
+    values = min(span[1] - span[0] + 1, evidence.distinct[part.rank])
+    share = min(_FITTED, evidence.share(values, 2 * math.log2(total) + math.log2(2 * _LIKELY)))
+    return min(evidence.limit(part), share * evidence.errors[part.rank])
 
 
 def _faults(

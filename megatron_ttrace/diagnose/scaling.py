@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -23,8 +24,6 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.records import MOMENTS, Kind
 
 _SOFTMAX = "softmax"
-_PER_FACTOR = 16
-"""Elements that it takes to fit a factor: any number is a factor of another one."""
 _ALIKE = 0.1
 """How near the norms of values are that hold the same numbers elsewhere, or rounded."""
 _ROUGH = 0.02
@@ -57,13 +56,44 @@ def zero(evidence: Evidence) -> Finding | None:
 
 
 def factor(evidence: Evidence) -> ConstantFactor | None:
-    """One constant for all failing parts. The repair: divide by it."""
+    """One constant for all failing parts. The repair: divide by it, or by the size that it is."""
     found = evidence.ratio((part.pieces, evidence.expected(part)) for part in evidence.parts)
-    if not found or not evidence.repairs(lambda part: [piece / found for piece in part.pieces]):
+    if not found:
         return None
-    named = constant_factor(evidence, found)
-    is_known = named.sizes or named.cause is Cause.SIGN
-    return named if is_known or evidence.elements >= _PER_FACTOR else None
+    return tested(
+        evidence,
+        constant_factor(evidence, found),
+        lambda ratio, free: evidence.repairs(functools.partial(_divided, ratio), free),
+    )
+
+
+def tested(
+    evidence: Evidence, named: ConstantFactor, repairs: Callable[[float, int], bool]
+) -> ConstantFactor | None:
+    """A factor with those of its sizes that are a repair; it is one itself if it is no size.
+
+    Args:
+        evidence: the failed tensor.
+        named: the factor that fits best.
+        repairs: whether a factor is a repair, with how many numbers were fitted for it.
+    """
+    if named.cause is Cause.SIGN and repairs(-1.0, 0):
+        return named
+    layout = sizes_of(evidence)
+    known: dict[float, bool] = {}
+    sizes = []
+    for names in named.sizes:
+        size = math.prod(layout[name] for name in names)
+        size = math.sqrt(size) if named.root else size
+        size = size if (size > 1) is (abs(named.ratio) > 1) else 1 / size
+        if size not in known:
+            known[size] = repairs(math.copysign(size, named.ratio), 0)
+        sizes += [names] * known[size]
+    if sizes:
+        axes = tuple(axis for axis in named.axes if any(axis in names for names in sizes))
+        return dataclasses.replace(named, axes=axes, sizes=tuple(sizes))
+    cause = Cause.TOO_LARGE if abs(named.ratio) > 1 else Cause.TOO_SMALL
+    return ConstantFactor(cause, ratio=named.ratio) if repairs(named.ratio, 1) else None
 
 
 def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
@@ -97,15 +127,26 @@ def shift(evidence: Evidence) -> Shift | None:
     for part in evidence.parts:
         pairs = zip(part.pieces, evidence.expected(part), strict=True)
         total += sum(float((piece - there).sum(dtype=torch.float64)) for piece, there in pairs)
-    if evidence.elements < _PER_FACTOR or not math.isfinite(total):
+    if not math.isfinite(total):
         return None
     constant = total / evidence.elements
     if not -_LARGEST < constant < _LARGEST:
         return None
     named = constant_factor(evidence, math.exp(constant))
-    if not named.sizes or not evidence.repairs(lambda part: [p - constant for p in part.pieces]):
+
+    def subtracted(ratio: float, part: FailedPart) -> list[torch.Tensor]:
+        return [piece - math.log(ratio) for piece in part.pieces]
+
+    fitted = tested(
+        evidence,
+        named,
+        lambda ratio, free: (
+            ratio > 0 and evidence.repairs(functools.partial(subtracted, ratio), free)
+        ),
+    )
+    if fitted is None or not fitted.sizes:
         return None
-    return Shift(named.cause, named.axes, constant=constant, sizes=named.sizes)
+    return Shift(fitted.cause, fitted.axes, constant=constant, sizes=fitted.sizes)
 
 
 def factor_per_rank(evidence: Evidence) -> RankFactors | None:
@@ -118,7 +159,7 @@ def factor_per_rank(evidence: Evidence) -> RankFactors | None:
     def divide(part: FailedPart) -> list[torch.Tensor] | None:
         return [p / own[part.rank] for p in part.pieces] if own[part.rank] else None
 
-    if len(own) < 2 or evidence.elements < _PER_FACTOR * len(own) or not evidence.repairs(divide):
+    if len(own) < 2 or not evidence.repairs(divide, free=1):
         return None
     return RankFactors(Cause.FACTOR, factors=tuple(sorted(own.items())))
 

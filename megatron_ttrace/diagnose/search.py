@@ -51,7 +51,6 @@ CLOSING: tuple[Closing, ...] = (
     scaling.zero,
     scaling.factor,
     scaling.shift,
-    products.cast,
     products.factor,
     scaling.factor_per_rank,
     entropy.terms,
@@ -75,8 +74,11 @@ _OF_UNCHANGED = (scaling.zero, region.in_part)
 WORK = 2e8
 """What one repair of a composition may compute, in elements."""
 
+_CHOICE = 4.0
+"""Bits of the choice of one step among all."""
+
 _FACTORS = (ConstantFactor, RankFactors, ProductFactors)
-_ALREADY_SCALED = (scaling.factor, scaling.factor_per_rank, products.factor, products.cast)
+_ALREADY_SCALED = (scaling.factor, scaling.factor_per_rank, products.factor)
 """Nothing new after a step that divides by a size."""
 
 
@@ -107,7 +109,7 @@ def free(finding: Finding) -> int:
         case f.WrongRows():
             return 2
         case f.LossTerm(fault=fault):
-            return 1 + (free(fault) if fault else 0)
+            return 1 + free(fault)
         case f.PartialSums() | f.Shift() | f.Transposed():
             return 0
     return int(type(finding) is not f.Finding)
@@ -228,7 +230,7 @@ def _stepped(state: _State, failed: Failed | None) -> Iterator[_State]:
     for step in state.next_steps:
         taken = _limited(step.__name__, functools.partial(_taken, step), before, failed)
         for finding, after in taken or ():
-            evidence = dataclasses.replace(after, work=before.work)
+            evidence = dataclasses.replace(after, work=before.work, chosen=before.chosen + _CHOICE)
             yield _State(evidence, (*state.steps, (step, finding)))
 
 

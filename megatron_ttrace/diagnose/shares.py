@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -64,10 +65,15 @@ def _weighted(evidence: Evidence, axis: str) -> UnequalShares | None:
     fits = {}
     for part in evidence.parts:
         # What the shares leave out counts as it should.
-        terms = [flat(evidence.expected(part, share.value)).double() for share in shares]
+        terms = torch.stack([flat(evidence.expected(part, one.value)) for one in shares]).double()
         wanted = flat(part.pieces) - flat(evidence.expected(part, rest))
         evidence.work.spend(len(terms) ** 2 * wanted.numel())
-        fits[part.rank] = weights(torch.stack(terms) * scale, wanted)
+        # A share of nothing counts once as well as twice.
+        some = terms.any(1)
+        if not some.any() or _alike(terms[some]) * evidence.tolerance.value > _ROUGH:
+            return None
+        found = iter(weights(terms[some] * scale, wanted))
+        fits[part.rank] = [next(found) if one else 1.0 for one in some.tolist()]
 
     def counted_once(part: FailedPart) -> list[torch.Tensor]:
         repaired = list(part.pieces)
@@ -77,7 +83,21 @@ def _weighted(evidence: Evidence, axis: str) -> UnequalShares | None:
             repaired = [piece - (weight - 1) * scale * once for piece, once in pairs]
         return repaired
 
-    return _describe(evidence, axis, shares, fits) if evidence.repairs(counted_once) else None
+    if all(abs(weight) < _ROUGH for own in fits.values() for weight in own):
+        return None  # it is zero, of which this would be a part of the reason
+    fitted = evidence.repairs(counted_once, free=len(shares))
+    return _describe(evidence, axis, shares, fits) if fitted else None
+
+
+def _alike(terms: torch.Tensor) -> float:
+    """How much larger rounding errors are in the weights than in the sum; infinite if one can vary.
+
+    Rounding goes in all directions, of which there are as many as elements.
+    """
+    count, elements = terms.shape
+    terms = terms / torch.linalg.vector_norm(terms, dim=1, keepdim=True)
+    least = float(torch.linalg.eigvalsh(terms @ terms.T)[0])
+    return math.sqrt(count / elements / least) if least > 0 else math.inf
 
 
 def _describe(

@@ -18,6 +18,7 @@ import torch
 
 from megatron_ttrace.compare import tolerance as tolerances_of
 from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.gathered import of_ranks
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import measure, scale_of
 from megatron_ttrace.compare.measured import Measured
@@ -150,7 +151,7 @@ class Field:
             factor = self._factors[rank, key]
             sums = measure(local, self._reference.tensor(entry), kept.boxes, factor)
             holders = {**holders, rank: [dataclasses.replace(kept, sums=sums)]}
-        return judge([(key, entry.shape)], holders, self._tolerances, self.epsilon)[0]
+        return judge([(key, entry.shape)], of_ranks(holders), self._tolerances, self.epsilon)[0]
 
     def plant(self, shape: str, size: float, generator: torch.Generator) -> PlantedError:
         """Plant one error of a shape, ``size`` tolerances large (NaN: its own size), anywhere."""

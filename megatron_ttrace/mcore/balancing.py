@@ -6,11 +6,16 @@ Sinkhorn balances the loads of the experts over the tokens of one call of the ro
 a share of them, and which tokens exceed it depends on the others
 (``apply_router_token_dropping`` in moe_utils.py beside it). Sequence and context parallelism give
 each rank a part of a microbatch, so the choice differs from a single device's by design.
+
+Routers may also have biases, which are updated by the tokens that each expert got in a step.
 """
 
 from __future__ import annotations
 
+import torch
+
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.records import CHOICE, KEPT
 
 
@@ -33,3 +38,34 @@ def depends_on_layout(args: MegatronArguments) -> dict[int, str]:
     if getattr(args, "moe_expert_capacity_factor", None) is not None:
         found[KEPT] = "--moe-expert-capacity-factor"
     return found
+
+
+UPDATE = "get_updated_expert_bias"
+"""The function of megatron/core/transformer/moe/moe_utils.py that updates the biases of all routers
+of a rank. It sums its first argument, the tokens of each expert, over ranks, in place."""
+
+BIAS = "expert_bias"
+
+
+def updated_biases(chunks: list[Names]) -> list[str]:
+    """Names of the biases that are updated, in the order in which :data:`UPDATE` gets them.
+
+    As ``_update_router_expert_bias`` of megatron/core/distributed/finalize_model_grads.py does.
+    """
+    return [
+        f"{name}.{BIAS}"
+        for names in chunks
+        for name, module in names.modules.items()
+        if hasattr(module, BIAS)
+        and module.training
+        and not getattr(module, "frozen_expert_bias", False)
+    ]
+
+
+def loads(tokens: torch.Tensor) -> torch.Tensor:
+    """The load of each expert relative to the mean, [routers, experts].
+
+    A bias is changed by a fixed step whose sign is that of the mean less the expert's tokens.
+    """
+    counts = tokens.detach().float()
+    return counts / counts.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

@@ -10,10 +10,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.budget import DEFAULT_MB, LEAST_MB, MOST_MB
 
 ROLES = ("candidate", "reference")
 _MOST_ITERATIONS = 1000
@@ -22,6 +24,9 @@ MOST_SEEDS = 1000
 MOST_TIMEOUT = 366 * 86400.0
 MOST_RANKS = 4096
 """The most ranks that ``ttrace`` starts on one machine."""
+DEFAULT_RANKS = 8
+"""Ranks of a job that is made smaller: three axes of 2. More ranks than that share two cores badly,
+fewer would take three jobs for what one does, and miss what only three axes together show."""
 _MOST_PATH, _MOST_NAME = 4096, 255
 _INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 _NUMBER = re.compile(
@@ -29,6 +34,17 @@ _NUMBER = re.compile(
 )
 DEFAULT_TIMEOUT = 1800.0
 DEFAULT_ALLOW_UNCHECKED = 0.10
+
+
+class Keep(StrEnum):
+    """The tensors that stay on disk after a check; reports stay always."""
+
+    NONE = "none"
+    """Neither the reference nor any tensor of the candidate."""
+    FAILED = "failed"
+    """The reference, which later checks use again, and failed tensors of the candidate."""
+    ALL = "all"
+    """All tensors of both."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,10 +63,13 @@ class Settings:
         bug: known bug to re-create in the candidate, or ``None``.
         device: ``auto`` or ``cpu``.
         init: start values: ``reveal`` (nothing at zero or one) or ``megatron`` (its distributions).
-        seeds: number of perturbed reference replays that the tolerances are estimated from.
+        seeds: number of perturbed reference replays that the tolerances are estimated from;
+            ``None``: as many as they need.
         wandb: whether to log to Weights & Biases.
         wandb_online: whether a run of our own may be sent there.
         timeout: seconds after which whatever does not answer counts as lost.
+        memory_mb: megabytes that a rank may use beyond training's own.
+        keep: the tensors that stay on disk.
         allow_unchecked: share of tensors, between 0 and 1, that may be ``unchecked`` in an
             equivalent run.
         role: ``candidate`` for what the user starts, ``reference`` for the run we start.
@@ -68,10 +87,12 @@ class Settings:
     bug: str | None = None
     device: str = "auto"
     init: str = "reveal"
-    seeds: int = 4
+    seeds: int | None = None
     wandb: bool = True
     wandb_online: bool = False
     timeout: float = DEFAULT_TIMEOUT
+    memory_mb: int = DEFAULT_MB
+    keep: Keep = Keep.FAILED
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED
     role: str = "candidate"
     overrides: Path | None = None
@@ -221,11 +242,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--ttrace-seeds",
-        default=4,
+        default=None,
         type=integer(),
         metavar="N",
         help="Number of perturbed replays of the reference from which tolerances are estimated "
-        "(default 4).",
+        "(default: as many as they need, 2 to 4).",
     )
     group.add_argument(
         "--ttrace-wandb",
@@ -249,6 +270,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="SHARE",
         help="Share of tensors that may be unchecked; above it the answer is 'could not check' "
         "(default 0.1).",
+    )
+    group.add_argument(
+        "--ttrace-memory-mb",
+        default=DEFAULT_MB,
+        type=integer(LEAST_MB, MOST_MB),
+        metavar="MB",
+        help="Memory of a rank for tensors that wait to be compared or written, and for pages of "
+        f"the reference (default {DEFAULT_MB}).",
+    )
+    group.add_argument(
+        "--ttrace-keep",
+        default=Keep.FAILED.value,
+        choices=tuple(Keep),
+        help="Tensors that stay on disk: 'none'; the reference and 'failed' ones of the candidate "
+        "(default); or 'all', as with --ttrace-save-candidate.",
     )
     group.add_argument("--ttrace-role", default="candidate", choices=ROLES, help=argparse.SUPPRESS)
     group.add_argument("--ttrace-overrides", default=None, help=argparse.SUPPRESS)
@@ -311,9 +347,9 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         TTraceError: on values that argparse cannot check.
     """
     check_single(args, *(name for name in vars(args) if name.startswith("ttrace_")))
-    if args.ttrace_seeds < 1:
+    if args.ttrace_seeds is not None and args.ttrace_seeds < 1:
         raise TTraceError(f"--ttrace-seeds {args.ttrace_seeds}: at least 1 replay is needed")
-    if args.ttrace_seeds > MOST_SEEDS:
+    if args.ttrace_seeds is not None and args.ttrace_seeds > MOST_SEEDS:
         raise TTraceError(f"--ttrace-seeds {args.ttrace_seeds}: give at most {MOST_SEEDS} replays")
     if not 0 < args.ttrace_timeout <= MOST_TIMEOUT:
         raise TTraceError(
@@ -325,6 +361,9 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         )
     if args.ttrace_wandb and args.ttrace_no_wandb:
         raise TTraceError("--ttrace-wandb and --ttrace-no-wandb: give one of them")
+    keep = Keep(args.ttrace_keep)
+    if args.ttrace_save_candidate and keep is Keep.NONE:
+        raise TTraceError("--ttrace-save-candidate and --ttrace-keep none: give one of them")
     reference = Path(args.ttrace_reference) if args.ttrace_reference else None
     if reference is not None and not reference.is_dir():
         raise TTraceError(
@@ -336,7 +375,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         reference=reference,
         reference_args=args.ttrace_reference_args,
         allow_other_megatron=args.ttrace_allow_other_megatron,
-        save_candidate=args.ttrace_save_candidate,
+        save_candidate=args.ttrace_save_candidate or keep is Keep.ALL,
         isolate=args.ttrace_isolate,
         exit_after=args.ttrace_exit,
         bug=args.ttrace_bug,
@@ -346,6 +385,8 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         wandb=not args.ttrace_no_wandb,
         wandb_online=args.ttrace_wandb,
         timeout=args.ttrace_timeout,
+        memory_mb=args.ttrace_memory_mb,
+        keep=keep,
         allow_unchecked=args.ttrace_allow_unchecked,
         role=args.ttrace_role,
         overrides=Path(args.ttrace_overrides) if args.ttrace_overrides else None,

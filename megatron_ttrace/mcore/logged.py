@@ -8,6 +8,7 @@ So it is called after a traced step, too, with a writer that keeps them.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.versions import call_known
 
 _UNWATCHED = MappingProxyType(
@@ -42,6 +44,12 @@ COUNTS = frozenset(("num-zeros",))
 CHOICES = "_acceptance_rate"
 """End of the names of numbers that count right choices: of the likeliest token (MTP)."""
 
+PLACES: dict[str, str] = {}
+"""By name, the code of Megatron that reported each number in this process."""
+
+_GIVEN = ("learning-rate", "batch-size", "max_attention_logit", "skipped-train-samples")
+"""Numbers that ``training_log`` does not sum up."""
+
 _Z_LOSS = "z_loss"
 
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
@@ -58,6 +66,8 @@ class _Writer:
         del step
         if not name.endswith(" vs samples"):
             self.values[name] = value.clone() if torch.is_tensor(value) else value
+            caller = sys._getframe(1)
+            PLACES[name] = sources.shown(caller.f_code, caller.f_lineno)
 
 
 def reported(
@@ -77,6 +87,41 @@ def reported(
         params_norm: calls the function that computes the norm of all parameters.
     """
     import megatron.training.training as training
+    from megatron.training import get_args
+
+    args = get_args()
+    norm = params_norm(training.calc_params_l2_norm, chunks) if args.log_params_norm else None
+    # An optimizer that is not asked for zeros returns 0 or None, as its class has it.
+    zeros = result[_ZEROS] if args.log_num_zeros_in_grad else None
+    return _logged(chunks, optimizer, result[_SKIPPED], norm, zeros, result[_LOGITS])
+
+
+def left_over(chunks: list[torch.nn.Module], optimizer: Any) -> dict[str, float]:
+    """What Megatron would log of a step that adds nothing, just after it has logged a step.
+
+    Sums over a step are emptied when they are logged; what is left in them would be added to the
+    next step's. A collective; nothing on ranks that do not log. Shares of right choices are left
+    out, for some are of all steps so far, and numbers that are not defined without a step.
+    """
+    found = _logged(chunks, optimizer, 0, None, None, 0.0)
+    sums = {
+        name: float(value)
+        for name, value in found.items()
+        if name not in _GIVEN and not name.endswith(CHOICES)
+    }
+    return {name: value for name, value in sums.items() if math.isfinite(value)}
+
+
+def _logged(
+    chunks: list[torch.nn.Module],
+    optimizer: Any,
+    skipped: Any,
+    params_norm: Any,
+    zeros: Any,
+    max_logit: Any,
+) -> dict[str, Any]:
+    """What ``training_log`` gives to its writer."""
+    import megatron.training.training as training
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_args
 
@@ -85,7 +130,6 @@ def reported(
     if log is None:
         return {}
     writer = _Writer()
-    norm = params_norm(training.calc_params_l2_norm, chunks) if args.log_params_norm else None
     writers = dict.fromkeys(_WRITERS, lambda: None) | {_WRITERS[0]: lambda: writer}
     with _set(args, _UNWATCHED), _set(training, writers):
         call_known(
@@ -96,12 +140,11 @@ def reported(
             iteration=1,
             loss_scale=1.0,
             report_memory_flag=False,
-            skipped_iter=result[_SKIPPED],
+            skipped_iter=skipped,
             grad_norm=None,
-            params_norm=norm,
-            # An optimizer that is not asked for zeros returns 0 or None, as its class has it.
-            num_zeros_in_grad=result[_ZEROS] if args.log_num_zeros_in_grad else None,
-            max_attention_logit=result[_LOGITS],
+            params_norm=params_norm,
+            num_zeros_in_grad=zeros,
+            max_attention_logit=max_logit,
             pg_collection=get_attr_wrapped_model(chunks[0], "pg_collection"),
             is_first_iteration=False,
         )

@@ -2,8 +2,8 @@
 """Where to look for faults of which the traced step holds no trace.
 
 All other places are computed from the code that ran (``diagnose/ran.py``). Layers that no stage has
-and initial values go wrong before anything is traced, while the model is built; metrics are put
-together afterwards. No module, call or graph node leads to the function that went wrong.
+and initial values go wrong before anything is traced, while the model is built. No module, call or
+graph node leads to the function that went wrong.
 """
 
 from __future__ import annotations
@@ -27,11 +27,6 @@ def by_hand(finding: Finding | None) -> str:
     """The place of a fault of the model's construction; empty for any other fault."""
     where = PLACES.get(finding.cause) if finding is not None else None
     return _shown(where) if where is not None else ""
-
-
-def log() -> str:
-    """Where Megatron reports metrics, which is after the traced step."""
-    return _shown("training/training.py:training_log")
 
 
 def _shown(where: str) -> str:

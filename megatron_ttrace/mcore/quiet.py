@@ -119,6 +119,12 @@ def _trackers() -> Iterator[dict[str, Any]]:
 
         yield MTPLossLoggingHelper.tracker
     with suppress(ImportError, AttributeError):
+        from megatron.core.transformer.experimental_attention_variant.dsa import (
+            DSAIndexerLossLoggingHelper,
+        )
+
+        yield DSAIndexerLossLoggingHelper.tracker
+    with suppress(ImportError, AttributeError):
         from megatron.core.transformer.moe import moe_logging  # 0.19
 
         yield moe_logging.get_moe_metrics_tracker()._metrics

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from megatron_ttrace import resources
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import codec
 
 _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 _MOST_BYTES = 16 << 20
 """Of a file in a checkout; a script has a few thousand."""
-_PATCH_NAME = re.compile(r"core_v(\d+)\.(\d+)\.(\d+)\.patch")
 _DIFF = re.compile(
     r"^\+\+\+ b/(?P<path>\w+\.py)\n@@ -(?P<start>[1-9]\d{0,8}),\d+ \+\d+,\d+ @@\n"
     r"(?P<lines>(?:[ +-].*\n)+)\Z",
@@ -198,18 +198,10 @@ def _version(checkout: Path) -> str:
 
 def _patch_for(version: str, checkout: Path) -> Path:
     """The patch of the same release series: its branch continues after the tag."""
-    series = {}
-    for path in sorted((resources.patches_dir() / "megatron-lm").glob("*.patch")):
-        if match := _PATCH_NAME.fullmatch(path.name):
-            series[f"{match[1]}.{match[2]}"] = path
-    wanted = ".".join(version.split(".")[:2])
-    if wanted not in series:
-        raise TTraceError(
-            f"{checkout}: this is Megatron-LM {version}, and there are patches for "
-            f"{', '.join(series)}: add `import megatron_ttrace; megatron_ttrace.enable()` "
-            "before the first import of its script by hand"
-        )
-    return series[wanted]
+    known = versions.known_as(version)
+    if known is None:
+        raise TTraceError(f"{checkout}: {versions.refusal(version)}")
+    return resources.patches_dir() / "megatron-lm" / f"core_v{known}.patch"
 
 
 def _texts(lines: list[bytes]) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -64,6 +65,20 @@ def phase_of(file: str, operation: Operation) -> Phase | None:
     return None
 
 
+def is_schedule(file: str) -> bool:
+    """Whether a source file is of Megatron's schedules, which run the model."""
+    return file.startswith(f"{megatron_folder()}core/pipeline_parallel/") and in_megatron(file)
+
+
+def scales_loss(function: type) -> bool:
+    """Whether an autograd function adds the gradient of a loss of its own.
+
+    All of Megatron's do it with a scale that schedules set (``MoEAuxLossAutoScaler`` in
+    megatron/core/transformer/moe/moe_utils.py).
+    """
+    return hasattr(function, "set_loss_scale")
+
+
 def enters_autograd(code: CodeType) -> bool:
     """Whether a function starts autograd's engine: what it calls was called by the engine.
 
@@ -118,7 +133,7 @@ def _plain(function: Any) -> Any:
 
 def sources_of(
     chunks: Iterable[Names],
-    functions: Callable[[str], tuple[str, str]],
+    functions: Callable[[str], ModuleCode],
     *,
     optimizer: Any,
     finalize: Any,
@@ -128,8 +143,7 @@ def sources_of(
 
     Args:
         chunks: names of its model chunks.
-        functions: the autograd functions (``backward`` and ``weight`` of :class:`ModuleCode`) that
-            were seen in the module of a name.
+        functions: the code that was seen in the module of a name, but its class's.
         optimizer: Megatron's, chained or not.
         finalize: what reduces the gradients after the last microbatch.
         step: the training script's forward step.
@@ -146,7 +160,8 @@ def sources_of(
                 # A layer that Megatron takes from elsewhere: the module that calls it.
                 outer = modules.get(name.rpartition(".")[0])
                 place = "" if outer is None else list(codes)[outer].forward
-            code = ModuleCode(place, *functions(name))
+            built = class_place(kind, "__init__")
+            code = dataclasses.replace(functions(name), forward=place, built=built)
             modules.setdefault(name, codes.setdefault(code, len(codes)))
     leaf = type(next(leaves_of(optimizer)))
     return Sources(

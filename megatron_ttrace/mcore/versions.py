@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which megatron-core releases this package was built and tested for."""
+"""Which versions of megatron-core this package was built and tested for."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from typing import Any
 from megatron_ttrace.errors import TTraceError
 
 SUPPORTED = ("0.17.1", "0.18.2", "0.19.0")
+"""Releases."""
+MAIN = "0.20.0"
+"""What Megatron-LM's branch ``main`` calls itself."""
+MAIN_COMMIT = "d98e8a64ddf3"
+"""The commit of ``main`` that was tried, of 2026-08-22."""
+KNOWN = (*SUPPORTED, MAIN)
+"""What is checked and patched: versions of the series of one of these."""
 _DISTRIBUTIONS = ("megatron-core", "torch", "transformer-engine", "safetensors", "wandb")
 
 
@@ -30,6 +37,21 @@ def megatron_core_version() -> str:
     return str(__version__).partition("+")[0]
 
 
+def series(version: str) -> str:
+    """``0.19`` of ``0.19.1``."""
+    return ".".join(version.split(".")[:2])
+
+
+def known_as(version: str) -> str | None:
+    """The version in ``KNOWN`` of the same series; ``None`` if there is none."""
+    return next((known for known in KNOWN if series(known) == series(version)), None)
+
+
+def refusal(version: str) -> str:
+    """Why nothing is done with a version that is not of a known series."""
+    return f"megatron-core {version} is not supported: use one of {', '.join(KNOWN)}"
+
+
 def check_supported() -> None:
     """Refuse a Megatron whose internals were never tried.
 
@@ -42,11 +64,15 @@ def check_supported() -> None:
         raise TTraceError(
             "megatron-core is not installed: pip install 'megatron-core==0.19.0'"
         ) from error
-    series = {tuple(known.split(".")[:2]) for known in SUPPORTED}
-    if tuple(version.split(".")[:2]) not in series:
-        raise TTraceError(
-            f"megatron-core {version} is not supported: install one of {', '.join(SUPPORTED)}"
-        )
+    if known_as(version) is None:
+        raise TTraceError(refusal(version))
+
+
+def unreleased(version: str) -> str:
+    """What to know of a version that was tried before its release; empty for a release."""
+    if series(version) != series(MAIN):
+        return ""
+    return f"megatron-core {version} was tried as Megatron-LM's main at commit {MAIN_COMMIT} only"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_ttrace.processes.progress import OF_REFERENCE, Echo
 from megatron_ttrace.processes.tether import tethered
 from megatron_ttrace.processes.waiting import Patience, Waited
 
@@ -29,16 +30,22 @@ def run_subprocess(
     """
     process = start(command, environment, log)
     waited = Waited("the reference run", process.pid, log, is_reference=True)
-    patience = Patience(timeout, lambda line: print(f"ttrace: {line}", flush=True))
+    patience, echo = Patience(timeout, _say), Echo(log, _say, OF_REFERENCE)
     try:
         while True:
             try:
                 return process.wait(0.2)
             except subprocess.TimeoutExpired:
                 patience.look([waited])
+            finally:
+                echo.flush()
     finally:
         process.kill()
         process.wait()
+
+
+def _say(line: str) -> None:
+    print(f"ttrace: {line}", flush=True)
 
 
 def start(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import signal
@@ -25,6 +24,7 @@ from megatron_ttrace.processes.logs import (
     unwritable,
     usage_error,
 )
+from megatron_ttrace.processes.progress import OF_REFERENCE, Echo, Progress
 from megatron_ttrace.processes.waiting import OutOfTimeError, Patience
 from megatron_ttrace.resources import launch_dir
 from megatron_ttrace.trace import shared
@@ -168,8 +168,10 @@ def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summa
         **job.environment,
         shared.VARIABLE: run_id,
     }
-    echo = _Echo(ranks.log_of(logs, 0), say, job.limit)
     began = time.monotonic()
+    progress = Progress(say)
+    progress(f"starting {job.nproc} rank{'s' if job.nproc > 1 else ''}")
+    watch = _Watch(job, ranks.log_of(logs, 0), progress, fork)
     for _ in range(2):
         observed = ranks.Observed()
         codes = ranks.run_ranks(
@@ -178,11 +180,11 @@ def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summa
             logs,
             fork=fork,
             environment=environment,
-            progress=echo,
-            patience=_patience(job, fork, say),
+            progress=watch,
+            patience=_patience(job, fork, progress.note),
             observed=observed,
         )
-        echo.flush()
+        watch.flush()
         if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):
             break
     summary = _believed(job.directory, run_id, codes, logs, observed)
@@ -229,15 +231,18 @@ def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
     return Patience(job.timeout + margin, say, logs)
 
 
-class _Echo:
-    """Repeats our own lines of a growing log as they appear, and enforces the time limit."""
+class _Watch:
+    """Repeats our own lines of the job's logs as they appear, and enforces the time limit."""
 
-    def __init__(self, log: Path, say: Callable[[str], None], limit: float | None) -> None:
+    def __init__(self, job: Job, log: Path, progress: Progress, fork: bool) -> None:
         self._log = log
-        self._say = say
-        self._limit = limit
-        self._deadline = None if limit is None else time.monotonic() + limit
-        self._offset = 0
+        # Without the fork server rank 0 starts the reference and repeats its lines itself.
+        logs = [job.directory / "reference.log", job.directory / "replay.log"] if fork else []
+        self._echoes = [Echo(self._log, progress)]
+        self._echoes += [Echo(log, progress, OF_REFERENCE) for log in logs]
+        self._progress = progress
+        self._limit = job.limit
+        self._deadline = None if job.limit is None else time.monotonic() + job.limit
         self._next = 0.0
 
     def __call__(self) -> None:
@@ -247,20 +252,12 @@ class _Echo:
             return
         self._next = time.monotonic() + 0.2
         self.flush()
+        self._progress.tick()
 
     def flush(self) -> None:
         """Repeat the lines that are complete."""
-        from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
-
-        with contextlib.suppress(OSError), self._log.open("rb") as log:
-            log.seek(self._offset)
-            while line := log.readline():
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                match = _OURS.match(line.decode(errors="replace").rstrip())
-                if match:
-                    self._say(clean(match[1], NOTE_LIMIT))
+        for echo in self._echoes:
+            echo.flush()
 
 
 def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | None = None) -> str:

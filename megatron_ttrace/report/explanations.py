@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of findings: why a module is a culprit, what was tested, what that suggests.
 
-Each type of finding has one renderer, which returns what was tested and, apart from it, the hint:
-what such a finding suggests beyond the test.
+Each type of finding has one renderer, which returns what was tested, and what it hints at.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ _GROUNDS = {
     Grounds.INITIAL: "wrong before anything was computed",
     Grounds.START: "differs before anything was computed",
     Grounds.ABSENT: "{note}",
+    Grounds.ABSENT_MODULE: "{note}: {name}, and likewise every parameter of this module",
     Grounds.OUTPUT: "all its inputs pass, its output does not",
     Grounds.OUTPUT_WITHOUT_INPUTS: "it has no traced inputs, and its output fails",
     Grounds.BETWEEN_MODULES: "this input fails although all outputs before it pass",
@@ -39,21 +39,29 @@ _GROUNDS = {
     Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS: "the backward pass starts here",
     Grounds.FIRST_GRADIENT: "forward passes, and this is the first gradient of the backward pass "
     "that fails",
+    Grounds.WITHIN: "forward passes and so do its output gradients, the gradient of {name} inside "
+    "it does not",
     Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
     "not",
     Grounds.REDUCED: "every activation gradient passes, {index} does not have every element once",
+    Grounds.STEPPED: "{index} does not have every element of {name} once: it reads a gradient that "
+    "was not reduced on this rank",
     Grounds.COUNTED: "no main gradient differs, {index} does not have every element once",
     Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
     Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
     Grounds.UPDATE: "its main gradient passes, the optimizer's {kind} of {name} does not",
     Grounds.METRIC: "every update passes, what Megatron logs as {name} does not",
+    Grounds.LEFT_OVER: "what it computes passes, not what it leaves of {name} for the next step",
     Grounds.ISOLATED: "it was computed from the reference's own tensors, and differs",
     Grounds.FIRST_FAILURE: "first failure in execution order; no module explains it",
 }
 
 _NO_STEP = "the optimizer took no step with this parameter"
 _ZERO = {
-    Kind.PARAM_DELTA: ("never updated: its change is zero", "unknown to the optimizer"),
+    Kind.PARAM_DELTA: (
+        "never updated: its change is zero",
+        "the optimizer's step is zero, or does not reach the parameter",
+    ),
     Kind.MAIN_GRAD: ("the gradient is zero", "never accumulated"),
     Kind.EXP_AVG: ("the first moment is zero", _NO_STEP),
     Kind.EXP_AVG_SQ: ("the second moment is zero", _NO_STEP),
@@ -237,9 +245,6 @@ def _factor(finding: f.ConstantFactor) -> Said:
 
 def _loss_term(finding: f.LossTerm) -> Said:
     what = _TERMS[finding.term]
-    if finding.fault is None:
-        times = "never" if finding.cause is Cause.TOO_LARGE else "twice"
-        return f"{what} is divided by the sum of the exponentials {times}", ""
     if type(finding.fault) is f.Finding:
         return f"{what} is missing", ""
     text, hint = _RENDERERS[type(finding.fault)](finding.fault)
@@ -425,6 +430,8 @@ def _miscounted(finding: f.Miscounted) -> Said:
         if finding.statistic is Statistic.REDUCED:
             some = "gradients of some ranks are "  # at least the rank's own are
         text = f"{some}never counted in {what}"
+        if finding.statistic is Statistic.STEPPED:
+            text = f"{some}never updated by any optimizer"
     others = [clean(name) for name in finding.names[1:]]
     if others:
         shown = ", ".join(others[:_OTHERS]) + ", ..." * (len(others) > _OTHERS)
@@ -485,5 +492,5 @@ def _ranges(indices: Sequence[int], limit: int = 3) -> str:
     """``0..3, 8`` for ``[0, 1, 2, 3, 8]``."""
     found = runs(indices)
     said = [str(a) if a == b else f"{a}..{b}" for a, b in found[:limit]]
-    more = f" and {len(found) - limit} more ranges" if len(found) > limit else ""
-    return ", ".join(said) + more
+    more = len(found) - limit
+    return ", ".join(said) + (f" and {more} more ranges" if more > 0 else "")

@@ -268,16 +268,9 @@ def _layers(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
 
 def _isolated(page: _Page, summary: Summary, directory: Path) -> None:
     """What the check with modules isolated found: each of its culprits fails on its own."""
-    shown = summary.culprits[:MAX_CULPRITS]
     page.field("isolated", "every module was given the reference's inputs:", "bold")
-    for culprit in shown:
-        cause = clean(culprit.explanation, NOTE_LIMIT) or "unknown"
-        name = clean(culprit.name, NOTE_LIMIT)
-        page.field("", f"{name} ({culprit.kind}) fails on its own; cause: {cause}")
-    if not shown:
-        page.field("", "no module fails on its own: errors add up, or arise between modules")
-    if len(summary.culprits) > len(shown):
-        page.field("", f"and {len(summary.culprits) - len(shown)} more")
+    for text in wording.isolated_texts(summary.culprits):
+        page.field("", text)
     page.field("", f"report: {clean(directory / files.HTML, NOTE_LIMIT)}")
 
 

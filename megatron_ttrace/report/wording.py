@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ttrace.trace.counted import Statistic
@@ -252,6 +252,23 @@ def _number(value: float | None) -> str:
     if value is not None and math.isfinite(value) and value == int(value):
         return f"{int(value):,}"
     return factor(value)
+
+
+_MAX_ISOLATED = 3
+"""Culprits of a check with modules isolated that are told."""
+
+
+def isolated_texts(culprits: Sequence[Culprit]) -> list[str]:
+    """What a check with modules isolated found: each of its culprits fails on its own."""
+    told = []
+    for culprit in culprits[:_MAX_ISOLATED]:
+        cause = clean(culprit.explanation, NOTE_LIMIT) or "unknown"
+        name = clean(culprit.name, NOTE_LIMIT)
+        told.append(f"{name} ({culprit.kind}) fails on its own; cause: {cause}")
+    if not told:
+        return ["no module fails on its own: errors add up, or arise between modules"]
+    more = len(culprits) - len(told)
+    return [*told, f"and {more} more"] if more else told
 
 
 def notices(summary: Summary) -> list[str]:

@@ -181,6 +181,66 @@ class Ranks:
                 for rank, (sent, length) in enumerate(zip(everyone, sizes, strict=True))
             ]
 
+    def collect[T](
+        self,
+        what: str,
+        value: Callable[[], T],
+        merge: Callable[[list[T]], T],
+        device: torch.device,
+    ) -> T | None:
+        """The merged JSON values of all ranks on the last rank; ``None`` on all others.
+
+        The values travel up a tree, and each rank merges what it receives with its own. So no rank
+        has more of them than what :func:`channel.FAN_IN` ranks send, merged.
+
+        Raises:
+            GivenUpError: on every rank, when any could not provide or merge its part.
+            EndError: when a message could not be sent.
+        """
+        own = self.together(what, value)
+        groups, up = channel.tree(self.rank, self.size)
+        failed = False
+        with self.watching():
+            for group in groups:
+                parts = [(rank, self._moved(what, channel.receive, rank, device)) for rank in group]
+                try:
+                    if not failed:
+                        own = merge([own, *(channel.unpacked(sent, rank) for rank, sent in parts)])
+                except Exception as error:  # noqa: BLE001 - the rank above still waits for a message
+                    self.give_up(error, what)
+                    failed = True
+            if up is not None:
+                message = b"" if failed else channel.packed(own)
+                self._moved(what, channel.send, message, up, device)
+
+        self.meet(what)
+        return own if up is None else None
+
+    def reduce[T](
+        self,
+        what: str,
+        value: Callable[[], T],
+        merge: Callable[[list[T]], T],
+        device: torch.device,
+    ) -> T:
+        """The merged JSON values of all ranks on every rank. Raises as :meth:`collect`."""
+        merged = self.collect(what, value, merge, device)
+        if self.size == 1:
+            return merged  # type: ignore[return-value]
+        text = self.together(what, lambda: b"" if merged is None else channel.packed(merged))
+        with self.watching():
+            sent = self._moved(what, channel.broadcast, text, self.size - 1, device)
+        return self.together(what, lambda: channel.unpacked(sent, self.size - 1))  # type: ignore[no-any-return]
+
+    def _moved[**P, T](
+        self, what: str, move: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """A message sent or received: a rank that fails leaves the other waiting."""
+        try:
+            return move(*args, **kwargs)
+        except Exception as error:
+            raise self.end(error, what) from error
+
     def _gather(self, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         """A collective: a rank that fails in it leaves the others waiting in it."""
         try:

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare import gathered, wire
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.compare.wire import decode
 from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.mcore import balancing, logged, own_shards, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.report import later
 from megatron_ttrace.runtime import recording
+from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
 from megatron_ttrace.runtime.conclusion import conclude
 from megatron_ttrace.runtime.requirements import isolates
@@ -28,9 +32,63 @@ from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.store import seal
 
 
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one rank concludes from the findings of all."""
+
+    summary: Summary
+    verdicts: list[Verdict]
+    ledger: Ledger
+
+    def settled(self, alone: Summary, timings: Mapping[str, float]) -> Answer:
+        """This answer, and what a check with modules isolated found."""
+        from megatron_ttrace.report import wording  # only the rank that judges needs it
+
+        told = wording.isolated_texts(alone.culprits)
+        summary = dataclasses.replace(
+            self.summary,
+            notices=(*(f"isolated: {text}" for text in told), *self.summary.notices),
+            timings={**self.summary.timings, **timings},
+        )
+        return dataclasses.replace(self, summary=summary)
+
+
+def failing(comparison: Comparison, ranks: Ranks, device: torch.device) -> list[int]:
+    """The tensors that fail on any rank: a collective. Raises as :meth:`Ranks.reduce`."""
+    return ranks.reduce(
+        "collecting what fails",
+        lambda: gathered.failing(comparison.findings(), comparison.tolerances),
+        lambda each: sorted({number for found in each for number in found}),
+        device,
+    )
+
+
+def findings_of(rank: int, mesh: Mesh, comparison: Comparison, recorded: Any) -> dict[str, Any]:
+    """What one rank tells the one that judges, as JSON; ``recorded`` is its ledger."""
+    counts = counted.encode(comparison.counted)
+    held = wire.encode(gathered.of_rank(rank, comparison.findings()))
+    return {"held": held, "each": [[rank, dataclasses.asdict(mesh), counts, recorded]]}
+
+
+def merged(
+    findings: Sequence[dict[str, Any]],
+    failed: Collection[int],
+    comparison: Comparison,
+    args: MegatronArguments,
+) -> dict[str, Any]:
+    """What several ranks tell, in fewer records. Raises ``CodecError`` on a foreign message."""
+    held = gathered.merge(
+        (one for found in findings for one in wire.decode(found["held"])),
+        comparison.tolerances,
+        failed,
+        own_shards.depends_on_layout(args)[0],
+    )
+    return {"held": wire.encode(held), "each": [one for found in findings for one in found["each"]]}
+
+
 def answer(
     comparison: Comparison,
-    findings: Sequence[tuple[dict[str, Any], Any, Any, Any]],
+    findings: dict[str, Any],
     *,
     model: TracedModel,
     args: MegatronArguments,
@@ -38,21 +96,22 @@ def answer(
     timings: dict[str, float],
     notices: Sequence[str],
     separate: Separate | None,
-) -> tuple[Summary, list[Verdict], Ledger]:
+) -> Answer:
     """Conclude, on one rank.
 
-    ``findings`` are each rank's mesh, measurements, counts and ledger, as JSON. ``separate`` finds
-    the losses' shares of gradients.
+    ``findings`` are those of all ranks (:func:`merged`). ``separate`` finds the losses' shares of
+    gradients.
     """
     config = config_of(model, args, settings)
     directory = settings.directory / "candidate"
-    ledger, lost = recording.merged([(mesh, said) for mesh, *_, said in findings], args)
+    each = sorted(findings["each"], key=lambda one: int(one[0]))
+    ledger, lost = recording.merged([(mesh, said) for _, mesh, _, said in each], args)
     if any(directory.glob("*.index.jsonl")):
         meta = {
             "role": "candidate",
             "complete": settings.save_candidate,
-            "meshes": [mesh for mesh, *_ in findings],
-            "counted": [counts for *_, counts, _ in findings] if settings.save_candidate else [],
+            "meshes": [mesh for _, mesh, *_ in each],
+            "counted": [counts for *_, counts, _ in each] if settings.save_candidate else [],
             "config": config.on(model.mesh),
             "ledger": ledger.to_json(),
         }
@@ -60,9 +119,9 @@ def answer(
     summary, verdicts = conclude(
         comparison.reference,
         comparison.tolerances,
-        {rank: decode(message) for rank, (_, message, *_) in enumerate(findings)},
+        wire.decode(findings["held"]),
         candidate=directory,
-        counts={rank: counted.decode(message) for rank, (*_, message, _) in enumerate(findings)},
+        counts={rank: counted.decode(counts) for rank, _, counts, _ in each},
         mesh=model.mesh,
         config=config,
         timings=timings,
@@ -71,7 +130,7 @@ def answer(
         ledger=ledger,
         separate=separate,
     )
-    return dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger
+    return Answer(dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger)
 
 
 def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> RunConfig:
@@ -113,7 +172,7 @@ def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings)
     )
 
 
-def publish(summary: Summary, verdicts: list[Verdict], ledger: Ledger, settings: Settings) -> None:
+def publish(found: Answer, settings: Settings) -> None:
     """Write the report; send it to the trackers that Megatron has opened.
 
     Where training goes on, only what is short is done at once: the verdict's files, and what goes
@@ -126,14 +185,14 @@ def publish(summary: Summary, verdicts: list[Verdict], ledger: Ledger, settings:
     # Megatron's own run, or one that the script has opened.
     run = getattr(get_wandb_writer() or sys.modules.get("wandb"), "run", None)
     report.publish(
-        summary,
-        verdicts,
+        found.summary,
+        found.verdicts,
         settings.directory,
         wandb_run=run,
         tensorboard=get_tensorboard_writer(),
         wandb=settings.wandb,
         wandb_online=settings.wandb_online,
-        collectives=ledger.collectives,
+        collectives=found.ledger.collectives,
         pages=settings.exit_after,
     )
     if not settings.exit_after:

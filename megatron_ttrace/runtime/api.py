@@ -113,7 +113,7 @@ def check(
         fork: import Megatron into this process once and fork the ranks from it, which saves further
             checks the imports, on a machine without a GPU (with one, it has no effect). This
             process then has Megatron's CPU backend activated, and must not run threads of its own.
-        progress: called with one line of text for each step of the check.
+        progress: called with lines of text about the progress, at least every five seconds.
 
     Returns:
         The report. Its files are in ``directory``.
@@ -189,7 +189,13 @@ def compare(
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
     folder = Path(output) if output is not None else ours.parent
     return _compared(
-        trusted, tested, folder, allow_unchecked=allow_unchecked, wandb=wandb, show=show
+        trusted,
+        tested,
+        folder,
+        allow_unchecked=allow_unchecked,
+        wandb=wandb,
+        wandb_online=wandb,
+        show=show,
     )
 
 
@@ -200,6 +206,8 @@ def diff(
     output: PathLike,
     known: PathLike | None = None,
     allow_unchecked: float = flags.DEFAULT_ALLOW_UNCHECKED,
+    wandb: bool = False,
+    wandb_online: bool = False,
     show: bool = False,
 ) -> Report:
     """Compare two runs, both of which were kept, as ``ttrace diff`` does.
@@ -211,6 +219,8 @@ def diff(
         output: where the report is written.
         known: a TOML file with known differences, in addition to this package's own.
         allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
+        wandb: whether to log the report to W&B too.
+        wandb_online: whether it may be sent there, if a key is configured.
         show: whether to print the report.
 
     Raises:
@@ -246,6 +256,8 @@ def diff(
             tested.candidate,
             folder,
             allow_unchecked=allow_unchecked,
+            wandb=wandb,
+            wandb_online=wandb_online,
             show=show,
             review=review,
             own=tested.summary,
@@ -263,8 +275,9 @@ def _compared(
     folder: Path,
     *,
     allow_unchecked: float,
+    wandb: bool,
+    wandb_online: bool,
     show: bool,
-    wandb: bool = False,
     review: Review | None = None,
     own: Summary | None = None,
 ) -> Report:
@@ -275,6 +288,7 @@ def _compared(
 
     from megatron_ttrace.compare import tolerance
     from megatron_ttrace.compare.configuration import RunConfig
+    from megatron_ttrace.compare.gathered import of_ranks
     from megatron_ttrace.compare.offline import (
         counts_of,
         epsilon_of,
@@ -298,7 +312,7 @@ def _compared(
         summary, verdicts = conclude(
             trusted,
             tolerance.of_reference(trusted),
-            measure_saved(trusted, tested),
+            of_ranks(measure_saved(trusted, tested)),
             candidate=ours,
             counts=counts_of(tested),
             mesh=meshes[0],
@@ -320,7 +334,7 @@ def _compared(
             verdicts,
             folder,
             wandb=wandb,
-            wandb_online=wandb,
+            wandb_online=wandb_online,
             console=None if show else Console(file=io.StringIO()),
             run_id=run,
             collectives=ledger.collectives,
@@ -389,14 +403,21 @@ def run_check(
     # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():
         from megatron_ttrace.processes import job as jobs
+        from megatron_ttrace.processes.progress import Progress
         from megatron_ttrace.runtime import PRELOADED
         from megatron_ttrace.trace import shared
 
+    began = time.monotonic()
     shared.require_free(Path(ours.ttrace_dir))
     if not script.is_file():
         place = "" if script.is_absolute() else f" in {Path.cwd()}"
         raise TTraceError(f"{script}: no such script{place}")
-    fork = fork and jobs.prepare(ours.ttrace_device, script, modules=PRELOADED, arguments=theirs)
+    tell = say or (lambda line: None)
+    progress = Progress(tell)
+    if fork:
+        progress(f"checking {script}: importing torch and Megatron")
+        with progress.ticking():
+            fork = jobs.prepare(ours.ttrace_device, script, modules=PRELOADED, arguments=theirs)
     job = jobs.Job(
         script=script,
         arguments=tuple(theirs),
@@ -405,17 +426,23 @@ def run_check(
         flags=tuple(words_of(ours)),
         environment=dict(environment),
     )
-    tell = say or (lambda line: None)
     report = _answer(job, fork, tell)
-    if not (settle and report.summary.leaves_doubt):
-        return report
-    tell(f"not every cause is known: checking with modules isolated, in {job.directory}-isolated")
-    try:
-        alone = dataclasses.replace(_answer(job.isolated(), fork, tell), isolating=())
-        return dataclasses.replace(report, isolated=alone)
-    except TTraceError as error:
-        tell(f"the check with modules isolated gave no answer: {error}")
-        return report
+    if settle and report.summary.leaves_doubt:
+        tell(
+            f"not every cause is known: checking with modules isolated, in {job.directory}-isolated"
+        )
+        try:
+            alone = dataclasses.replace(_answer(job.isolated(), fork, tell), isolating=())
+            report = dataclasses.replace(report, isolated=alone)
+        except TTraceError as error:
+            tell(f"the check with modules isolated gave no answer: {error}")
+    return timed(report, time.monotonic() - began)
+
+
+def timed(report: Report, seconds: float) -> Report:
+    """The report of a check that took so long, from its caller's point of view."""
+    timings = {**report.summary.timings, "wall": seconds}
+    return dataclasses.replace(report, summary=dataclasses.replace(report.summary, timings=timings))
 
 
 def _answer(job: jobs.Job, fork: bool, say: Callable[[str], None]) -> Report:

@@ -7,8 +7,10 @@ This file decides when; how is in ``requirements.py`` (which runs are refused), 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,11 +22,11 @@ import torch.distributed as dist
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import fim, loss_scale, losses, quiet
+from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.flags import Keep, Settings
 from megatron_ttrace.runtime import answer, launch, requirements
-from megatron_ttrace.runtime.agreement import Ranks
+from megatron_ttrace.runtime.agreement import GivenUpError, Ranks
 from megatron_ttrace.runtime.comparison import (
     Comparison,
     gradient_factor,
@@ -35,7 +37,8 @@ from megatron_ttrace.runtime.recording import Recording
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import counted, shared
+from megatron_ttrace.trace import cleaning, shared
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.start import StartValues
@@ -112,20 +115,35 @@ class CandidateSession(Session):
             self.ranks.meet("fetching the batches")
             if step == 1 and self.args.overlap_grad_reduce:
                 self._warm_up(run, served)
-            with self.rehearsal(restore=not self.settings.exit_after):
-                self.equal_start(StartValues(self.comparison.reference, block[0]))
-                scale = self._scale_loss(block[0])
-                self.serve(served)
-                for position, iteration in enumerate(block):
-                    batches = served.batches[position * count : (position + 1) * count]
-                    self._check(iteration, run, batches, count, scale)
+            self._rehearse(block, run, served, count, self.comparison, self._recording.step)
+            self._timings["traced steps"] = time.monotonic() - began
+            if block[-1] != self.settings.iterations[-1]:
+                return None
+            self.finished = True
+            rehearse = functools.partial(self._rehearse, block, run, served, count)
+            return self._conclude(rehearse)
         finally:
             served.serve()
-        self._timings["traced steps"] = time.monotonic() - began
-        if block[-1] != self.settings.iterations[-1]:
-            return None
-        self.finished = True
-        return self._conclude()
+
+    def _rehearse(
+        self,
+        block: list[int],
+        run: Callable[[], Any],
+        served: Served,
+        count: int,
+        comparison: Comparison,
+        record: Callable[[int, Callable[[], Any]], Any] = lambda _, run: run(),
+    ) -> None:
+        """Trace a block of iterations; ``count`` microbatches each, of those that are served."""
+        with self.rehearsal(restore=not self.settings.exit_after):
+            self.equal_start(StartValues(comparison.reference, block[0]))
+            statistics.leave_gradients(self.model.chunks, self.model.optimizer)
+            scale = self._scale_loss(block[0])
+            self.serve(served)
+            for position, iteration in enumerate(block):
+                batches = served.batches[position * count : (position + 1) * count]
+                step = functools.partial(record, iteration, run)
+                self._check(iteration, step, batches, count, scale, comparison)
 
     def _warm_up(self, run: Callable[[], Any], served: Served) -> None:
         """Make one step that is not traced.
@@ -167,15 +185,15 @@ class CandidateSession(Session):
         batches: list[Batch],
         count: int,
         scale: float,
+        comparison: Comparison,
     ) -> None:
-        comparison, mesh = self.comparison, self.model.mesh
+        mesh = self.model.mesh
         layout = layout_of(self.model, self.args, scale)
         numbers = microbatch_numbers(
             comparison.reference, iteration, batches, count, mesh, self.ranks, self.device
         )
         with comparison.step(iteration, layout, batches, numbers) as sink:
-            step = functools.partial(self._recording.step, iteration, run)
-            comparison.counted.append(self.rehearse(step, sink, numbers, iteration))
+            comparison.counted.append(self.rehearse(run, sink, numbers, iteration))
 
     def _find_reference(self, started: Started | None) -> None:
         self._started = started
@@ -183,9 +201,11 @@ class CandidateSession(Session):
         directory, checksum = self.ranks.from_one(
             0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
         )
+        budget = Budget(self.settings.memory_mb << 20)
         self._comparison = Comparison(
-            TraceReader(Path(directory), announced=checksum),
-            TraceWriter(self.settings.directory / "candidate", dist.get_rank()),
+            TraceReader(Path(directory), announced=checksum, budget=budget),
+            TraceWriter(self.settings.directory / "candidate", dist.get_rank(), budget),
+            budget=budget,
             keep_all=self.settings.save_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
@@ -208,41 +228,105 @@ class CandidateSession(Session):
             return separation.read(directory)
 
     def _notice(self, text: str) -> None:
+        if text in self._notices:
+            return
         self._notices.append(text)
         if dist.get_rank() == 0:
             print(f"ttrace: {text}", flush=True)
 
-    def _conclude(self) -> ExitCode:
+    def _conclude(self, rehearse: Callable[[Comparison], None]) -> ExitCode:
         """Collect all ranks' findings and report them from the last rank.
 
-        Megatron keeps its W&B and TensorBoard writers there.
+        Megatron keeps its W&B and TensorBoard writers there. Where the answer leaves doubt, and
+        training goes on, modules are isolated at once; the report tells what that has found.
+
+        Args:
+            rehearse: traces the last block once more.
         """
+        last = dist.get_world_size() - 1
+        ledger = self._recording.message()
         began = time.monotonic()
-        findings = self.ranks.exchange(
-            "collecting the measurements",
-            lambda: [
-                dataclasses.asdict(self.model.mesh),
-                self.comparison.findings(),
-                counted.encode(self.comparison.counted),
-                self._recording.message(),
-            ],
-            self.device,
-        )
+        findings = self._findings(self.comparison, ledger)
         self._timings["gather"] = time.monotonic() - began
+        found: list[answer.Answer] = []
+
+        def judge() -> bool:
+            found.append(self._answer(self.comparison, findings, self.settings))
+            return found[0].summary.leaves_doubt
 
         def report() -> int:
-            summary, verdicts, ledger = answer.answer(
-                self.comparison,
-                findings,
-                model=self.model,
-                args=self.args,
-                settings=self.settings,
-                timings=self._timings,
-                notices=self._notices,
-                separate=self._separate if losses.present(self.args) else None,
-            )
-            answer.publish(summary, verdicts, ledger, self.settings)
-            return summary.verdict.exit_code
+            answer.publish(found[0], self.settings)
+            return found[0].summary.verdict.exit_code
 
-        last = dist.get_world_size() - 1
-        return ExitCode(self.ranks.from_one(last, "writing the report", report))
+        doubt = self.ranks.from_one(last, "judging", judge)
+        # A launcher that waits for the end of this job makes another one.
+        if doubt and not self.settings.exit_after and len(self.blocks()) == 1:
+            try:
+                self._isolate(rehearse, ledger, found)
+            except GivenUpError:
+                if found:
+                    report()
+                raise
+        code = ExitCode(self.ranks.from_one(last, "writing the report", report))
+        if self.settings.keep is Keep.NONE and dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                cleaning.remove_tensors(self.settings.directory, own=not self.settings.reference)
+        return code
+
+    def _isolate(
+        self, rehearse: Callable[[Comparison], None], ledger: Any, found: list[answer.Answer]
+    ) -> None:
+        """Check again with modules isolated, and add to the answer what fails on its own.
+
+        Args:
+            rehearse: traces the last block once more.
+            ledger: what this rank recorded.
+            found: the answer, on the rank that has it.
+        """
+        if dist.get_rank() == 0:
+            print("ttrace: not every cause is known: checking with modules isolated", flush=True)
+        began = time.monotonic()
+        folder = self.settings.directory / shared.ISOLATED
+        settings = dataclasses.replace(self.settings, isolate=True, directory=folder)
+        comparison = Comparison(
+            self.comparison.reference,
+            TraceWriter(folder / "candidate", dist.get_rank()),
+            keep_all=False,
+            isolate=True,
+        )
+        comparison.initial(self.settings.iterations[0], self.initial)
+        rehearse(comparison)
+        findings = self._findings(comparison, ledger)
+
+        def judge() -> None:
+            alone = self._answer(comparison, findings, settings).summary
+            spent = {"isolated": time.monotonic() - began}
+            found[0] = found[0].settled(alone, spent)
+            shutil.rmtree(folder, ignore_errors=True)
+
+        self.ranks.from_one(dist.get_world_size() - 1, "judging with modules isolated", judge)
+
+    def _answer(
+        self, comparison: Comparison, findings: dict[str, Any] | None, settings: Settings
+    ) -> answer.Answer:
+        assert findings is not None, "the last rank has them"
+        return answer.answer(
+            comparison,
+            findings,
+            model=self.model,
+            args=self.args,
+            settings=settings,
+            timings=self._timings,
+            notices=self._notices,
+            separate=self._separate if losses.present(self.args) and not settings.isolate else None,
+        )
+
+    def _findings(self, comparison: Comparison, ledger: Any) -> dict[str, Any] | None:
+        """The findings of all ranks, on the last one."""
+        failed = frozenset(answer.failing(comparison, self.ranks, self.device))
+        return self.ranks.collect(
+            "collecting the measurements",
+            lambda: answer.findings_of(dist.get_rank(), self.model.mesh, comparison, ledger),
+            lambda parts: answer.merged(parts, failed, comparison, self.args),
+            self.device,
+        )

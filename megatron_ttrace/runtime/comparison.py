@@ -17,29 +17,44 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tokens import match
-from megatron_ttrace.compare.wire import encode
 from megatron_ttrace.mcore import packed
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.agreement import Ranks
+from megatron_ttrace.trace.budget import Budget, require_space
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+
+_DEFAULT = Budget()
 
 
 class Comparison:
     """What one rank measures, from the first traced step to the last.
 
     Failed tensors are kept with ``writer``; with ``keep_all`` the others are kept, too. With
-    ``isolate`` every module is given the reference's inputs.
+    ``isolate`` every module is given the reference's inputs. ``budget`` bounds the memory.
+
+    Raises:
+        TTraceError: when all tensors are kept, and there is no room for them.
     """
 
     def __init__(
-        self, reference: TraceReader, writer: TraceWriter, *, keep_all: bool, isolate: bool
+        self,
+        reference: TraceReader,
+        writer: TraceWriter,
+        *,
+        keep_all: bool,
+        isolate: bool,
+        budget: Budget = _DEFAULT,
     ) -> None:
+        if keep_all:
+            # All ranks together keep each tensor of the reference at least once.
+            require_space(writer.directory, reference.stored_bytes, "the candidate's trace")
+        self._budget = budget
         self.reference = reference
         self.tolerances = tolerance.of_reference(reference)
         self._writer = writer
@@ -86,6 +101,7 @@ class Comparison:
             writer=self._writer,
             keep_all=self._keep_all,
             isolate=self._isolate,
+            budget=self._budget,
         )
         for number, batch in zip(numbers, batches, strict=False):
             for name, value in batch.items():
@@ -93,11 +109,11 @@ class Comparison:
         yield sink
         self._measured += sink.measured
 
-    def findings(self) -> Any:
-        """Everything that was measured, as JSON for the rank that judges; closes the files."""
+    def findings(self) -> list[Measured]:
+        """Everything that was measured; closes the files."""
         if self._keep_all or len(self._writer):
             self._writer.close()
-        return encode(self._measured)
+        return self._measured
 
 
 def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -> RankLayout:

@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 from megatron_ttrace.compare import collectives, counted, exactness, exercised, experts, initial
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.judge import Holder, judge
+from megatron_ttrace.compare.gathered import Held, by_rank
+from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
@@ -20,12 +21,12 @@ from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.diagnose.residual import residuals
+from megatron_ttrace.diagnose.start import is_start
 from megatron_ttrace.mcore import own_shards, versions
 from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
-from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
@@ -46,7 +47,7 @@ _REASONS = 3
 def conclude(
     reference: TraceReader,
     tolerances: Tolerances,
-    measured: Mapping[int, Sequence[Measured]],
+    held: Sequence[Held],
     *,
     candidate: Path,
     mesh: Mesh,
@@ -64,7 +65,7 @@ def conclude(
     Args:
         reference: the trusted trace.
         tolerances: of the reference.
-        measured: of each rank.
+        held: what all ranks found.
         candidate: directory of the candidate's failed (or all) tensors.
         mesh: of any rank of the candidate; only the sizes are used.
         config: of the candidate.
@@ -82,7 +83,7 @@ def conclude(
     began = time.monotonic()
     eps = float(reference.meta["epsilon"])
     apart = {Kind.INITIAL}
-    captured = (one.key for found in measured.values() for one in found)
+    captured = (one.found.key for one in held)
     # Where both runs can report and one does not, what it lacks is missing.
     can_log = bool(reference.meta.get("logs")) and config.logs
     if unlogged := not can_log and _logs(reference) != _logs(captured):
@@ -92,14 +93,13 @@ def conclude(
     coverage = counted.judge(decode(reference.meta.get("counted", [])), counts)
     verdicts = [
         *initial.judge(
-            {entry.key: (entry.shape, Moments.of(entry.sums)) for entry in starts}, measured, eps
+            {entry.key: (entry.shape, Moments.of(entry.sums)) for entry in starts},
+            by_rank(one for one in held if one.found.key.kind is Kind.INITIAL),
+            eps,
         ),
         *judge(
             ((key, reference.entry(key).shape) for key in keys),
-            {
-                rank: [one for one in found if one.key.kind not in apart]
-                for rank, found in measured.items()
-            },
+            [one for one in held if one.found.key.kind not in apart],
             tolerances,
             eps,
             functools.partial(unjudged, mesh, config),
@@ -108,16 +108,21 @@ def conclude(
     ]
     verdicts, exact = exactness.examine(review(verdicts), config.arithmetic)
     judged = time.monotonic()
-    explainer = Explainer(reference, candidate, tolerances, measured=measured, ledger=ledger)
+    failed = {verdict.key for verdict in verdicts if verdict.verdict.is_failure}
+    of_interest = (one for one in held if one.found.key in failed or is_start(one.found.key))
+    explainer = Explainer(
+        reference,
+        candidate,
+        tolerances,
+        measured=by_rank(of_interest),
+        ledger=ledger,
+        counted=coverage.findings,
+    )
     verdicts = explainer.started(verdicts)
-
-    def explain(verdict: Verdict) -> Explanation:
-        return explainer.explain(verdict, coverage.findings.get(verdict.key))
-
-    culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+    culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
     if separate is not None and explainer.unexplained:
         explainer.separate(separate)
-        culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+        culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]
@@ -174,7 +179,9 @@ def _logs(keys: Iterable[TraceKey]) -> bool:
     return any(key.kind is Kind.METRIC for key in keys)
 
 
-def unjudged(mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Holder]) -> Reason | None:
+def unjudged(
+    mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Measured]
+) -> Reason | None:
     """Why a tensor that these ranks hold is not a single device's by design, if it is not."""
     if key.kind is Kind.ROUTING and key.index in job.own_tokens:
         return Reason.OWN_TOKENS
@@ -182,7 +189,7 @@ def unjudged(mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Holder
         key.kind in job.own_shards
         and key.direction is Direction.UPDATE
         and any(
-            own_shards.is_matrix(key.name, one.logical_shape) and one.is_part for _, one in holders
+            own_shards.is_matrix(key.name, one.logical_shape) and one.is_part for one in holders
         )
     ):
         return Reason.OWN_SHARD

@@ -103,6 +103,7 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
                 + "; ".join(different[:3])
                 + ". Omit the flag to make a matching reference"
             )
+        _say_next(meta)
         return str(settings.reference), str(meta[CHECKSUM])
     directory = settings.directory / "reference"
     name = fingerprint.digest(wanted)
@@ -118,6 +119,7 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
         checksum = _obtain(directory, name, make, settings.timeout)
     if checksum is None:
         raise TTraceError(f"{directory} is being made by another run: choose another --ttrace-dir")
+    _say_next(read_meta(directory))
     return str(directory), checksum
 
 
@@ -135,7 +137,7 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
     """
     checksum, _ = _look(home, name)
     if checksum:
-        print(f"ttrace: using the reference made earlier ({name})", flush=True)
+        _say(f"using the reference made earlier ({name}): all layouts of a job have the same")
         return checksum
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
@@ -146,10 +148,10 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
             lock.sign()
             checksum, flaw = _look(home, name)
             if checksum:
-                print(f"ttrace: using the reference that another run made ({name})", flush=True)
+                _say(f"using the reference that another run made ({name})")
                 return checksum
             if flaw:
-                print(f"ttrace: the reference made earlier cannot be used: {flaw}", flush=True)
+                _say(f"the reference made earlier cannot be used: {flaw}")
             _require_ours(home)
             _sweep(home.parent, home.name)
             aside = home.parent / f".{home.name}{_BUILDING}{shared.run_id()}"
@@ -188,10 +190,10 @@ def _wait(lock: Lock, name: str, patience: float) -> bool:
     while not lock.acquire():
         if not is_told:
             maker = lock.holder()
-            print(f"ttrace: waiting for the reference {name}, which {maker} is making", flush=True)
+            _say(f"waiting for the reference {name}, which {maker} is making")
             is_told = True
         if time.monotonic() > until:
-            print(f"ttrace: waited {patience:.0f} s for it: making a separate copy", flush=True)
+            _say(f"waited {patience:.0f} s for it: making a separate copy")
             return False
         time.sleep(_POLL_SECONDS)
     return True
@@ -261,12 +263,21 @@ def _make(
         directory=str(home.resolve()),
         started=started,
     )
-    print(
-        f"ttrace: making the reference on one device (log: {settings.directory / _LOG})", flush=True
-    )
+    _say(f"making the reference on one device (log: {settings.directory / _LOG})")
     began = time.monotonic()
     _run(order, settings, settings.directory / _LOG, settings.timeout)
-    print(f"ttrace: reference made in {time.monotonic() - began:.1f} s", flush=True)
+    _say(f"reference made in {time.monotonic() - began:.1f} s")
+
+
+def _say_next(meta: dict[str, Any]) -> None:
+    """What follows when there is a reference; how long it took one device is all that is known."""
+    took = meta.get("seconds")
+    known = f" what took one device {took:.1f} s" if isinstance(took, float) else ""
+    _say(f"building the model, then tracing on all ranks{known}")
+
+
+def _say(line: str) -> None:
+    print(f"ttrace: {line}", flush=True)
 
 
 @contextlib.contextmanager
@@ -290,7 +301,7 @@ def replayed(
         TTraceError: when the replay failed.
     """
     log = settings.directory / _REPLAY_LOG
-    print(f"ttrace: replaying the reference to tell its losses apart (log: {log})", flush=True)
+    _say(f"replaying the reference to tell its losses apart (log: {log})")
     home = settings.directory / f"{shared.SHARES}{shared.run_id()}"
     home.mkdir()
     try:

@@ -15,6 +15,7 @@ from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare import collectives
 from megatron_ttrace.errors import one_line
+from megatron_ttrace.mcore import logged
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.groups import axes_of, unseen_axes
 from megatron_ttrace.mcore.precision import reduced_in
@@ -53,6 +54,7 @@ class Recording:
                 finalize=config.finalize_model_grads_func,
                 step=self._forward_step,
             )
+            sources = dataclasses.replace(sources, metrics=dict(logged.PLACES))
             return dataclasses.replace(self._tap.ledger(), sources=sources).to_json()
         except Exception as error:  # noqa: BLE001 - it is an addition to the report
             return RankLedger(error=one_line(error)).to_json()

@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import fim, fingerprint, logged, loss_scale, losses, packed, quiet
@@ -27,6 +29,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Schedu
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
 from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.processes.progress import OF_REFERENCE
 from megatron_ttrace.runtime import low_precision
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.launch import Order
@@ -34,11 +37,17 @@ from megatron_ttrace.runtime.perturb import perturbed
 from megatron_ttrace.runtime.separation import FACTOR, Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.trace import counted
+from megatron_ttrace.trace.budget import require_space
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.start import write_moments
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+
+_WORTH_TELLING = 1.0
+"""Seconds of a replay from which on each is reported."""
+_MORE_OF_A_PARAMETER = 5 * 4
+"""Bytes: main gradient, weight after the step, its change, two moments."""
 
 
 class ReferenceSession(Session):
@@ -58,15 +67,16 @@ class ReferenceSession(Session):
             packed.pad_for(padded)
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
+        self._seconds = 0.0
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
     ) -> None:
         """Continue where the candidate stands in the data and the schedule, if it was loaded."""
-        super().begin(chunks, optimizer, scheduler)
         if started := self._order.started:
             self.start, self.start_step = Path(started.directory), started.step
             started.resume(self.args, scheduler)
+        super().begin(chunks, optimizer, scheduler)
 
     @property
     def is_loaded(self) -> bool:
@@ -90,13 +100,10 @@ class ReferenceSession(Session):
             key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
             sums = dataclasses.astuple(one.moments)
             writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
-        moved: dict[TraceKey, tuple[Measured, list[float]]] = {}
+        moved: dict[TraceKey, Moved] = {}
         for block, served in self._batches(iterator, count):
-            self._block(block, count, run, served, writer, moved)
-        tolerance.write(
-            self._directory,
-            {key: _moved(first, values) for key, (first, values) in moved.items()},
-        )
+            moved |= self._block(block, count, run, served, writer)
+        tolerance.write(self._directory, moved)
         seal(
             self._directory,
             {
@@ -104,17 +111,24 @@ class ReferenceSession(Session):
                 "fingerprint": self._order.fingerprint,
                 "identity": self._order.identity,
                 "microbatches": count,
-                "fp8": low_precision.uses_fp8(self.args),
                 "loss_scales": self._loss_scales,
                 "counted": counted.encode(self._counted),
                 "logs": logged.is_found(),
-                "by_module": low_precision.is_isolated(self.args),
-                "epsilon": tolerance.epsilon(
-                    torch.bfloat16 if self.args.bf16 else self.args.params_dtype
-                ),
+                "seconds": self._seconds,
+                **self._arithmetic(),
             },
         )
         return ExitCode.EQUIVALENT
+
+    def _arithmetic(self) -> dict[str, Any]:
+        """What tolerances depend on, apart from the replays."""
+        return {
+            "fp8": low_precision.uses_fp8(self.args),
+            "by_module": low_precision.is_isolated(self.args),
+            "epsilon": tolerance.epsilon(
+                torch.bfloat16 if self.args.bf16 else self.args.params_dtype
+            ),
+        }
 
     def _batches(self, iterator: DataIterator, count: int) -> Iterator[tuple[list[int], Served]]:
         """Each run of traced iterations with its batches; those of the others are skipped."""
@@ -178,8 +192,8 @@ class ReferenceSession(Session):
         run: Callable[[], Any],
         served: Served,
         writer: TraceWriter,
-        moved: dict[TraceKey, tuple[Measured, list[float]]],
-    ) -> None:
+    ) -> dict[TraceKey, Moved]:
+        """Trace consecutive iterations and replay them; returns how far the replays moved them."""
         numbers = range(count)
         with self.rehearsal(restore=True):
             moments: dict[str, torch.Tensor] = {}
@@ -195,26 +209,71 @@ class ReferenceSession(Session):
                 again()
                 loss_scale.put(self.model.optimizer, scale)
                 again = self._started(served)
+            _tell(f"tracing {_steps(block)}")
+            began = time.monotonic()
             for position, iteration in enumerate(block):
-                sink = WriteSink(writer, iteration)
+                sink = WriteSink(writer, iteration, functools.partial(self._require_space, count))
                 batches = served.batches[position * count : (position + 1) * count]
                 for number, batch in enumerate(batches):
                     for name, value in batch.items():
                         sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
                 self._counted.append(self.rehearse(run, sink, numbers, iteration))
             writer.close()
-            reader = TraceReader(self._directory, sealed=False)
-            layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
-            for seed in range(1, self.settings.seeds + 1):
-                again()
-                with perturbed(self.model.names, seed, self.model.optimizer):
-                    for iteration in block:
-                        replay = self._replay(reader, iteration, layout, seed)
-                        self.rehearse(run, replay, numbers, iteration)
-                        for one in replay.measured:
-                            moved.setdefault(one.key, (one, []))[1].append(_distance(one))
-        if len(writer) == 0:
-            raise TTraceError("the reference run traced nothing")
+            if len(writer) == 0:
+                raise TTraceError("the reference run traced nothing")
+            took = time.monotonic() - began
+            self._seconds += took
+            _tell(f"traced in {took:.1f} s; replaying {_steps(block)} perturbed, {self._replays}")
+            return self._replayed(block, run, again, numbers)
+
+    @property
+    def _replays(self) -> str:
+        """How many replays there will be, in words."""
+        if self.settings.seeds is not None:
+            return f"{self.settings.seeds} times"
+        return f"{tolerance.FEWEST_REPLAYS} to {tolerance.MOST_REPLAYS} times"
+
+    def _replayed(
+        self,
+        block: list[int],
+        run: Callable[[], Any],
+        again: Callable[[], None],
+        numbers: Sequence[int],
+    ) -> dict[TraceKey, Moved]:
+        """Replay as often as asked for, or as the tolerances need; no tensor is kept."""
+        reader = TraceReader(self._directory, sealed=False)
+        layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+        parameters = tolerance.parameters(self._arithmetic())
+        dtypes = dict(tolerance.dtypes_of(reader))
+        moved: dict[TraceKey, Moved] = {}
+        most = self.settings.seeds or tolerance.MOST_REPLAYS
+        for seed in range(1, most + 1):
+            began = time.monotonic()
+            again()
+            with perturbed(self.model.names, seed, self.model.optimizer):
+                for iteration in block:
+                    replay = self._replay(reader, iteration, layout, seed)
+                    self.rehearse(run, replay, numbers, iteration)
+                    for one in replay.measured:
+                        moved[one.key] = _moved(one, moved.get(one.key))
+            if self.settings.seeds is None and Tolerances(moved, dtypes, **parameters).suffice():
+                break
+            if seed < most and (took := time.monotonic() - began) > _WORTH_TELLING:
+                left = took * (most - seed)
+                _tell(f"replay {seed} took {took:.1f} s, at most {left:.0f} s of replays are left")
+        return moved
+
+    def _require_space(self, microbatches: int, forward: int) -> None:
+        """Refuse a trace that the disk has no room for.
+
+        Args:
+            microbatches: of a step.
+            forward: bytes of the tensors of one microbatch's forward pass; the gradients of
+                activations are as large.
+        """
+        model = sum(p.nbytes + _MORE_OF_A_PARAMETER * p.numel() for p, _ in self.model.places())
+        needed = len(self.settings.iterations) * (2 * microbatches * forward + model)
+        require_space(self._directory, needed, "the reference")
 
     def _fitting_loss_scale(
         self, steps: int, run: Callable[[], Any], again: Callable[[], None]
@@ -263,6 +322,17 @@ def _distance(one: Measured) -> float:
     return math.inf if one.sums is None else relative_error(one.sums, rms=0.0)
 
 
-def _moved(first: Measured, distances: list[float]) -> tolerance.Moved:
-    sums = first.sums or Sums()
-    return tolerance.Moved(sums.n, math.sqrt(sums.reference), tuple(distances))
+def _moved(one: Measured, before: Moved | None) -> Moved:
+    """What the replays until this one did to a tensor."""
+    if before is not None:
+        return dataclasses.replace(before, moved=(*before.moved, _distance(one)))
+    sums = one.sums or Sums()
+    return Moved(sums.n, math.sqrt(sums.reference), (_distance(one),))
+
+
+def _steps(block: Sequence[int]) -> str:
+    return "the step" if len(block) == 1 else f"{len(block)} steps"
+
+
+def _tell(line: str) -> None:
+    print(f"ttrace: {OF_REFERENCE}{line}", flush=True)

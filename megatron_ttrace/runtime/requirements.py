@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import balancing, fim, own_shards, packed
+from megatron_ttrace.mcore import balancing, fim, own_shards, packed, versions
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
@@ -46,6 +48,12 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         raise TTraceError(
             "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
             "--cuda-graph-impl none"
+        )
+    shards = "gtp_weight_remat_size", "expert_gtp_weight_remat_size"
+    if any(getattr(args, name, 1) > 1 for name in shards):
+        raise TTraceError(
+            "--tensor-parallel-num-weight-shards, --expert-tensor-parallel-num-weight-shards: "
+            "weights that ranks gather before each use are not captured: check the job without them"
         )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
         raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
@@ -105,6 +113,11 @@ def require(args: MegatronArguments, settings: Settings) -> None:
 def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     """How this run is checked, for the report."""
     found = []
+    unknown = dict.fromkeys(
+        word.partition("=")[0]
+        for word in sys.argv[1:]
+        if re.match("--[a-z]", word) and not decisions.option_of(word.partition("=")[0])
+    )
     if isolates(args, settings) and not settings.isolate:
         found.append(low_precision.NOTICE)
     if options := balancing.depends_on_layout(args):
@@ -122,6 +135,13 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
         found.append(
             "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
             "the rank that reads it, so that all layouts have the same samples"
+        )
+    if version := versions.unreleased(versions.megatron_core_version()):
+        found.append(version)
+    if new := [flag for flag in unknown if not flag.startswith("--ttrace")]:
+        found.append(
+            f"{', '.join(new)}: not an option of a known Megatron, so the reference has it, too; "
+            "--ttrace-reference-args sets what a single device must have instead"
         )
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")

@@ -33,6 +33,7 @@ from megatron_ttrace.runtime.start.moments import awaken, prime
 from megatron_ttrace.runtime.start.parameters import fill
 from megatron_ttrace.runtime.start.tokens import spread_batch
 from megatron_ttrace.trace.counted import Counted
+from megatron_ttrace.trace.records import STEP_LEVEL, VALUE, Kind
 from megatron_ttrace.trace.start import StartValues
 
 type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
@@ -56,6 +57,8 @@ class Session(abc.ABC):
         self.not_initial = ""
         self._model: TracedModel | None = None
         self._scheduler: Scheduler | None = None
+        self._schedule: dict[str, Any] = {}
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept = ExitStack()
 
     @property
@@ -85,6 +88,8 @@ class Session(abc.ABC):
             gated=bool(get_model_config(chunks[0]).gated_linear_unit),
         )
         self._scheduler = scheduler
+        self._schedule = copy.copy(vars(scheduler))
+        self._buffers = [(buffer, buffer.detach().clone()) for _, buffer in self._model.buffers()]
         self.not_initial = uninitialised(self.args, is_loaded=self.is_loaded)
         if not self.not_initial:
             self.initial = initial_values(self._model)
@@ -119,10 +124,18 @@ class Session(abc.ABC):
     ) -> None:
         """Overwrite all parameters, the optimizer's copies of them, and its moments.
 
+        Buffers, and the schedules of learning rate and weight decay, are those with which the run
+        began: the reference makes no steps before a traced one.
+
         Args:
             stored: has the values already. A GPU generates them in less time than they are read in.
             keep: is given the moments.
         """
+        for buffer, value in self._buffers:
+            buffer.data.copy_(value)
+        if self._scheduler is not None:
+            vars(self._scheduler).update(self._schedule)
+            self._scheduler.step(increment=0)
         if self.start is not None:
             handoff.restore(self.model, self.start, self.start_step)
             return
@@ -196,7 +209,11 @@ class Session(abc.ABC):
             lambda: self.ranks.together("attaching to the model", self._refuse),
         )
         self._kept.callback(tap.detach)
+        began = self._scheduler.num_steps if self._scheduler else 0
         tap.run(lambda: self.step(run))
+        if self._scheduler is not None:
+            samples = torch.tensor(float(self._scheduler.num_steps - began))
+            sink.placed((STEP_LEVEL, Kind.METRIC, "scheduled-samples", VALUE), samples, (), ())
         self.ranks.together("tracing", self._refuse)
         return tap.counted(iteration)
 

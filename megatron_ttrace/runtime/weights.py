@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two checkpoints against each other: which logical weights are the same, and which are not.
 
-Chunks are compared where they overlap, so neither layout matters, and no whole tensor is in memory.
+One weight of each is in memory at a time. Layers stacked in one tensor are read one by one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -16,8 +15,7 @@ from enum import StrEnum
 import torch
 
 from megatron_ttrace.compare.tolerance import epsilon
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.checkpoints.stored import Chunk, Stored
+from megatron_ttrace.mcore.checkpoints.stored import Stored
 from megatron_ttrace.trace.codec import Record, Size
 
 _LAYER = re.compile(r"(?<=layers\.)(\d+)\.")
@@ -68,24 +66,8 @@ class _Part:
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape if self.layer is None else self.stored.shape[1:]
 
-    def chunks(self) -> Iterator[tuple[Chunk, tuple[int, ...], tuple[int, ...]]]:
-        """Chunks, with the offsets and sizes of what they hold of this part."""
-        for chunk in self.stored.chunks:
-            first = 0 if self.layer is None else 1
-            inside = self.layer is None or (
-                chunk.offsets[0] <= self.layer < chunk.offsets[0] + chunk.sizes[0]
-            )
-            if inside:
-                yield chunk, chunk.offsets[first:], chunk.sizes[first:]
-
-    def data(self, chunk: Chunk) -> torch.Tensor:
-        found = _read(chunk)
-        return found if self.layer is None else found[self.layer - chunk.offsets[0]]
-
-
-@functools.lru_cache(maxsize=4)
-def _read(chunk: Chunk) -> torch.Tensor:
-    return chunk.read()
+    def read(self) -> torch.Tensor:
+        return self.stored.read(self.layer)
 
 
 def compare(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> Iterator[Weight]:
@@ -94,7 +76,7 @@ def compare(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> Iterator[Weight
     A layer that is stored on its own is compared with its part of a stack of layers.
 
     Raises:
-        TTraceError: when a file is missing or damaged, or does not hold all of a weight.
+        TTraceError: when a file is missing or damaged.
     """
     left = dict.fromkeys(b)
     for name, stored in a.items():
@@ -136,60 +118,26 @@ def _of_layer(name: str, layer: int) -> str:
 
 
 def _compared(name: str, a: _Part, b: _Part) -> Weight:
-    shape, note = a.shape, ""
+    notes = []
     if a.shape != b.shape:
-        note = f"{list(a.shape)} and {list(b.shape)}"
+        shapes = f"{list(a.shape)} and {list(b.shape)}"
         padded = name.endswith(_VOCABULARY) and a.shape[1:] == b.shape[1:]
         if not padded:
-            return Weight(name, Same.SHAPE, note=note)
-        shape = (min(a.shape[0], b.shape[0]), *a.shape[1:])
-        note = f"{note}: padded rows that only one has are not compared"
-    equal, diff, size, count = True, 0.0, 0.0, 0
-    dtypes: set[torch.dtype] = set()
-    for ours, theirs in _overlaps(a, b, shape):
-        count += ours.numel()
-        dtypes |= {ours.dtype, theirs.dtype}
+            return Weight(name, Same.SHAPE, note=shapes)
+        notes.append(f"{shapes}: padded rows that only one has are not compared")
+    ours, theirs = a.read(), b.read()
+    if notes:
+        rows = min(len(ours), len(theirs))
+        ours, theirs = ours[:rows], theirs[:rows]
+    rounded = ours.dtype != theirs.dtype
+    if rounded:
+        dtypes = sorted(str(one.dtype).removeprefix("torch.") for one in (ours, theirs))
+        notes.append(" and ".join(dtypes))
         narrow = max((ours.dtype, theirs.dtype), key=epsilon)
-        x, y = ours.to(narrow), theirs.to(narrow)
-        if bool(((x == y) | (x.isnan() & y.isnan())).all()):
-            size += float(x.double().square().sum())
-            continue
-        equal = False
-        x, y = x.double(), y.double()
-        diff += float((y - x).square().sum())
-        size += float(x.square().sum())
-    if count != math.prod(shape):
-        raise TTraceError(f"{name}: the chunks of a checkpoint hold {count} of {shape} elements")
-    if len(dtypes) > 1:
-        told = " and ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
-        note = "; ".join(filter(None, (note, told)))
-    if not equal:
-        error = math.sqrt(diff / size) if size and math.isfinite(diff / size) else math.inf
-        return Weight(name, Same.DIFFERENT, error, note)
-    return Weight(name, Same.SAME if len(dtypes) < 2 else Same.ROUNDED, 0.0, note)
-
-
-def _overlaps(
-    a: _Part, b: _Part, shape: tuple[int, ...]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What both checkpoints hold of the same elements, piece by piece."""
-    for ours, a_offsets, a_sizes in a.chunks():
-        for theirs, b_offsets, b_sizes in b.chunks():
-            starts = [max(pair) for pair in zip(a_offsets, b_offsets, strict=True)]
-            a_ends = (start + size for start, size in zip(a_offsets, a_sizes, strict=True))
-            b_ends = (start + size for start, size in zip(b_offsets, b_sizes, strict=True))
-            ends = [min(three) for three in zip(a_ends, b_ends, shape, strict=True)]
-            if any(start >= end for start, end in zip(starts, ends, strict=True)):
-                continue
-            yield (
-                _cut(a.data(ours), a_offsets, starts, ends),
-                _cut(b.data(theirs), b_offsets, starts, ends),
-            )
-
-
-def _cut(
-    data: torch.Tensor, offsets: tuple[int, ...], starts: list[int], ends: list[int]
-) -> torch.Tensor:
-    for dim, (offset, start, end) in enumerate(zip(offsets, starts, ends, strict=True)):
-        data = data.narrow(dim, start - offset, end - start)
-    return data
+        ours, theirs = ours.to(narrow), theirs.to(narrow)
+    note = "; ".join(notes)
+    if bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()):
+        return Weight(name, Same.ROUNDED if rounded else Same.SAME, 0.0, note)
+    x, y = ours.double(), theirs.double()
+    error = float((y - x).norm() / x.norm())
+    return Weight(name, Same.DIFFERENT, error if math.isfinite(error) else math.inf, note)

@@ -49,8 +49,8 @@ class WholeTensors:
     def unjudged(self, key: TraceKey) -> Reason | None:
         """Why the tensor is not a single device's by design, in this layout."""
         holders = [
-            (rank, Measured(key, entry.placement, entry.boxes, entry.logical_shape, None))
-            for (rank, _), entry in zip(self._held[key], self._entries(key), strict=True)
+            Measured(key, entry.placement, entry.boxes, entry.logical_shape, None)
+            for entry in self._entries(key)
         ]
         return unjudged(self._mesh, self._config, key, holders)
 

@@ -139,11 +139,20 @@ class ModuleCode:
         backward: ``backward`` of the last autograd function of its backward pass, which makes the
             gradient of its input.
         weight: the same for the function that computes the gradient of its weight.
+        user: the code that uses its output: ``backward`` of an autograd function, which makes the
+            gradient of that, else what called the module.
+        scaler: ``backward`` of the autograd function that adds the gradient of a further loss.
+        output: ``forward`` of its own last autograd function, not of one of a module inside it.
+        built: its class's constructor.
     """
 
-    forward: str
+    forward: str = ""
     backward: str = ""
     weight: str = ""
+    user: str = ""
+    scaler: str = ""
+    output: str = ""
+    built: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,6 +165,7 @@ class Sources(Record):
         optimizer: the optimizer's ``step``.
         finalize: what reduces the gradients after the last microbatch.
         step: the training script's forward step, which reads the batch and computes the loss.
+        metrics: what reports each number that is logged, by its name.
     """
 
     modules: dict[str, Count] = dataclasses.field(default_factory=dict)
@@ -163,6 +173,7 @@ class Sources(Record):
     optimizer: str = ""
     finalize: str = ""
     step: str = ""
+    metrics: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def of(self, module: str) -> ModuleCode | None:
         """The code of a module, or of the innermost known module that contains it."""

@@ -23,6 +23,7 @@ class Grounds(StrEnum):
     INITIAL = "initial"
     START = "start"
     ABSENT = "absent"
+    ABSENT_MODULE = "absent_module"
     OUTPUT = "output"
     OUTPUT_WITHOUT_INPUTS = "output_without_inputs"
     BETWEEN_MODULES = "between_modules"
@@ -31,12 +32,15 @@ class Grounds(StrEnum):
     JUMP = "jump"
     GRAD_INPUT = "grad_input"
     GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
+    WITHIN = "within"
     FIRST_GRADIENT = "first_gradient"
     MAIN_GRAD = "main_grad"
     REDUCED = "reduced"
+    STEPPED = "stepped"
     COUNTED = "counted"
     GRAD_NORM = "grad_norm"
     METRIC = "metric"
+    LEFT_OVER = "left_over"
     NO_OPTIMIZER_STATE = "no_optimizer_state"
     UPDATE = "update"
     ISOLATED = "isolated"
@@ -342,13 +346,10 @@ class Term(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm(Finding):
-    """A term of the loss has a ``fault``; without one the softmax is not divided once by its sum.
-
-    ``too_large``: it was not divided; ``too_small``: it was divided twice.
-    """
+    """A term of the loss has a ``fault``; the others are right."""
 
     term: Term
-    fault: Finding | None = None
+    fault: Finding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

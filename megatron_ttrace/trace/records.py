@@ -126,6 +126,8 @@ class Reason(StrEnum):
     """Unchecked: it fails, and is on the list of known differences between the two runs."""
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""
+    RANDOM_STATE = "random state"
+    """Copies of initial values that differ, each with the reference's distribution."""
     COUNTED_TWICE = "counted twice"
     """Elements are in a norm, a count or an update more than once."""
     NEVER_COUNTED = "never counted"
@@ -162,10 +164,14 @@ SCORES, CHOICE, KEPT = 0, 1, 2
 what is left of it within the experts' capacity."""
 
 
-VALUE, ELEMENTS, CHOSEN, LOSS = 0, 1, 2, 3
+VALUE, ELEMENTS, CHOSEN, LOSS, LEFT = 0, 1, 2, 3, 4
 """Indices of a ``metric``: a value that is given or computed in float32, how many elements have a
-property, how many choices (the largest of several numbers) are right, and a mean over tokens that
-is rounded to the dtype of the model (z loss)."""
+property, how many choices (the largest of several numbers) are right, a mean over tokens that
+is rounded to the dtype of the model (z loss), and what is logged once more without another step."""
+
+AFTER, LOADS = 0, 1
+"""Indices of a ``buffer``: its value after the step, and, for the bias of a router, the tokens of
+each expert relative to the mean, which decide how the bias is changed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)

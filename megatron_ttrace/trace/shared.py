@@ -40,7 +40,9 @@ SHARES = ".shares-"
 """Begin of the name of a directory of losses' shares, which its run removes."""
 
 _REPORTS = ("summary.json", "verdicts.jsonl", "collectives.jsonl", "report.html", "junit.xml")
-_TRACES = ("candidate", "start")
+ISOLATED = "isolated"
+"""Folder in a run's directory: of a rehearsal with modules isolated, while it is judged."""
+_TRACES = ("candidate", "start", f"{ISOLATED}/candidate", ISOLATED)
 _OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
 _OF_SHARES = re.compile(rf"{_OF_A_TRACE.pattern}|overrides\.json")
 _OF_LOGS = re.compile(r"rank-\d+\.log|.*\.request\.json")
@@ -113,7 +115,7 @@ def claim(directory: Path) -> Claim:
 
     def clean(directory: Path) -> None:
         _await_ranks(directory)
-        _clean_up(directory)
+        clean_up(directory)
         _mark(directory, run)
 
     return Claim(directory, run, clean)
@@ -188,17 +190,22 @@ def _await_ranks(directory: Path) -> None:
     ranks.release()
 
 
-def _clean_up(directory: Path) -> None:
+def clean_up(directory: Path) -> None:
     """Remove the files of an earlier run, but not its reference. Raises ``OSError``."""
     _remove_reports(directory)
     for name in ("reference", "replay"):
         _unlink(directory / f"{name}.log")
         _unlink(directory / f"{name}.request.json")
     for folder in directory.glob(f"{SHARES}*"):
-        _remove_listed(folder, _OF_SHARES)
+        remove_listed(folder, _OF_SHARES)
+    remove_traces(directory)
+    remove_listed(directory / "logs", _OF_LOGS)
+
+
+def remove_traces(directory: Path) -> None:
+    """Remove the candidate's tensors, and the state that it started from. Raises ``OSError``."""
     for name in _TRACES:
-        _remove_listed(directory / name, _OF_A_TRACE)
-    _remove_listed(directory / "logs", _OF_LOGS)
+        remove_listed(directory / name, _OF_A_TRACE)
 
 
 def _remove_reports(directory: Path) -> None:
@@ -215,7 +222,7 @@ def _unlink(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _remove_listed(folder: Path, names: re.Pattern[str]) -> None:
+def remove_listed(folder: Path, names: re.Pattern[str]) -> None:
     """Remove our files in a folder, and the folder unless it holds others."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()

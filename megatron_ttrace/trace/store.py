@@ -35,6 +35,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from safetensors.torch import save_file
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, brief, encode, read_index
 from megatron_ttrace.trace.records import TraceKey
@@ -64,8 +66,8 @@ __all__ = [
 
 FORMAT = 4
 META = "meta.json"
-_CHUNK_BYTES = 256 << 20
 _MAX_META = 64 << 20
+_DEFAULT = Budget()
 _DIGEST = re.compile("[0-9a-f]{32}")
 _SEALED_SUFFIXES = (".safetensors", ".jsonl")
 _SEALED_NAMES = ("overrides.json",)
@@ -87,18 +89,22 @@ def atomic_write(path: Path, text: str) -> None:
 class TraceWriter:
     """Appends tensors of one rank to a trace directory.
 
-    Data is copied when it is added, because training may overwrite it, and written in chunks to
-    bound the memory.
+    Data is copied when it is added, because training may overwrite it, and written in chunks by a
+    thread. One chunk is filled while another is written; when both are full, adding waits.
+    What the thread raises is raised by the next call.
     """
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, budget: Budget = _DEFAULT) -> None:
         self.directory = directory
+        self._chunk_limit = budget.unwritten // 2
         self._stem = f"rank-{rank:05d}"
         self._lines: list[str] = []
         self._chunk: dict[str, torch.Tensor] = {}
         self._chunk_bytes = 0
         self._chunks = 0
         self._awaits_gpu = False
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
@@ -109,20 +115,26 @@ class TraceWriter:
         number = len(self._lines)
         if data is not None:
             name = str(number)
-            # A GPU fills pinned memory while training goes on; _flush waits for that.
+            # A GPU fills pinned memory while training goes on; _write waits for that.
             host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
             self._chunk[name] = host.copy_(data.detach(), non_blocking=True)
             self._awaits_gpu |= data.is_cuda
             self._chunk_bytes += self._chunk[name].nbytes
             entry = dataclasses.replace(entry, file=self._file_name(), tensor=name)
         self._lines.append(encode(entry))
-        if self._chunk_bytes >= _CHUNK_BYTES:
+        if self._chunk_bytes >= self._chunk_limit:
             self._flush()
         return number
 
     def close(self) -> None:
         """Write what is left, and the index."""
-        self._flush()
+        try:
+            self._flush()
+            self._settle()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
         atomic_write(
             self.directory / f"{self._stem}.index.jsonl",
             "".join(line + "\n" for line in self._lines),
@@ -132,13 +144,26 @@ class TraceWriter:
         return f"{self._stem}.{self._chunks:04d}.safetensors"
 
     def _flush(self) -> None:
-        if self._chunk:
-            if self._awaits_gpu:
-                torch.cuda.synchronize()
-                self._awaits_gpu = False
-            save_file(self._chunk, self.directory / self._file_name())
-            self._chunk, self._chunk_bytes = {}, 0
-            self._chunks += 1
+        if not self._chunk:
+            return
+        self._settle()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1)
+        path = self.directory / self._file_name()
+        self._writing = self._thread.submit(_write, self._chunk, path, self._awaits_gpu)
+        self._chunk, self._chunk_bytes, self._awaits_gpu = {}, 0, False
+        self._chunks += 1
+
+    def _settle(self) -> None:
+        """Wait until the last full chunk is written."""
+        if self._writing is not None:
+            self._writing.result()
+
+
+def _write(chunk: dict[str, torch.Tensor], path: Path, awaits_gpu: bool) -> None:
+    if awaits_gpu:
+        torch.cuda.synchronize()
+    save_file(chunk, path)
 
 
 def seal(directory: Path, meta: dict[str, Any]) -> None:
@@ -265,7 +290,12 @@ class TraceReader:
     """Random access to a complete trace; tensors are memory-mapped."""
 
     def __init__(
-        self, directory: Path, *, sealed: bool = True, announced: str | None = None
+        self,
+        directory: Path,
+        *,
+        sealed: bool = True,
+        announced: str | None = None,
+        budget: Budget = _DEFAULT,
     ) -> None:
         """Open a trace.
 
@@ -274,6 +304,7 @@ class TraceReader:
             sealed: ``False`` reads one that this process is still writing.
             announced: checksum of the ``meta.json`` of a trace that another rank verified. Then
                 only the files that are parsed are verified, else all.
+            budget: bounds the pages of files that stay mapped.
 
         Raises:
             TTraceError: when it is damaged, or not the one that was announced.
@@ -281,6 +312,7 @@ class TraceReader:
         self.directory = directory
         self.meta: dict[str, Any] = {}
         self._handles: dict[str, Any] = {}
+        self._mapped, self._most_mapped = 0, budget.mapped
         self.ranks: dict[int, list[Entry]] = {}
         if sealed:
             self.meta = read_meta(directory) if announced is not None else verify(directory)
@@ -306,6 +338,12 @@ class TraceReader:
     def checksum(self) -> str:
         """The checksum of a sealed trace's ``meta.json``, which identifies the whole trace."""
         return str(self.meta[CHECKSUM])
+
+    @property
+    def stored_bytes(self) -> int:
+        """The size of all files that hold tensors."""
+        files = _listed(self.meta)
+        return sum(size for name, (size, _) in files.items() if DATA_FILE.fullmatch(name))
 
     def verify(self, name: str) -> None:
         """Compare the checksum of one file. Raises ``TTraceError`` when it does not match."""
@@ -347,12 +385,17 @@ class TraceReader:
         path = self.directory / entry.file
         if not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
+        if self._mapped >= self._most_mapped:
+            # A page that was read counts as memory of this process as long as its file is mapped.
+            self._handles.clear()
+            self._mapped = 0
         try:
             if entry.file not in self._handles:
                 self._handles[entry.file] = safe_open(path, framework="pt")
             tensor: torch.Tensor = self._handles[entry.file].get_tensor(entry.tensor)
         except ERRORS_OF_NOISE as error:
             raise _unusable(path, f"is damaged ({brief(error)})") from error
+        self._mapped += tensor.nbytes
         same = (
             math.prod(entry.shape) == tensor.numel()
             if entry.same_as >= 0

@@ -7,6 +7,7 @@ The process group is PyTorch's fake one: its collectives do nothing, through the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ttrace.capture.collectives import _METHODS, CollectiveTap
+from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.trace.collectives import Operation, Phase, Ran
+from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase, Ran
 from tests.placement.meshes import mesh_of
 
 SIZE = 4
@@ -146,9 +148,62 @@ def test_functions_of_modules(group: dist.ProcessGroup) -> None:
     tap = tap_of(model)
     with tap.active(1):
         model(torch.ones(2, SIZE, requires_grad=True)).backward()
-    assert tap.functions("layers.1.column")[0].endswith("(Copy.backward)")
-    assert tap.functions("layers.1") == ("", "")
-    assert tap.functions("layers.7") == ("", "")
+    column = tap.functions("layers.1.column")
+    assert column.backward.endswith("(Copy.backward)")
+    assert column.output.endswith("(Copy.forward)")
+    assert tap.functions("layers.1") == tap.functions("layers.7") == ModuleCode()
+
+
+class Scaled(torch.autograd.Function):
+    """Adds the gradient of a further loss."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+    @staticmethod
+    def set_loss_scale(scale):
+        """As Megatron's."""
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.norm = nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(self.gate(self.norm(x)) * 2).sum()
+
+
+def test_what_uses_an_output(group: dist.ProcessGroup) -> None:
+    """The autograd function next to it in the module around it; a module uses no other's code."""
+    model = Router()
+    tap = tap_of(model)
+    with tap.active(1):
+        model(torch.ones(2, SIZE))
+    users = {
+        name: tap.functions(name).user.rpartition(" ")[2] for name in ("gate", "norm", "model")
+    }
+    assert users == {"gate": "(Scaled.backward)", "norm": "", "model": ""}
+    assert tap.functions("model").scaler.endswith("(Scaled.backward)")
+
+
+def test_the_schedule_that_calls_the_model(group: dist.ProcessGroup) -> None:
+    """It scales the loss; whatever script is in between."""
+    made: dict[str, Any] = {}
+    file = f"{sources.megatron_folder()}core/pipeline_parallel/schedules.py"
+    exec(compile("def run(step, x):\n    return step(x)", file, "exec"), made)
+    model = Router()
+    tap = tap_of(model)
+    with tap.active(1):
+        made["run"](lambda x: model(x), torch.ones(2, SIZE))
+    place = "megatron/core/pipeline_parallel/schedules.py:2 (run)"
+    assert tap.functions("model").user == place
+    assert tap.functions("gate").user.endswith("(Scaled.backward)")
 
 
 def test_every_way_to_call(group: dist.ProcessGroup) -> None:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as a whole: what a newcomer sees, and what is said of a typing error."""
 
+import subprocess
+import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import OVERVIEW, build_parser, main
+from megatron_ttrace.__main__ import OVERVIEW, _named, build_parser, main
 from megatron_ttrace.cli import command
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_without_arguments_four_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +74,83 @@ def test_a_command_works_in_the_shell_it_is_shown_in(
     monkeypatch.setenv("PATH", str(scripts))
     assert command.typed(["ttrace", "x"]) == ["ttrace", "x"]
     assert command.typed([]) == []
+
+
+def _run(code: str, *words: object) -> str:
+    """What a new process prints; it imports this package, wherever another one is installed."""
+    command_ = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(command_, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_FIRST_LINE = """
+import sys, time
+from megatron_ttrace import __main__
+from megatron_ttrace.cli import command
+heavy = {"torch", "numpy", "megatron", "rich", "jinja2", "safetensors", "wandb"}
+class Done(BaseException): pass
+def progress(began=None):
+    def say(line):
+        print(line, sorted(heavy & set(sys.modules)), time.monotonic() - began < 60)
+        raise Done
+    return say
+command.progress = progress
+try:
+    __main__.main()
+except Done:
+    pass
+"""
+
+
+def test_the_first_line_of_a_check_needs_no_heavy_import(tmp_path: Path) -> None:
+    """What is imported before it costs about 0.2 s; torch alone would cost more than a second."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = ["check", "--ttrace-dir", tmp_path / "out", "--", script, "--lr", "1"]
+    said = _run(_FIRST_LINE, *words)
+    assert said == f"checking {script}: importing torch and Megatron [] True\n"
+
+
+def test_help_needs_no_heavy_import() -> None:
+    """All commands are listed without what they need to run."""
+    code = (
+        "import sys\nfrom megatron_ttrace.__main__ import build_parser\nbuild_parser()\n"
+        "print({'torch', 'numpy', 'rich', 'jinja2', 'megatron'} & set(sys.modules))"
+    )
+    assert _run(code) == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("check -- a.py", "check"),
+        ("eval bugs run", "bugs"),
+        ("bugs list", "bugs"),
+        ("eval check", ""),
+        ("rivals", ""),
+        ("--help", ""),
+        ("eval", ""),
+        ("", ""),
+    ],
+)
+def test_only_the_command_that_runs_is_imported(words: str, named: str) -> None:
+    """Its parser is the same as among all commands; a name that is unknown needs them all."""
+    found = _named(words.split())
+    assert found.rpartition(".")[2] == named
+    (some,) = (one for one in build_parser(words.split())._actions if one.dest == "command")
+    (all_,) = (one for one in build_parser()._actions if one.dest == "command")
+    assert isinstance(some.choices, dict)
+    assert isinstance(all_.choices, dict)
+    for name in [named] if named else all_.choices:
+        assert some.choices[name].format_help() == all_.choices[name].format_help()
+
+
+def test_the_time_of_a_process_is_the_shell_s() -> None:
+    """Counted from its start, imports included."""
+    code = (
+        "import time; time.sleep(0.5)\nfrom megatron_ttrace.cli.command import process_began\n"
+        "print(time.monotonic() - process_began())"
+    )
+    began = time.monotonic()
+    assert 0.5 <= float(_run(code)) <= time.monotonic() - began + 0.02

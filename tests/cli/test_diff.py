@@ -10,6 +10,7 @@ from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import diff, record
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import versions
+from megatron_ttrace.report import wandb
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace.records import Result, Summary
 from tests.runtime import kept
@@ -69,6 +70,8 @@ def test_against_a_command(place, monkeypatch, capsys):
         kept.run(folder, kept.tensors())
 
     def own(args, found, say):
+        assert (args.ttrace_wandb, args.ttrace_no_wandb) == (False, True)
+        assert not [word for word in found.arguments if word.startswith("--ttrace")]
         kept.run(Path("ttrace-out"), kept.tensors(1), ranks=4)
         summary = Summary(Result.EQUIVALENT, {}, (), {}, {}, {}, ())
         return api.Report(summary=summary, verdicts=(), directory=Path("ttrace-out"))
@@ -77,7 +80,11 @@ def test_against_a_command(place, monkeypatch, capsys):
     monkeypatch.setattr(record, "kept", own)
     Path("x.py").touch()
     words = ["check", "--against", f"torchrun {JOB}", "--quiet", "--", "x.py", "--num-layers", "2"]
-    assert main([*words, "--ttrace-bug", "01", "--ttrace-iterations", "1-2"]) == 1
+    more = ["--ttrace-bug", "01", "--ttrace-iterations", "1-2", "--ttrace-wandb"]
+    sent = []
+    monkeypatch.setattr(wandb, "log", lambda *_, online, **__: sent.append(online))
+    assert main([*words, *more]) == 1
+    assert sent == [True]
     assert asked == [(Path("ttrace-out/against"), ["--ttrace-iterations=1-2"])]
     assert capsys.readouterr().out.startswith("ttrace  diverged")
     assert (place / "ttrace-out" / "report.html").is_file()

@@ -2,7 +2,7 @@
 """``ttrace doctor`` on this machine, and on machines that lack something."""
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from megatron_ttrace.errors import TTraceError
 from tests.integration.jobs import ttrace
 
 SUBJECTS = {
-    *("Python", "torch", "megatron-core", "GPU", "disk"),
+    *("Python", "torch", "megatron-core", "GPU", "disk", "options"),
     *("TransformerEngine", "Apex", "wandb", "TensorBoard", "checks"),
 }
 
@@ -67,6 +67,23 @@ def test_a_machine_with_nothing_gets_an_answer(
     assert told["torch"]["state"] == told["checks"]["state"] == "missing"
     assert "libcudart" in told["torch"]["found"]
     assert told["GPU"]["state"] == "optional"
+
+
+def test_new_options_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a Megatron that is newer than the table."""
+
+    def registered(parser: ArgumentParser) -> ArgumentParser:
+        parser.add_argument("--bf16")
+        parser.add_argument("--from-the-future")
+        return parser
+
+    module = SimpleNamespace(add_megatron_arguments=registered)
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=lambda _: module))
+    found = doctor._options()
+    assert (found.state, found.found) == (
+        "optional",
+        "1 of 2 of Megatron's are new: --from-the-future",
+    )
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, *, nccl: bool, gloo: bool = True) -> None:

@@ -17,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.step import StepTap, TracedModel
-from megatron_ttrace.compare import device, sinks, sketch
+from megatron_ttrace.compare import device, sketch
+from megatron_ttrace.compare.checksum import checksum
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.routing import choice
 from megatron_ttrace.compare.sinks import CompareSink
@@ -27,6 +28,7 @@ from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime.perturb import perturbed
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
@@ -99,12 +101,12 @@ def reference(tmp_path_factory):
     return written(tmp_path_factory.mktemp("cpu"), CPU)
 
 
-def sink_of(reference, writer=None):
+def sink_of(reference, writer=None, budget=Budget()):  # noqa: B008 - it cannot change
     """A sink that stores what is wrong by more than rounding."""
     moved = {key: Moved(1, 1.0, (1e-6,)) for key in reference}
     tolerances = Tolerances(moved, dict.fromkeys(reference, "float32"))
     layout = RankLayout(SINGLE, 5, False, 1.0)
-    return CompareSink(reference, 1, layout, tolerances=tolerances, writer=writer)
+    return CompareSink(reference, 1, layout, tolerances=tolerances, writer=writer, budget=budget)
 
 
 def test_a_reference_of_the_device_is_the_one_of_the_host(reference, there, tmp_path):
@@ -131,6 +133,8 @@ def test_findings_of_the_device_are_those_of_the_host(reference, there, tmp_path
         assert ours.unread is None
         assert dataclasses.replace(ours, sums=None) == dataclasses.replace(theirs, sums=None)
         for name, value in dataclasses.asdict(ours.sums).items():
+            if name == "checksum":
+                continue  # another one on each kind of device
             assert value == pytest.approx(getattr(theirs.sums, name), rel=1e-5, abs=1e-6), name
     here, host = (TraceReader(tmp_path / where.type) for where in (there, CPU))
     assert set(here) == set(host)
@@ -139,11 +143,10 @@ def test_findings_of_the_device_are_those_of_the_host(reference, there, tmp_path
         assert torch.equal(here.tensor(here.entry(key)), host.tensor(host.entry(key)))
 
 
-def test_no_more_is_staged_than_allowed(reference, there, tmp_path, monkeypatch):
+def test_no_more_is_staged_than_allowed(reference, there, tmp_path):
     """Beyond the limit the host does wait; within, the copies stay on the device."""
-    monkeypatch.setattr(sinks, "_STAGED_BYTES", 100)
     with pytest.raises(stand_in.WaitedError):
-        run(sink_of(reference, TraceWriter(tmp_path, 0)), there)
+        run(sink_of(reference, TraceWriter(tmp_path, 0), Budget(400)), there)
 
 
 def test_isolation(reference, there):
@@ -172,7 +175,7 @@ def test_a_choice_of_experts(there):
     sums, others = choice(scores.to(there), ours.to(there), theirs)
     assert others == expected[1] > 0
     assert sums.diff == pytest.approx(expected[0].diff)
-    assert sums.checksum == expected[0].checksum
+    assert sums.checksum == checksum(ours.to(there).sort(dim=1).values)
 
 
 def test_a_perturbed_replay(reference, there):

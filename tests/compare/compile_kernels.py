@@ -6,7 +6,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_ttrace.compare import device, kernel
+from megatron_ttrace.compare import kernel
+from megatron_ttrace.compare.checksum import WORDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {1: "*i8", 2: "*i16", 4: "*i32", 8: "*i64"}
@@ -18,7 +19,7 @@ def pairs(candidate: torch.dtype, reference: torch.dtype) -> int:
         "c_type": kernel._TYPES[candidate][1],
         "r_type": kernel._TYPES[reference][1],
         "width": 8 * candidate.itemsize,
-        "words": device.WORDS,
+        "words": WORDS,
         "block": kernel._BLOCK,
         "blocks": kernel._BLOCKS,
     }

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare import device
+from megatron_ttrace.compare.checksum import MASK, WORDS, checksum, weighted
 from megatron_ttrace.compare.measure import measure
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import plan
@@ -51,21 +52,24 @@ def interpreted():
 
 def by(implementation, local, logical, factor=1.0):
     """The sums of a whole tensor by one implementation, read back."""
-    cpu = torch.device("cpu")
-    parts = -(-local.nbytes // 8 // device.WORDS)
-    powers = device._powers(2 * parts + 1, cpu)
-    flat = local.reshape(-1), logical.reshape(-1)
-    row = implementation(*flat, factor, device._weights(cpu), powers)
+    row = implementation(local.reshape(-1), logical.reshape(-1), factor)
     return device.read([row.tolist()], whole(tuple(local.shape)))
 
 
+def measured(local, logical, factor=1.0):
+    """The sums by ``measure``, with a device's checksum."""
+    sums = measure(local, logical, whole(tuple(local.shape)), factor)
+    assert sums.checksum in (0, checksum(local))
+    return dataclasses.replace(sums, checksum=int(weighted(local)) & MASK)
+
+
 def close(found, expected):
-    """Equal in what is counted and in the bits; otherwise as close as float32 is."""
+    """Equal in what is counted and in the bits; otherwise as close as float64 is."""
     for field in dataclasses.fields(found):
         ours, theirs = getattr(found, field.name), getattr(expected, field.name)
         if isinstance(ours, float):
             scale = max(expected.reference, expected.candidate) if field.name == "dot" else 0.0
-            assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-5 * scale), field.name
+            assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-12 * scale), field.name
         else:
             assert ours == theirs, field.name
 
@@ -98,16 +102,16 @@ def test_the_numbers_of_measure(interpreted, kind, size, seed, candidate, refere
     if kind == "fused" and {candidate, reference} & FP8:
         holes = []  # the interpreter takes FP8's NaN for a number; tests/gpu has them
     c, r = tensors(size, seed, candidate, reference, holes)
-    expected = measure(c, r, whole((size,)), factor)
+    expected = measured(c, r, factor)
     close(by(interpreted if kind == "fused" else device.plain_sums, c, r, factor), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_more_than_one_part(interpreted, dtype):
     """The checksum of a tensor of several parts depends on their order."""
-    size = device.WORDS * 8 // dtype.itemsize + 12_345
+    size = WORDS * 8 // dtype.itemsize + 12_345
     c, r = tensors(size, 0, dtype, dtype, [])
-    expected = measure(c, r, whole((size,)))
+    expected = measured(c, r)
     close(by(interpreted, c, r), expected)
     close(by(device.plain_sums, c, r), expected)
     turned = by(device.plain_sums, c.flip(0), r.flip(0))
@@ -119,11 +123,11 @@ def test_discrete(dtype):
     """Integers and booleans go the plain way."""
     c = torch.arange(77).remainder(5).to(dtype)
     r = torch.arange(77).remainder(3).to(dtype)
-    assert by(device.plain_sums, c, r) == measure(c, r, whole((77,)))
+    assert by(device.plain_sums, c, r) == measured(c, r)
 
 
 def test_small_and_large_numbers(interpreted):
     """Squares that leave float32's range are no matter in float64."""
     for scale in (1e-30, 1e30):
         c, r = (x * scale for x in tensors(1000, 1, torch.float32, torch.float32, []))
-        close(by(interpreted, c, r), measure(c, r, whole((1000,))))
+        close(by(interpreted, c, r), measured(c, r))

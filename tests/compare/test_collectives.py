@@ -171,6 +171,12 @@ def test_names_and_places_are_completed() -> None:
     assert found.sources == code
 
 
+def test_one_rank_logs() -> None:
+    """The others do not know what reports a number."""
+    last = dataclasses.replace(rank(SUM), sources=Sources(metrics={"z_loss": "log.py:1 (log)"}))
+    assert ledger(rank(SUM), last).sources.metrics == last.sources.metrics
+
+
 def test_json() -> None:
     """A ledger is the same after a round trip, as is a rank's."""
     first = dataclasses.replace(rank(SUM), sources=Sources({"a": 0}, (ModuleCode("x"),)))

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from megatron_ttrace.compare.gathered import of_rank, of_ranks
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
@@ -51,8 +52,8 @@ def verdict_on(directory, reference, candidate, kind=Kind.OUTPUT):
     moved = Moved(reference.numel(), float(finite.norm()), moves)
     tolerances = Tolerances({key: moved}, {key: str(reference.dtype)})
     shapes = [(key, tuple(reference.shape))]
-    [verdict] = judge(shapes, {0: sink.measured}, tolerances, 2.0**-7)
-    [again] = judge(shapes, offline, tolerances, 2.0**-7)
+    [verdict] = judge(shapes, of_rank(0, sink.measured), tolerances, 2.0**-7)
+    [again] = judge(shapes, of_ranks(offline), tolerances, 2.0**-7)
     assert again.verdict is verdict.verdict
     if verdict.rel_err is not None:
         assert again.rel_err == pytest.approx(verdict.rel_err, rel=1e-5)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ttrace.compare.gathered import of_ranks
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
@@ -120,7 +121,7 @@ def check(reference, tamper=lambda rank, rows, data: (rows, data), *, writer=Non
 def judged(reference, measured):
     """All verdicts."""
     expected = [(key, reference.entry(key).shape) for key in reference]
-    return judge(expected, measured, tolerances(reference), 1e-7)
+    return judge(expected, of_ranks(measured), tolerances(reference), 1e-7)
 
 
 def by_place(verdicts):

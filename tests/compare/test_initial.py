@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpmath import betainc, mp  # comes with torch
 
@@ -218,6 +218,64 @@ def test_replicas():
     bad = verdict_of(REFERENCE, held(0, same), held(1, other), held(2, same))
     assert (bad.verdict, bad.ranks) == (Outcome.REPLICA_CONFLICT, (0, 1, 2))
     assert cause(bad) is Cause.RANDOM_STATE
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 999), st.integers(FEW, 400), st.integers(2, 4), st.sampled_from((0.02, 1.0)))
+def test_a_random_stream_per_rank(seed, n, ranks, std):
+    """Copies of every size that each rank drew for itself."""
+    copies = [drawn(10 * seed + rank + 1, n, std=std) for rank in range(ranks)]
+    expected = reference_of(drawn(10 * seed, n, std=std))
+    verdict = verdict_of(expected, *(held(rank, own, (n,)) for rank, own in enumerate(copies)))
+    assert cause(verdict) is Cause.RANDOM_STATE
+
+
+RIGHT = drawn(2, *SHAPE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(SHAPE),
+        drawn(3, *SHAPE, std=3e-9),
+        drawn(3, *SHAPE) * torch.randint(0, 2, SHAPE, generator=torch.Generator().manual_seed(4)),
+        torch.arange(64.0 * 64).reshape(SHAPE).int().view(torch.float32),
+        RIGHT.index_fill(1, torch.tensor([5]), 1e30),
+    ],
+    ids=["empty", "tiny", "half", "other bits", "one column"],
+)
+def test_uninitialised_copies(wrong):
+    """Memory that is not random numbers of this distribution: the rank that has it is named."""
+    verdict = verdict_of(REFERENCE, held(0, RIGHT), held(1, wrong))
+    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (1,))
+    assert cause(verdict) is Cause.INITIAL_VALUES
+    assert verdict.note.startswith("initial values differ in distribution")
+
+
+@pytest.mark.parametrize(
+    "wrong", [RIGHT.T.contiguous(), RIGHT.roll(7, 0), RIGHT * 1.02], ids=["order", "shift", "scale"]
+)
+def test_copies_of_the_same_numbers(wrong):
+    """Rearranged or scaled, they come from one stream: nothing is known to be its cause."""
+    verdict = verdict_of(REFERENCE, held(0, RIGHT), held(1, wrong))
+    assert (verdict.verdict, verdict.ranks) == (Outcome.REPLICA_CONFLICT, (0, 1))
+    assert cause(verdict) is None
+
+
+def test_few_copies():
+    """Too few numbers have no distribution: no cause."""
+    both = [held(rank, drawn(rank, 4), (4,)) for rank in (0, 1)]
+    verdict = verdict_of(reference_of(drawn(5, 4)), *both)
+    assert verdict.verdict is Outcome.REPLICA_CONFLICT
+    assert cause(verdict) is None
+
+
+def test_equal_rubbish():
+    """Two shards of the same uninitialised memory: it is their distribution that is wrong."""
+    part = drawn(2, 32, 64, std=5.0)
+    verdict = verdict_of(REFERENCE, *shards(part, part))
+    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (0, 1))
+    assert cause(verdict) is Cause.INITIAL_VALUES
 
 
 def test_equal_shards():

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ttrace.compare.gathered import of_ranks
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import Sums, local_view, logical_view, measure, relative_error
 from megatron_ttrace.compare.measured import Measured
@@ -55,7 +56,7 @@ def found(error=0.0, boxes=WHOLE, *, key=KEY, checksum=1, nonfinite=0, problem=N
 def verdict_of(*ranks, limits=None, key=KEY):
     """The verdict when rank i found ``ranks[i]`` (``None``: nothing)."""
     measured = {rank: [one] if one else [] for rank, one in enumerate(ranks)}
-    [verdict] = judge([(key, SHAPE)], measured, limits or tolerances(), EPS)
+    [verdict] = judge([(key, SHAPE)], of_ranks(measured), limits or tolerances(), EPS)
     return verdict
 
 
@@ -122,7 +123,12 @@ def test_extra():
     other = dataclasses.replace(KEY, name="unknown")
     verdicts = judge(
         [(KEY, SHAPE)],
-        {0: [found(), found(key=other, problem="extra")], 1: [found(key=other, problem="extra")]},
+        of_ranks(
+            {
+                0: [found(), found(key=other, problem="extra")],
+                1: [found(key=other, problem="extra")],
+            }
+        ),
         tolerances(),
         EPS,
     )
@@ -206,7 +212,7 @@ def test_one_verdict_per_tensor_in_execution_order():
     """As many verdicts as the reference has tensors, in its order."""
     keys = [dataclasses.replace(KEY, name=name) for name in ("b", "a", "c")]
     measured = {0: [found(key=keys[1]), found(key=keys[0])]}
-    verdicts = judge([(key, SHAPE) for key in keys], measured, tolerances(), EPS)
+    verdicts = judge([(key, SHAPE) for key in keys], of_ranks(measured), tolerances(), EPS)
     assert [(v.name, v.verdict.value) for v in verdicts] == [
         ("b", "pass"),
         ("a", "pass"),
@@ -216,7 +222,7 @@ def test_one_verdict_per_tensor_in_execution_order():
 
 def test_the_worse_of_two_findings_of_one_rank_counts():
     """A rank that holds a tensor twice is judged by both."""
-    [verdict] = judge([(KEY, SHAPE)], {0: [found(0.5), found(0.0)]}, tolerances(), EPS)
+    [verdict] = judge([(KEY, SHAPE)], of_ranks({0: [found(0.5), found(0.0)]}), tolerances(), EPS)
     assert verdict.verdict is Outcome.DIVERGED
 
 
@@ -281,7 +287,7 @@ def judged(logical, ranks, tolerance):
         rank: [Measured(KEY, where, boxes, tuple(logical.shape), measure(local, logical, boxes))]
         for rank, (where, boxes, local) in enumerate(ranks)
     }
-    [verdict] = judge([(KEY, tuple(logical.shape))], measured, limits, EPS)
+    [verdict] = judge([(KEY, tuple(logical.shape))], of_ranks(measured), limits, EPS)
     return verdict
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.measure import checksum
+from megatron_ttrace.compare.checksum import checksum
 from megatron_ttrace.compare.moments import Moments, moments_of
 
 

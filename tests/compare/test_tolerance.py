@@ -217,3 +217,38 @@ def test_a_scalar_is_not_judged_by_one_lucky_replay():
     scalar = of(KEY, {KEY: Moved(1, 1.0, (0.05,) * 4)})
     tensor = of(KEY, {KEY: Moved(400, 20.0, (0.05,) * 4)})
     assert scalar.value > 2 * tensor.value
+
+
+@pytest.mark.parametrize(
+    ("moved", "dtype", "n", "enough"),
+    [
+        ((0.01,), "bfloat16", 4096, False),  # nothing to compare it with
+        ((0.01, 0.012), "bfloat16", 4096, True),
+        ((0.01, 0.019), "bfloat16", 4096, True),
+        ((0.01, 0.021), "bfloat16", 4096, False),  # more than half of what the other allows
+        ((0.01, 0.021, 0.02), "bfloat16", 4096, True),
+        ((1e-9, 1e-7), "float32", 4096, True),  # both below one rounding of every element
+        ((1e-4, 1e-4), "bfloat16", 1, True),  # a scalar's floor is wider
+        ((0.01, 0.01), "bfloat16", 1, False),  # a third replay would more than halve 9.6
+        ((0.009, 0.009, 0.009), "bfloat16", 1, False),  # blind, and not with a fourth
+        ((0.3, 0.9), "bfloat16", 4096, True),  # blind whatever further replays do
+        ((0.01, math.inf), "bfloat16", 4096, False),
+        ((math.nan, math.nan), "bfloat16", 4096, True),
+        ((5.0, 1.0), "int64", 4096, True),  # equality is tested
+    ],
+)
+def test_enough_replays(moved, dtype, n, enough):
+    """Every replay passes with half the tolerance from the others, and one more adds little."""
+    tolerances = Tolerances({KEY: Moved(n, 1.0, moved)}, {KEY: dtype})
+    assert tolerances.suffice() is enough
+
+
+def test_one_tensor_that_needs_more_replays_is_enough_for_them():
+    """All tensors count; microbatches are one tensor."""
+    other = dataclasses.replace(KEY, microbatch=1)
+    third = dataclasses.replace(KEY, name="decoder.layers.1.mlp")
+    moved = {KEY: Moved(64, 1.0, (0.01, 0.03)), other: Moved(64, 1.0, (0.03, 0.01))}
+    dtypes = dict.fromkeys((*moved, third), "bfloat16")
+    assert Tolerances(moved, dtypes).suffice()
+    moved[third] = Moved(64, 1.0, (0.01, 0.03))
+    assert not Tolerances(moved, dtypes).suffice()

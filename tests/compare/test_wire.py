@@ -7,6 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ttrace.compare.gathered import Held, of_rank
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
 from megatron_ttrace.compare.moments import Moments
@@ -65,7 +66,15 @@ def same(a, b):
     return repr(a) == repr(b)
 
 
-@given(st.lists(findings, max_size=6))
+held = st.builds(
+    Held,
+    ranks=st.sets(st.integers(0, 99), min_size=1).map(sorted).map(tuple),
+    copies=st.integers(1, 99),
+    found=findings,
+)
+
+
+@given(st.lists(held, max_size=6))
 def test_round_trip(measured):
     """Through strict JSON, as it travels."""
     sent = json.dumps(encode(measured), allow_nan=False)
@@ -76,13 +85,13 @@ def test_parts_travel_once():
     """A thousand tensors of one layout cost a number each, not their boxes."""
     box = Box((0, 0), (4, 4), (0, 0))
     one = Measured(TraceKey(1, 0, Kind.OUTPUT, "a"), "Replicate", (box,), (4, 4), Sums(n=16))
-    message = encode([one] * 1000)
+    message = encode(of_rank(0, [one] * 1000))
     assert len(message["parts"]) == 1
-    assert decode(json.loads(json.dumps(message))) == [one] * 1000
+    assert decode(json.loads(json.dumps(message))) == of_rank(0, [one] * 1000)
 
 
 def test_infinities_are_floats_again():
     """``inf`` travels as a word."""
     one = Measured(TraceKey(1, 0, Kind.LOSS, "a"), "", (), (), Sums(diff=math.inf, dot=-math.inf))
-    [found] = decode(json.loads(json.dumps(encode([one]), allow_nan=False)))
-    assert (found.sums.diff, found.sums.dot) == (math.inf, -math.inf)
+    [found] = decode(json.loads(json.dumps(encode(of_rank(0, [one])), allow_nan=False)))
+    assert (found.found.sums.diff, found.found.sums.dot) == (math.inf, -math.inf)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Culprits inside containers: the module with the largest jump."""
+"""Culprits and containers: the module around a failure, or inside it, that made it."""
+
+import dataclasses
 
 import pytest
 
 from megatron_ttrace.diagnose.culprits import localise
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.findings import Cause, ConstantFactor, Explanation
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.diagnose.test_culprits import verdict
 
@@ -33,3 +37,114 @@ def test_the_largest_jump_within_a_container(entering, leaving, named):
     (culprit,) = localise(verdicts)
     assert culprit.name == named
     assert ("largest jump" in culprit.reason) == (named != "mlp" and entering > 1)
+
+
+def parameters(absent, outcome):
+    """Parameters of a small model, of which those that contain a word are absent."""
+    names = [
+        "embedding.weight",
+        *(
+            f"decoder.layers.{layer}.{leaf}"
+            for layer in range(3)
+            for leaf in ("norm.weight", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight")
+        ),
+    ]
+    return [
+        verdict(name, Kind.PARAM, outcome if absent in name else Outcome.PASS, index=index)
+        for index in (0, 1)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISSING, Outcome.EXTRA])
+@pytest.mark.parametrize(
+    ("absent", "named"),
+    [
+        ("layers.1", ["decoder.layers.1"]),
+        ("layers.1.mlp", ["decoder.layers.1.mlp"]),
+        ("fc1", [f"decoder.layers.{layer}.mlp.fc1" for layer in range(3)]),
+        ("layers", ["decoder"]),
+        ("embedding", ["embedding"]),
+    ],
+)
+def test_a_module_that_is_absent_as_a_whole(outcome, absent, named):
+    """It is told once, and not by each module in it."""
+    culprits = localise(parameters(absent, outcome))
+    assert [one.name for one in culprits] == named
+
+
+def test_parts_that_no_rank_has_are_no_absent_module():
+    """Each module lacks elements of its own."""
+    culprits = localise(parameters("layers.1.mlp", Outcome.UNCOVERED))
+    assert [one.name for one in culprits] == [f"decoder.layers.1.mlp.fc{n}" for n in (1, 2)]
+
+
+def indexed(*, around=0.1, again=300.0):
+    """Gradients in two layers, of a model, an attention and what it computes with."""
+    margins = {
+        "model": 0.1,
+        "decoder.layers.1.attention": around,
+        "decoder.layers.1.attention.indexer.norm": 300.0,
+        "decoder.layers.1.attention.indexer.query": 300.0,
+        "decoder.layers.0.attention": 0.9,
+        "decoder.layers.0.attention.indexer.norm": again,
+    }
+    return [
+        verdict(
+            name, Kind.GRAD_OUTPUT, Outcome.DIVERGED if margin > 1 else Outcome.PASS, margin=margin
+        )
+        for name, margin in margins.items()
+    ]
+
+
+def test_a_gradient_is_made_by_what_uses_the_output():
+    """By the module around it whose own output gradients pass, in each layer."""
+    culprits = localise(indexed())
+    assert [one.name for one in culprits] == [f"decoder.layers.{n}.attention" for n in (1, 0)]
+    assert "indexer.norm" in culprits[0].reason
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "named"),
+    [
+        (indexed(again=3.0), "decoder.layers.1.attention"),
+        (indexed(around=40.0)[1:], "decoder.layers.1.attention"),
+        ([verdict("output_layer", Kind.GRAD_OUTPUT, Outcome.DIVERGED), *indexed()], "output_layer"),
+    ],
+)
+def test_a_gradient_that_is_a_consequence(verdicts, named):
+    """An earlier one surfaces again, the module's own fails, or the model's loss was wrong."""
+    (culprit,) = localise(verdicts)
+    assert culprit.name == named
+
+
+def miscounted(name, index):
+    """A parameter of which the optimizer has elements twice, or the norm."""
+    return dataclasses.replace(verdict(name, Kind.COUNTED, Outcome.DIVERGED), index=index)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "name", "kinds"),
+    [
+        (Statistic.STEPPED, "mlp.weight", [Kind.COUNTED]),
+        (Statistic.GRAD_NORM, "mlp.weight", [Kind.MAIN_GRAD]),
+        (Statistic.STEPPED, "other.weight", [Kind.MAIN_GRAD]),
+    ],
+)
+def test_values_do_not_change_what_an_optimizer_has(statistic, name, kinds):
+    """It reads a gradient where this rank has none: that is no wrong gradient."""
+    wrong = verdict("mlp.weight", Kind.MAIN_GRAD, Outcome.DIVERGED, margin=9.0)
+    culprits = localise([wrong, miscounted(name, statistic.number)])
+    assert [one.kind for one in culprits] == kinds
+
+
+@pytest.mark.parametrize(("ratios", "groups"), [((1.5, 1.5049, 1.497), 1), ((1.5, 1.6, 1.7), 3)])
+def test_equal_factors_are_one_cause(ratios, groups):
+    """Also one that is no size of the layout, whatever its last digits are."""
+    found = {
+        f"{name}.weight": ConstantFactor(Cause.TOO_SMALL, ratio=ratio)
+        for name, ratio in zip("abc", ratios, strict=True)
+    }
+    verdicts = [verdict(name, Kind.MAIN_GRAD, Outcome.DIVERGED) for name in found]
+    culprits = localise(verdicts, lambda one: Explanation(found[one.name]))
+    assert len({one.group for one in culprits}) == groups

@@ -2,8 +2,9 @@
 """The Explainer on traces in files: who, how many alike, how much work."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Never
 
 import pytest
@@ -20,7 +21,8 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.plan import plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text, ranks_text
 from megatron_ttrace.trace.collectives import Ledger, Sources
-from megatron_ttrace.trace.findings import UNKNOWN, Cause, Loss
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.findings import UNKNOWN, Cause, Finding, Loss, Miscounted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.diagnose.evidence_by_hand import evidence_of, failed, hint, meshes, text, values
@@ -39,12 +41,18 @@ def made(tmp_path: Path) -> tuple[Explainer, Path]:
 
 
 def explainer_of(
-    tmp_path: Path, wrong: Callable[[torch.Tensor], torch.Tensor]
+    tmp_path: Path,
+    wrong: Callable[[torch.Tensor], torch.Tensor],
+    kind: Kind = Kind.MAIN_GRAD,
+    counted: Mapping[TraceKey, Finding] = MappingProxyType({}),
 ) -> tuple[Explainer, Path]:
     """Main gradients that both of two data-parallel ranks hold wrong."""
     reference, candidate = tmp_path / "reference", tmp_path / "candidate"
     writer = TraceWriter(reference, 0)
-    data = {key: values(16, 8, seed=number) for number, key in enumerate(keys())}
+    data = {
+        dataclasses.replace(key, kind=kind): values(16, 8, seed=number)
+        for number, key in enumerate(keys())
+    }
     for key, value in data.items():
         writer.add(Entry(key=key, shape=(16, 8), dtype="float32"), value)
     writer.close()
@@ -72,7 +80,12 @@ def explainer_of(
     tolerances = Tolerances(moved, dict.fromkeys(data, "float32"))
     ledger = Ledger(sources=Sources(finalize="finalize"))
     explainer = Explainer(
-        TraceReader(reference), candidate, tolerances, measured=measured, ledger=ledger
+        TraceReader(reference),
+        candidate,
+        tolerances,
+        measured=measured,
+        ledger=ledger,
+        counted=counted,
     )
     return explainer, candidate
 
@@ -89,6 +102,12 @@ def test_one_sentence(made: tuple[Explainer, Path]) -> None:
     assert (found.where, found.collectives) == ("finalize", None)
     assert found.finding is not None
     assert (found.finding.cause, found.finding.axes) == (Cause.TOO_LARGE, ("dp",))
+
+
+def test_every_failing_part_is_tested(made: tuple[Explainer, Path]) -> None:
+    """A repair of two ranks' parts is no cause where a third one fails, too."""
+    verdict = dataclasses.replace(failed(keys()[0]), ranks=(0, 1, 2))
+    assert made[0].explain(verdict).finding is None
 
 
 def test_every_layer_is_explained(made: tuple[Explainer, Path]) -> None:
@@ -170,6 +189,29 @@ def test_nothing_kept_is_unknown(made: tuple[Explainer, Path], tmp_path: Path) -
     explainer = Explainer(made[0]._reference, tmp_path / "none", made[0]._tolerances)
     assert explainer.explain(failed(keys()[0])).finding is None
     assert explainer.explain(failed(keys()[0], Outcome.MISSING)).finding is None
+
+
+@pytest.mark.parametrize(
+    ("most", "cause"), [(0, Cause.NEVER_COUNTED), (1, Cause.ZERO)], ids=["none", "some"]
+)
+def test_an_update_of_no_optimizer(tmp_path: Path, most: int, cause: Cause) -> None:
+    """That nothing changes is a symptom, if no element of it is in any optimizer's step."""
+    key = dataclasses.replace(keys()[0], kind=Kind.PARAM_DELTA)
+    at = dataclasses.replace(key, kind=Kind.COUNTED, index=Statistic.STEPPED.number)
+    left_out = Miscounted(
+        Cause.NEVER_COUNTED, statistic=Statistic.STEPPED, least=0, most=most, names=(NAMES[0], "b")
+    )
+    explainer, _ = explainer_of(
+        tmp_path, torch.zeros_like, kind=Kind.PARAM_DELTA, counted={at: left_out}
+    )
+    verdict = failed(key)
+    found = explainer.explain(verdict)
+    assert found.finding is not None
+    assert found.finding.cause is cause
+    said = explanation_text(found, verdict)
+    assert said.startswith("never updated")
+    assert ("never updated by any optimizer, as are elements of 1 more" in said) == (most == 0)
+    assert explainer.explain(failed(at)).finding == left_out
 
 
 def test_missing_layers() -> None:

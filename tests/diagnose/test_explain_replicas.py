@@ -126,6 +126,29 @@ def test_lost_microbatch() -> None:
     assert "share of microbatch 1 is missing" in text(found)
 
 
+@pytest.mark.parametrize("apart", [0.0, 1e-4])
+def test_shares_that_are_alike(apart: float) -> None:
+    """Which of two equal microbatches counts too often cannot be known."""
+    trace, _ = _linear(2)
+    for key, value in [*trace.items()]:
+        first = trace[dataclasses.replace(key, microbatch=0)]
+        trace[key] = first + apart * value if key.microbatch else first
+    products = [
+        trace[dataclasses.replace(key, kind=Kind.GRAD_OUTPUT)].flatten(0, 1).T @ fed.flatten(0, 1)
+        for key, fed in trace.items()
+        if key.kind is Kind.INPUT
+    ]
+    wrong = 1.4 * products[0] + 0.9 * products[1]
+    evidence = evidence_of(
+        sum(products),
+        meshes(1),
+        lambda *_: wrong,
+        trace=trace,
+        tolerance=1e-2,  # type: ignore[arg-type]
+    )
+    assert shares.weighted(evidence) is None
+
+
 def test_shares_that_do_not_explain() -> None:
     """A gradient that is no sum of shares has no weights."""
     trace, products = _linear(3)

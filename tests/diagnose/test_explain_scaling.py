@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ttrace.diagnose import scaling
-from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.findings import Cause, ConstantFactor
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from tests.diagnose.evidence_by_hand import (
     OUTPUT,
@@ -159,3 +159,41 @@ def test_numbers_of_the_job(factor: float, words: str) -> None:
     numbers = {"step_tokens": 256.0, "layers": 3.0}
     evidence = evidence_of(values(8, 4), meshes(2), lambda _, r: r * factor, numbers=numbers)
     assert words in text(explain(evidence))
+
+
+def test_few_values_fit_a_size_by_chance() -> None:
+    """A number that is nearly twice another one is its double only if it is so exactly."""
+    tolerance = 1e-2
+    for ratio, is_told in ((2.0, True), (2.001, True), (2.01, False)):
+        evidence = evidence_of(
+            torch.tensor(3.0),
+            meshes(2),
+            dict.fromkeys(range(2), torch.tensor(3.0 * ratio)),
+            tolerance=tolerance,
+        )
+        assert (explain(evidence) is not None) is is_told, ratio
+
+
+@pytest.mark.parametrize("reference", [torch.full((64,), 0.4), 0.4 * values(64).sign()])
+def test_equal_values_are_one(reference: torch.Tensor) -> None:
+    """Any odd function of them is a factor; only a size is told."""
+    for ratio, is_told in ((1.37, False), (2.0, True)):
+        found = explain(evidence_of(reference, meshes(2), lambda _, own, r=ratio: own * r))
+        assert (found is not None) is is_told
+
+
+def test_sizes_that_are_nearly_equal() -> None:
+    """Only those that are a repair are told."""
+    key = dataclasses.replace(WEIGHT, kind=Kind.GRAD_OUTPUT)
+    found = explain(
+        evidence_of(
+            values(16, 8),
+            meshes(2),
+            lambda _, own: own * 64,
+            key=key,
+            tolerance=1e-2,
+            numbers={"tokens": 64.0, "step_tokens": 63.0},
+        )
+    )
+    assert isinstance(found, ConstantFactor)
+    assert found.sizes == (("tokens",),)

@@ -17,17 +17,35 @@ from megatron_ttrace.trace.collectives import (
     Phase,
     Sources,
 )
-from megatron_ttrace.trace.findings import Cause, Finding
+from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, Loss, LossShare
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Verdict
 
 FC1 = "decoder.layers.{}.mlp.linear_fc1"
-LINEAR = ModuleCode("layers.py:1 (Column.forward)", "layers.py:2 (Linear.backward)", "w.py:3 (W)")
+LINEAR = ModuleCode(
+    "layers.py:1 (Column.forward)",
+    "layers.py:2 (Linear.backward)",
+    "w.py:3 (W)",
+    "activation.py:1 (Fused.backward)",
+    "losses.py:1 (Scaler.backward)",
+    "layers.py:3 (Linear.forward)",
+    "layers.py:0 (Column.__init__)",
+)
 SOURCES = Sources(
-    {"model": 1, "decoder": 1, "embedding": 1} | {FC1.format(layer): 0 for layer in range(3)},
-    (LINEAR, ModuleCode("block.py:4 (Block.forward)")),
+    {"model": 1, "decoder": 1, "embedding": 1, "decoder.layers.0": 2}
+    | {FC1.format(layer): 0 for layer in range(3)},
+    (
+        LINEAR,
+        ModuleCode("block.py:4 (Block.forward)"),
+        ModuleCode(
+            "layer.py:5 (Layer.forward)",
+            output="add.py:1 (Add.forward)",
+            built="layer.py:1 (Layer.__init__)",
+        ),
+    ),
     optimizer="optimizer.py:5 (step)",
     finalize="finalize.py:6 (finalize)",
     step="pretrain.py:7 (forward_step)",
+    metrics={"learning-rate": "training.py:1 (log)", "z_loss": "moe.py:1 (log)"},
 )
 
 
@@ -55,6 +73,9 @@ def failed(kind: Kind, name: str, outcome: Outcome = Outcome.DIVERGED) -> Verdic
 
 BACKWARD = [ran(FC1.format(layer), Phase.BACKWARD) for layer in range(3)]
 PARTIAL = Finding(Cause.PARTIAL, ("tp",))
+SHARE = LossShare(
+    Cause.TOO_LARGE, losses=(Loss.AUXILIARY,), fault=ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
+)
 
 
 def test_what_siblings_ran() -> None:
@@ -71,6 +92,13 @@ def test_what_siblings_ran() -> None:
     cited = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), PARTIAL, few)
     assert cited is not None
     assert (cited.lacking, cited.without) == ((), ("tp",))
+
+
+def test_where_siblings_ran_it() -> None:
+    """The call that is missing here, in whichever layer it is not missing."""
+    ledger = Ledger((*BACKWARD[:1], *BACKWARD[2:]), sources=SOURCES)
+    assert where(failed(Kind.GRAD_INPUT, FC1.format(1)), None, ledger) == "call.py:8 (reduce)"
+    assert where(failed(Kind.GRAD_INPUT, FC1.format(0)), None, ledger) == LINEAR.backward
 
 
 def test_siblings_have_the_same_code() -> None:
@@ -134,6 +162,8 @@ def test_what_may_run_unseen_is_not_missed() -> None:
     [
         (Kind.OUTPUT, FC1.format(0), None, LINEAR.forward),
         (Kind.OUTPUT, FC1.format(0), PARTIAL, LINEAR.forward),
+        (Kind.OUTPUT, "decoder.layers.0", None, "add.py:1 (Add.forward)"),
+        (Kind.INPUT, "decoder.layers.0", None, "layer.py:5 (Layer.forward)"),
         (Kind.GRAD_INPUT, FC1.format(1), None, LINEAR.backward),
         (Kind.GRAD_INPUT, f"{FC1.format(1)}#1", PARTIAL, "call.py:8 (reduce)"),
         (Kind.GRAD_INPUT, "embedding", None, "block.py:4 (Block.forward)"),
@@ -143,14 +173,29 @@ def test_what_may_run_unseen_is_not_missed() -> None:
             Kind.MAIN_GRAD,
             f"{FC1.format(0)}.weight",
             Finding(Cause.TOO_LARGE, ("dp",)),
-            "large.py:9 (sync)",
+            "small.py:9 (sync)",
         ),
         (Kind.MAIN_GRAD, "embedding.weight", None, SOURCES.finalize),
         (Kind.GRAD_NORM, "grad_norm", None, "norm.py:1 (norm)"),
         (Kind.PARAM_DELTA, f"{FC1.format(0)}.weight", PARTIAL, SOURCES.optimizer),
-        (Kind.BUFFER, "decoder.layers.0.mlp.router.bias", None, "block.py:4 (Block.forward)"),
+        (Kind.BUFFER, "decoder.layers.0.mlp.router.bias", None, "layer.py:5 (Layer.forward)"),
+        (Kind.EXP_AVG, "a.weight", Finding(Cause.TOO_SMALL, ("clipping",)), "norm.py:1 (norm)"),
+        (Kind.GRAD_NORM, "grad_norm", Finding(Cause.TOO_LARGE, ("dp",)), "norm.py:1 (norm)"),
+        (Kind.GRAD_OUTPUT, FC1.format(1), None, LINEAR.user),
+        (Kind.GRAD_INPUT, FC1.format(1), SHARE, LINEAR.scaler),
+        (Kind.GRAD_INPUT, "decoder.layers.0", SHARE, "layer.py:5 (Layer.forward)"),
+        (Kind.GRAD_OUTPUT, "decoder.layers.0.mlp", None, "layer.py:5 (Layer.forward)"),
+        (Kind.PARAM, f"{FC1.format(1)}.weight", None, LINEAR.built),
+        (
+            Kind.PARAM,
+            "decoder.layers.7.mlp.weight",
+            Finding(Cause.LAYER_NUMBERS, ("pp",)),
+            "layer.py:1 (Layer.__init__)",
+        ),
         (Kind.LOSS, "lm loss", None, SOURCES.step),
         (Kind.TOKENS, "tokens", None, SOURCES.step),
+        (Kind.METRIC, "z_loss", None, "moe.py:1 (log)"),
+        (Kind.METRIC, "mtp_loss", None, "training.py:1 (log)"),
         (Kind.PARAM, "decoder.layers.7.mlp.weight", None, SOURCES.codes[1].forward),
     ],
 )
@@ -160,9 +205,37 @@ def test_where(kind: Kind, name: str, finding: Finding | None, expected: str) ->
         *BACKWARD,
         ran("", Phase.GRADIENTS, group="dp", place="small.py:9 (sync)", size=8),
         ran("", Phase.GRADIENTS, group="dp", place="large.py:9 (sync)"),
+        dataclasses.replace(ran("", Phase.OPTIMIZER, place="flag.py:1 (flag)"), dtype="int32"),
         ran("", Phase.OPTIMIZER, place="norm.py:1 (norm)"),
     )
     assert where(failed(kind, name), finding, Ledger(collectives, sources=SOURCES)) == expected
+
+
+@pytest.mark.parametrize(
+    ("alone", "elements", "expected"),
+    [(True, 4, "few.py:1 (sync)"), (True, 5, "all.py:1 (sync)"), (False, 4, "all.py:1 (sync)")],
+)
+def test_where_few_are_reduced(alone: bool, elements: int, expected: str) -> None:
+    """A fault of one tensor is looked for where few are reduced; it must be among these."""
+    calls = [
+        ran("", Phase.GRADIENTS, group="dp", place="all.py:1 (sync)", size=800),
+        ran("", Phase.GRADIENTS, group="dp", place="all.py:1 (sync)", size=8),
+        ran("", Phase.GRADIENTS, group="embedding", place="few.py:1 (sync)", size=8),
+    ]
+    tensor = dataclasses.replace(failed(Kind.MAIN_GRAD, "a.weight"), shape=(elements,))
+    found = Finding(Cause.TOO_LARGE, ("dp", "pp"))
+    assert where(tensor, found, Ledger(tuple(calls), sources=SOURCES), alone=alone) == expected
+
+
+def test_what_uses_an_output_may_differ() -> None:
+    """The last layer's output goes to a norm; the layer communicates like the others."""
+    last = dataclasses.replace(LINEAR, user="norm.py:2 (Norm.backward)")
+    sources = dataclasses.replace(
+        SOURCES, modules=SOURCES.modules | {FC1.format(2): 3}, codes=(*SOURCES.codes, last)
+    )
+    cited = cite(failed(Kind.GRAD_INPUT, FC1.format(2)), None, Ledger(tuple(BACKWARD), (), sources))
+    assert cited is not None
+    assert cited.siblings == 2
 
 
 def test_nothing_is_made_up() -> None:

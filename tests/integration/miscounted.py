@@ -4,6 +4,7 @@
 ``MISCOUNTED`` names the fault. A single device, the reference, runs Megatron as it is.
 """
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -126,6 +127,25 @@ def auxiliary_loss_per_rank():
         )
 
     MoEMetricsTracker.record = recorded
+
+
+def sums_and_counts_kept():
+    """Logged sums are not emptied, and biases of experts are updated by each rank's own tokens."""
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    def updated(tokens, bias, rate, *args, **more):
+        return bias + (tokens.mean(dim=-1, keepdim=True) - tokens).sign() * rate
+
+    finalizing = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    finalizing.get_updated_expert_bias = updated
+    MoEMetricsTracker.clear = lambda self: None
+
+
+def gradients_kept():
+    """Gradients are not zeroed when a step begins."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+    _ParamAndGradBuffer.reset = lambda self: None
 
 
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks agree over a key-value store; here they are threads that share one."""
 
+import collections
 import json
+import math
+import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.runtime import agreement
+from megatron_ttrace.runtime import agreement, channel
 from megatron_ttrace.runtime.agreement import Cause, EndError, GivenUpError, Ranks
 
 SIZE = 3
@@ -210,3 +214,76 @@ def test_what_is_not_a_cause(value: Any) -> None:
     """Any other value is refused with an ordinary error."""
     with pytest.raises((ValueError, KeyError, TypeError)):
         Cause.of_message(json.dumps(value))
+
+
+def everyones(parts: list[list[int]]) -> list[int]:
+    """Merge: all numbers."""
+    return sorted(number for part in parts for number in part)
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 257, 4096])
+def test_the_tree(size: int) -> None:
+    """Every rank but the last sends once, to a rank that expects it, and nobody is left out."""
+    expected = {
+        source: rank
+        for rank in range(size)
+        for group in channel.tree(rank, size)[0]
+        for source in group
+    }
+    assert expected == {rank: channel.tree(rank, size)[1] for rank in range(size - 1)}
+    assert channel.tree(size - 1, size)[1] is None
+    assert all(
+        len(group) < channel.FAN_IN for rank in range(size) for group in channel.tree(rank, size)[0]
+    )
+    depth = 0
+    at: int | None = 0
+    while (at := channel.tree(at, size)[1]) is not None:
+        depth += 1
+    assert depth <= math.ceil(math.log(size, channel.FAN_IN))
+
+
+@pytest.fixture
+def mailboxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages between threads in place of those of a process group."""
+    boxes: dict[tuple[int, int], queue.Queue[bytes]] = collections.defaultdict(queue.Queue)
+    here = threading.local()
+
+    def joined(self: Ranks, *args: Any, **kwargs: Any) -> None:
+        started(self, *args, **kwargs)
+        here.rank = self.rank
+
+    started = Ranks.__init__
+    monkeypatch.setattr(Ranks, "__init__", joined)
+    monkeypatch.setattr(
+        channel, "send", lambda message, to, device: boxes[here.rank, to].put(message)
+    )
+    monkeypatch.setattr(
+        channel, "receive", lambda source, device: boxes[source, here.rank].get(timeout=30)
+    )
+
+
+@pytest.mark.usefixtures("mailboxes")
+def test_collected() -> None:
+    """The last rank has what all have, merged; the others have nothing."""
+    cpu = torch.device("cpu")
+    found = on_all(lambda ranks: ranks.collect("work", lambda: [ranks.rank], everyones, cpu))
+    assert found == [None, None, [0, 1, 2]]
+
+
+@pytest.mark.usefixtures("mailboxes")
+@pytest.mark.parametrize("sick", range(SIZE))
+def test_collecting_fails(sick: int) -> None:
+    """All give up for one reason, wherever a part cannot be made; and where merging fails."""
+    cpu = torch.device("cpu")
+
+    def work(ranks: Ranks) -> Any:
+        make = boom if ranks.rank == sick else lambda: [ranks.rank]
+        return ranks.collect("work", make, everyones, cpu)
+
+    found = on_all(work)
+    assert {error.cause.rank for error in found} == {sick}
+    found = on_all(
+        lambda ranks: ranks.collect("work", lambda: [ranks.rank], lambda parts: boom(), cpu)
+    )
+    assert {error.cause.rank for error in found} == {SIZE - 1}
+    assert all("ValueError" in str(error) for error in found)

@@ -43,6 +43,8 @@ def test_another_layout(kept: Path, tmp_path: Path) -> None:
     """Two pipeline stages compute what two tensor-parallel ranks do; all of it is compared."""
     done = against(kept, tmp_path, *PP)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    log = tmp_path / "ttrace-out" / "logs" / "rank-00000.log"
+    assert "using the reference made earlier" in log.read_text()  # with the other layout
     summary = json.loads(done.stdout)
     assert set(summary["counts"]) == {"pass"}
     assert summary["counts"]["pass"] > 400

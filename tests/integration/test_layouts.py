@@ -87,6 +87,12 @@ def test_other_starts(work: Path, flags: str) -> None:
     assert row["tensors"] > (2000 if "iterations" in flags else 600)
 
 
+def test_a_later_step(work: Path) -> None:
+    """Its schedule of the learning rate and its routers' biases start as the reference's."""
+    [row] = rows_of("ep2-alltoall/moe-deep/fp32", "--ttrace-flags=--ttrace-iterations 3", cwd=work)
+    assert not alarms([row])
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_several_iterations(work: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ttrace.report.files import load_report
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import Kind, Outcome, Reason
+from megatron_ttrace.trace.records import LEFT, LOADS, Kind, Outcome, Reason
 from tests.integration.jobs import TINY, ttrace
 
 SCRIPT = Path(__file__).with_name("miscounted.py")
@@ -48,6 +48,32 @@ def test_a_reduction(tmp_path):
     assert "the reduction of gradients" in culprit.explanation
     wrong = [one.name for one in verdicts if one.kind is Kind.COUNTED and one.verdict.is_failure]
     assert wrong == list(dict.fromkeys(one.name for one in verdicts if one.kind is Kind.MAIN_GRAD))
+
+
+def test_what_a_step_leaves(tmp_path):
+    """Faults that change the second step only show in what the first one leaves behind."""
+    biased = (
+        *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+        *("--moe-router-dtype", "fp32"),
+    )
+    _, verdicts = check("sums_and_counts_kept", (*MOE, *biased), tmp_path)
+    wrong = {(one.name, one.kind, one.index) for one in verdicts if one.verdict.is_failure}
+    biases = {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(2)}
+    assert {name for name, kind, index in wrong if (kind, index) == (Kind.BUFFER, LOADS)} == biases
+    logged = {"load_balancing_loss", "z_loss"}
+    assert {(name, index) for name, kind, index in wrong if kind is Kind.METRIC} == {
+        (name, LEFT) for name in logged
+    }
+    assert {kind for _, kind, _ in wrong} == {Kind.BUFFER, Kind.METRIC}
+
+
+@pytest.mark.nightly
+def test_gradients_of_an_earlier_step(tmp_path):
+    """They are found in the first step, too: all gradients are off, and nothing before them."""
+    _, verdicts = check("gradients_kept", (), tmp_path)
+    wrong = {one.kind for one in verdicts if one.verdict.is_failure}
+    assert Kind.MAIN_GRAD in wrong
+    assert not wrong & {Kind.OUTPUT, Kind.LOSS, Kind.GRAD_INPUT, Kind.GRAD_OUTPUT}
 
 
 @pytest.mark.nightly

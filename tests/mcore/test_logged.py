@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Megatron logs of a step."""
 
+import math
 from types import SimpleNamespace
 
 import megatron.training
 import pytest
+import torch
 
 from megatron_ttrace.mcore import logged
 
@@ -29,3 +31,25 @@ def test_what_is_rounded(monkeypatch, metric, dtype, rounded):
 def test_a_script_without_a_log():
     """A Megatron without this function logs nothing, which is not an error."""
     assert logged._of(SimpleNamespace()) is None
+
+
+def test_what_is_left_over(monkeypatch):
+    """Sums without a step: given numbers, shares of choices, undefined ones are left out."""
+    found = {
+        "learning-rate": 1e-3,
+        "z_loss": torch.tensor(0.0),
+        "mtp_1_acceptance_rate": 0.5,
+        "mean": math.nan,
+    }
+    monkeypatch.setattr(logged, "_logged", lambda *args: found)
+    assert logged.left_over([], None) == {"z_loss": 0.0}
+
+
+def test_where_it_is_logged(monkeypatch):
+    """The call, in whichever file of Megatron it is."""
+    monkeypatch.setattr(logged, "PLACES", {})
+    writer = logged._Writer()
+    writer.add_scalar("z_loss", 1.0, 1)
+    writer.add_scalar("z_loss vs samples", 1.0, 1)
+    assert list(logged.PLACES) == ["z_loss"]
+    assert logged.PLACES["z_loss"].endswith("(test_where_it_is_logged)")

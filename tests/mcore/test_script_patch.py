@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -21,10 +22,10 @@ import pytest
 from megatron_ttrace import resources
 from megatron_ttrace.cli import patch as cli
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import script_patch
+from megatron_ttrace.mcore import script_patch, versions
 from megatron_ttrace.mcore import text_data as text
 
-RELEASES = ["0.17.1", "0.18.2", "0.19.0"]
+RELEASES = list(versions.KNOWN)
 CLONE = os.environ.get("TTRACE_MEGATRON_LM")
 
 PACKAGE_INFO = """\
@@ -201,9 +202,9 @@ def test_no_script(checkout: Path) -> None:
 
 
 def test_unknown_release(tmp_path: Path) -> None:
-    """A release without a patch is named, with those that have one and a way out."""
+    """The patch supports what a run supports, and says the same of the rest."""
     folder = stand_in(tmp_path / "new", "0.23.0")
-    refuses(folder, r"this is Megatron-LM 0.23.0, and there are patches for 0.17, 0.18, 0.19: add")
+    refuses(folder, re.escape(versions.refusal("0.23.0")))
 
 
 def test_later_patch_release(tmp_path: Path) -> None:

@@ -91,10 +91,10 @@ def test_sources() -> None:
         "decoder.0": Own(),
         "decoder.1": Heir(),
     }
-    functions = {"decoder.0": ("back.py:1 (f)", "")}
+    functions = {"decoder.0": ModuleCode(backward="back.py:1 (f)")}
     found = sources.sources_of(
         [Names(modules, {}, {}, frozenset())],
-        lambda name: functions.get(name, ("", "")),
+        lambda name: functions.get(name, ModuleCode()),
         optimizer=Optimizer(),
         finalize=functools.partial(forward_step),
         step=None,

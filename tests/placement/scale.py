@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from megatron_ttrace.compare import wire
+from megatron_ttrace.compare.gathered import of_rank
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.infer import infer_activation
@@ -116,7 +117,7 @@ def planners(job: Job, rank: int) -> dict[str, Planner]:
 
 def encoded(found: list[Measured]) -> str:
     """As a rank sends them."""
-    return json.dumps(wire.encode(found))
+    return json.dumps(wire.encode(of_rank(0, found)))
 
 
 def boxes_of(found: list[Measured]) -> int:

@@ -163,7 +163,7 @@ def test_an_answer(tmp_path, result, code):
     assert found.verdict is result
     assert found.timings["step"] == 1.0
     assert found.timings["wall"] > 0
-    assert said == ["measuring"]
+    assert said == ["starting 2 ranks", "measuring"]
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,9 @@ def test_a_deep_model_has_one_culprit_group(tmp_path: Path) -> None:
     text = text_of(check)
     before_the_table = text.partition("worst tensor of each layer")[0]
     assert len(before_the_table.splitlines()) < 30
+    lines = text.splitlines()
+    assert next(n for n, line in enumerate(lines) if line.startswith("tensors")) < 24
+    assert max(map(len, lines)) <= 80
     assert text.count("culprit    ") == 1
     assert "also " not in before_the_table
     assert [len(group) for group in table.by_cause(check[0].culprits)] == [129]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.gathered import of_ranks
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
@@ -70,7 +71,7 @@ def test_updates_of_parts_of_a_matrix(kind, index, name, rows, reason) -> None:
     """Muon's blockwise update is unchecked where a rank holds a part; the rest is judged."""
     key = TraceKey(1, -1, kind, name, index)
     box = Box((0, 0), (rows, 3), (0, 0))
-    holders = [(0, Measured(key, "", (box,), (4, 3), Sums()))]
+    holders = [Measured(key, "", (box,), (4, 3), Sums())]
     job = RunConfig(own_shards=(Kind.PARAM_DELTA, Kind.PARAM, Kind.EXP_AVG_SQ))
     assert unjudged(mesh_of(0, 2, tp=2), job, key, holders) is reason
 
@@ -110,7 +111,7 @@ class Job:
         summary, _ = conclude(
             TraceReader(self.directory / "reference"),
             Tolerances(self.moved, dict.fromkeys(self.keys, "float32")),
-            {0: found},
+            of_ranks({0: found}),
             candidate=self.directory / "candidate",
             mesh=mesh_of(0, 2, tp=2),
             config=RunConfig(),
@@ -177,7 +178,7 @@ def test_numbers_that_one_run_logs(tmp_path: Path, reference, candidate, result)
     summary, verdicts = conclude(
         TraceReader(tmp_path / "reference"),
         Tolerances(moved, dict.fromkeys(moved, "float32")),
-        {0: [same]},
+        of_ranks({0: [same]}),
         candidate=tmp_path / "candidate",
         mesh=mesh_of(0, 2, tp=2),
         config=RunConfig(logs=candidate),

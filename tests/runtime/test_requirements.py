@@ -2,12 +2,14 @@
 """Runs that cannot be traced are refused with a reason; notices say how others are checked."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import low_precision, requirements
 
@@ -38,6 +40,7 @@ REFUSED = [
     ),
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
     ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
+    ({"gtp_weight_remat_size": 2}, {}, "--tensor-parallel-num-weight-shards"),
     ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
     (
         {
@@ -116,3 +119,19 @@ def test_another_megatrons_reference_is_told():
     """There is a notice where another Megatron was allowed."""
     chosen = settings(reference=Path("there"), allow_other_megatron=True)
     assert len(requirements.notices(arguments(), chosen)) == 1
+
+
+def test_options_that_nobody_knows_are_told(monkeypatch):
+    """A fork's own: the reference has them, too."""
+    monkeypatch.setattr(sys, "argv", ["x.py", "--ttrace", "--my-layout=2", "--bf16", "--lr", "-1"])
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.19.0")
+    (said,) = requirements.notices(arguments(), settings())
+    assert said.startswith("--my-layout: not an option of a known Megatron")
+
+
+def test_a_version_before_its_release_is_told(monkeypatch):
+    """With the commit that was tried."""
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.20.1")
+    (said,) = requirements.notices(arguments(), settings())
+    assert versions.MAIN_COMMIT in said

@@ -17,7 +17,7 @@ from megatron_ttrace import trace
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import index as index_module
-from megatron_ttrace.trace import store
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.sealing import seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal
@@ -103,13 +103,13 @@ def test_data_is_copied_when_it_is_added(tmp_path):
     )
 
 
-def test_chunks_bound_the_memory(tmp_path, monkeypatch):
-    """Data leaves memory as soon as a chunk is full; every tensor is found again."""
-    monkeypatch.setattr(store, "_CHUNK_BYTES", 100)
-    writer = TraceWriter(tmp_path, 3)
+def test_chunks_bound_the_memory(tmp_path):
+    """Full chunks are written meanwhile, and few wait for it; every tensor is found again."""
+    writer = TraceWriter(tmp_path, 3, Budget(1600))
     for number in range(7):
         writer.add(entry(torch.zeros(20), str(number)), torch.full((20,), float(number)))
-    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+        written = len(list(tmp_path.glob("*.safetensors")))
+        assert (number + 1) // 2 - 1 <= written <= (number + 1) // 2
     assert len(writer) == 7
     writer.close()
     seal(tmp_path, {})
@@ -117,6 +117,27 @@ def test_chunks_bound_the_memory(tmp_path, monkeypatch):
     reader = TraceReader(tmp_path)
     for number in range(7):
         assert reader.tensor(reader.entry(key(str(number)))).unique().tolist() == [float(number)]
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_a_chunk_that_cannot_be_written(tmp_path, monkeypatch, more):
+    """The error arrives where tensors are added, at the latest when the trace is closed."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_ttrace.trace.store.save_file", full)
+    writer = TraceWriter(tmp_path, 0, Budget(1))
+    writer.add(entry(torch.zeros(4)), torch.zeros(4))
+
+    def go_on():
+        for number in range(more):
+            writer.add(entry(torch.zeros(4), str(number)), torch.zeros(4))
+        writer.close()
+
+    with pytest.raises(OSError, match="No space left"):
+        go_on()
+    assert not list(tmp_path.glob("*.index.jsonl"))
 
 
 def test_second_names_share_the_data(tmp_path):

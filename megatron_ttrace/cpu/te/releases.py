@@ -45,6 +45,8 @@ PINNED = {
     "0.18": Release(2, 16),
     # core_v0.19.0, pyproject.toml:234: 4329ff84, the tag v2.17.1.
     "0.19": Release(2, 17, 1),
+    # main at d98e8a64, pyproject.toml:246: the same as 0.19.
+    "0.20": Release(2, 17, 1),
 }
 
 _current = PINNED["0.19"]

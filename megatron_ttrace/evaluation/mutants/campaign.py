@@ -82,6 +82,7 @@ class Campaign:
         self.unhealthy: dict[str, str] = {}
         self.alarmed = False
         self._healthy: dict[str, list[str]] = {}
+        self._unfinished = False
         self._scripts = (scripts or launch_dir()).resolve()
         for script in {layout.script for layout in layouts}:
             if not (self._scripts / script).is_file():
@@ -140,9 +141,13 @@ class Campaign:
             for layout in tried:
                 if self._is_idle(mutant, layout):
                     continue
-                trials.append(self._try(mutant, layout))
-                if trials[-1].fate is not Fate.SURVIVED:
+                trial = self._try(mutant, layout)
+                if trial.fate is not Fate.SURVIVED:
+                    trials.append(trial)
                     break
+                # What survives a check also trains to its end: if it did not, the machine failed.
+                if not (self._unfinished and self._is_idle(mutant, layout)):
+                    trials.append(trial)
             alone = trials or [self._try(mutant, layouts[0])]
             inert = bool(tried) and not trials and alone[-1].fate is Fate.SURVIVED
             yield MutantRow(mutant, tuple(alone), explanation, why, inert)
@@ -178,10 +183,11 @@ class Campaign:
 
     def _is_idle(self, mutant: Mutant, layout: Configuration) -> bool:
         """Whether a job without a check trains, to the bit, as it does without the mutant."""
-        if layout.name not in self._healthy:
+        if not self._healthy.get(layout.name):
             self._healthy[layout.name] = self._trained(layout, {})
         healthy = self._healthy[layout.name]
         found = self._trained(layout, {train.MUTANT: train.encode(mutant)})
+        self._unfinished = not (healthy and found)
         return bool(healthy) and found == healthy
 
     def _trained(self, layout: Configuration, variables: dict[str, str]) -> list[str]:

@@ -52,10 +52,7 @@ def modules() -> list[tuple[str, Path]]:
     Raises:
         TTraceError: when there is no Megatron.
     """
-    spec = importlib.util.find_spec("megatron.core")
-    if spec is None or spec.origin is None:
-        raise TTraceError("megatron-core is not installed: see ttrace doctor")
-    root = Path(spec.origin).parent
+    root = _root()
     return [
         (_name(path.relative_to(root)), path)
         for package in PACKAGES
@@ -63,6 +60,26 @@ def modules() -> list[tuple[str, Path]]:
         for path in (place.with_suffix(".py"), *sorted(place.rglob("*.py")))
         if path.is_file() and (path.name != "__init__.py" or path.stat().st_size > 0)
     ]
+
+
+def autograd_files() -> list[Path]:
+    """All files with autograd functions: classes that other code hands numbers to.
+
+    Raises:
+        TTraceError: when there is no Megatron.
+    """
+    return [
+        path
+        for path in sorted(_root().rglob("*.py"))
+        if "autograd.Function)" in path.read_text(encoding="utf-8")
+    ]
+
+
+def _root() -> Path:
+    spec = importlib.util.find_spec("megatron.core")
+    if spec is None or spec.origin is None:
+        raise TTraceError("megatron-core is not installed: see ttrace doctor")
+    return Path(spec.origin).parent
 
 
 def _name(path: Path) -> str:
@@ -116,9 +133,11 @@ def _mutant(
 
 
 def _classes(statement: ast.stmt, source: Source) -> tuple[str, ...]:
-    """Classes whose attributes are used near a statement."""
+    """Classes whose attributes are used near a statement, or in what finds a name used there."""
     branch = source.parent(statement)
-    text = ast.unparse(branch if isinstance(branch, ast.If) else statement)
+    near = branch if isinstance(branch, ast.If) else statement
+    names = {node.id for node in ast.walk(near) if isinstance(node, ast.Name)}
+    text = "\n".join([ast.unparse(near), *(source.finder(name) for name in sorted(names))])
     return tuple(sorted(set(_CLASS.findall(text))))
 
 

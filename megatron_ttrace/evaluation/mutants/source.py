@@ -23,6 +23,17 @@ class Source:
         self._parents = {
             child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
         }
+        self._functions = {
+            node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)
+        }
+        self._found_by = {
+            node.targets[0].id: node.value.func.id
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Call)
+            and isinstance(node.value.func, ast.Name)
+        }
 
     def parent(self, node: ast.AST) -> ast.AST | None:
         """The node around a node."""
@@ -45,6 +56,11 @@ class Source:
         lines[-1] = lines[-1][: span.last_column]
         lines[0] = lines[0][span.first_column :]
         return b"".join(lines).decode()
+
+    def finder(self, name: str) -> str:
+        """The text of the module's function whose result has this name; empty if none has."""
+        found = self._functions.get(self._found_by.get(name, ""))
+        return "" if found is None else ast.unparse(found)
 
     def is_statement(self, node: ast.AST) -> bool:
         """Whether the value of a call is ignored."""

@@ -19,7 +19,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import patching
 from megatron_ttrace.evaluation.mutants import coverage, outcome, truth
 from megatron_ttrace.evaluation.mutants.records import Mutant
-from megatron_ttrace.evaluation.mutants.scan import modules
+from megatron_ttrace.evaluation.mutants.scan import autograd_files, modules
 from megatron_ttrace.evaluation.mutants.source import Source
 from megatron_ttrace.trace import codec
 
@@ -71,7 +71,9 @@ def main() -> None:
     if mutant is not None:
         introduce(decode(mutant))
     if lines is not None:
-        files = {str(path): truth.phase_of(module) for module, path in modules()}
+        files = dict.fromkeys(map(str, autograd_files())) | {
+            str(path): truth.phase_of(module) for module, path in modules()
+        }
         coverage.record(files, Path(lines) / f"rank-{os.environ['RANK']}.jsonl")
     told = None if state is None else outcome.watch()
     runpy.run_path(str(script), run_name="__main__")

@@ -43,9 +43,9 @@ _BOUNDARY = re.compile(
     r"|mtp\.layers\.\*"
 )
 """What can be the first or the last of a pipeline stage."""
-_SYNC = re.compile(r"sync|finalize_model_grads")
-
-
+_SYNC = re.compile(r"sync|finalize_model_grads|\btotal_num_tokens\b")
+"""What a schedule does for the reduction of gradients: it starts it, and counts their divisor."""
+_EMPTIES = re.compile(r"zero_grad")
 _LOGGED = re.compile(r"log|metric|track")
 _NO_MODULE = (Kind.GRAD_NORM, Kind.METRIC, Kind.TOKENS)
 
@@ -63,7 +63,9 @@ def right_module(mutant: Mutant, ran: Ran, culprits: Sequence[Culprit]) -> bool:
     """Whether the first culprit, or one of its group, is where the mutated function ran."""
     phases = set(ran.phases)
     if Phase.SCHEDULE in phases and _SYNC.search(mutant.statement):
-        # A schedule also starts the reduction of gradients.
+        phases.add(Phase.GRADIENTS)
+    if _EMPTIES.search(mutant.qualname):
+        # Before the step: the gradients are then added to what is left.
         phases.add(Phase.GRADIENTS)
     if _LOGGED.search(f"{mutant.qualname} {mutant.statement}"):
         phases.add(Phase.LOGGING)

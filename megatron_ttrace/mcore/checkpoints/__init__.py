@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in checkpoints, read without unpickling anything."""
+"""Weights in checkpoints, read by safetensors or by Megatron itself."""

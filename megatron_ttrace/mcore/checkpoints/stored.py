@@ -1,92 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a checkpoint: names, shapes, and the chunks in which they are stored.
+"""The weights of a checkpoint: names, shapes, and how to read them.
 
-Formats: PyTorch's distributed checkpoint (``--ckpt-format torch_dist`` and ``fsdp_dtensor``), whose
-files do not depend on the layout, and safetensors, as exported for other programs. The
-``.metadata`` of a distributed checkpoint and the heads of its tensors are pickles, which are read
-as data (``inert.py``). Megatron's older format, one pickle per rank, is refused.
+Formats: Megatron's distributed checkpoint (``--ckpt-format torch_dist``), whose names and shapes do
+not depend on the layout, and safetensors, as exported for other programs. A distributed checkpoint
+is described by a pickle, which nothing here reads: Megatron loads it, as it does when it trains.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import io
-import math
+import functools
 import re
-import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.checkpoints import inert
-from megatron_ttrace.mcore.checkpoints.inert import Made
+from megatron_ttrace.mcore import versions
 
-METADATA = ".metadata"
+_DESCRIPTION = ".metadata"
+_MARK = "metadata.json"
+"""Megatron's own, beside PyTorch's description, in ``torch_dist`` only."""
 _LATEST = "latest_checkpointed_iteration.txt"
 _OTHERS = ("optimizer.", "rng_state", "rerun_state_machine", "opt_param_scheduler", "chained_")
-"""Beginnings of the names of what is no weight."""
+"""Beginnings of the names of what is not a weight."""
 _PREFIX = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
-_STORAGE = re.compile(r"torch\.(\w+)Storage")
-_DTYPES = {
-    "Float": torch.float32,
-    "Double": torch.float64,
-    "Half": torch.float16,
-    "BFloat16": torch.bfloat16,
-    "Long": torch.int64,
-    "Int": torch.int32,
-    "Short": torch.int16,
-    "Char": torch.int8,
-    "Byte": torch.uint8,
-    "Bool": torch.bool,
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """A stored part of a tensor.
-
-    Attributes:
-        offsets: of its first element in the whole tensor.
-        sizes: its shape.
-        file: in which it is.
-        start: of its bytes, for a distributed checkpoint.
-        length: of its bytes, for a distributed checkpoint.
-        name: in a safetensors file.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: Path
-    start: int = 0
-    length: int = 0
-    name: str = ""
-
-    def read(self) -> torch.Tensor:
-        """Its elements. Raises ``TTraceError`` when they are missing or damaged."""
-        try:
-            if self.name:
-                with safe_open(self.file, framework="pt") as opened:
-                    found: torch.Tensor = opened.get_tensor(self.name)
-            else:
-                with self.file.open("rb") as file:
-                    file.seek(self.start)
-                    found = _tensor(file.read(self.length), str(self.file))
-        except (OSError, SafetensorError, zipfile.BadZipFile, KeyError, ValueError) as error:
-            raise TTraceError(f"{self.file} is damaged or missing ({error})") from error
-        if tuple(found.shape) != self.sizes:
-            raise TTraceError(f"{self.file} holds another tensor than the checkpoint says")
-        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight: its shape, and where its parts are."""
+    """A weight.
+
+    Attributes:
+        shape: of the whole weight.
+        read: returns it, or one index of its first dimension. Raises ``TTraceError`` when it is
+            missing or damaged.
+    """
 
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    read: Callable[[int | None], torch.Tensor]
 
 
 def weights(folder: Path) -> dict[str, Stored]:
@@ -99,17 +57,22 @@ def weights(folder: Path) -> dict[str, Stored]:
         TTraceError: when there is no checkpoint in a format that is read.
     """
     home = _of_iteration(folder)
-    if (home / METADATA).is_file():
+    if (home / _MARK).is_file():
         found = _distributed(home)
     elif files := sorted(home.glob("*.safetensors")):
-        found = _safetensors(files)
+        found = dict(_safetensors(files))
+    elif (home / _DESCRIPTION).is_file():
+        raise TTraceError(
+            f"{home} has no {_MARK}, so it is not in the format torch_dist. Formats that are "
+            "read: torch_dist, safetensors (fsdp_dtensor: export it)"
+        )
     elif next(home.rglob("*.pt"), None) is not None:
         raise TTraceError(
             f"{home} is in Megatron's format torch, which is pickles: convert it with "
             "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"
         )
     else:
-        raise TTraceError(f"{folder} holds no checkpoint: neither {METADATA} nor *.safetensors")
+        raise TTraceError(f"{folder} holds no checkpoint: neither {_MARK} nor *.safetensors")
     if not found:
         raise TTraceError(f"{home} holds no weights")
     return found
@@ -129,73 +92,89 @@ def _of_iteration(folder: Path) -> Path:
 
 
 def _distributed(home: Path) -> dict[str, Stored]:
-    what = str(home / METADATA)
-    metadata = inert.read((home / METADATA).read_bytes(), what)
+    with _loading(home) as megatron, _without_strides():
+        described = megatron.load_tensors_metadata(str(home))
+    return {
+        _PREFIX.sub("", name): Stored(
+            tuple(one.global_shape), functools.partial(_load, home, name, one)
+        )
+        for name, one in described.items()
+        if not name.startswith(_OTHERS)
+    }
+
+
+def _load(home: Path, name: str, described: Any, index: int | None) -> torch.Tensor:
+    """A tensor by Megatron's loader, on one rank."""
+    shape = tuple(described.global_shape)
+    with _loading(home) as megatron:
+        if index is None:
+            wanted = megatron.ShardedTensor.from_rank_offsets(
+                name, torch.empty(shape, dtype=described.dtype)
+            )
+        else:
+            part = torch.empty((1, *shape[1:]), dtype=described.dtype)
+            wanted = megatron.ShardedTensor.from_rank_offsets(name, part, (0, index, shape[0]))
+        loaded = megatron.load({name: wanted}, str(home), validate_access_integrity=False)
+    found: torch.Tensor = loaded[name]
+    return found if index is None else found[0]
+
+
+@contextlib.contextmanager
+def _loading(home: Path) -> Iterator[Any]:
+    """``megatron.core.dist_checkpointing`` in a process that is the only rank.
+
+    Raises:
+        TTraceError: when Megatron is absent, or fails.
+    """
+    with versions.quiet_imports():
+        versions.check_supported()
     try:
-        places = {
-            (key.fields["fqn"], _size(key.fields["offset"])): info.fields
-            for key, info in metadata.fields["storage_data"].items()
-            if key.fields.get("offset") is not None
-        }
-        found = {}
-        for name, entry in metadata.fields["state_dict_metadata"].items():
-            if not entry.name.endswith(".TensorStorageMetadata") or name.startswith(_OTHERS):
-                continue
-            chunks = []
-            for one in entry.fields["chunks"]:
-                offsets = _size(one.fields["offsets"])
-                place = places[name, offsets]
-                if place.get("transform_descriptors"):
-                    raise TTraceError(f"{home}: compressed checkpoints are not read")
-                file = home / Path(place["relative_path"]).name
-                sizes = _size(one.fields["sizes"])
-                chunks.append(Chunk(offsets, sizes, file, place["offset"], place["length"]))
-            found[_PREFIX.sub("", name)] = Stored(_size(entry.fields["size"]), tuple(chunks))
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise TTraceError(f"{what} is not that of a checkpoint ({error})") from error
-    return found
+        with versions.quiet_imports():
+            from megatron.core import dist_checkpointing
+
+            if not distributed.is_initialized():
+                store = distributed.HashStore()  # type: ignore[attr-defined]
+                distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            yield dist_checkpointing
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        # Of an error with a traceback in its text the last line says why.
+        reason = f"{type(error).__name__}: {error}".rstrip().splitlines()[-1][:200]
+        raise TTraceError(f"{home}: Megatron cannot load this checkpoint ({reason})") from error
 
 
-def _size(value: Any) -> tuple[int, ...]:
-    """A ``torch.Size``."""
-    (items,) = value.arguments
-    return tuple(map(int, items))
+@contextlib.contextmanager
+def _without_strides() -> Iterator[None]:
+    """PyTorch 2.15 describes strides, too, and Megatron hands all of it to ``torch.empty``."""
+    empty = torch.empty
+
+    def without(*args: Any, strides: object = None, **kwargs: Any) -> torch.Tensor:
+        return empty(*args, **kwargs)
+
+    torch.empty = without
+    try:
+        yield
+    finally:
+        torch.empty = empty
 
 
-def _tensor(data: bytes, what: str) -> torch.Tensor:
-    """A tensor as ``torch.save`` writes it: a zip file with its layout and its bytes."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        (head,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-        folder = head.removesuffix("data.pkl")
-        made = inert.read(archive.read(head), what)
-        if isinstance(made, Made) and made.name == "torch._utils._rebuild_parameter":
-            made = made.arguments[0]
-        if not isinstance(made, Made) or made.name != "torch._utils._rebuild_tensor_v2":
-            raise TTraceError(f"{what} holds tensors of a kind that is not read")
-        storage, offset, size, stride = made.arguments[:4]
-        _, kind, key, *_ = storage.arguments[0]
-        match = _STORAGE.fullmatch(kind.name)
-        dtype = _DTYPES.get(match[1]) if match else None
-        if dtype is None:
-            raise TTraceError(f"{what} holds tensors of a dtype that is not read ({kind.name})")
-        byteorder = f"{folder}byteorder"
-        if byteorder in archive.namelist() and archive.read(byteorder) != b"little":
-            raise TTraceError(f"{what} was written on a big-endian machine")
-        content = bytearray(archive.read(f"{folder}data/{key}"))
-    if not math.prod(size):
-        return torch.empty(size, dtype=dtype)
-    return torch.frombuffer(content, dtype=dtype).as_strided(size, stride, offset)
-
-
-def _safetensors(files: list[Path]) -> dict[str, Stored]:
-    found = {}
+def _safetensors(files: list[Path]) -> Iterator[tuple[str, Stored]]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                for name in opened.keys():  # noqa: SIM118 - it is not a dict
                     shape = tuple(opened.get_slice(name).get_shape())
-                    chunk = Chunk((0,) * len(shape), shape, file, name=name)
-                    found[_PREFIX.sub("", name)] = Stored(shape, (chunk,))
+                    yield _PREFIX.sub("", name), Stored(shape, functools.partial(_cut, file, name))
         except (OSError, SafetensorError) as error:
             raise TTraceError(f"{file} is damaged ({error})") from error
+
+
+def _cut(file: Path, name: str, index: int | None) -> torch.Tensor:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            if index is None:
+                found: torch.Tensor = opened.get_tensor(name)
+            else:
+                found = opened.get_slice(name)[index : index + 1][0]
+    except (OSError, SafetensorError) as error:
+        raise TTraceError(f"{file} is damaged or missing ({error})") from error
     return found

@@ -58,7 +58,8 @@ _LAYOUT: dict[str, Any] = {
         distribute_saved_activations enable_cuda_graph enable_full_sharding_in_hsdp
         ep_overlap_early_attn_memory_release external_cuda_graph fine_grained_activation_offloading
         fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer fsdp_manual_registration
-        hybrid_context_parallel init_model_with_meta_device keep_fp8_transpose_cache
+        gtp_remat_reduce_scatter_with_fp32_accumulation hybrid_context_parallel
+        init_model_with_meta_device keep_fp8_transpose_cache
         megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
         moe_enable_deepep moe_layer_recompute moe_paged_stash moe_permute_fusion_into_hybridep
         mtp_standalone optimizer_cpu_offload optimizer_cuda_graph
@@ -87,7 +88,7 @@ _LAYOUT: dict[str, Any] = {
         recompute_modules suggested_communication_unit_size
         """,
     ),
-    **_of([], "cuda_graph_modules cuda_graph_scope offload_modules"),
+    **_of([], "cuda_graph_modules cuda_graph_scope gtp_remat_opt_in_modules offload_modules"),
     **_of([], "ddp_param_name_patterns_for_fp32_local_accumulation"),
     **_of("no_shard", "data_parallel_sharding_strategy outer_dp_sharding_strategy"),
     **_of(1.0, "activation_offload_fraction optimizer_offload_fraction"),
@@ -95,6 +96,8 @@ _LAYOUT: dict[str, Any] = {
     "cp_comm_type": ["p2p"],
     "cuda_graph_impl": "none",
     "cuda_graph_warmup_steps": 3,
+    "gdp_num_chunk_states_to_recompute": 2,
+    "megatron_fsdp_version": 1,
     "min_offloaded_tensor_size": 1 << 20,
     "mlp_chunks_for_training": 1,
     "moe_flex_dispatcher_backend": "deepep",
@@ -116,7 +119,7 @@ _AXES: dict[str, Any] = {
         """
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         expert_tensor_parallel_num_weight_shards hierarchical_context_parallel_sizes
-        max_seqlen_per_dp_cp_rank microbatch_group_size_per_vp_stage
+        max_seqlen_per_dp_cp_rank mhc_recompute_layer_num microbatch_group_size_per_vp_stage
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         pipeline_model_parallel_layout recompute_num_layers tensor_parallel_num_weight_shards
         """,
@@ -132,7 +135,14 @@ _TRANSPORT: dict[str, Any] = {
         symmetric_ar_type tp_comm_overlap_cfg
         """,
     ),
-    **_of(False, "disable_symmetric_registration nccl_ub use_ring_exchange_p2p use_sharp"),
+    **_of(
+        False,
+        """
+        disable_symmetric_registration gtp_expert_remat_nccl_ub gtp_remat_nccl_ub nccl_ub
+        use_ring_exchange_p2p use_sharp
+        """,
+    ),
+    **_of("bf16", "moe_combine_bwd_dtype moe_dispatch_fwd_dtype"),
     "high_priority_stream_groups": [],
 }
 
@@ -161,8 +171,9 @@ QUIET = MappingProxyType(
             """
             adlr_autoresume async_save calc_ft_timeouts enable_ft_package enable_one_logger
             exit_on_missing_checkpoint exit_signal_handler inprocess_restart
-            load_main_params_from_ckpt log_progress log_straggler moe_use_upcycling profile
-            record_memory_history replication run_workload_inspector_server use_pytorch_profiler
+            load_main_params_from_ckpt log_progress log_straggler moe_use_upcycling otel_enabled
+            profile record_memory_history replication run_workload_inspector_server
+            use_pytorch_profiler
             """,
         ),
         **_of("", "config_logger_dir wandb_exp_name wandb_project"),
@@ -179,6 +190,8 @@ _REFUSED = {
     "checkpoint_activations": "Megatron has removed it: give --recompute-granularity",
     "fake_process_group": "ranks exchange nothing, so nothing can be equal: omit it",
     "model_parallel_size": "Megatron has removed it: give --tensor-model-parallel-size",
+    "mtp_hsm": "every token draws the input of a prediction at random, and other ones in another "
+    "layout: check the same job without it",
     "perform_rl_step": "a step trains on samples that the model generates before, and those "
     "differ between layouts: check the model with its pretraining script",
     "skip_train": "no step is trained: omit it",
@@ -229,6 +242,7 @@ ALIASES = MappingProxyType(
         "--no-rope-fusion": "apply_rope_fusion",
         "--norm-epsilon": "layernorm_epsilon",
         "--overlap-p2p-communication-warmup-flush": "overlap_p2p_comm_warmup_flush",
+        "--output-logit-dtype": "logit_dtype",
         "--persistent-save-interval": "save_interval",
         "--tokenizer-metadata": "metadata_path",
         "--tokenizer-special-tokens": "special_tokens",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.mcore.flags import DEFAULT_RANKS
 from megatron_ttrace.mcore.options.decisions import Action, decision
 from megatron_ttrace.mcore.options.roles import Role
 from megatron_ttrace.mcore.shrink import axes, documents
@@ -15,10 +16,6 @@ from megatron_ttrace.mcore.shrink.axes import Axes
 from megatron_ttrace.mcore.shrink.case import Case, Change
 from megatron_ttrace.mcore.shrink.given import Flag, Given
 from megatron_ttrace.mcore.shrink.rules import RULES
-
-DEFAULT_RANKS = 8
-"""Ranks of one small job: three axes of 2. More ranks than that share two cores badly, fewer would
-take three jobs for what one does, and miss what only three axes together show."""
 
 DROPPED = {
     Role.LENGTH: "one iteration is checked",

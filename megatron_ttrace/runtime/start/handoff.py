@@ -3,8 +3,9 @@
 
 Not every checkpoint format reshards to one device, optimizer states least of all. So every rank of
 the candidate writes its own boxes of what it loaded, and the reference assembles them. Written are
-the optimizer's main parameters (the model's are casts of them) and Adam's moments. A rank whose
-copy differs from the others' is found by comparing start parameters.
+the optimizer's main parameters (the model's are casts of them), Adam's moments, and buffers (the
+biases of routers). A rank whose copy differs from the others' is found by comparing start
+parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.capture.step import TracedModel
-from megatron_ttrace.compare.measure import checksum, local_view, logical_view
+from megatron_ttrace.compare.checksum import checksum
+from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
@@ -40,6 +42,25 @@ def write(model: TracedModel, directory: Path) -> str:
     marks = hashlib.sha256()
     owned = owned_by(model.optimizer)
     one_has_it = layer_wise(model.optimizer)
+    # Ranks that hold a part only, those of context parallelism, leave it as it was built.
+    buffers = [(place, data) for place, data in model.buffers() if not place.placement]
+    if model.mesh.at("dp") or model.mesh.at("cp"):
+        buffers = []
+
+    def add(kind: Kind, where: ParameterPlace, data: torch.Tensor) -> None:
+        entry = Entry(
+            key=TraceKey(0, STEP_LEVEL, kind, where.name),
+            shape=tuple(data.shape),
+            dtype=str(data.dtype).removeprefix("torch."),
+            logical_shape=where.logical_shape,
+            placement=describe(where.placement),
+            boxes=where.boxes(model.mesh),
+        )
+        writer.add(entry, data)
+        marks.update(f"{where.name}/{kind}/{checksum(data)}".encode())
+
+    for place, data in buffers:
+        add(Kind.BUFFER, place, data)
     for parameter, place in model.places():
         part = owned.get(parameter)
         if parameter in one_has_it:
@@ -60,16 +81,7 @@ def write(model: TracedModel, directory: Path) -> str:
                 if torch.is_tensor(state.get(name))
             }
         for kind, data in tensors.items():
-            entry = Entry(
-                key=TraceKey(0, STEP_LEVEL, kind, where.name),
-                shape=tuple(data.shape),
-                dtype=str(data.dtype).removeprefix("torch."),
-                logical_shape=where.logical_shape,
-                placement=describe(where.placement),
-                boxes=where.boxes(model.mesh),
-            )
-            writer.add(entry, data)
-            marks.update(f"{place.name}/{kind}/{checksum(data)}".encode())
+            add(kind, where, data)
     writer.close()
     return marks.hexdigest()
 
@@ -102,6 +114,9 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
 
     owned = owned_by(model.optimizer)
     with torch.no_grad():
+        for place, buffer in model.buffers():
+            if (Kind.BUFFER, place.name) in pieces:
+                copy(Kind.BUFFER, place, buffer)
         for parameter, place in model.places():
             copy(Kind.PARAM, place, parameter.data)
         model.optimizer.reload_model_params()

@@ -9,13 +9,14 @@ from megatron_ttrace.cpu import te
 from megatron_ttrace.cpu.te import releases
 from megatron_ttrace.cpu.te.releases import KNOWN, PINNED, Release, parsed
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.versions import SUPPORTED, megatron_core_version
+from megatron_ttrace.mcore.versions import KNOWN as MEGATRONS
+from megatron_ttrace.mcore.versions import megatron_core_version
 from megatron_ttrace.runtime.entry import exits_on_user_error
 from tests.cpu.te import document
 
 
 def test_every_supported_megatron_has_its_release():
-    assert {*PINNED} == {version.rpartition(".")[0] for version in SUPPORTED}
+    assert {*PINNED} == {version.rpartition(".")[0] for version in MEGATRONS}
     assert {*PINNED.values()} <= {*KNOWN}
     assert sorted(KNOWN) == list(KNOWN)
 

@@ -12,7 +12,14 @@ import pytest
 from megatron_ttrace.evaluation.bugs.patching import functions
 from megatron_ttrace.evaluation.mutants import survivors
 from megatron_ttrace.evaluation.mutants.operators import OPERATORS
-from megatron_ttrace.evaluation.mutants.scan import PACKAGES, modules, sample, scan, scan_source
+from megatron_ttrace.evaluation.mutants.scan import (
+    PACKAGES,
+    autograd_files,
+    modules,
+    sample,
+    scan,
+    scan_source,
+)
 from megatron_ttrace.evaluation.mutants.source import Source
 
 MODULE = "megatron.core.tensor_parallel.made_up"
@@ -100,6 +107,28 @@ def f(x, n):
 """
     found = [m for m in scan_source(MODULE, text) if m.operator == "lost-scale"]
     assert [m.classes for m in found] == [("First",), ("Second",)]
+
+
+def test_classes_behind_a_name():
+    """In the function that finds what the statement calls."""
+    text = """
+def _find(config):
+    from other import Scaler
+    return Scaler.set_loss_scale if config.scaled else None
+
+def f(x, config):
+    function = _find(config)
+    function(x / world_size)
+    other(x / world_size)
+"""
+    found = [m for m in scan_source(MODULE, text) if m.operator == "lost-scale"]
+    assert [m.classes for m in found] == [("Scaler",), ()]
+
+
+def test_autograd_functions_are_watched_anywhere():
+    """Schedules hand scales to classes of files that are not scanned."""
+    watched = {path.name for path in autograd_files()}
+    assert {"multi_token_prediction.py", "dsa.py", "mappings.py"} <= watched
 
 
 def test_twins_have_their_own_ids():

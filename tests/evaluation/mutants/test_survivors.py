@@ -144,3 +144,85 @@ def test_sum_of_maxima(logit: float, lost: bool) -> None:
     assert explanation(mutant) is Explanation.DORMANT
     total = torch.full((8,), logit).sub(8 * logit).exp().sum()
     assert bool(total == 0) is lost
+
+
+BUCKET = "distributed.param_and_grad_buffer:_ParamAndGradBuffer._new_bucket:skip-item:ccedbb"
+
+
+def test_nothing_reads_a_buffers_map() -> None:
+    """Only the function that the mutant changes uses it, to assert that it has no entry yet."""
+    assert explanation(BUCKET) is Explanation.EQUIVALENT
+    path = dict(modules())["megatron.core.distributed.param_and_grad_buffer"]
+    name = "param_to_bucket"
+    for file in path.parents[2].rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        if name in text:
+            users = {
+                (qualname, type(node.value).__name__ == "Name" and node.value.id)
+                for qualname, function in functions(ast.parse(text))
+                for node in ast.walk(function)
+                if isinstance(node, ast.Attribute) and node.attr == name
+            }
+            of_buffers = {
+                one for one in users if not one[0].startswith("_ParamAndGradBucketGroup.")
+            }
+            made = {"_ParamAndGradBuffer.__init__", "_ParamAndGradBuffer._new_bucket"}
+            assert of_buffers == ({(one, "self") for one in made} if file == path else set())
+
+
+SEED = "tensor_parallel.random:model_parallel_cuda_manual_seed:off-by-one"
+
+
+def streams(function: Callable[..., Any], tp: int, ep: int, etp: int, pp: int) -> list[int]:
+    """The seed of each stream of each rank; a pipeline stage adds 100 to the seed."""
+    seeds: list[int] = []
+
+    class Tracker:
+        def reset(self) -> None:
+            pass
+
+        def add(self, name: str, seed: int) -> None:
+            del name
+            seeds.append(seed)
+
+    names = ("_DATA_PARALLEL", "_MODEL_PARALLEL", "_EXPERT_PARALLEL")
+    function.__globals__.update(
+        {f"{name}_RNG_TRACKER_NAME": name for name in names},
+        _CUDA_RNG_STATE_TRACKER=Tracker(),
+        initialize_rng_tracker=lambda *args, **kwargs: None,
+        **{
+            f"get_{kind}gtp_weight_remat_{what}": lambda value=value: value
+            for kind in ("", "expert_")
+            for what, value in (("rank", 0), ("world_size", 1))
+        },
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "manual_seed", seeds.append)
+        for stage in range(pp):
+            for rank in range(max(tp, ep * etp)):
+                of_rank = {
+                    "tp_rank": rank % tp,
+                    "etp_rank": rank % etp,
+                    "ep_rank": rank // etp % ep,
+                }
+                function(1234 + 100 * stage, **of_rank)
+    return seeds
+
+
+def equals(values: list[int]) -> list[int]:
+    """For each value, where it comes first."""
+    return [values.index(one) for one in values]
+
+
+@pytest.mark.parametrize("change", ["fcaceb", "593214"])
+def test_other_seeds(change: str) -> None:
+    """The same streams are equal with up to five ranks of tensor parallelism, not with more."""
+    assert explanation(f"{SEED}:{change}") is Explanation.DORMANT
+    healthy, changed = versions(f"{SEED}:{change}")
+    layouts = [(1, 8, 1, 4), (2, 64, 1, 2), (4, 32, 2, 3), (5, 5, 5, 20), (5, 40, 1, 1)]
+    for layout in layouts:
+        before, after = streams(healthy, *layout), streams(changed, *layout)
+        assert before != after
+        assert equals(before) == equals(after)
+    many = 8, 40, 1, 1
+    assert equals(streams(healthy, *many)) != equals(streams(changed, *many))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a right diagnosis is."""
 
+import dataclasses
+
 import pytest
 
 from megatron_ttrace.evaluation.mutants.operators import MARKS, OPERATORS
@@ -66,7 +68,16 @@ def test_a_schedule_that_reduces_gradients() -> None:
     """Only where the changed statement does."""
     ran, wrong = Ran((), (Phase.SCHEDULE,)), [culprit("output_layer", Kind.MAIN_GRAD)]
     assert right_module(mutant(statement="enable_grad_sync()"), ran, wrong)
-    assert not right_module(mutant(statement="output_tensor /= n"), ran, wrong)
+    assert right_module(mutant(statement="total_num_tokens += num_tokens"), ran, wrong)
+    assert not right_module(mutant(statement="output_tensor /= num_tokens"), ran, wrong)
+
+
+def test_an_optimizer_that_empties_gradients() -> None:
+    """What it leaves there is in the next gradients; its other functions read them."""
+    ran, wrong = Ran((), (Phase.OPTIMIZER,)), [culprit("output_layer", Kind.MAIN_GRAD)]
+    empties = dataclasses.replace(mutant(), qualname="_zero_grad_group_helper")
+    assert right_module(empties, ran, wrong)
+    assert not right_module(mutant(), ran, wrong)
 
 
 def test_groups_of_culprits() -> None:

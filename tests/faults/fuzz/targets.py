@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.compare import wire
+from megatron_ttrace.compare.gathered import of_rank
 from megatron_ttrace.compare.moments import moments_of
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
@@ -218,7 +219,9 @@ def report(home: Path, name: str, *, resealed: bool) -> Attempt:
 def messages(home: Path) -> Attempt:
     """Damage what a rank tells the others."""
     reference, candidate = TraceReader(home / "reference"), TraceReader(home / "candidate")
-    sent = json.dumps(wire.encode(measure_saved(reference, candidate)[0])).encode() + b"\n"
+    sent = (
+        json.dumps(wire.encode(of_rank(0, measure_saved(reference, candidate)[0]))).encode() + b"\n"
+    )
 
     def attempt(dice: random.Random) -> int:
         try:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.mcore import reference_arguments
+from megatron_ttrace.mcore import reference_arguments, versions
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.mcore.options.decisions import Action, decision, option_of
 from megatron_ttrace.mcore.options.roles import ROLES, Role
 
-RELEASES = ("0.17.1", "0.18.2", "0.19.0")
+RELEASES = versions.KNOWN
 RENAMED = {
     ("0.17.1", flag)
     for flag in (

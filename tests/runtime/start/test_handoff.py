@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded start is restored as it was written: parameters, Adam's moments and its step."""
+"""A loaded start is restored as it was written: parameters, buffers, Adam's moments, its step."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.optimizer import Owned
-from megatron_ttrace.mcore.parameters import place_parameter
+from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime.start import handoff
 from megatron_ttrace.trace.store import TraceReader, seal
@@ -32,7 +32,10 @@ def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> Simpl
     ]
     monkeypatch.setattr(handoff, "owned_by", lambda optimizer: optimizer.owned)
     optimizer = SimpleNamespace(owned=owned, reload_model_params=lambda: None)
-    return SimpleNamespace(mesh=SINGLE, optimizer=optimizer, places=lambda: places)
+    buffers = [(ParameterPlace("expert_bias", (4,), ()), torch.randn(4))]
+    return SimpleNamespace(
+        mesh=SINGLE, optimizer=optimizer, places=lambda: places, buffers=lambda: buffers
+    )
 
 
 def test_each_rank_writes_the_layers_that_it_steps(
@@ -63,6 +66,7 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(mine["exp_avg_sq"], theirs["exp_avg_sq"])
         assert float(mine["step"]) == 7.0
     assert handoff.steps_of(second) == 7.0
+    assert torch.equal(second.buffers()[0][1], first.buffers()[0][1])
 
 
 def test_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

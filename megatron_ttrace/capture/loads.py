@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loads by which Megatron updates the biases of routers.
+
+A bias changes by a fixed step, up or down. That hides most errors in what the direction was
+computed from: they show in a later step, when an expert is nearer to the mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.replaced import replaced
+from megatron_ttrace.mcore import balancing, statistics
+from megatron_ttrace.mcore.names import Names
+
+
+@contextlib.contextmanager
+def watched(
+    chunks: list[Names],
+    attempt: Callable[[Callable[[], Any]], Any],
+    take: Callable[[str, torch.Tensor], None],
+) -> Iterator[None]:
+    """Within this context hand over what each update of the biases is computed from.
+
+    Args:
+        chunks: of this rank.
+        attempt: runs work of ours; if it fails, Megatron's step goes on.
+        take: called with the name of a bias and the relative loads of its experts.
+    """
+
+    def hand_over(tokens: torch.Tensor) -> None:
+        names, loads = balancing.updated_biases(chunks), balancing.loads(tokens)
+        # If Megatron updates others than these, what it updates is missing.
+        if len(names) == len(loads):
+            for name, load in zip(names, loads, strict=True):
+                take(name, load)
+
+    def watching(original: Callable[..., Any]) -> Callable[..., Any]:
+        def update(*args: Any, **kwargs: Any) -> Any:
+            updated = original(*args, **kwargs)
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            attempt(lambda: hand_over(next(iter(given.values()))))
+            return updated
+
+        return update
+
+    with contextlib.ExitStack() as stack:
+        for module in statistics.users(balancing.UPDATE):
+            original = vars(module)[balancing.UPDATE]
+            stack.enter_context(replaced(module, balancing.UPDATE, watching(original)))
+        yield

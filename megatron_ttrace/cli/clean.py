@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace clean``: remove what checks have left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from megatron_ttrace.cli import command
+from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.mcore import flags
+
+_DAY = 86400.0
+_EPILOG = """\
+example:
+  ttrace clean                           list what is in ttrace-out, with sizes
+  ttrace clean ttrace-out --yes          remove it
+  ttrace clean --cache --older-than 30   list old references that runs share (TTRACE_CACHE)
+
+Nothing is removed without --yes. Only directories that a check has made are found, and in them only
+files of a check are removed. Links are not followed. What a running check uses is kept.
+
+exit code: 0, or 2 if something could not be removed
+"""
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``clean`` command."""
+    parser = command.add(
+        subparsers,
+        "clean",
+        run,
+        summary="list and remove what checks have left: reports, traces, references",
+        description="List the runs and references in a directory; with --yes, remove them.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "directories",
+        nargs="*",
+        type=flags.path,
+        metavar="DIR",
+        help="directories to search, with all below them (default ttrace-out)",
+    )
+    parser.add_argument("--cache", action="store_true", help="search TTRACE_CACHE")
+    parser.add_argument(
+        "--older-than",
+        type=flags.number,
+        default=0.0,
+        metavar="DAYS",
+        help="only what was last written more than DAYS ago",
+    )
+    parser.add_argument("--yes", action="store_true", help="remove what is listed")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, and remove if confirmed.
+
+    Raises:
+        TTraceError: when a directory does not exist.
+    """
+    # Only here: the store imports torch.
+    from megatron_ttrace.trace import cleaning
+    from megatron_ttrace.trace.budget import shown
+
+    until = time.time() - args.older_than * _DAY
+    homes = _homes(args)
+    found = [one for home in homes for one in cleaning.find(home) if one.written <= until]
+    rows, failed = [], False
+    for one in found:
+        state = "found"
+        if args.yes:
+            try:
+                state = "removed" if cleaning.remove(one) else "in use"
+            except OSError as error:
+                state, failed = f"not removed ({error.strerror or error})", True
+        rows.append({"path": str(one.path), "sort": one.sort, "bytes": one.bytes, "state": state})
+        if not args.json:
+            days = (time.time() - one.written) / _DAY
+            print(f"{shown(one.bytes):>9}  {days:>6.1f} d  {one.sort:<10}  {one.path}  {state}")
+    if args.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        where = " ".join(str(home) for home in homes)
+        total = shown(sum(one.bytes for one in found))
+        print(f"{len(found)} in {where}: {total}" if found else f"nothing of ttrace in {where}")
+        if found and not args.yes:
+            print("nothing was removed: add --yes to remove what is listed", file=sys.stderr)
+    return ExitCode.COULD_NOT_CHECK if failed else ExitCode.EQUIVALENT
+
+
+def _homes(args: argparse.Namespace) -> list[Path]:
+    homes = [*args.directories]
+    if args.cache:
+        cache = os.environ.get("TTRACE_CACHE")
+        if not cache:
+            raise TTraceError("--cache: TTRACE_CACHE is not set")
+        homes.append(Path(cache))
+    homes = homes or [Path("ttrace-out")]
+    for home in homes:
+        if not home.is_dir():
+            raise TTraceError(f"{home}: no such directory")
+    return homes

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several ranks found out, in fewer records than one per rank and tensor.
+
+On its way to the rank that judges, every rank of the tree merges what it receives
+(``runtime/agreement.py``). Two rules keep the messages as small as the model and its batch,
+however many ranks there are:
+
+- Equal records of several ranks become one. Replicas whose tensors agree bit for bit have them.
+- Parts that pass and together hold every element of a tensor equally often become one record of the
+  whole tensor, with the sums of the worst part.
+
+Neither changes a verdict. Tensors that fail on any rank, which all ranks know before, are not
+joined, so that the replicas of a part can be compared with each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.measured import Measured, fails
+from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.coverage import Coverage, coverage
+from megatron_ttrace.trace.records import Kind, TraceKey
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor, or a part of one, and the ranks that have it.
+
+    Attributes:
+        ranks: in rising order.
+        copies: how many of them hold each of its elements: all of them for equal parts, fewer for
+            parts that were joined.
+        found: what was measured of it.
+    """
+
+    ranks: tuple[int, ...]
+    copies: int
+    found: Measured
+
+
+def of_rank(rank: int, measured: Iterable[Measured]) -> list[Held]:
+    """What one rank measured, before anything is merged."""
+    return [Held((rank,), 1, one) for one in measured]
+
+
+def of_ranks(measured: Mapping[int, Iterable[Measured]]) -> list[Held]:
+    """What each rank measured, before anything is merged."""
+    return [one for rank, found in measured.items() for one in of_rank(rank, found)]
+
+
+def by_rank(held: Iterable[Held]) -> dict[int, list[Measured]]:
+    """The records by rank; one that was joined belongs to each of its ranks as a whole."""
+    found: dict[int, list[Measured]] = {}
+    for one in held:
+        for rank in one.ranks:
+            found.setdefault(rank, []).append(one.found)
+    return dict(sorted(found.items()))
+
+
+def failing(measured: Iterable[Measured], tolerances: Tolerances) -> list[int]:
+    """The tensors that fail on this rank, as numbers (:func:`number`), in rising order."""
+    keys = {one.key for one in measured if one.problem or fails(one.sums, tolerances, one.key)}
+    return sorted(map(number, keys))
+
+
+def number(key: TraceKey) -> int:
+    """63 bits that stand for a key: two keys with the same ones would both not be joined."""
+    digest = hashlib.blake2b(repr(dataclasses.astuple(key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def merge(
+    held: Iterable[Held],
+    tolerances: Tolerances,
+    failed: Collection[int] = (),
+    parted: Collection[Kind] = (),
+) -> list[Held]:
+    """The same in fewer records, in the order in which the tensors first appear.
+
+    Args:
+        held: of any ranks.
+        tolerances: of the reference.
+        failed: tensors that fail on any rank (:func:`failing`); they are not joined.
+        parted: kinds of which it matters whether a rank holds a part; they are not joined.
+    """
+    alike: dict[TraceKey, dict[Measured, list[Held]]] = {}
+    for one in held:
+        alike.setdefault(one.found.key, {}).setdefault(one.found, []).append(one)
+    memo: dict[object, Coverage] = {}
+    merged = []
+    for key, each in alike.items():
+        once = [_once(found, same) for found, same in each.items()]
+        apart = len(once) == 1 or key.kind in parted or number(key) in failed
+        whole = None if apart else _joined(key, once, tolerances, memo)
+        merged += once if whole is None else [whole]
+    return merged
+
+
+def _once(found: Measured, same: Sequence[Held]) -> Held:
+    ranks = tuple(sorted(rank for one in same for rank in one.ranks))
+    return Held(ranks, sum(one.copies for one in same), found)
+
+
+def _joined(
+    key: TraceKey, parts: Sequence[Held], tolerances: Tolerances, memo: dict[object, Coverage]
+) -> Held | None:
+    """One record of the whole tensor, if the parts are exactly one."""
+    first = min(parts, key=lambda part: part.ranks).found
+    if not all(_joinable(part, first, parts[0].copies) for part in parts):
+        return None
+    shape, regions = first.logical_shape, tuple(part.found.boxes for part in parts)
+    if sum(box.numel for boxes in regions for box in boxes) != math.prod(shape):
+        return None
+    question = (shape, regions)
+    if question not in memo:
+        memo[question] = coverage(shape, [box for boxes in regions for box in boxes])
+    if (memo[question].least, memo[question].most) != (1, 1):
+        return None
+    rms = tolerances.of(key).rms
+    worst = max((part.found.sums or Sums() for part in parts), key=lambda s: relative_error(s, rms))
+    start = (0,) * len(shape)
+    return Held(
+        tuple(sorted(rank for part in parts for rank in part.ranks)),
+        parts[0].copies,
+        dataclasses.replace(
+            first,
+            boxes=(Box(start, shape, start),),
+            sums=dataclasses.replace(worst, checksum=_checksum(parts)),
+        ),
+    )
+
+
+def _joinable(part: Held, first: Measured, copies: int) -> bool:
+    one, sums = part.found, part.found.sums
+    return (
+        sums is not None
+        and not (one.problem or one.sketch or one.moments or sums.undefined)
+        and part.copies == copies
+        and (one.note, one.logical_shape) == (first.note, first.logical_shape)
+    )
+
+
+def _checksum(parts: Sequence[Held]) -> int:
+    """Of the whole tensor, from those of its parts, whatever their order."""
+    each = sorted(
+        (part.found.region, part.found.sums and part.found.sums.checksum) for part in parts
+    )
+    digest = hashlib.blake2b(repr(each).encode(), digest_size=8)
+    return int.from_bytes(digest.digest())

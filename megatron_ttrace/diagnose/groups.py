@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which culprits have one cause: it is told once, however many layers show it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from megatron_ttrace.mcore.roles import any_layer
+from megatron_ttrace.trace.findings import (
+    Composed,
+    ConstantFactor,
+    Finding,
+    Grounds,
+    LossShare,
+)
+from megatron_ttrace.trace.records import Direction, Kind, Verdict
+
+Groups = dict[tuple[object, ...], int]
+"""Numbers of the groups that are known, by what their culprits have in common."""
+
+
+def group_of(
+    groups: Groups,
+    direction: Direction,
+    verdict: Verdict,
+    grounds: Grounds,
+    finding: Finding | None,
+) -> int:
+    """The number of the group of culprits with one cause.
+
+    One finding is one cause. Where its numbers are each tensor's own, or nothing was found, the
+    same tensor of other layers is alike.
+    """
+    stage = direction, verdict.kind, grounds
+    # A start that fails, fails for all parameters alike.
+    name = "" if grounds is Grounds.START else any_layer(verdict.name)
+    keys: list[tuple[object, ...]] = [
+        (*stage, verdict.index, verdict.verdict, name, finding.cause if finding else None)
+    ]
+    if isinstance(finding, ConstantFactor) and not finding.sizes:
+        keys += [(*stage, finding.cause, place) for place in _near(finding.ratio)]
+    elif finding is not None and type(finding) is not Finding:
+        keys.append((*stage, _without_ratio(finding)))
+    elif finding is not None and verdict.kind is not Kind.INITIAL:
+        keys.append((*stage, finding))
+    number = next((groups[key] for key in keys if key in groups), len(set(groups.values())) + 1)
+    for key in keys:
+        groups.setdefault(key, number)
+    return number
+
+
+def _near(ratio: float) -> tuple[int, int]:
+    """Two numbers, of which ratios share one that differ by less than a percent."""
+    place = math.floor(100 * math.log(abs(ratio))) if ratio else 0
+    return place, place + 1
+
+
+def _without_ratio(finding: Finding) -> Finding:
+    """A factor that is a size of the layout, without its digits."""
+    if isinstance(finding, ConstantFactor) and finding.sizes:
+        return dataclasses.replace(finding, ratio=0.0)
+    if isinstance(finding, Composed):
+        steps = tuple(map(_without_ratio, finding.steps))
+        return dataclasses.replace(finding, steps=steps)
+    if isinstance(finding, LossShare):
+        return dataclasses.replace(finding, fault=_without_ratio(finding.fault))
+    return finding

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines about long work: at least one every few seconds, each saying what is being done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+EVERY_SECONDS = 4.5
+"""The longest silence: with the time between two ticks, less than 5 s."""
+_TICK_SECONDS = 0.25
+_OURS = "ttrace: "
+OF_REFERENCE = "reference: "
+"""What lines of a reference run about its progress start with, after our name."""
+
+
+class Progress:
+    """Says what is being done; :meth:`tick` says it again, with its duration, after a silence."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._doing = ""
+        self._began = self._last = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        """Say what begins now."""
+        self._doing = line
+        self._began = time.monotonic()
+        self.note(line)
+
+    def note(self, line: str) -> None:
+        """Say something in between."""
+        self._last = time.monotonic()
+        self._say(line)
+
+    def tick(self) -> None:
+        """To be called several times per second."""
+        now = time.monotonic()
+        if self._doing and now - self._last >= EVERY_SECONDS:
+            self.note(f"{self._doing} ({now - self._began:.0f} s so far)")
+
+    @contextlib.contextmanager
+    def ticking(self) -> Iterator[None]:
+        """Tick from a thread, for work that does not return in between; afterwards it has ended."""
+        done = threading.Event()
+
+        def ticks() -> None:
+            while not done.wait(_TICK_SECONDS):
+                self.tick()
+
+        thread = threading.Thread(target=ticks, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+class Echo:
+    """Repeats our own lines of a log that another process writes."""
+
+    def __init__(self, log: Path, say: Callable[[str], None], start: str = "") -> None:
+        """``start``: only lines that start with this, after our name."""
+        self._log = log
+        self._say = say
+        self._start = _OURS + start
+        self._offset = 0
+
+    def flush(self) -> None:
+        """Repeat the lines that were completed since the last call."""
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            if os.fstat(log.fileno()).st_size < self._offset:
+                self._offset = 0  # another process has begun the log again
+            log.seek(self._offset)
+            while (line := log.readline()).endswith(b"\n"):
+                self._offset += len(line)
+                text = line.decode(errors="replace").rstrip()
+                if text.startswith(self._start):
+                    self._say(clean(text.removeprefix(_OURS), NOTE_LIMIT))

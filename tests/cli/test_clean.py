@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import pytest
+
+from megatron_ttrace.__main__ import build_parser
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace import shared
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A working directory with a run in ``ttrace-out``."""
+    monkeypatch.chdir(tmp_path)
+    with shared.claim(tmp_path / "ttrace-out"):
+        (tmp_path / "ttrace-out" / "report.html").write_text("<html>")
+    return tmp_path
+
+
+def clean(*words):
+    args = build_parser().parse_args(["clean", *words])
+    return args.run(args)
+
+
+def test_it_lists_and_removes_only_when_told(home, capsys):
+    """Without --yes nothing changes, and it says so."""
+    assert clean() == 0
+    said = capsys.readouterr()
+    assert "run         ttrace-out" in said.out
+    assert "add --yes" in said.err
+    assert (home / "ttrace-out" / "report.html").exists()
+    assert clean("--yes") == 0
+    assert "removed" in capsys.readouterr().out
+    assert not (home / "ttrace-out").exists()
+
+
+def test_newer_ones_are_left_out(home, capsys):
+    assert clean("--older-than", "1", "--yes") == 0
+    assert capsys.readouterr().out == "nothing of ttrace in ttrace-out\n"
+    assert (home / "ttrace-out").exists()
+
+
+def test_json(home, capsys):
+    assert clean("--json") == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["path"], row["sort"], row["state"]) == ("ttrace-out", "run", "found")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(["nowhere"], "nowhere: no such directory"), (["--cache"], "TTRACE_CACHE is not set")],
+)
+def test_bad_input_is_one_line(home, monkeypatch, words, text):
+    monkeypatch.delenv("TTRACE_CACHE", raising=False)
+    with pytest.raises(TTraceError, match=text):
+        clean(*words)

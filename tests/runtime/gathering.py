@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collecting the findings of many ranks: as many processes on one host, with Megatron's layout.
+
+    python -m tests.runtime.gathering --ranks 256
+
+Each process has what a rank of Kimi K2's first stage holds (tests/placement/scale.py) and sums of
+differences that all pass, or with ``--failing`` all fail in one layer. Nothing is trained. Prints
+one JSON object: seconds from the first to the last rank, messages and records of the last rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.compare.gathered import number
+from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.tolerance import Tolerance
+from megatron_ttrace.compare.wire import decode
+from megatron_ttrace.runtime import answer, channel
+from megatron_ttrace.runtime.agreement import Ranks
+from megatron_ttrace.trace.records import TraceKey
+from tests.placement.scale import planners
+from tests.placement.trillion import Job
+
+FAILING = "layers.1.mlp"
+
+
+class Limits:
+    """The same tolerance for every tensor."""
+
+    def of(self, key: TraceKey) -> Tolerance:
+        """Of a tensor."""
+        del key
+        return Tolerance(1e-3, 1.0)
+
+
+def measured(job: Job, rank: int, *, failing: bool) -> list[Measured]:
+    """What a rank of the first stage holds, with sums; replicas have the same."""
+    found = []
+    for planned in planners(job, rank).values():
+        for one in planned():
+            n = sum(box.numel for box in one.boxes)
+            # Numbers of a tensor's own, as long in JSON as real ones.
+            seed = number(one.key) ^ (hash(one.region) & 0xFFFFFFFF)
+            error = 0.5 if failing and FAILING in one.key.name else 1e-6 * (seed % 997) / 997
+            sums = Sums(n, error**2 * n, n / 3, n / 3, n / 3, error, 0, seed)
+            found.append(dataclasses.replace(one, sums=sums))
+    return found
+
+
+def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
+    """What one process does."""
+    store = dist.FileStore(str(directory / "store"), job.world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+    agreed = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    ranks = Ranks(600, store=agreed, rank=rank, size=job.world)
+    mine = measured(job, rank, failing=failing)
+    comparison: Any = SimpleNamespace(findings=lambda: mine, tolerances=Limits(), counted=[])
+    args: Any = SimpleNamespace(optimizer="adam")
+    cpu = torch.device("cpu")
+    ranks.meet("planning")
+    began = time.monotonic()
+    sent: list[int] = []
+    unpacked = channel.unpacked
+
+    def noted(message: bytes, source: int) -> Any:
+        sent.append(len(message))
+        return unpacked(message, source)
+
+    channel.unpacked = noted
+    failed = frozenset(answer.failing(comparison, ranks, cpu))
+    sent.clear()
+    merged = ranks.collect(
+        "collecting the measurements",
+        lambda: answer.findings_of(rank, job.mesh(rank), comparison, {}),
+        lambda parts: answer.merged(parts, failed, comparison, args),
+        cpu,
+    )
+    spent, own = time.monotonic() - began, time.process_time()
+    if merged is not None:
+        began = time.process_time()
+        answer.merged([merged], failed, comparison, args)
+        rate = len(held := decode(merged["held"])) / (time.process_time() - began)
+        result = {
+            "ranks": job.world,
+            "failing tensors": len(failed),
+            "records of a rank": len(mine),
+            "records of all ranks": sum(len(one.ranks) for one in held),
+            "records merged": len(held),
+            "bytes received by the last rank": sum(sent),
+            "bytes of the merged records": len(json.dumps(merged["held"])),
+            "seconds": round(spent, 2),
+            "processor seconds of the last rank": round(own, 2),
+            "records merged per processor second": round(rate),
+        }
+        (directory / "result.json").write_text(json.dumps(result))
+    ranks.meet("leaving")
+
+
+def _serve() -> int:
+    """Start the job's key-value store in a process of its own, since it has threads."""
+    reader, writer = os.pipe()
+    if child := os.fork():
+        os.environ["MASTER_PORT"] = os.read(reader, 8).decode()
+        return child
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writer, str(server.port).encode())
+    signal.pause()
+    os._exit(0)
+
+
+def main() -> None:
+    """Fork the ranks, and print what the last one found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=256)
+    parser.add_argument("--failing", action="store_true")
+    args = parser.parse_args()
+    job = Job(tp=8, cp=4, pp=1, dp=args.ranks // 32, ep=min(64, args.ranks))
+    torch.set_num_threads(1)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    server = _serve()
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(job.world):
+            if not (child := os.fork()):
+                try:
+                    run(job, rank, Path(folder), failing=args.failing)
+                except BaseException:  # noqa: BLE001 - a forked child must not run its parent's code
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        os.kill(server, signal.SIGKILL)
+        if any(codes):
+            sys.exit(f"{sum(map(bool, codes))} of {job.world} ranks failed")
+        print((Path(folder) / "result.json").read_text())
+
+
+if __name__ == "__main__":
+    main()

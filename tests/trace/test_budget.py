@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+import collections
+import mmap
+import shutil
+
+import pytest
+import torch
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.budget import Budget, require_space, shown
+from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from tests.bench.memory import Peak
+
+Usage = collections.namedtuple("Usage", "total used free")
+
+
+def key(number):
+    return TraceKey(1, 0, Kind.OUTPUT, f"m{number}", 0)
+
+
+def test_the_parts_fit_into_the_whole():
+    """What is copied while it is written counts twice."""
+    budget = Budget(64 << 20)
+    assert 2 * budget.unwritten + budget.mapped + budget.staged <= budget.total
+
+
+def test_a_disk_without_room_is_refused_in_one_line(tmp_path, monkeypatch):
+    """The error has both numbers; enough is enough."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9, 9, 1_200_000_000))
+    with pytest.raises(TTraceError, match=r"has 1\.2 GB free, the trace needs about 5\.6 GB") as no:
+        require_space(tmp_path, 5_600_000_000, "the trace")
+    assert "\n" not in str(no.value)
+    require_space(tmp_path, 1_200_000_000, "the trace")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(12, "12 bytes"), (1500, "1.5 kB"), (700_000_000, "700 MB"), (2_000_000_000_000, "2.0 TB")],
+)
+def test_sizes(size, text):
+    assert shown(size) == text
+
+
+def test_pages_that_were_read_are_given_back(tmp_path):
+    """Reading a trace that is larger than the budget does not make the process grow by it."""
+    step = 4 << 20
+    writer = TraceWriter(tmp_path, 0, Budget(8 * step))
+    for number in range(24):
+        data = torch.full((step // 4,), float(number))
+        writer.add(Entry.of(key(number), data), data)
+    writer.close()
+    seal(tmp_path, {})
+    resident = {}
+    for total in (16 * step, 1 << 40):
+        reader = TraceReader(tmp_path, budget=Budget(total))
+        with Peak() as before:
+            pass
+        with Peak() as peak:
+            assert [int(reader.tensor(reader.entry(key(n))).sum()) for n in range(24)] == [
+                n * step // 4 for n in range(24)
+            ]
+        resident[total] = peak.resident - before.resident
+        del reader
+    assert resident[1 << 40] > 23 * step
+    assert resident[16 * step] < 8 * step + mmap.PAGESIZE
