@@ -24,7 +24,7 @@ import re
 import stat
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Self
@@ -163,7 +163,7 @@ def _regular(path: Path) -> BinaryIO:
 
 def encode(value: Any) -> Any:
     """A record (or a tuple, an enumeration, a number ...) as what :mod:`json` writes strictly."""
-    kind: Hashable = type(value)
+    kind: Any = type(value)
     if kind in _PLAIN:
         return value
     if isinstance(value, Enum):
