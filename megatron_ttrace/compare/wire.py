@@ -61,19 +61,17 @@ def encode(held: Iterable[Held]) -> dict[str, Any]:
         part = _Part(one.placement, one.boxes, one.logical_shape, one.partial_over)
         number = parts.setdefault(part, len(parts))
         key, sums, moments = (
-            None if found is None else dataclasses.astuple(found)
+            None if found is None else codec.listed(found)
             for found in (one.key, one.sums, one.moments)
         )
         at = ranks.setdefault(each.ranks, len(ranks))
-        rows.append(
-            (key, number, sums, one.problem, one.note, one.sketch, moments, at, each.copies)
-        )
-    message = {
-        "parts": [dataclasses.astuple(part) for part in parts],
-        "ranks": [runs_of(one) for one in ranks],
+        more = codec.encode((one.problem, one.note, one.sketch))
+        rows.append([key, number, sums, *more, moments, at, each.copies])
+    return {
+        "parts": codec.encode([dataclasses.astuple(part) for part in parts]),
+        "ranks": codec.encode([runs_of(one) for one in ranks]),
         "rows": rows,
     }
-    return codec.encode(message)  # type: ignore[no-any-return]
 
 
 def decode(message: Any) -> list[Held]:

@@ -163,6 +163,9 @@ def _regular(path: Path) -> BinaryIO:
 
 def encode(value: Any) -> Any:
     """A record (or a tuple, an enumeration, a number ...) as what :mod:`json` writes strictly."""
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float):
@@ -174,10 +177,28 @@ def encode(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        item = encode(getattr(value, field.name))
-        found |= item if field.metadata.get("flat") else {field.name: item}
+    for name, is_flat in _fields(kind):
+        item = encode(getattr(value, name))
+        if is_flat:
+            found |= item
+        else:
+            found[name] = item
     return found
+
+
+_PLAIN = frozenset((str, int, bool, type(None)))
+"""Types of what is written as it is; enumerations that are texts too are others."""
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[tuple[str, bool], ...]:
+    """Names of a record's fields, and whether theirs are put beside the record's own."""
+    return tuple((one.name, bool(one.metadata.get("flat"))) for one in dataclasses.fields(kind))
+
+
+def listed(record: Any) -> list[Any]:
+    """A record as a list of its fields."""
+    return [encode(getattr(record, name)) for name, _ in _fields(record.__class__)]
 
 
 def decode[T](wanted: Callable[..., T], value: Any) -> T:
