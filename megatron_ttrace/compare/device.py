@@ -16,6 +16,7 @@ import torch
 
 from megatron_ttrace.compare.checksum import MASK, weighted
 from megatron_ttrace.compare.measure import Sums, box_views
+from megatron_ttrace.compare.staging import stage
 from megatron_ttrace.placement.boxes import Box
 
 ROW = 8
@@ -25,11 +26,11 @@ _CHUNK = 1 << 22
 
 
 def to_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to ``device`` without waiting for it; from a file's pages through pinned memory."""
+    """Copy to ``device`` without waiting for it."""
     if data.device == device:
         return data
-    if device.type == "cuda":
-        data = data.contiguous().pin_memory()
+    if device.type == "cuda" and data.device.type == "cpu" and data.numel():
+        return stage(device).copy(data)
     return data.to(device, non_blocking=True)
 
 

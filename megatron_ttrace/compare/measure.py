@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few sums a rank contributes about one of its tensors.
 
-Bits are compared first: of a tensor that is bitwise equal to its reference, only the norm is
-computed. Others are read once, in blocks whose float64 copies stay in a core's second-level cache;
-all arithmetic is in float64.
+Tensors are read once, in blocks whose float64 copies stay in a core's second-level cache; all
+arithmetic is in float64. Bits are compared first: of a block that is bitwise equal to its
+reference, only the norm is computed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,9 @@ _Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 _BLOCK = 1 << 15
 """Elements of a block: in float64, two blocks take half a megabyte."""
+_SERIAL = 1 << 13
+"""Elements of a dot product for which OpenBLAS starts no threads: they cost more than it, and wait
+for each other where training has the cores."""
 _COMPARABLE = 1e-4
 """The least ratio of two squared norms at which the dot product follows from the difference."""
 
@@ -154,17 +158,22 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
     if not n:
         return Sums()
     here, there = here.detach(), there.detach().view_as(here)
-    same = factor == 1.0 and _same_bits(here, there)
     if not here.is_floating_point():
-        return _measure_discrete(here, there, same)
+        return _measure_discrete(here, there)
     diff = reference = candidate = dot = worst = 0.0
     nonfinite = undefined = 0
-    digest = xxhash.xxh3_64()
+    digest = None
     with np.errstate(all="ignore"):
-        for c_block, r_block in _blocks(here, there):
+        for number, (c_block, r_block) in enumerate(_blocks(here, there)):
+            same = factor == 1.0 and _same_bits(c_block, r_block)
+            if digest is None and not same:
+                digest = xxhash.xxh3_64()
+                for before, _ in itertools.islice(_blocks(here, there), number):
+                    digest.update(bytes_of(before))
+            if digest is not None:
+                digest.update(bytes_of(c_block))
             c = r = _widened(r_block, _scratch.reference)
             if not same:
-                digest.update(bytes_of(c_block))
                 c = _widened(c_block, _scratch.candidate)
                 if factor != 1.0:
                     c *= 1.0 / factor
@@ -176,23 +185,19 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
             worst = max(worst, sums[4])
             nonfinite += sums[5]
             undefined += sums[6]
-    marks = 0 if same else digest.intdigest()
+    marks = digest.intdigest() if digest else 0
     return Sums(n, diff, reference, candidate, dot, worst, nonfinite, marks, undefined)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are bitwise equal; stops at the first difference."""
-    if a.dtype != b.dtype:
-        return False
-    if a.is_contiguous() and b.is_contiguous():
-        return not _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes)
-    return all(_same_bits(x.contiguous(), y.contiguous()) for x, y in _blocks(a, b))
+    """Whether two contiguous tensors of one shape are bitwise equal."""
+    return a.dtype == b.dtype and not _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes)
 
 
 def _blocks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both tensors, of one shape, in blocks of at most ``_BLOCK`` elements, in row-major order."""
+    """Both tensors, of one shape, in contiguous blocks of few elements, in row-major order."""
     if a.numel() <= _BLOCK:
-        yield a, b
+        yield a.contiguous(), b.contiguous()
     elif a.is_contiguous() and b.is_contiguous():
         yield from zip(a.view(-1).split(_BLOCK), b.view(-1).split(_BLOCK), strict=True)
     else:
@@ -233,23 +238,28 @@ def _block_sums(c: _Array, r: _Array) -> tuple[float, float, float, float, float
 
     ``c`` is overwritten, unless it is ``r``.
     """
-    reference = candidate = float(r.dot(r))
+    reference = candidate = _dot(r, r)
     if c is not r:
-        candidate = float(c.dot(c))
+        candidate = _dot(c, c)
     nonfinite = undefined = 0
     if not math.isfinite(reference + candidate):
         c, r, nonfinite, undefined = _finite_only(c, r)
-        reference, candidate = float(r.dot(r)), float(c.dot(c))
+        reference, candidate = _dot(r, r), _dot(c, c)
     if c is r or not c.size:
         return 0.0, reference, candidate, reference, 0.0, nonfinite, undefined
     comparable = min(reference, candidate) > _COMPARABLE * max(reference, candidate)
-    dot = 0.0 if comparable else float(c.dot(r))
+    dot = 0.0 if comparable else _dot(c, r)
     np.subtract(c, r, out=c)
-    diff = float(c.dot(c))
+    diff = _dot(c, c)
     if comparable:
         dot = (reference + candidate - diff) / 2
     worst = float(max(c.max(), -c.min()))
     return diff, reference, candidate, dot, worst, nonfinite, undefined
+
+
+def _dot(a: _Array, b: _Array) -> float:
+    pieces = range(0, len(a), _SERIAL)
+    return float(sum(a[at : at + _SERIAL].dot(b[at : at + _SERIAL]) for at in pieces))
 
 
 def _finite_only(c: _Array, r: _Array) -> tuple[_Array, _Array, int, int]:
@@ -263,9 +273,9 @@ def _finite_only(c: _Array, r: _Array) -> tuple[_Array, _Array, int, int]:
     return c[finite], r[finite], int((~agree).sum()), int(undefined.sum())
 
 
-def _measure_discrete(here: torch.Tensor, there: torch.Tensor, same: bool) -> Sums:
+def _measure_discrete(here: torch.Tensor, there: torch.Tensor) -> Sums:
     """Integers and booleans are equal or not: every mismatch counts as an error of one."""
-    mismatches = 0 if same else int((here != there).sum())
+    mismatches = int((here != there).sum())
     n = here.numel()
     return Sums(
         n=n,
@@ -274,5 +284,5 @@ def _measure_discrete(here: torch.Tensor, there: torch.Tensor, same: bool) -> Su
         candidate=float(n),
         dot=float(n - mismatches),
         worst=float(mismatches > 0),
-        checksum=0 if same else checksum(here),
+        checksum=checksum(here) if mismatches or here.dtype != there.dtype else 0,
     )

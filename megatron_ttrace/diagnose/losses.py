@@ -25,8 +25,6 @@ from megatron_ttrace.trace.records import Kind, TraceKey
 KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT, Kind.MAIN_GRAD)
 """Tensors that are sums over losses."""
 
-_PER_FACTOR = 16
-"""Elements that it takes to fit a factor."""
 _NEAR = 4.0
 """A repair that leaves more than so many times the error that another one leaves is not told."""
 
@@ -119,12 +117,11 @@ def _faults(share: Evidence) -> Iterator[tuple[int, float, Finding]]:
         if summed.is_right:
             yield 0, _left(summed, lambda part: part.pieces), finding
     repair = functools.partial(_once, share, dict.fromkeys(ranks, ratio))
-    if ratio and share.elements >= _PER_FACTOR and share.repairs(repair, free=1):
+    if ratio and share.repairs(repair, free=1):
         yield 1, _left(share, repair), scaling.constant_factor(share, ratio)
     own = {part.rank: share.ratio([(part.pieces, share.expected(part))]) for part in share.parts}
     repair = functools.partial(_once, share, own)
-    enough = len(own) > 1 and share.elements >= _PER_FACTOR * len(own)
-    if enough and share.repairs(repair, free=1):
+    if len(own) > 1 and share.repairs(repair, free=1):
         factors = tuple(sorted(own.items()))
         yield len(own), _left(share, repair), RankFactors(Cause.FACTOR, factors=factors)
 

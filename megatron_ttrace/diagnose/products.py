@@ -22,20 +22,16 @@ _EQUAL = 1e-4
 """Below what one step of bf16 in the largest value would make."""
 
 
-def cast(evidence: Evidence) -> ProductFactors | None:
-    """A product's factor is the scale of a cast to FP8. The repair: scale it back, not the bias."""
-    factors = _factors(evidence)
-    return _cast(evidence, factors) if factors else None
-
-
 def factor(evidence: Evidence) -> ProductFactors | None:
     """Each rank's product is off by a factor. The repair: divide by it, and leave the bias.
 
-    Without a bias it is the whole tensor that is off.
+    Without a bias it is the whole tensor that is off; told is then only the scale of a cast.
     """
-    factors = _factors(evidence) if evidence.bias() is not None else {}
-    listed = tuple(sorted(factors.items()))
-    return ProductFactors(Cause.FACTOR, factors=listed, has_bias=True) if factors else None
+    factors = _factors(evidence)
+    if not factors:
+        return None
+    plain = ProductFactors(Cause.FACTOR, factors=tuple(sorted(factors.items())), has_bias=True)
+    return _cast(evidence, factors) or (plain if evidence.bias() is not None else None)
 
 
 def _factors(evidence: Evidence) -> dict[int, float]:

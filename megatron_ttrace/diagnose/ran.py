@@ -7,6 +7,7 @@ Both are observed, not tested: they are hints, and no cause.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from megatron_ttrace.compare.collectives import pattern
@@ -121,7 +122,10 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
         fit = [one for one in calls if one.bytes >= least]
         if fit and alone and verdict.direction is Direction.GRADIENT:
             # What reduces few tensors with this one, rather than all.
-            return min(fit, key=lambda one: one.bytes).where
+            total = Counter[str]()
+            for one in calls:
+                total[one.where] += one.bytes
+            return min(fit, key=lambda one: total[one.where]).where
         if calls:
             return max(calls, key=lambda one: one.bytes).where
     if verdict.kind is Kind.METRIC:

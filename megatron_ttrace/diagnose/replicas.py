@@ -13,19 +13,13 @@ import torch
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations
 from megatron_ttrace.trace.findings import Cause, Finding, PartialSums, WrongCopies
 
-_DISTINCT = 4
-"""Of fewer magnitudes a sum says nothing."""
-
 
 def reduced(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
     """Sum, or average, over ranks whose values differ along some axes only.
 
     A rank whose copy passed was not kept: the reference's slice is its value. Copies that agree are
-    no partial sums: their sum is a multiple of them. Values of which there are few, as signs, add
-    up by chance.
+    no partial sums: their sum is a multiple of them.
     """
-    if len(evidence.reference.abs().unique()) < min(_DISTINCT, evidence.reference.numel()):
-        return
     for axes in axis_combinations(evidence.axes):
         groups = {part.rank: _group(evidence, part, axes) for part in evidence.parts}
         total = evidence.repaired(functools.partial(_sum, evidence, groups))

@@ -24,8 +24,6 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.records import MOMENTS, Kind
 
 _SOFTMAX = "softmax"
-_PER_FACTOR = 16
-"""Elements that it takes to fit a factor: any number is a factor of another one."""
 _ALIKE = 0.1
 """How near the norms of values are that hold the same numbers elsewhere, or rounded."""
 _ROUGH = 0.02
@@ -62,13 +60,11 @@ def factor(evidence: Evidence) -> ConstantFactor | None:
     found = evidence.ratio((part.pieces, evidence.expected(part)) for part in evidence.parts)
     if not found:
         return None
-    fitted = tested(
+    return tested(
         evidence,
         constant_factor(evidence, found),
         lambda ratio, free: evidence.repairs(functools.partial(_divided, ratio), free),
     )
-    is_known = fitted and (fitted.sizes or fitted.cause is Cause.SIGN)
-    return fitted if is_known or evidence.elements >= _PER_FACTOR else None
 
 
 def tested(
@@ -131,7 +127,7 @@ def shift(evidence: Evidence) -> Shift | None:
     for part in evidence.parts:
         pairs = zip(part.pieces, evidence.expected(part), strict=True)
         total += sum(float((piece - there).sum(dtype=torch.float64)) for piece, there in pairs)
-    if evidence.elements < _PER_FACTOR or not math.isfinite(total):
+    if not math.isfinite(total):
         return None
     constant = total / evidence.elements
     if not -_LARGEST < constant < _LARGEST:
@@ -163,8 +159,7 @@ def factor_per_rank(evidence: Evidence) -> RankFactors | None:
     def divide(part: FailedPart) -> list[torch.Tensor] | None:
         return [p / own[part.rank] for p in part.pieces] if own[part.rank] else None
 
-    enough = len(own) > 1 and evidence.elements >= _PER_FACTOR * len(own)
-    if not enough or not evidence.repairs(divide, free=1):
+    if len(own) < 2 or not evidence.repairs(divide, free=1):
         return None
     return RankFactors(Cause.FACTOR, factors=tuple(sorted(own.items())))
 

@@ -51,7 +51,6 @@ CLOSING: tuple[Closing, ...] = (
     scaling.zero,
     scaling.factor,
     scaling.shift,
-    products.cast,
     products.factor,
     scaling.factor_per_rank,
     entropy.terms,
@@ -79,7 +78,7 @@ _CHOICE = 4.0
 """Bits of the choice of one step among all."""
 
 _FACTORS = (ConstantFactor, RankFactors, ProductFactors)
-_ALREADY_SCALED = (scaling.factor, scaling.factor_per_rank, products.factor, products.cast)
+_ALREADY_SCALED = (scaling.factor, scaling.factor_per_rank, products.factor)
 """Nothing new after a step that divides by a size."""
 
 

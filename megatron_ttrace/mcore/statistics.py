@@ -85,7 +85,7 @@ def gathered_over(leaf: Any, groups: LayerWise | None, parameters: Mapping[str, 
     return getattr(leaf, "data_parallel_group", None) if divided else None
 
 
-def leave_gradients(chunks: list[torch.nn.Module]) -> None:
+def leave_gradients(chunks: list[torch.nn.Module], optimizer: Any) -> None:
     """Fill gradients that are kept from step to step, as a step before this one would have.
 
     In a run's first step they are zero, whether or not Megatron zeroes them when a step begins.
@@ -95,6 +95,12 @@ def leave_gradients(chunks: list[torch.nn.Module]) -> None:
             gradient = getattr(parameter, "main_grad", None)
             if torch.is_tensor(gradient):
                 gradient.fill_(1.0)
+    for leaf, _ in leaves_and_groups(optimizer):
+        # It hands them to the torch optimizer without a copy (prepare_grads).
+        for group in leaf.optimizer.param_groups if type(leaf).__name__ == _PLAIN[0] else ():
+            for parameter in group["params"]:
+                if torch.is_tensor(getattr(parameter, "main_grad", None)):
+                    parameter.grad = parameter.main_grad
 
 
 def bucket_groups(chunk: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,10 +23,10 @@ from megatron_ttrace.mcore.command_line import Command, ShellScript
 _STAND_INS = ("torchrun", "ft_launcher", "python", "python3", "srun", "mpirun", "nsys", "uv")
 _SECONDS = 20
 _RECORDER = """\
-#!{python}
 import json, os, sys
+name, *words = sys.argv[1:]
 with open({file!r}, "a") as file:
-    print(json.dumps([[os.path.basename(sys.argv[0]), *sys.argv[1:]], dict(os.environ)]), file=file)
+    print(json.dumps([[os.path.basename(name), *words], dict(os.environ)]), file=file)
 """
 _SUBMIT = '#!/bin/sh\n# The batch script stands on standard input, or is a file.\nexec bash "$@"\n'
 _VARIABLES = ("CUDA", "NCCL", "NVTE", "TORCH", "PYTORCH", "CUBLAS")
@@ -103,8 +104,10 @@ def _training(words: list[str]) -> Command | None:
 
 
 def _write_stand_ins(folder: Path, log: Path) -> None:
-    recorder = _RECORDER.format(python=sys.executable, file=str(log))
-    for name, text in {**dict.fromkeys(_STAND_INS, recorder), "sbatch": _SUBMIT}.items():
+    recorder = _RECORDER.format(file=str(log))
+    # Not "#!PYTHON": the kernel takes the path of an interpreter up to its first space.
+    launcher = f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-c", recorder])} "$0" "$@"\n'
+    for name, text in {**dict.fromkeys(_STAND_INS, launcher), "sbatch": _SUBMIT}.items():
         file = folder / name
         file.write_text(text, encoding="utf-8")
         file.chmod(0o755)

@@ -28,7 +28,9 @@ from megatron_ttrace.errors import ExitCode, TTraceError, one_line
 from megatron_ttrace.runtime import channel
 from megatron_ttrace.trace import codec
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.1
+_CROWD = 10
+"""Ranks from which on the first pause is not longer: ten times as long as one rank's."""
 _WATCH_SECONDS = 1.0
 _BEAT_SECONDS = 5.0
 _SAY_AFTER_SECONDS = 10.0
@@ -341,7 +343,8 @@ class Ranks:
     def _await(self, at: str, what: str, lose: Callable[[BaseException, str], TTraceError]) -> str:
         began = alive = time.monotonic()
         beat, asked, said = -1, began, False
-        pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, self.size / _RANKS_PER_SECOND)
+        pause = _FIRST_PAUSE * min(self.size, _CROWD)
+        longest = max(_LONGEST_PAUSE, self.size / _RANKS_PER_SECOND)
         while not self._ask(lambda: self._store.check([_key(f"{at}/done")])):
             now = time.monotonic()
             if now - asked > min(_BEAT_SECONDS, self._timeout / 4):

@@ -46,8 +46,8 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
 _WORTH_TELLING = 1.0
 """Seconds of a replay from which on each is reported."""
-_MORE_OF_A_PARAMETER = 5 * 4
-"""Bytes: main gradient, weight after the step, its change, two moments."""
+_MORE_OF_A_PARAMETER = 7 * 4
+"""Bytes: main gradient, weight after the step, its change, two moments before and after it."""
 
 
 class ReferenceSession(Session):
@@ -138,6 +138,12 @@ class ReferenceSession(Session):
             done = block[-1]
             yield block, Served(iterator, len(block) * count)
 
+    def _start_at(self, iteration: int, count: int, **how: Any) -> None:
+        """Equal start with the iteration's learning rate: a candidate has trained up to it."""
+        assert self._scheduler is not None, "begin() comes first"
+        self._scheduler.step(increment=(iteration - 1) * count * self.args.micro_batch_size)
+        self.equal_start(**how)
+
     def _started(self, served: Served) -> Callable[[], None]:
         """Save the start of some steps; returns what puts it back."""
         start = Snapshot(self.model.chunks, self.model.optimizer)
@@ -161,7 +167,7 @@ class ReferenceSession(Session):
         blocks = self._batches(iterator, count)
         block, served = next(one for one in blocks if separation.iteration in one[0])
         with self.rehearsal(restore=True):
-            self.equal_start()
+            self._start_at(block[0], count)
             self.serve(served)
             if scale := reference.meta.get("loss_scales", {}).get(str(block[0])):
                 loss_scale.put(self.model.optimizer, scale)
@@ -191,7 +197,7 @@ class ReferenceSession(Session):
         numbers = range(count)
         with self.rehearsal(restore=True):
             moments: dict[str, torch.Tensor] = {}
-            self.equal_start(keep=moments.__setitem__)
+            self._start_at(block[0], count, keep=moments.__setitem__)
             if self.device.type == "cpu" and block[0] == self.settings.iterations[0]:
                 write_moments(self._directory, moments)
             del moments

@@ -263,6 +263,11 @@ class Session(abc.ABC):
         kept.enter_context(
             low_precision.equal_scales(self.args, self.model.chunks, self.model.mesh)
         )
+        if restore:
+            # The last update may not be gathered yet: the next forward pass would do it, but a
+            # rehearsal's comes first, and what is restored would lack it.
+            self.ranks.meet("saving the training state")
+            self._settle()
         snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
         scheduler = copy.copy(vars(self._scheduler))
         # Restoring may communicate: either all ranks do it or none.

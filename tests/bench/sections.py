@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import jobs, msprobe
+from tests.bench import jobs, probe
 from tests.bench.jobs import BASE, BF16, LARGE, PP2, ROOT, SCRIPT, TP2, BenchError, Job, scratch
 
 _MB = 1e6
@@ -79,20 +79,22 @@ def traced_step(options: Options) -> Iterator[Row]:
 def other_tools(options: Options) -> Iterator[Row]:
     """What captures less, on the same job: Megatron's savers, msprobe's dumps."""
     own = functools.partial(Row, "other-tools")
-    with scratch() as home:
-        saved = ["--save", str(home / "saved"), "--save-interval", "100000"]
-        saved += ["--save-activations-interval", "2", "--save-wgrads-interval", "2"]
-        turns = jobs.in_turns(BASE, "savers", options.pairs, home, *saved)
-        size = _size(home / "saved") / len(turns.dear) / _MB
-        note = f"activations of linear layers, main gradients: {size:.0f} MB an iteration"
-        yield own("Megatron's savers", turns.ratio, "× plain", note)
+    if options.only in (name := "Megatron's savers"):
+        with scratch() as home:
+            saved = ["--save", str(home / "saved"), "--save-interval", "100000"]
+            saved += ["--save-activations-interval", "2", "--save-wgrads-interval", "2"]
+            turns = jobs.in_turns(BASE, "savers", options.pairs, home, *saved)
+            size = _size(home / "saved") / (options.pairs + 1) / _MB
+            note = f"activations of linear layers, main gradients: {size:.0f} MB an iteration"
+            yield own(name, turns.ratio, "× plain", note)
     for task in ("statistics", "tensor"):
-        name = f"msprobe's dump, {task}"
+        if options.only not in (name := f"msprobe's dump, {task}"):
+            continue
         try:
-            python = msprobe.python()
+            python = probe.python()
             with scratch() as home:
                 turns = jobs.in_turns(BASE, task, options.pairs, home, python=python)
-                size = _size(home / "dump") / len(turns.dear) / _MB
+                size = _size(home / "dump") / (options.pairs + 1) / _MB
             yield own(name, turns.ratio, "× plain", f"level L0, {size:.0f} MB an iteration")
         except BenchError as error:
             yield own(name, None, "× plain", _first(error))
@@ -111,8 +113,10 @@ def comparison(options: Options) -> Iterator[Row]:
         for kind, candidate in (("equal", reference.clone()), ("different", reference * 1.01)):
             compared = functools.partial(measure, candidate, reference, boxes)
             assert compared().n == reference.numel()
+            # One thread that waits for nothing: processor time is the time, without other work.
+            spent = functools.partial(_time, clock=time.process_time)
             pairs = [
-                (_time(compared), _time(functools.partial(target.copy_, reference)))
+                (spent(compared), spent(functools.partial(target.copy_, reference)))
                 for _ in range(max(2 * options.pairs, 10))
             ]
             ours, copied = (statistics.median(values) for values in zip(*pairs, strict=True))
@@ -131,18 +135,18 @@ def traces(options: Options) -> Iterator[Row]:
         jobs.run([sys.executable, "-m", "megatron_ttrace", *words], home)
         size = _size(home / "run" / "reference") / 1e9
         ours = [sys.executable, "-m", "megatron_ttrace", "compare", "run/reference"]
-        ours += ["run/candidate", "--out", "again"]
+        ours += ["run/candidate", "--output", "again"]
         seconds = [_time(lambda: jobs.run(ours, home)) for _ in range(options.pairs)]
         rate = size / statistics.median(seconds)
         note = f"{statistics.median(seconds):.1f} s with its start"
         yield own("ttrace compare", 1 / rate, "s/GB", note)
     try:
-        python = msprobe.python()
+        python = probe.python()
         with scratch() as home:
             jobs.in_turns(BASE, "tensor", 1, home, python=python)
             steps = sorted((home / "dump").glob("step*"))[:2]
             size = _size(steps[0]) / 1e9
-            theirs = [str(python), *msprobe.compare(steps[0], steps[1], home / "found")]
+            theirs = [str(python), *probe.compare(steps[0], steps[1], home / "found")]
             seconds = [_time(lambda: jobs.run(theirs, home)) for _ in range(options.pairs)]
             slow = statistics.median(seconds) / size
             note = f"{statistics.median(seconds):.1f} s with its start"
@@ -232,10 +236,10 @@ def suites(options: Options) -> Iterator[Row]:
             yield Row("suites", name, seconds / bare, "× a bare run", f"{seconds:.0f} s")
 
 
-def _time(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _time(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    began = clock()
     work()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def _size(home: Path) -> int:

@@ -25,7 +25,7 @@ def shown(row: Row) -> str:
 
 
 def write(path: Path, rows: Sequence[Row], machine: str, pairs: int) -> None:
-    """Put the rows between the markers; rows there of sections that were not measured stay.
+    """Put the rows between the markers; those that were not measured now stay there.
 
     Raises:
         ValueError: when the page has no markers.
@@ -35,13 +35,15 @@ def write(path: Path, rows: Sequence[Row], machine: str, pairs: int) -> None:
     old, ended, after = rest.partition(END)
     if not found or not ended:
         raise ValueError(f"{path} has no line {BEGIN}, or none {END} after it")
-    measured = {row.section for row in rows}
-    kept = [one for one in old.splitlines() if (m := _ROW.match(one)) and m[1] not in measured]
+    measured = {(row.section, row.name) for row in rows} | {("section", "what")}
+    kept = [
+        one for one in old.splitlines() if (m := _ROW.match(one)) and m.groups() not in measured
+    ]
     new = [
         f"| {r.section} | {r.name} | {shown(r)} | {r.note} | {_how(machine, pairs)} |" for r in rows
     ]
     head = ["| section | what | figure | | measured |", "|---|---|---|---|---|"]
-    body = sorted((*[k for k in kept if k not in head and "| what |" not in k], *new), key=_section)
+    body = sorted((*kept, *new), key=_section)
     path.write_text("\n".join([before + BEGIN, *head, *body, END + after]), encoding="utf-8")
 
 

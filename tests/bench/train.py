@@ -170,7 +170,7 @@ class _Turns:
 
         if self.plan.tool not in ("statistics", "tensor") or not self.is_dear:
             return nullcontext()
-        from tests.bench.msprobe import Probe
+        from tests.bench.probe import Probe
 
         if self._probe is None:
             self._probe = Probe(self.plan.tool, Path(self.plan.out))

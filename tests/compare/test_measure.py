@@ -119,6 +119,19 @@ def test_the_numbers_of_float64(
     close(found, by_numpy(c, r, factor))
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("where", [0, 3, 6, 13])
+def test_the_first_difference_may_be_late(monkeypatch, where, turned):
+    """Blocks are skipped while the bits are equal; the checksum is of all bits all the same."""
+    monkeypatch.setattr(measuring, "_BLOCK", 3)
+    monkeypatch.setattr(measuring, "_scratch", measuring._Scratch())
+    r = random((7, 2))
+    c = r.clone()
+    c.view(-1)[where] += 0.5
+    c, r = (strided(c), strided(r)) if turned else (c, r)
+    close(measure(c, r, whole(r)), by_numpy(c, r))
+
+
 def strided(tensor):
     """The same elements, not contiguous in memory."""
     if not tensor.ndim:

@@ -107,13 +107,16 @@ def test_the_norm_that_is_fused_with_it() -> None:
     inner = one.whole
     name = TraceKey(1, STEP_LEVEL, Kind.PARAM, f"{KEY.name}.layer_norm_weight", 0)
     one.whole = lambda key: weight if key == name else inner(key)
-    found = products.cast(one)
+    found = products.factor(one)
     assert found is not None
     assert "its own part of the sequence" in text(found)
 
 
 def test_a_size_of_the_layout_is_no_cast() -> None:
-    assert products.cast(evidence([2.0, 2.0])) is None
+    """It is a factor of the product."""
+    found = products.factor(evidence([2.0, 2.0]))
+    assert found is not None
+    assert (found.cause, found.dtype) == (Cause.FACTOR, "")
 
 
 def test_an_error_that_is_no_factor() -> None:
@@ -124,7 +127,6 @@ def test_an_error_that_is_no_factor() -> None:
     ]
     one = dataclasses.replace(one, parts=noisy)
     assert products.factor(one) is None
-    assert products.cast(one) is None
 
 
 def test_other_kinds() -> None:

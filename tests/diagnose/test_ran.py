@@ -219,6 +219,7 @@ def test_where_few_are_reduced(alone: bool, elements: int, expected: str) -> Non
     """A fault of one tensor is looked for where few are reduced; it must be among these."""
     calls = [
         ran("", Phase.GRADIENTS, group="dp", place="all.py:1 (sync)", size=800),
+        ran("", Phase.GRADIENTS, group="dp", place="all.py:1 (sync)", size=8),
         ran("", Phase.GRADIENTS, group="embedding", place="few.py:1 (sync)", size=8),
     ]
     tensor = dataclasses.replace(failed(Kind.MAIN_GRAD, "a.weight"), shape=(elements,))

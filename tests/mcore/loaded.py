@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program that has Megatron save a checkpoint, and reads its weights; see test_checkpoints.py."""
 
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -52,4 +53,9 @@ def steps(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    steps(Path(sys.argv[1]))
+    try:
+        steps(Path(sys.argv[1]))
+    finally:
+        # Megatron's queue of results has a process, which a fork does not end by itself.
+        for child in multiprocessing.active_children():
+            child.terminate()

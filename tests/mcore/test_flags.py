@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.flags import (
+    Keep,
     Settings,
     add_arguments,
     parse_iterations,
@@ -97,6 +98,7 @@ def test_every_flag(tmp_path):
         *("--ttrace", "--ttrace-dir", "out", "--ttrace-iterations", "1-2,5"),
         *("--ttrace-reference", str(tmp_path), "--ttrace-reference-args", "--attention-x y"),
         *("--ttrace-save-candidate", "--ttrace-isolate", "--ttrace-exit", "--ttrace-bug", "04a"),
+        *("--ttrace-memory-mb", "64", "--ttrace-keep", "failed"),
         *("--ttrace-device", "cpu", "--ttrace-init", "megatron", "--ttrace-seeds", "3"),
         *("--ttrace-wandb", "--ttrace-role", "reference", "--ttrace-overrides", "o.json"),
     )
@@ -113,6 +115,8 @@ def test_every_flag(tmp_path):
         init="megatron",
         seeds=3,
         wandb_online=True,
+        memory_mb=64,
+        keep=Keep.FAILED,
         role="reference",
         overrides=Path("o.json"),
     )
@@ -134,12 +138,19 @@ def test_a_mistyped_flag_of_ours_is_not_left_to_megatron():
         (("--ttrace-seeds", "-3"), "at least 1 replay"),
         (("--ttrace-reference", "no/such/place"), "no such directory; omit the flag"),
         (("--ttrace-wandb", "--ttrace-no-wandb"), "give one of them"),
+        (("--ttrace-save-candidate", "--ttrace-keep", "none"), "--ttrace-keep none: give one"),
     ],
 )
 def test_values_that_argparse_cannot_judge(words, says):
     """An error of ours, with the flag in it."""
     with pytest.raises(TTraceError, match=says):
         settings(*words)
+
+
+def test_keeping_all_saves_the_candidate():
+    """As the older flag does; neither is the default."""
+    assert settings("--ttrace-keep", "all").save_candidate
+    assert not settings().save_candidate
 
 
 def test_a_reference_must_be_a_directory(tmp_path):
@@ -154,6 +165,8 @@ def test_a_reference_must_be_a_directory(tmp_path):
     [
         ("--ttrace-init", "zeros"),
         ("--ttrace-device", "tpu"),
+        ("--ttrace-keep", "some"),
+        ("--ttrace-memory-mb", "15"),
         ("--ttrace-seeds", "two"),
         ("--ttrace-role", "spectator"),
     ],

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a shell script would start, without starting it."""
 
+import sys
+
 import pytest
 
 from megatron_ttrace.errors import TTraceError
@@ -35,6 +37,15 @@ def resolve(folder, text, *words):
     """The command of a script."""
     (folder / "train.sh").write_text(text)
     return shell_script.resolve(ShellScript((str(folder / "train.sh"), *words)), folder)
+
+
+def test_an_environment_with_a_space_in_its_path(tmp_path, monkeypatch):
+    """The interpreter is found, though a script cannot name it in its first line."""
+    (tmp_path / "new user").mkdir()
+    python = tmp_path / "new user" / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert resolve(tmp_path, EXAMPLE, "/ckpt").script == "pretrain_gpt.py"
 
 
 def test_arrays_conditions_and_arguments(tmp_path):

@@ -40,6 +40,7 @@ REFUSED = [
     ),
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
     ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
+    ({"gtp_weight_remat_size": 2}, {}, "--tensor-parallel-num-weight-shards"),
     ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
     (
         {

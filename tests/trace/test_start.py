@@ -46,8 +46,8 @@ def test_stored_values_are_the_generated_ones(tmp_path, monkeypatch, dtype):
     """A gated half under TP and a range of it under ZeRO, from files of one moment each."""
     monkeypatch.setattr(start, "_FILE_BYTES", 1)
     stored = StartValues(TraceReader(kept(tmp_path, dtype)), 2)
-    generated, used = moments.normal, []
-    monkeypatch.setattr(moments, "normal", lambda *a: used.append(a) or generated(*a))
+    generated, used = moments.generate, []
+    monkeypatch.setattr(moments, "generate", lambda *a: used.append(a) or generated(*a))
     for rank in range(2):
         mesh = mesh_of(rank, 2, tp=2)
         one, other = sharded(4, 6, dtype=dtype), sharded(4, 6, dtype=dtype)

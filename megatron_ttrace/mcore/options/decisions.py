@@ -190,6 +190,8 @@ _REFUSED = {
     "checkpoint_activations": "Megatron has removed it: give --recompute-granularity",
     "fake_process_group": "ranks exchange nothing, so nothing can be equal: omit it",
     "model_parallel_size": "Megatron has removed it: give --tensor-model-parallel-size",
+    "mtp_hsm": "every token draws the input of a prediction at random, and other ones in another "
+    "layout: check the same job without it",
     "perform_rl_step": "a step trains on samples that the model generates before, and those "
     "differ between layouts: check the model with its pretraining script",
     "skip_train": "no step is trained: omit it",

@@ -76,7 +76,7 @@ _NAMES = {
         moe_shared_expert_glu_interleave_size moe_shared_expert_overlap
         moe_single_grouped_bias moe_single_grouped_weight moe_token_dispatcher_type
         moe_token_drop_policy moe_use_grouped_tensor moe_z_loss_coeff mscale
-        mscale_all_dim mtp_detach_heads mtp_hsm mtp_loss_scaling_factor
+        mscale_all_dim mtp_detach_heads mtp_loss_scaling_factor
         mtp_use_repeated_layer multi_latent_attention muon_coefficient_type
         muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_nesterov
         muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv
@@ -351,8 +351,8 @@ _NAMES = {
         vision_backbone_type vision_pretraining vision_pretraining_type
     """,
     Role.REFUSED: """
-        batch_size checkpoint_activations fake_process_group model_parallel_size perform_rl_step
-        skip_train warmup yaml_cfg
+        batch_size checkpoint_activations fake_process_group model_parallel_size mtp_hsm
+        perform_rl_step skip_train warmup yaml_cfg
     """,
 }
 

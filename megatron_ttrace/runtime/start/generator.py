@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,14 +28,44 @@ _PAIR = 0x0000FFFF0000FFFF
 _MEAN = _PIECES * 65535 / 2
 _STD = math.sqrt(_PIECES * (65536**2 - 1) / 12)
 _CHUNK = 1 << 15
-"""Elements at a time: 256 KB, which a core's cache holds."""
-_DEVICE_CHUNK = 1 << 24
+"""Elements at a time on a CPU: 256 KB, which a core's cache holds."""
+_ROWS = 1 << 22
+"""Elements in the rows that are generated at a time: their indices and values need memory."""
 
 
 def stream_of(seed: int, name: str) -> int:
     """A 63-bit stream number for one tensor."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def generate(
+    target: torch.Tensor,
+    seed: int,
+    name: str,
+    logical_shape: Sequence[int],
+    origin: Sequence[int],
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Overwrite ``target`` with the changed values of a box, some rows at a time.
+
+    Args:
+        target: of the box's shape, on any device.
+        seed: as of :func:`normal`, like the following ones.
+        name: of the tensor.
+        logical_shape: of the whole tensor.
+        origin: first index of the box.
+        change: of what :func:`normal` returns.
+    """
+    if not target.numel():
+        return
+    first, *rest = origin or (0,)
+    lines = target if target.dim() else target.view(1)
+    shape = logical_shape or (1,)
+    rows = max(1, _ROWS * len(lines) // target.numel())
+    for at, part in enumerate(lines.split(rows)):
+        begins = (first + at * rows, *rest)
+        part.copy_(change(normal(seed, name, shape, begins, part.shape, part.device)))
 
 
 def normal(
@@ -68,7 +98,7 @@ def normal(
         stride *= logical_shape[dim]
     flat = index.reshape(-1)
     stream = stream_of(seed, name)
-    size = min(_CHUNK if device.type == "cpu" else _DEVICE_CHUNK, max(flat.numel(), 1))
+    size = max(1, min(flat.numel(), _CHUNK) if device.type == "cpu" else flat.numel())
     scratch = torch.empty((3, size), dtype=torch.int64, device=device)
     values = torch.empty(flat.shape, dtype=torch.float64, device=device)
     for part, target in zip(flat.split(size), values.split(size), strict=True):

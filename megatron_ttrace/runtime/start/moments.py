@@ -21,7 +21,7 @@ from megatron_ttrace.mcore.optimizer import Owned, is_precision_aware
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import like
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.runtime.start.generator import normal
+from megatron_ttrace.runtime.start.generator import generate
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.start import StartValues
 
@@ -79,10 +79,8 @@ def prime(
                 if whole is not None:
                     target.copy_(logical_view(whole, box))
                     continue
-                values = normal(seed, known, shape, box.logical, box.extent, target.device)
-                if kind is Kind.EXP_AVG_SQ:
-                    values.mul_(0.15).add_(1.0).mul_(SCALE)
-                target.copy_(values.mul_(SCALE))
+                change = _square if kind is Kind.EXP_AVG_SQ else _mean
+                generate(target, seed, known, shape, box.logical, change)
             if keep is not None and tuple(moment.shape) == shape:
                 keep(known, moment)
             if reduced:
@@ -93,6 +91,14 @@ def prime(
         if type(part.inner).__name__ == "SOAP":
             _prime_bases(part, state)
         set_step(part, part.key, STEP)
+
+
+def _mean(values: torch.Tensor) -> torch.Tensor:
+    return values.mul_(SCALE)
+
+
+def _square(values: torch.Tensor) -> torch.Tensor:
+    return values.mul_(0.15).add_(1.0).mul_(SCALE).mul_(SCALE)
 
 
 def _coarse(moment: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from megatron_ttrace.mcore.arguments import ModelConfig
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.roles import STATE_SPACE
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.runtime.start.generator import normal
+from megatron_ttrace.runtime.start.generator import generate
 from megatron_ttrace.trace.start import StartValues
 
 GAIN = 0.5
@@ -89,6 +89,8 @@ def fill(
             if whole is not None:
                 part.copy_(logical_view(whole, box))
                 continue
-            values = normal(seed, place.name, shape, box.logical, box.extent, part.device)
-            values.mul_(std).add_(mean)
-            part.copy_(values.to(torch.float32).to(part.dtype))
+
+            def scaled(values: torch.Tensor) -> torch.Tensor:
+                return values.mul_(std).add_(mean).to(torch.float32)
+
+            generate(part, seed, place.name, shape, box.logical, scaled)

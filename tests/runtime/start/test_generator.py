@@ -39,6 +39,21 @@ def test_chunks_do_not_show(monkeypatch):
     assert torch.equal(whole((50, 7)), expected)
 
 
+@given(st.data())
+def test_rows_do_not_show(data):
+    """A box that is generated some rows at a time has the same bits; also a scalar, or none."""
+    shape = data.draw(st.lists(st.integers(1, 7), max_size=3))
+    origin = [data.draw(st.integers(0, size - 1)) for size in shape]
+    extent = [
+        data.draw(st.integers(0, size - first)) for first, size in zip(origin, shape, strict=True)
+    ]
+    target = torch.full(extent, math.nan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "_ROWS", data.draw(st.integers(1, 50)))
+        generator.generate(target, 1, "w", shape, origin, lambda values: values.mul_(2))
+    assert torch.equal(target, (normal(1, "w", shape, origin, extent) * 2).float())
+
+
 def test_a_slice_of_a_tensor_too_large_for_memory():
     """A small slice of a huge tensor is cheap."""
     shape = (1 << 25, 1 << 24)

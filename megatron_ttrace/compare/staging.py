@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies from the host to a GPU beside training: two pinned buffers, and a stream of their own.
+
+Only pinned memory can be copied without waiting, and files are not mapped to any. While the GPU
+fetches one buffer, the host fills the other. So pinned memory is bounded, training's stream waits
+for a copy only where it is used, and the host waits for the GPU only where that is two buffers
+behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+
+import torch
+
+_BUFFER = 32 << 20
+"""Bytes of each of the two buffers."""
+
+
+class Stage:
+    """The way to one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = [torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+        self._fetched = [torch.cuda.Event() for _ in self._buffers]
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def copy(self, data: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of the host, for the current stream; contiguous."""
+        with self._lock, torch.cuda.stream(self._stream):
+            # Memory of this stream: that of training's would be free only after its kernels.
+            there = torch.empty(data.shape, dtype=data.dtype, device=self._device)
+            for source, target in _pieces(data.detach(), there):
+                fetched, buffer = self._fetched[self._next], self._buffers[self._next]
+                self._next = 1 - self._next
+                fetched.synchronize()
+                pinned = buffer[: source.nbytes].view(source.dtype).view(source.shape)
+                target.copy_(pinned.copy_(source), non_blocking=True)
+                fetched.record(self._stream)
+        now = torch.cuda.current_stream(self._device)
+        now.wait_stream(self._stream)
+        there.record_stream(now)
+        return there
+
+
+def _pieces(
+    source: torch.Tensor, target: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both in corresponding pieces that fit in a buffer; a source of any strides is not copied."""
+    if source.nbytes <= _BUFFER:
+        yield source, target
+    elif source.shape[0] > 1 and source.nbytes // source.shape[0] <= _BUFFER:
+        rows = _BUFFER * source.shape[0] // source.nbytes
+        yield from zip(source.split(rows), target.split(rows), strict=True)
+    else:
+        for one, other in zip(source, target, strict=True):
+            yield from _pieces(one, other)
+
+
+@functools.cache
+def stage(device: torch.device) -> Stage:
+    """The one of a device."""
+    with torch.cuda.device(device):
+        return Stage(device)
