@@ -40,6 +40,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "--ttrace and --ttrace-exit are implied; the script needs no changes.",
         epilog=_EPILOG,
     )
+    parser.set_defaults(began=None)  # the process may have begun before this command
     jobs.add_options(parser)
     parser.add_argument(
         "--shrink",
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.known is not None:
         raise TTraceError("--known: only with --against")
     reports = _shrunk(args, command_, say) if args.shrink else [jobs.checked(args, command_, say)]
-    if len(reports) == 1:
+    if len(reports) == 1 and args.began is not None:
         reports = [api.timed(reports[0], time.monotonic() - args.began)]
     if args.json:
         found = [report.summary.to_json() for report in reports]

@@ -25,7 +25,7 @@ class Parser:
         print("started", flush=True)
         ranks.run_ranks(3, [sys.executable, str(here / "rank.py")], here / "logs", fork=fork)
         return 0
-entry.build_parser = Parser
+entry.build_parser = lambda words: Parser()
 sys.exit(entry.main())
 """
 RANK = """
