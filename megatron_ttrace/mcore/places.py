@@ -18,7 +18,6 @@ from megatron_ttrace.trace.findings import Cause, Finding
 PLACES = {
     Cause.LAYERS: "core/transformer/transformer_block.py:get_num_layers_to_build",
     Cause.RANDOM_STATE: "core/tensor_parallel/random.py:model_parallel_cuda_manual_seed",
-    Cause.INITIAL_VALUES: "core/distributed/param_and_grad_buffer.py:_ParamAndGradBuffer",
 }
 """``file:function``; files are relative to the package ``megatron``."""
 

@@ -90,17 +90,29 @@ def leave_gradients(chunks: list[torch.nn.Module], optimizer: Any) -> None:
 
     In a run's first step they are zero, whether or not Megatron zeroes them when a step begins.
     """
-    for chunk in chunks:
-        for parameter in chunk.parameters() if bucket_groups(chunk) else ():
-            gradient = getattr(parameter, "main_grad", None)
-            if torch.is_tensor(gradient):
-                gradient.fill_(1.0)
+    _fill(chunks, 1.0)
     for leaf, _ in leaves_and_groups(optimizer):
         # It hands them to the torch optimizer without a copy (prepare_grads).
         for group in leaf.optimizer.param_groups if type(leaf).__name__ == _PLAIN[0] else ():
             for parameter in group["params"]:
                 if torch.is_tensor(getattr(parameter, "main_grad", None)):
                     parameter.grad = parameter.main_grad
+
+
+def zero_gradients(chunks: list[torch.nn.Module]) -> None:
+    """Zero them again, so that nothing of :func:`leave_gradients` gets into training.
+
+    Megatron does so when a step begins; if it does not, that fault must not become a larger one.
+    """
+    _fill(chunks, 0.0)
+
+
+def _fill(chunks: list[torch.nn.Module], value: float) -> None:
+    for chunk in chunks:
+        for parameter in chunk.parameters() if bucket_groups(chunk) else ():
+            gradient = getattr(parameter, "main_grad", None)
+            if torch.is_tensor(gradient):
+                gradient.fill_(value)
 
 
 def bucket_groups(chunk: Any) -> list[Any]:

@@ -137,6 +137,7 @@ class CandidateSession(Session):
         """Trace a block of iterations; ``count`` microbatches each, of those that are served."""
         with self.rehearsal(restore=not self.settings.exit_after):
             self.equal_start(StartValues(comparison.reference, block[0]))
+            self._kept.callback(statistics.zero_gradients, self.model.chunks)
             statistics.leave_gradients(self.model.chunks, self.model.optimizer)
             scale = self._scale_loss(block[0])
             self.serve(served)

@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from megatron_ttrace.mcore.statistics import leave_gradients
+from megatron_ttrace.mcore.statistics import leave_gradients, zero_gradients
 
 
 class FP32Optimizer:
@@ -25,3 +25,5 @@ def test_gradients_of_a_step_before():
     assert others.bias.grad is None
     assert ours.weight.main_grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert not others.weight.main_grad.any()
+    zero_gradients([ours, others])
+    assert not ours.weight.main_grad.any()
