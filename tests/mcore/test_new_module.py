@@ -28,7 +28,7 @@ from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.conclusion import conclude
-from megatron_ttrace.trace.collectives import Ledger
+from megatron_ttrace.trace.collectives import Ledger, ModuleCode
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Result, Summary, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.placement.meshes import mesh_of
@@ -231,7 +231,7 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
     )
     code = sources_of(
         [canonical_names(models[0])],
-        lambda name: ("", ""),
+        lambda name: ModuleCode(),
         optimizer=None,
         finalize=None,
         step=None,
