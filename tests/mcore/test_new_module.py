@@ -19,6 +19,7 @@ import torch
 
 from megatron_ttrace.capture.modules import ModuleTap
 from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.gathered import of_ranks
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
@@ -239,7 +240,7 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
     return conclude(
         reference,
         tolerances,
-        {rank: sink.measured for rank, sink in enumerate(sinks)},
+        of_ranks({rank: sink.measured for rank, sink in enumerate(sinks)}),
         candidate=folder / "candidate",
         mesh=meshes[0],
         config=RunConfig(),
