@@ -39,6 +39,9 @@ for each other where training has the cores."""
 _COMPARABLE = 1e-4
 """The least ratio of two squared norms at which the dot product follows from the difference."""
 
+_SUMMED = (torch.float32, torch.bfloat16, torch.float64)
+"""Dtypes of which a sum shows whether all elements are finite; those of float16 overflow."""
+
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -117,7 +120,11 @@ def _narrowed(data: torch.Tensor, starts: Sequence[int], extent: Sequence[int]) 
 
 
 def measure(
-    local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box], factor: float = 1.0
+    local: torch.Tensor,
+    logical: torch.Tensor,
+    boxes: Sequence[Box],
+    factor: float = 1.0,
+    squares: float | None = None,
 ) -> Sums:
     """Sums over all boxes of a local tensor against the logical one.
 
@@ -126,7 +133,11 @@ def measure(
         logical: the reference's whole tensor, likewise.
         boxes: how they correspond.
         factor: expected candidate/reference ratio.
+        squares: sum of the squares of the logical tensor's finite elements, if it is known. Of a
+            local one that is bitwise equal and finite, it is not computed again.
     """
+    if squares is not None and factor == 1.0 and _is_same(local, logical, boxes):
+        return Sums(local.numel(), 0.0, squares, squares, squares)
     total = Sums()
     for here, there in box_views(local, logical, boxes):
         total = total + _measure_box(here, there, factor)
@@ -187,6 +198,23 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
             undefined += sums[6]
     marks = digest.intdigest() if digest else 0
     return Sums(n, diff, reference, candidate, dot, worst, nonfinite, marks, undefined)
+
+
+def _is_same(local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box]) -> bool:
+    """Whether a rank has all of a tensor in place, bitwise equal, and all elements are finite."""
+    whole = (0,) * logical.dim()
+    return (
+        local.dtype in _SUMMED
+        and local.shape == logical.shape
+        and list(boxes) == [Box(whole, tuple(logical.shape), whole)]
+        and local.is_contiguous()
+        and logical.is_contiguous()
+        and all(
+            # A sum that overflows is looked at closely, as are infinities and NaN.
+            _same_bits(c, r) and math.isfinite(c.sum())
+            for c, r in _blocks(local.detach(), logical)
+        )
+    )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -116,7 +116,9 @@ def test_the_numbers_of_float64(
         patch.setattr(measuring, "_BLOCK", block)
         patch.setattr(measuring, "_scratch", measuring._Scratch())
         found = measure(c, r, whole(r), factor)
+        again = measure(c, r, whole(r), factor, by_numpy(r, r).reference)
     close(found, by_numpy(c, r, factor))
+    close(again, by_numpy(c, r, factor))
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -235,6 +237,20 @@ def test_zeros():
     found = measure(zero, r, whole(r))
     assert found.diff == pytest.approx(found.reference, rel=1e-6)
     assert found.candidate == 0.0
+
+
+@pytest.mark.parametrize("at", [0, 5, 9])
+@pytest.mark.parametrize(("odd", "undefined"), [(nan, 1), (inf, 0), (1.0, 0)])
+def test_equal_tensors_whose_squares_are_known(monkeypatch, odd, undefined, at):
+    """They are not computed again, unless some elements are no numbers."""
+    monkeypatch.setattr(measuring, "_BLOCK", 4)
+    monkeypatch.setattr(measuring, "_scratch", measuring._Scratch())
+    r = random((10,))
+    r[at] = odd
+    found = measure(r.clone(), r, whole(r), 1.0, 42.0)
+    assert found.undefined == undefined
+    assert (found.reference == 42.0) == math.isfinite(odd)
+    assert measure(r + 1, r, whole(r), 1.0, 42.0).reference != 42.0
 
 
 @pytest.mark.parametrize(
