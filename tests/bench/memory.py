@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 from pathlib import Path
@@ -44,3 +45,26 @@ class Peak:
 def _bytes(name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.M)
     return int(found[1]) * 1024 if found else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One training step.
+
+    Attributes:
+        number: negative while warming up.
+        is_dear: whether it was captured.
+        seconds: that it took, without ``report``.
+        report: seconds for verdicts and report.
+        steps: seconds of each step of Megatron's within: of a rehearsal, then the real one.
+        peak: bytes of memory at most, mapped files left out.
+        resident: the same with mapped files.
+    """
+
+    number: int
+    is_dear: bool
+    seconds: float
+    report: float
+    steps: list[float]
+    peak: int
+    resident: int

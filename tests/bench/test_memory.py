@@ -5,7 +5,7 @@ import pytest
 
 from tests.bench import jobs
 from tests.bench.jobs import BASE
-from tests.bench.train import Turn
+from tests.bench.memory import Turn
 from tests.integration.jobs import TINY, torchrun
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from megatron.training import training
 
 from megatron_ttrace.runtime import loop
 from megatron_ttrace.runtime.candidate import CandidateSession
-from tests.bench.memory import Peak
+from tests.bench.memory import Peak, Turn
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 WARM_UP = 2
@@ -46,29 +46,6 @@ class Plan:
     out: str
     pairs: int
     tool: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """One training step.
-
-    Attributes:
-        number: negative while warming up.
-        is_dear: whether it was captured.
-        seconds: that it took, without ``report``.
-        report: seconds for verdicts and report.
-        steps: seconds of each step of Megatron's within: of a rehearsal, then the real one.
-        peak: bytes of memory at most, mapped files left out.
-        resident: the same with mapped files.
-    """
-
-    number: int
-    is_dear: bool
-    seconds: float
-    report: float
-    steps: list[float]
-    peak: int
-    resident: int
 
 
 def main(plan: Plan) -> None:
