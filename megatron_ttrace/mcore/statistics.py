@@ -112,7 +112,7 @@ def _fill(chunks: list[torch.nn.Module], value: float) -> None:
         for parameter in chunk.parameters() if bucket_groups(chunk) else ():
             gradient = getattr(parameter, "main_grad", None)
             if torch.is_tensor(gradient):
-                gradient.fill_(value)
+                gradient.data.fill_(value)  # some of them require gradients themselves
 
 
 def bucket_groups(chunk: Any) -> list[Any]:

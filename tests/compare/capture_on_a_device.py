@@ -103,9 +103,7 @@ def reference(tmp_path_factory):
 
 def sink_of(reference, writer=None, budget=Budget()):  # noqa: B008 - it cannot change
     """A sink that stores what is wrong by more than rounding."""
-    sizes = {
-        key: float(reference.tensor(reference.entry(key)).double().norm()) for key in reference
-    }
+    tensors = {key: reference.tensor(reference.entry(key)) for key in reference}
     moved = {key: Moved(1, float(one.double().norm()), (1e-6,)) for key, one in tensors.items()}
     tolerances = Tolerances(moved, dict.fromkeys(reference, "float32"))
     layout = RankLayout(SINGLE, 5, False, 1.0)

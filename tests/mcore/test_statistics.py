@@ -19,6 +19,7 @@ def test_gradients_of_a_step_before():
     ours, others = nn.Linear(2, 2), nn.Linear(2, 2)
     ours.bucket_groups = [object()]
     ours.weight.main_grad, others.weight.main_grad = torch.zeros(2, 2), torch.zeros(2, 2)
+    ours.bias.main_grad = torch.zeros(2, requires_grad=True)
     optimizer = FP32Optimizer(torch.optim.SGD([ours.weight, others.bias]))
     leave_gradients([ours, others], optimizer)
     assert ours.weight.grad is ours.weight.main_grad
