@@ -3,6 +3,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +42,15 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Libraries count at the end what was not freed."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """A command that a test calls in its own process sets variables for its children."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

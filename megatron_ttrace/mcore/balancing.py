@@ -63,9 +63,11 @@ def updated_biases(chunks: list[Names]) -> list[str]:
 
 
 def loads(tokens: torch.Tensor) -> torch.Tensor:
-    """The load of each expert relative to the mean, [routers, experts].
+    """The load of each expert relative to the mean, [routers, experts], in the counts' dtype.
 
     A bias is changed by a fixed step whose sign is that of the mean less the expert's tokens.
+    Counts in bf16 (docs/findings.md, 30) are rounded otherwise where ranks share the counting.
     """
     counts = tokens.detach().float()
-    return counts / counts.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    mean = counts.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return (counts / mean).to(tokens.dtype if tokens.is_floating_point() else counts.dtype)

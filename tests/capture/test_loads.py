@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron_ttrace.capture.loads import watched
+from megatron_ttrace.mcore.balancing import loads
 from megatron_ttrace.mcore.names import canonical_names
 
 
@@ -49,8 +50,8 @@ def test_loads_are_relative(megatron):
     """Each router's loads have its bias's name; the multiple that the ranks' sum is drops out."""
     model = nn.Sequential(Router(), Router(frozen=True), Router())
     original = megatron.get_updated_expert_bias
-    loads, biases = run(megatron, model, [[30.0, 10.0], [0.0, 0.0]])
-    assert loads == {"0.expert_bias": [1.5, 0.5], "2.expert_bias": [0.0, 0.0]}
+    found, biases = run(megatron, model, [[30.0, 10.0], [0.0, 0.0]])
+    assert found == {"0.expert_bias": [1.5, 0.5], "2.expert_bias": [0.0, 0.0]}
     assert biases == [[-0.5, 0.5], [0.0, 0.0]]
     assert megatron.get_updated_expert_bias is original
 
@@ -64,3 +65,12 @@ def test_an_error_of_ours_leaves_the_update(megatron):
     """What is returned is Megatron's own result, whatever becomes of the work of ours."""
     given = run(megatron, nn.Sequential(Router()), [[30.0, 10.0]], attempt=lambda work: None)
     assert given == ({}, [[-0.5, 0.5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_loads_are_as_exact_as_the_counts(dtype):
+    """What was counted in bf16 is known to its eight bits only."""
+    found = loads(torch.tensor([[301, 101]]).to(dtype))
+    assert found.dtype == (torch.float32 if dtype is torch.int64 else dtype)
+    exact = torch.tensor([[301 / 201, 101 / 201]])
+    assert torch.allclose(found.float(), exact, rtol=2 * torch.finfo(found.dtype).eps)
