@@ -37,8 +37,25 @@ def checksum(data: torch.Tensor) -> int:
 
 
 def bytes_of(data: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The bytes of a CPU tensor's elements in row-major order: a view, if it is contiguous."""
-    return _raw(data).numpy()
+    """The bytes of a CPU tensor's elements in row-major order: a view, if it is contiguous.
+
+    ``Tensor.numpy`` would make the storage one that cannot be resized. Megatron resizes those of
+    outputs that it recomputes.
+    """
+    return np.asarray(_Memory(_raw(data)))
+
+
+class _Memory:
+    """The memory of a contiguous tensor of bytes, which it keeps alive, for NumPy."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (data.numel(),),
+            "typestr": "|u1",
+            "data": (data.data_ptr(), True),
+        }
 
 
 def _raw(data: torch.Tensor) -> torch.Tensor:

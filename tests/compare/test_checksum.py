@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.compare.checksum import MASK, WORDS, checksum, weighted
 from megatron_ttrace.compare.measure import measure
+from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import plan
 from tests.compare.test_measure import random
@@ -93,3 +94,13 @@ def test_replicas_by_their_sums(replicas, dtype):
     found = [measure(made[name], reference, boxes).checksum for name in replicas]
     equal = {made[name].view(torch.uint8).numpy().tobytes() for name in replicas}
     assert len(set(found)) == len(equal)
+
+
+def test_the_storage_can_still_be_resized():
+    """Megatron frees outputs that it recomputes by resizing their storage."""
+    data = torch.randn(3, 40_000)
+    measure(data, data * 2, (Box((0, 0), (3, 40_000), (0, 0)),))
+    measure(data, data.clone(), (Box((0, 0), (3, 40_000), (0, 0)),))
+    checksum(data)
+    data.untyped_storage().resize_(0)
+    assert data.untyped_storage().nbytes() == 0
