@@ -26,7 +26,7 @@ from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Keep, Settings
 from megatron_ttrace.runtime import answer, launch, requirements
-from megatron_ttrace.runtime.agreement import GivenUpError, Ranks
+from megatron_ttrace.runtime.agreement import EndError, Ranks
 from megatron_ttrace.runtime.comparison import (
     Comparison,
     gradient_factor,
@@ -264,10 +264,14 @@ class CandidateSession(Session):
         if doubt and not self.settings.exit_after and len(self.blocks()) == 1:
             try:
                 self._isolate(rehearse, ledger, found)
-            except GivenUpError:
+            except EndError:
+                raise
+            except Exception as error:
+                given_up = self.ranks.give_up(error, "checking with modules isolated")
+                self.judged = True
                 if found:
                     report()
-                raise
+                raise given_up from error
         code = ExitCode(self.ranks.from_one(last, "writing the report", report))
         if self.settings.keep is Keep.NONE and dist.get_rank() == 0:
             with contextlib.suppress(OSError):
@@ -289,13 +293,19 @@ class CandidateSession(Session):
         began = time.monotonic()
         folder = self.settings.directory / shared.ISOLATED
         settings = dataclasses.replace(self.settings, isolate=True, directory=folder)
-        comparison = Comparison(
-            self.comparison.reference,
-            TraceWriter(folder / "candidate", dist.get_rank()),
-            keep_all=False,
-            isolate=True,
-        )
-        comparison.initial(self.settings.iterations[0], self.initial)
+
+        def prepare() -> Comparison:
+            comparison = Comparison(
+                self.comparison.reference,
+                TraceWriter(folder / "candidate", dist.get_rank()),
+                keep_all=False,
+                isolate=True,
+            )
+            comparison.initial(self.settings.iterations[0], self.initial)
+            return comparison
+
+        # All ranks rehearse or none: the end of a rehearsal waits for all.
+        comparison = self.ranks.together("checking with modules isolated", prepare)
         rehearse(comparison)
         findings = self._findings(comparison, ledger)
 

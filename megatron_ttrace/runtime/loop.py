@@ -127,10 +127,13 @@ class _Watch:
         return self._attempt(what, fail)
 
     def _give_up(self, cause: Cause) -> None:
+        judged = self._session is not None and self._session.judged
         self._session = None
         stops = self._settings.exit_after or self._settings.role == "reference"
         if self._ranks.rank in (0, cause.rank):
             ending = "" if stops else "; training goes on, UNCHECKED"
+            if judged:
+                ending = "; the verdict stands, training goes on"
             print(f"ttrace: {cause.line}{ending}", file=sys.stderr, flush=True)
         if stops:
             self._leave(ExitCode.COULD_NOT_CHECK)

@@ -50,6 +50,7 @@ class Session(abc.ABC):
         self.settings = settings
         self.ranks = ranks
         self.finished = False
+        self.judged = False  # a verdict was told, whatever fails later
         self.errors: list[str] = []
         self.start: Path | None = None
         self.start_step: float | None = None

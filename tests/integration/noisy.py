@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with noise in the second layer's MLP on all ranks of a run that has several.
 
-No repair explains it. The losses are printed by ``bits.py``.
+No repair explains it. The rest is done by ``faulty.py``.
 """
 
 import runpy
-import sys
 from pathlib import Path
 
 import torch
@@ -34,5 +33,4 @@ def noisy(self, *args, **kwargs):
 
 
 TransformerLayer.__init__, MLP.forward = built, noisy
-sys.argv = [sys.argv[0], "enabled", *sys.argv[1:]]
-runpy.run_path(str(Path(__file__).with_name("bits.py")), run_name="__main__")
+runpy.run_path(str(Path(__file__).with_name("faulty.py")), run_name="__main__")

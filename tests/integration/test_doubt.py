@@ -4,6 +4,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.integration.jobs import SCRIPT, TINY, torchrun
 
 NOISY = Path(__file__).with_name("noisy.py")
@@ -30,3 +32,20 @@ def test_modules_are_isolated_at_once(tmp_path: Path) -> None:
     told = [text for text in summary["notices"] if text.startswith("isolated: ")]
     assert "isolated: decoder.layers.1.mlp (output) fails on its own; cause: unknown" in told
     assert not (tmp_path / "ttrace-out/isolated").exists()
+
+
+def test_the_verdict_outlives_a_failed_isolation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found before is reported, from whichever rank the failure comes."""
+    module = "megatron_ttrace.runtime"
+    preparing, checking = "comparison:Comparison.initial", "candidate:CandidateSession._check"
+    for rank, fault in enumerate((preparing, checking)):
+        monkeypatch.setenv("FAULT", f"{module}.{fault}@{rank}=2")
+        directory = tmp_path / str(rank)
+        flags = ("--ttrace", "--ttrace-no-wandb", "--ttrace-dir", directory)
+        ran = torchrun(2, NOISY, SCRIPT, *TINY, "--use-distributed-optimizer", *flags, cwd=tmp_path)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert json.loads((directory / "summary.json").read_text())["verdict"] == "diverged"
+        assert "injected; the verdict stands, training goes on" in ran.stderr
+        assert "UNCHECKED" not in ran.stderr
