@@ -67,16 +67,99 @@ class RankLayout:
     packed: bool = False
 
 
-class Planner:
+class Placer:
+    """Plans which part of a logical tensor a rank's activation is, from shapes and names alone."""
+
+    def __init__(self, layout: RankLayout) -> None:
+        self._layout = layout
+        self._planned: dict[object, tuple[Placements, tuple[Box, ...]]] = {}
+
+    def place(
+        self,
+        key: TraceKey,
+        local: tuple[int, ...],
+        whole: tuple[int, ...],
+        ends: tuple[int, ...] = (),
+    ) -> Match:
+        """The place of an activation, or of its gradient.
+
+        Args:
+            key: its name.
+            local: its shape.
+            whole: that of the logical tensor.
+            ends: of packed sequences that are divided one by one.
+
+        Raises:
+            NoPlacementError: when the shape fits no layout.
+        """
+        blocks, layout = self.blocks(key), self._layout
+        heads = layout.head_rows.get(key.name.partition("#")[0], 0)
+        placement, boxes = self._plan(
+            (local, whole, blocks, heads, ends),
+            lambda: self._infer(local, whole, blocks, heads, ends),
+            whole,
+        )
+        axis = self._partial_over(key)
+        words = describe(placement, axis)
+        ranks = layout.mesh.size(axis) if axis else 1
+        return Match(key, words, boxes, whole, self.factor(key), axis, ranks)
+
+    def _infer(
+        self,
+        local: tuple[int, ...],
+        whole: tuple[int, ...],
+        blocks: int | tuple[int, ...],
+        heads: int,
+        ends: tuple[int, ...],
+    ) -> Placements:
+        mesh = self._layout.mesh
+        if heads:
+            return infer_head_rows(local, whole, heads, mesh)
+        return infer_activation(
+            local, whole, mesh, seq_length=self._layout.seq_length, blocks=blocks, ends=ends
+        )
+
+    def factor(self, key: TraceKey) -> float:
+        """Expected candidate/reference ratio."""
+        if key.kind in (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT):
+            return self._layout.gradient_factor * self._layout.loss_scale
+        return self._layout.loss_scale if key.kind is Kind.MAIN_GRAD else 1.0
+
+    def _partial_over(self, key: TraceKey) -> str:
+        """The axis over which this tensor is partial; empty if it is not."""
+        if key.kind is not Kind.GRAD_INPUT:
+            return ""
+        axis = self._layout.partials.get((key.name.partition("#")[0], key.index))
+        return axis if axis and self._layout.mesh.size(axis) > 1 else ""
+
+    def blocks(self, key: TraceKey) -> int | tuple[int, ...]:
+        """The blocks that are stacked in a tensor's last dim; 1 if none are."""
+        module = key.name.partition("#")[0]
+        if key.kind not in (Kind.OUTPUT, Kind.GRAD_OUTPUT):
+            return 1
+        if self._layout.gated and is_first_of_gated(module):
+            return GATED
+        return self._layout.stacked.get(module, 1)
+
+    def _plan(
+        self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
+    ) -> tuple[Placements, tuple[Box, ...]]:
+        """Planning is pure, so each combination of shapes is planned only once."""
+        if memo not in self._planned:
+            steps = placement()
+            self._planned[memo] = steps, plan(whole, steps, self._layout.mesh)
+        return self._planned[memo]
+
+
+class Planner(Placer):
     """Plans the comparisons of one iteration on one rank."""
 
     def __init__(self, reference: TraceReader, iteration: int, layout: RankLayout) -> None:
+        super().__init__(layout)
         self.experts = ExpertRows(reference, iteration, layout.mesh)
         self._reference = reference
         self._iteration = iteration
-        self._layout = layout
         self._ends: dict[int, tuple[int, ...]] = {}
-        self._planned: dict[object, tuple[Placements, tuple[Box, ...]]] = {}
 
     def plan(
         self,
@@ -124,33 +207,8 @@ class Planner:
         Raises:
             NoPlacementError: when the shape fits no layout.
         """
-        whole, blocks, layout = self._reference.entry(key).shape, self.blocks(key), self._layout
-        heads = layout.head_rows.get(key.name.partition("#")[0], 0)
-        ends = self._ends_of(key.microbatch)
-        placement, boxes = self._plan(
-            (local, whole, blocks, heads, ends),
-            lambda: self._infer(local, whole, blocks, heads, ends),
-            whole,
-        )
-        axis = self._partial_over(key)
-        words = describe(placement, axis)
-        ranks = layout.mesh.size(axis) if axis else 1
-        return Match(key, words, boxes, whole, self.factor(key), axis, ranks)
-
-    def _infer(
-        self,
-        local: tuple[int, ...],
-        whole: tuple[int, ...],
-        blocks: int | tuple[int, ...],
-        heads: int,
-        ends: tuple[int, ...],
-    ) -> Placements:
-        mesh = self._layout.mesh
-        if heads:
-            return infer_head_rows(local, whole, heads, mesh)
-        return infer_activation(
-            local, whole, mesh, seq_length=self._layout.seq_length, blocks=blocks, ends=ends
-        )
+        whole = self._reference.entry(key).shape
+        return self.place(key, local, whole, self._ends_of(key.microbatch))
 
     def _ends_of(self, microbatch: int) -> tuple[int, ...]:
         """Where a microbatch's packed sequences end, if they are divided one by one."""
@@ -179,19 +237,6 @@ class Planner:
         layout, ends = self._layout, self._ends_of(microbatch)
         return torch.from_numpy(token_positions(local, layout.mesh, layout.seq_length, ends))
 
-    def factor(self, key: TraceKey) -> float:
-        """Expected candidate/reference ratio."""
-        if key.kind in (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT):
-            return self._layout.gradient_factor * self._layout.loss_scale
-        return self._layout.loss_scale if key.kind is Kind.MAIN_GRAD else 1.0
-
-    def _partial_over(self, key: TraceKey) -> str:
-        """The axis over which this tensor is partial; empty if it is not."""
-        if key.kind is not Kind.GRAD_INPUT:
-            return ""
-        axis = self._layout.partials.get((key.name.partition("#")[0], key.index))
-        return axis if axis and self._layout.mesh.size(axis) > 1 else ""
-
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the reference's order."""
         turned = (
@@ -200,21 +245,3 @@ class Planner:
             and key in self._reference
         )
         return data.transpose(0, 1) if turned else data
-
-    def blocks(self, key: TraceKey) -> int | tuple[int, ...]:
-        """The blocks that are stacked in a tensor's last dim; 1 if none are."""
-        module = key.name.partition("#")[0]
-        if key.kind not in (Kind.OUTPUT, Kind.GRAD_OUTPUT):
-            return 1
-        if self._layout.gated and is_first_of_gated(module):
-            return GATED
-        return self._layout.stacked.get(module, 1)
-
-    def _plan(
-        self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
-    ) -> tuple[Placements, tuple[Box, ...]]:
-        """Planning is pure, so each combination of shapes is planned only once."""
-        if memo not in self._planned:
-            steps = placement()
-            self._planned[memo] = steps, plan(whole, steps, self._layout.mesh)
-        return self._planned[memo]

@@ -19,12 +19,30 @@ from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, STEP_LEVEL, Kind
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
-class WriteSink:
-    """Stores everything: the reference's sink.
+class Forecast:
+    """Tells, once, how many bytes the tensors of a microbatch's forward pass have.
 
-    ``forecast`` is called once, when the first microbatch's forward pass has ended, with the bytes
-    of its tensors; what it raises ends the step's capture.
+    ``tell`` is called when the first one has ended; what it raises ends the step's capture.
     """
+
+    def __init__(self, tell: Callable[[int], None] | None) -> None:
+        self._tell = tell
+        self._bytes = 0
+
+    def see(self, place: Place, data: torch.Tensor) -> None:
+        """Take a tensor that is stored, in the order of capture."""
+        microbatch, kind, *_ = place
+        if self._tell is None or kind is Kind.TOKENS or microbatch == STEP_LEVEL:
+            return
+        if microbatch == 0 and kind not in (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT):
+            self._bytes += data.nbytes
+        else:
+            tell, self._tell = self._tell, None
+            tell(self._bytes)
+
+
+class WriteSink:
+    """Stores everything: the reference's sink. ``forecast`` is as of :class:`Forecast`."""
 
     def __init__(
         self,
@@ -32,8 +50,7 @@ class WriteSink:
         iteration: int,
         forecast: Callable[[int], None] | None = None,
     ) -> None:
-        self._forecast = forecast
-        self._forward_bytes = 0
+        self._forecast = Forecast(forecast)
         self._writer = writer
         self._iteration = iteration
         self._lines: dict[Place, int] = {}
@@ -44,21 +61,10 @@ class WriteSink:
         """Store ``data`` under its first name and point the others at it."""
         first, *others = places
         data = self._without_padding(first, data)
-        if self._forecast:
-            self._foresee(first, data)
+        self._forecast.see(first, data)
         self._lines[first] = self._writer.add(self._entry(first, data), data)
         for place in others:
             self.repeat(first, place, data)
-
-    def _foresee(self, place: Place, data: torch.Tensor) -> None:
-        microbatch, kind, *_ = place
-        if kind is Kind.TOKENS or microbatch == STEP_LEVEL:
-            return
-        if microbatch == 0 and kind not in (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT):
-            self._forward_bytes += data.nbytes
-        elif forecast := self._forecast:
-            self._forecast = None
-            forecast(self._forward_bytes)
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
         """Point another name at data that is stored already."""

@@ -92,6 +92,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "init": settings.init,
             "seeds": settings.seeds,
             "reference_args": settings.reference_args,
+            "reference_layout": str(settings.reference_layout or ""),
             "device": _device(),
             FIM_BY_SAMPLE: fim.is_by_sample(args, settings),
             PADDED_FOR: packed.padded_for(args),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import reference_layout
 from megatron_ttrace.trace.budget import DEFAULT_MB, LEAST_MB, MOST_MB
 
 ROLES = ("candidate", "reference")
@@ -56,6 +57,7 @@ class Settings:
         iterations: the training iterations to trace, 1-based, ascending.
         reference: an existing reference trace, or ``None`` to make one.
         reference_args: Megatron arguments appended to the derived reference arguments.
+        reference_layout: of a reference on several ranks; ``None`` for one device.
         allow_other_megatron: whether ``reference`` may be of another Megatron than this run's.
         save_candidate: keep the candidate's tensors for ``ttrace compare``.
         isolate: feed every module the reference's inputs, so that no error propagates.
@@ -80,6 +82,7 @@ class Settings:
     iterations: tuple[int, ...] = (1,)
     reference: Path | None = None
     reference_args: str = ""
+    reference_layout: reference_layout.Layout | None = None
     allow_other_megatron: bool = False
     save_candidate: bool = False
     isolate: bool = False
@@ -205,6 +208,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="",
         metavar='"ARGS"',
         help="Arguments to add to those of the reference, e.g. another attention implementation.",
+    )
+    group.add_argument(
+        "--ttrace-reference-layout",
+        default=None,
+        metavar='"tp=N pp=N"',
+        help="Make the reference on several ranks, for a model that does not fit one device; the "
+        "layout is checked against one device first, on a shrunk job.",
     )
     group.add_argument(
         "--ttrace-save-candidate",
@@ -364,6 +374,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
     keep = Keep(args.ttrace_keep)
     if args.ttrace_save_candidate and keep is Keep.NONE:
         raise TTraceError("--ttrace-save-candidate and --ttrace-keep none: give one of them")
+    layout = args.ttrace_reference_layout
     reference = Path(args.ttrace_reference) if args.ttrace_reference else None
     if reference is not None and not reference.is_dir():
         raise TTraceError(
@@ -374,6 +385,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
         iterations=parse_iterations(args.ttrace_iterations),
         reference=reference,
         reference_args=args.ttrace_reference_args,
+        reference_layout=None if layout is None else reference_layout.parse(layout),
         allow_other_megatron=args.ttrace_allow_other_megatron,
         save_candidate=args.ttrace_save_candidate or keep is Keep.ALL,
         isolate=args.ttrace_isolate,

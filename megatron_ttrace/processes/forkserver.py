@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -137,8 +137,8 @@ class Requests:
         """What ranks need in their environment."""
         return {_VARIABLE: str(self._theirs.fileno())}
 
-    def poll(self) -> tuple[list[str], dict[str, str], Path] | None:
-        """The next request, if there is one."""
+    def poll(self) -> tuple[list[str], list[tuple[dict[str, str], Path]]] | None:
+        """The next request, if there is one: a command, and environment and log of each rank."""
         try:
             message = self._ours.recv(1 << 20)
         except BlockingIOError:
@@ -151,7 +151,7 @@ class Requests:
             path.unlink()
         except (OSError, ValueError) as error:
             raise TTraceError(f"the request for a reference run was lost: {error}") from error
-        return request["command"], request["environment"], Path(request["log"])
+        return request["command"], [(own, Path(log)) for own, log in request["ranks"]]
 
     def answer(self, code: int) -> None:
         """Tell the rank that its reference run ended, unless the rank is dead."""
@@ -178,16 +178,35 @@ def request(
 ) -> int:
     """Ask the parent to run ``[python, script, *args]`` to its end; returns the exit code.
 
+    Raises as :func:`request_ranks`.
+    """
+    return request_ranks(command, [(environment, log)], timeout)
+
+
+def request_ranks(
+    command: Sequence[str],
+    each: Sequence[tuple[Mapping[str, str], Path]],
+    timeout: float | None = None,
+) -> int:
+    """Ask the parent to run ``[python, script, *args]`` on several ranks.
+
+    Args:
+        command: of each rank.
+        each: environment and log of each rank.
+        timeout: seconds for all of them.
+
+    Returns:
+        Zero, or the exit code of the rank that failed first; the others are ended then.
+
     Raises:
         TTraceError: when there is no answer within ``timeout`` seconds and a margin, in which the
             parent should have ended the process.
     """
     # Command lines can be larger than a packet: the packet names a file.
+    log = each[0][1]
     order = log.with_suffix(".request.json")
-    order.write_text(
-        json.dumps({"command": list(command), "environment": environment, "log": str(log)}),
-        encoding="utf-8",
-    )
+    asked = [(dict(environment), str(own)) for environment, own in each]
+    order.write_text(json.dumps({"command": list(command), "ranks": asked}), encoding="utf-8")
     with socket.socket(fileno=os.dup(int(os.environ[_VARIABLE]))) as line:
         line.send(str(order).encode())
         # Not ``settimeout``: that would make the socket, which ranks share, non-blocking for all.

@@ -227,8 +227,12 @@ def _believed(
 def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
     # Without the fork server rank 0 limits the reference run, and should give up first.
     margin = 0.0 if fork else _MARGIN_SECONDS
-    logs = [job.directory / "reference.log", job.directory / "replay.log"]
-    return Patience(job.timeout + margin, say, logs)
+    return Patience(job.timeout + margin, say, _logs_of_references(job))
+
+
+def _logs_of_references(job: Job) -> list[Path]:
+    several = ranks.log_of(job.directory / shared.REFERENCE_LOGS, 0)
+    return [job.directory / "reference.log", job.directory / "replay.log", several]
 
 
 class _Watch:
@@ -237,7 +241,7 @@ class _Watch:
     def __init__(self, job: Job, log: Path, progress: Progress, fork: bool) -> None:
         self._log = log
         # Without the fork server rank 0 starts the reference and repeats its lines itself.
-        logs = [job.directory / "reference.log", job.directory / "replay.log"] if fork else []
+        logs = _logs_of_references(job) if fork else []
         self._echoes = [Echo(self._log, progress)]
         self._echoes += [Echo(log, progress, OF_REFERENCE) for log in logs]
         self._progress = progress

@@ -110,7 +110,8 @@ class _Job:
         self._requests = forkserver.Requests() if fork else None
         self._observed = observed
         self._ranks: dict[int, int] = {}
-        self._reference: int | None = None
+        self._references: set[int] = set()
+        self._failed: tuple[int, float] | None = None  # a reference's code, and until when
         self._groups: list[int] = []
         self._waited: dict[int, Waited] = {}
         self._watched: dict[int, int] = {}
@@ -153,6 +154,7 @@ class _Job:
             if len(self._codes) >= count:
                 break
             self._serve()
+            self._end_references()
             if deadline is None and any(code not in (0, 1) for code in self._codes.values()):
                 deadline = time.monotonic() + _GRACE_SECONDS
             if deadline is None and 0 < len(self._codes) < count:
@@ -177,16 +179,19 @@ class _Job:
         waiter = select.poll()
         for descriptor in self._watched.values():
             waiter.register(descriptor, select.POLLIN)
-        if self._requests is not None and self._reference is None:
+        if self._requests is not None and not self._references:
             waiter.register(self._requests.fileno(), select.POLLIN)
         waiter.poll(_POLL_SECONDS * 1000)
 
     def _reap(self) -> None:
         for pid, code in self._ended():
-            if pid == self._reference:
-                self._reference = None
-                if self._requests:
-                    self._requests.answer(code)
+            if pid in self._references:
+                self._references.remove(pid)
+                if code and self._failed is None:
+                    self._failed = code, time.monotonic() + _GRACE_SECONDS
+                if self._requests and not self._references:
+                    self._requests.answer(self._failed[0] if self._failed else 0)
+                    self._failed = None
             else:
                 rank = self._ranks.pop(pid)
                 self._codes[rank] = code
@@ -211,15 +216,23 @@ class _Job:
             yield pid, code
 
     def _serve(self) -> None:
-        if self._requests is None or self._reference is not None:
+        if self._requests is None or self._references:
             return
         order = self._requests.poll()
-        if order is not None:
+        if order is None:
+            return
+        command, each = order
+        for environment, log in each:
             with signals.deferred():
-                self._reference = forkserver.fork(*order)
-                self._watch_over(
-                    Waited("the reference run", self._reference, order[2], is_reference=True)
-                )
+                pid = forkserver.fork(command, environment, log)
+                self._references.add(pid)
+                self._watch_over(Waited("the reference run", pid, log, is_reference=True))
+
+    def _end_references(self) -> None:
+        """End the ranks of a reference whose first one failed some seconds ago."""
+        if self._failed is not None and time.monotonic() > self._failed[1]:
+            for pid in self._references:
+                _kill(pid)
 
     def end(self) -> None:
         """Kill what is left: the processes that we started, then those that they started."""

@@ -21,15 +21,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.compare.sharding import Divided
+from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import overrides_of
-from megatron_ttrace.processes import forkserver
+from megatron_ttrace.mcore.reference_layout import Layout
+from megatron_ttrace.processes import forkserver, ranks
 from megatron_ttrace.processes.child import environment_of, run_subprocess
 from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, refusal, tail
+from megatron_ttrace.processes.progress import OF_REFERENCE, Echo
+from megatron_ttrace.processes.waiting import OutOfTimeError
+from megatron_ttrace.runtime import trial
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.start.handoff import Started
 from megatron_ttrace.trace import codec, shared
@@ -55,6 +60,8 @@ class Order:
         directory: where the trace is written.
         started: the candidate's start if it was loaded from a checkpoint.
         separation: the losses' shares to find with an existing reference, instead of making one.
+        layout: of a reference on several ranks.
+        divided: by how much each tensor is divided in this layout.
     """
 
     overrides: dict[str, Any]
@@ -63,6 +70,8 @@ class Order:
     directory: str
     started: Started | None = None
     separation: Separation | None = None
+    layout: Layout | None = None
+    divided: Divided = ()
 
     @classmethod
     def read(cls, path: Path) -> Order:
@@ -263,16 +272,34 @@ def _make(
         directory=str(home.resolve()),
         started=started,
     )
-    _say(f"making the reference on one device (log: {settings.directory / _LOG})")
+    if layout := settings.reference_layout:
+        order = dataclasses.replace(
+            order,
+            overrides={
+                **order.overrides,
+                **layout.overrides(order.overrides["make_vocab_size_divisible_by"]),
+            },
+            layout=layout,
+            divided=trial.checked(layout, settings),
+        )
+    where = f"{layout.ranks} ranks ({layout})" if layout else "one device"
+    _say(f"making the reference on {where} (log: {_log_of(order, settings)})")
     began = time.monotonic()
-    _run(order, settings, settings.directory / _LOG, settings.timeout)
+    _run(order, settings, _log_of(order, settings), settings.timeout)
     _say(f"reference made in {time.monotonic() - began:.1f} s")
 
 
+def _log_of(order: Order, settings: Settings) -> Path:
+    """Where a reference run, of several ranks the first one, writes."""
+    several = ranks.log_of(settings.directory / shared.REFERENCE_LOGS, 0)
+    return settings.directory / _LOG if order.layout is None else several
+
+
 def _say_next(meta: dict[str, Any]) -> None:
-    """What follows when there is a reference; how long it took one device is all that is known."""
+    """What follows when there is a reference; how long its step took is all that is known."""
     took = meta.get("seconds")
-    known = f" what took one device {took:.1f} s" if isinstance(took, float) else ""
+    where = "the reference" if meta.get("layout") else "one device"
+    known = f" what took {where} {took:.1f} s" if isinstance(took, float) else ""
     _say(f"building the model, then tracing on all ranks{known}")
 
 
@@ -331,10 +358,13 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
         *("--ttrace-role", "reference", "--ttrace-overrides", str(home / ORDER)),
     ]
     own = {"RANK": "0", "LOCAL_RANK": "0", shared.VARIABLE: shared.run_id()}
-    # A new process, unless the launcher forks for us.
-    run = forkserver.request if forkserver.available() else run_subprocess
     for _ in range(2):
-        code = run(command, environment_of(1, own), log, timeout)
+        if order.layout is not None:
+            code, log = _run_ranks(order.layout.ranks, command, settings, timeout)
+        elif forkserver.available():
+            code = forkserver.request(command, environment_of(1, own), log, timeout)
+        else:
+            code = run_subprocess(command, environment_of(1, own), log, timeout)
         if code == 0 or not port_was_taken(log):
             break
     if code != 0:
@@ -346,6 +376,57 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
         )
     if not (home / META).exists():
         raise TTraceError(f"the reference run ended without a complete trace; see {log}")
+
+
+def _run_ranks(
+    count: int, command: list[str], settings: Settings, timeout: float
+) -> tuple[int, Path]:
+    """Run a reference on several ranks of this machine.
+
+    Returns:
+        Zero, or the exit code of the rank that failed first; and the log that says why.
+    """
+    folder = settings.directory / shared.REFERENCE_LOGS
+    logs = [ranks.log_of(folder, rank) for rank in range(count)]
+    own = {shared.VARIABLE: shared.run_id()}
+    if forkserver.available():
+        folder.mkdir(exist_ok=True)
+        base = environment_of(count, own)
+        each = [
+            ({**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
+            for rank, log in enumerate(logs)
+        ]
+        code = forkserver.request_ranks(command, each, timeout)
+    else:
+        code = _start_ranks(count, command, folder, own, timeout)
+    return code, next((log for log in logs if died_of(log) or refusal(log)), logs[0])
+
+
+def _start_ranks(
+    count: int, command: list[str], folder: Path, own: dict[str, str], timeout: float
+) -> int:
+    """Run a reference's ranks as new processes; returns as :func:`_run_ranks` does."""
+    echo = Echo(ranks.log_of(folder, 0), _say, OF_REFERENCE)
+    observed = ranks.Observed()
+    deadline = time.monotonic() + timeout
+
+    def watch() -> None:
+        echo.flush()
+        if time.monotonic() > deadline:
+            raise OutOfTimeError(f"no reference after {timeout:.0f} s (logs: {folder})")
+
+    codes = ranks.run_ranks(
+        count,
+        command,
+        folder,
+        fork=False,
+        environment=own,
+        progress=watch,
+        observed=observed,
+    )
+    echo.flush()
+    failed = (end.code for end in observed.ends if end.code)
+    return next(failed, 0 if set(codes) == {0} else int(ExitCode.COULD_NOT_CHECK))
 
 
 def _program() -> list[str]:

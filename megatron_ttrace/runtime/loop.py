@@ -96,10 +96,10 @@ class _Watch:
         from megatron.training import get_args
 
         from megatron_ttrace.runtime.candidate import CandidateSession
-        from megatron_ttrace.runtime.reference_run import ReferenceSession
+        from megatron_ttrace.runtime.sharded_reference import session
 
-        kind = ReferenceSession if self._settings.role == "reference" else CandidateSession
-        return kind(get_args(), self._settings, self._ranks)
+        make = session if self._settings.role == "reference" else CandidateSession
+        return make(get_args(), self._settings, self._ranks)
 
     def _attempt[T](self, what: str, work: Callable[[], T]) -> T | None:
         """Run a part of the check on all ranks; if it fails on any, all give up or exit."""

@@ -21,7 +21,8 @@ there, what it orthogonalises is multiplied by 1 ± epsilon of bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,6 +33,22 @@ from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu import te
 from megatron_ttrace.mcore.names import ROOT, Names
 from megatron_ttrace.mcore.optimizer import leaves_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A model on several ranks, of which replicas are perturbed alike.
+
+    Attributes:
+        parts: of each parameter by name, a number of the elements that this rank has.
+        ends: whether this rank computes the loss.
+        add_up: adds a tensor up over tensor-parallel ranks, in place.
+    """
+
+    parts: Mapping[str, int]
+    ends: bool
+    add_up: Callable[[torch.Tensor], object]
+
 
 _EMBEDDING = "embedding"
 _HEAD = "output_layer"
@@ -45,7 +62,7 @@ def perturb(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def split_head(
-    module: torch.nn.Module, generator: torch.Generator
+    module: torch.nn.Module, generator: torch.Generator, spread: Spread | None = None
 ) -> torch.utils.hooks.RemovableHandle:
     """Let the head sum its input gradient from two parts of the vocabulary, cut at random.
 
@@ -72,6 +89,8 @@ def split_head(
             parts = above[..., :cut] @ weight[:cut] + above[..., cut:] @ weight[cut:]
             # Other modules may have read the hidden states: only the head's share changes.
             change = (parts.float() - (above @ weight).float()).view_as(gradient)
+            if spread is not None:
+                spread.add_up(change)
             return torch.add(gradient.float(), change).to(gradient.dtype)
 
         own.register_hook(add_up)
@@ -102,17 +121,26 @@ def rounded_momentum(optimizer: Any, generator: torch.Generator) -> Iterator[Non
 
 
 @contextmanager
-def perturbed(chunks: Sequence[Names], seed: int, optimizer: Any = None) -> Iterator[None]:
+def perturbed(
+    chunks: Sequence[Names], seed: int, optimizer: Any = None, spread: Spread | None = None
+) -> Iterator[None]:
     """Within this context the model's next step runs perturbed; parameters are *not* restored.
 
     Args:
         chunks: of the model.
         seed: of the random signs.
         optimizer: Megatron's, if its own arithmetic is to be perturbed, too.
+        spread: of a model on several ranks.
     """
     generator = torch.Generator().manual_seed(seed)
     handles = []
-    parameters = [parameter for names in chunks for parameter in names.parameters.values()]
+    named = [pair for names in chunks for pair in names.parameters.items()]
+    ends = (_EMBEDDING, ROOT) if spread is None or spread.ends else (_EMBEDDING,)
+
+    def signs_of(name: str) -> torch.Generator:
+        if spread is None:
+            return generator
+        return torch.Generator().manual_seed(seed << 32 | spread.parts[name])
 
     def outputs(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if torch.is_tensor(output) and output.is_floating_point():
@@ -122,15 +150,15 @@ def perturbed(chunks: Sequence[Names], seed: int, optimizer: Any = None) -> Iter
         return output
 
     with torch.no_grad():
-        for parameter in parameters:
+        for name, parameter in named:
             if parameter.dtype == torch.float32:
-                parameter.data.copy_(perturb(parameter.data, generator))
+                parameter.data.copy_(perturb(parameter.data, signs_of(name)))
     for names in chunks:
         for name, module in names.modules.items():
-            if name in (_EMBEDDING, ROOT):
+            if name in ends:
                 handles.append(module.register_forward_hook(outputs))
             if name == _HEAD:
-                handles.append(split_head(module, generator))
+                handles.append(split_head(module, generator, spread))
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)
@@ -138,6 +166,6 @@ def perturbed(chunks: Sequence[Names], seed: int, optimizer: Any = None) -> Iter
             from megatron_ttrace.cpu.te import quantize
 
             stack.enter_context(quantize.other_scales(generator))
-        if all(parameter.dtype == torch.float32 for parameter in parameters):
+        if all(parameter.dtype == torch.float32 for _, parameter in named):
             stack.enter_context(rounded_momentum(optimizer, generator))
         yield

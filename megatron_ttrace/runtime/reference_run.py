@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.step import StepSink
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.measured import Measured
@@ -55,11 +56,11 @@ class ReferenceSession(Session):
 
     is_reference = True
 
-    def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
+    def __init__(
+        self, args: MegatronArguments, settings: Settings, ranks: Ranks, order: Order
+    ) -> None:
         super().__init__(args, settings, ranks)
-        if settings.overrides is None:
-            raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
-        self._order = Order.read(settings.overrides)
+        self._order = order
         self._directory = Path(self._order.directory)
         if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
             fim.rearrange_by_sample()
@@ -104,21 +105,26 @@ class ReferenceSession(Session):
         for block, served in self._batches(iterator, count):
             moved |= self._block(block, count, run, served, writer)
         tolerance.write(self._directory, moved)
+        self._seal(count, self._counted)
+        return ExitCode.EQUIVALENT
+
+    def _seal(self, microbatches: int, counts: Sequence[Counted]) -> None:
+        layout = self._order.layout
         seal(
             self._directory,
             {
                 "role": "reference",
                 "fingerprint": self._order.fingerprint,
                 "identity": self._order.identity,
-                "microbatches": count,
+                "microbatches": microbatches,
                 "loss_scales": self._loss_scales,
-                "counted": counted.encode(self._counted),
+                "counted": counted.encode(counts),
                 "logs": logged.is_found(),
                 "seconds": self._seconds,
+                "layout": None if layout is None else dataclasses.asdict(layout),
                 **self._arithmetic(),
             },
         )
-        return ExitCode.EQUIVALENT
 
     def _arithmetic(self) -> dict[str, Any]:
         """What tolerances depend on, apart from the replays."""
@@ -194,13 +200,8 @@ class ReferenceSession(Session):
         writer: TraceWriter,
     ) -> dict[TraceKey, Moved]:
         """Trace consecutive iterations and replay them; returns how far the replays moved them."""
-        numbers = range(count)
         with self.rehearsal(restore=True):
-            moments: dict[str, torch.Tensor] = {}
-            self._start_at(block[0], count, keep=moments.__setitem__)
-            if self.device.type == "cpu" and block[0] == self.settings.iterations[0]:
-                write_moments(self._directory, moments)
-            del moments
+            self._begin_block(block, count)
             self.serve(served)
             again = self._started(served)
             scale = self._fitting_loss_scale(len(block), run, again)
@@ -211,20 +212,45 @@ class ReferenceSession(Session):
                 again = self._started(served)
             _tell(f"tracing {_steps(block)}")
             began = time.monotonic()
-            for position, iteration in enumerate(block):
-                sink = WriteSink(writer, iteration, functools.partial(self._require_space, count))
-                batches = served.batches[position * count : (position + 1) * count]
-                for number, batch in enumerate(batches):
-                    for name, value in batch.items():
-                        sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
-                self._counted.append(self.rehearse(run, sink, numbers, iteration))
-            writer.close()
-            if len(writer) == 0:
-                raise TTraceError("the reference run traced nothing")
+            self._trace(block, count, run, served, writer)
             took = time.monotonic() - began
             self._seconds += took
             _tell(f"traced in {took:.1f} s; replaying {_steps(block)} perturbed, {self._replays}")
-            return self._replayed(block, run, again, numbers)
+            return self._replayed(block, run, again, range(count))
+
+    def _begin_block(self, block: list[int], count: int) -> None:
+        """Set the start values; on a CPU a candidate reads those of moments."""
+        moments: dict[str, torch.Tensor] = {}
+        self._start_at(block[0], count, keep=moments.__setitem__)
+        if self.device.type == "cpu" and block[0] == self.settings.iterations[0]:
+            write_moments(self._directory, moments)
+
+    def _trace(
+        self, block: list[int], count: int, run: Callable[[], Any], served: Served, to: TraceWriter
+    ) -> None:
+        """Write the steps of a block."""
+        room = functools.partial(self._require_space, count)
+        self._capture(block, count, run, served, lambda iteration: WriteSink(to, iteration, room))
+        to.close()
+        if len(to) == 0:
+            raise TTraceError("the reference run traced nothing")
+
+    def _capture(
+        self,
+        block: list[int],
+        count: int,
+        run: Callable[[], Any],
+        served: Served,
+        sink_of: Callable[[int], StepSink],
+    ) -> None:
+        """Capture the steps of a block, each into a sink of its own."""
+        for position, iteration in enumerate(block):
+            sink = sink_of(iteration)
+            batches = served.batches[position * count : (position + 1) * count]
+            for number, batch in enumerate(batches):
+                for name, value in batch.items():
+                    sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
+            self._counted.append(self.rehearse(run, sink, range(count), iteration))
 
     @property
     def _replays(self) -> str:
@@ -242,7 +268,6 @@ class ReferenceSession(Session):
     ) -> dict[TraceKey, Moved]:
         """Replay as often as asked for, or as the tolerances need; no tensor is kept."""
         reader = TraceReader(self._directory, sealed=False)
-        layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
         parameters = tolerance.parameters(self._arithmetic())
         dtypes = dict(tolerance.dtypes_of(reader))
         moved: dict[TraceKey, Moved] = {}
@@ -250,17 +275,32 @@ class ReferenceSession(Session):
         for seed in range(1, most + 1):
             began = time.monotonic()
             again()
-            with perturbed(self.model.names, seed, self.model.optimizer):
-                for iteration in block:
-                    replay = self._replay(reader, iteration, layout, seed)
-                    self.rehearse(run, replay, numbers, iteration)
-                    for one in replay.measured:
-                        moved[one.key] = _moved(one, moved.get(one.key))
+            moved |= self._replay_once(reader, block, run, numbers, seed, moved)
             if self.settings.seeds is None and Tolerances(moved, dtypes, **parameters).suffice():
                 break
             if seed < most and (took := time.monotonic() - began) > _WORTH_TELLING:
                 left = took * (most - seed)
                 _tell(f"replay {seed} took {took:.1f} s, at most {left:.0f} s of replays are left")
+        return moved
+
+    def _replay_once(
+        self,
+        reader: TraceReader,
+        block: Sequence[int],
+        run: Callable[[], Any],
+        numbers: Sequence[int],
+        seed: int,
+        before: Mapping[TraceKey, Moved],
+    ) -> dict[TraceKey, Moved]:
+        """Replay a block once, perturbed; returns what the replays until now did."""
+        layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+        moved: dict[TraceKey, Moved] = {}
+        with perturbed(self.model.names, seed, self.model.optimizer):
+            for iteration in block:
+                replay = self._replay(reader, iteration, layout, seed)
+                self.rehearse(run, replay, numbers, iteration)
+                for one in replay.measured:
+                    moved[one.key] = _moved(one, before.get(one.key))
         return moved
 
     def _require_space(self, microbatches: int, forward: int) -> None:
@@ -273,7 +313,12 @@ class ReferenceSession(Session):
         """
         model = sum(p.nbytes + _MORE_OF_A_PARAMETER * p.numel() for p, _ in self.model.places())
         needed = len(self.settings.iterations) * (2 * microbatches * forward + model)
-        require_space(self._directory.parent, needed, "the reference")
+        require_space(self._directory.parent, self._copies * needed, "the reference")
+
+    @property
+    def _copies(self) -> int:
+        """Bytes of all files, for each byte of what this rank captures."""
+        return 1
 
     def _fitting_loss_scale(
         self, steps: int, run: Callable[[], Any], again: Callable[[], None]

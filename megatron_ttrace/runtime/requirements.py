@@ -7,8 +7,17 @@ import os
 import re
 import sys
 
+from megatron_ttrace import cpu
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import balancing, fim, own_shards, packed, versions
+from megatron_ttrace.mcore import (
+    balancing,
+    fim,
+    own_shards,
+    packed,
+    reference_arguments,
+    reference_layout,
+    versions,
+)
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
@@ -35,6 +44,7 @@ def require(args: MegatronArguments, settings: Settings) -> None:
     """Raise ``TTraceError`` for a run that cannot be traced."""
     for why in decisions.refusals(args):
         raise TTraceError(why)
+    _require_layout(args, settings)
     if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
         raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
     if getattr(args, "use_torch_fsdp2", False) and getattr(
@@ -110,6 +120,26 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
 
 
+def _require_layout(args: MegatronArguments, settings: Settings) -> None:
+    """Raise ``TTraceError`` for a run that no reference on several ranks can be made for."""
+    layout = settings.reference_layout
+    if layout is None:
+        return
+    if starts_from_checkpoint(args):
+        raise TTraceError(
+            "--ttrace-reference-layout with --load: no loaded start is handed over to several ranks"
+        )
+    if own := reference_arguments.explicit(settings.reference_args) & {*decisions.SINGLE_DEVICE}:
+        raise TTraceError(
+            f"--ttrace-reference-layout: --ttrace-reference-args changes {', '.join(sorted(own))}, "
+            "too: omit that"
+        )
+    local = 0 if cpu.active() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if why := reference_layout.refusal(layout, args, world_size=world_size, local=local):
+        raise TTraceError(why)
+
+
 def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     """How this run is checked, for the report."""
     found = []
@@ -143,6 +173,8 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
             f"{', '.join(new)}: not an option of a known Megatron, so the reference has it, too; "
             "--ttrace-reference-args sets what a single device must have instead"
         )
+    if layout := settings.reference_layout:
+        found.append(reference_layout.notice(layout, args))
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")
     if told := os.environ.get(SHRUNK):

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A saved candidate's shards, put together to whole tensors: its trace can then be a reference."""
+"""The shards of a run's ranks, put together to whole tensors: its trace can then be a reference."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
+from megatron_ttrace.compare.checksum import bytes_of
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.measure import local_view, logical_view
+from megatron_ttrace.compare.measure import box_views
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.offline import meshes_of
@@ -19,16 +21,13 @@ from megatron_ttrace.trace.records import Reason, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
 
 
-class WholeTensors:
-    """The logical tensors of a saved candidate."""
+class Shards:
+    """The logical tensors of a run whose ranks stored their parts."""
 
-    def __init__(self, candidate: TraceReader) -> None:
-        """Read which rank holds what. Raises ``TTraceError`` when ranks are missing."""
-        self._candidate = candidate
-        self._mesh = meshes_of(candidate)[0]
-        self._config = RunConfig.from_json(candidate.meta.get("config"))
+    def __init__(self, trace: TraceReader) -> None:
+        self._trace = trace
         self._held: dict[TraceKey, list[tuple[int, int]]] = {}
-        for rank, entries in candidate.ranks.items():
+        for rank, entries in trace.ranks.items():
             for number, entry in enumerate(entries):
                 self._held.setdefault(entry.key, []).append((rank, number))
 
@@ -39,20 +38,12 @@ class WholeTensors:
     def __contains__(self, key: TraceKey) -> bool:
         return key in self._held
 
-    def is_judged_by_sums(self, key: TraceKey) -> bool:
-        """Whether sums were kept instead of the tensor."""
-        return all(entry.sums for entry in self._entries(key))
+    def holders(self, key: TraceKey) -> list[tuple[int, int]]:
+        """The ranks that have a part of a tensor, each with the number of its line."""
+        return self._held[key]
 
     def _entries(self, key: TraceKey) -> list[Entry]:
-        return [self._candidate.resolve(*where) for where in self._held[key]]
-
-    def unjudged(self, key: TraceKey) -> Reason | None:
-        """Why the tensor is not a single device's by design, in this layout."""
-        holders = [
-            Measured(key, entry.placement, entry.boxes, entry.logical_shape, None)
-            for entry in self._entries(key)
-        ]
-        return unjudged(self._mesh, self._config, key, holders)
+        return [self._trace.resolve(*where) for where in self._held[key]]
 
     def moments(self, key: TraceKey) -> tuple[Entry, Moments] | None:
         """One entry and the moments of a parameter's initial values; of replicas the first."""
@@ -94,16 +85,33 @@ class WholeTensors:
         return whole
 
     def _put(self, entry: Entry, whole: torch.Tensor, *, add: bool) -> None:
-        local = self._candidate.tensor(entry)
-        for box in entry.boxes:
-            part = local_view(local, box)
-            if entry.factor != 1.0:
-                part = part.double() / entry.factor
-            there = logical_view(whole, box)
+        for part, there in self._pairs(entry, whole):
             if add:
                 there.add_(part)
             else:
                 there.copy_(part)
+
+    def _pairs(
+        self, entry: Entry, whole: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each box of a rank's tensor the values of a single device, and their place."""
+        local = self._trace.tensor(entry)
+        for here, there in box_views(local, whole, entry.boxes):
+            part = here if entry.factor == 1.0 else here.double() / entry.factor
+            yield part, there
+
+    def conflicting(self, key: TraceKey, whole: torch.Tensor) -> list[int]:
+        """The ranks whose part of a tensor is not that of ``whole``, to the bit.
+
+        What is summed over an axis is not anyone's part.
+        """
+        found = []
+        for rank, number in self._held[key]:
+            entry = self._trace.resolve(rank, number)
+            pairs = () if entry.partial_over else self._pairs(entry, whole)
+            if not all(_is_same(ours, there) for ours, there in pairs):
+                found.append(rank)
+        return found
 
     @staticmethod
     def _covers(entries: list[Entry]) -> bool:
@@ -111,6 +119,34 @@ class WholeTensors:
         return all(one.logical_shape == shape for one in entries) and (
             coverage(shape, [box for one in entries for box in one.boxes]).complete
         )
+
+
+class WholeTensors(Shards):
+    """The logical tensors of a saved candidate."""
+
+    def __init__(self, candidate: TraceReader) -> None:
+        """Read which rank holds what. Raises ``TTraceError`` when ranks are missing."""
+        super().__init__(candidate)
+        self._mesh = meshes_of(candidate)[0]
+        self._config = RunConfig.from_json(candidate.meta.get("config"))
+
+    def is_judged_by_sums(self, key: TraceKey) -> bool:
+        """Whether sums were kept instead of the tensor."""
+        return all(entry.sums for entry in self._entries(key))
+
+    def unjudged(self, key: TraceKey) -> Reason | None:
+        """Why the tensor is not a single device's by design, in this layout."""
+        holders = [
+            Measured(key, entry.placement, entry.boxes, entry.logical_shape, None)
+            for entry in self._entries(key)
+        ]
+        return unjudged(self._mesh, self._config, key, holders)
+
+
+def _is_same(ours: torch.Tensor, there: torch.Tensor) -> bool:
+    # What was divided by a factor is wider.
+    ours = ours.to(there.dtype) if ours.dtype is torch.float64 else ours
+    return ours.dtype == there.dtype and np.array_equal(bytes_of(ours), bytes_of(there))
 
 
 def _size(shape: tuple[int, ...]) -> int:

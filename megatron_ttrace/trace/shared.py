@@ -42,6 +42,8 @@ SHARES = ".shares-"
 _REPORTS = ("summary.json", "verdicts.jsonl", "collectives.jsonl", "report.html", "junit.xml")
 ISOLATED = "isolated"
 """Folder in a run's directory: of a rehearsal with modules isolated, while it is judged."""
+REFERENCE_LOGS = "reference-logs"
+"""Folder in a run's directory: logs of a reference's ranks, if there are several."""
 _TRACES = ("candidate", "start", f"{ISOLATED}/candidate", ISOLATED)
 _OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
 _OF_SHARES = re.compile(rf"{_OF_A_TRACE.pattern}|overrides\.json")
@@ -193,13 +195,14 @@ def _await_ranks(directory: Path) -> None:
 def clean_up(directory: Path) -> None:
     """Remove the files of an earlier run, but not its reference. Raises ``OSError``."""
     _remove_reports(directory)
-    for name in ("reference", "replay"):
+    for name in ("reference", "replay", "layout"):
         _unlink(directory / f"{name}.log")
         _unlink(directory / f"{name}.request.json")
     for folder in directory.glob(f"{SHARES}*"):
         remove_listed(folder, _OF_SHARES)
     remove_traces(directory)
-    remove_listed(directory / "logs", _OF_LOGS)
+    for name in ("logs", REFERENCE_LOGS):
+        remove_listed(directory / name, _OF_LOGS)
 
 
 def remove_traces(directory: Path) -> None:

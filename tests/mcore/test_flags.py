@@ -17,6 +17,7 @@ from megatron_ttrace.mcore.flags import (
     settings_from_args,
     split,
 )
+from megatron_ttrace.mcore.reference_layout import Layout
 
 
 def settings(*words):
@@ -99,6 +100,7 @@ def test_every_flag(tmp_path):
         *("--ttrace-reference", str(tmp_path), "--ttrace-reference-args", "--attention-x y"),
         *("--ttrace-save-candidate", "--ttrace-isolate", "--ttrace-exit", "--ttrace-bug", "04a"),
         *("--ttrace-memory-mb", "64", "--ttrace-keep", "failed"),
+        *("--ttrace-reference-layout", "tp=2 pp=4"),
         *("--ttrace-device", "cpu", "--ttrace-init", "megatron", "--ttrace-seeds", "3"),
         *("--ttrace-wandb", "--ttrace-role", "reference", "--ttrace-overrides", "o.json"),
     )
@@ -107,6 +109,7 @@ def test_every_flag(tmp_path):
         iterations=(1, 2, 5),
         reference=tmp_path,
         reference_args="--attention-x y",
+        reference_layout=Layout(tp=2, pp=4),
         save_candidate=True,
         isolate=True,
         exit_after=True,
@@ -136,6 +139,8 @@ def test_a_mistyped_flag_of_ours_is_not_left_to_megatron():
         (("--ttrace-iterations", "0"), "--ttrace-iterations '0'"),
         (("--ttrace-seeds", "0"), "--ttrace-seeds 0: at least 1 replay is needed"),
         (("--ttrace-seeds", "-3"), "at least 1 replay"),
+        (("--ttrace-reference-layout", "tp=2 ep=2"), "divided along tp and pp, not ep"),
+        (("--ttrace-reference-layout=--",), "--ttrace-reference-layout: give a value"),
         (("--ttrace-reference", "no/such/place"), "no such directory; omit the flag"),
         (("--ttrace-wandb", "--ttrace-no-wandb"), "give one of them"),
         (("--ttrace-save-candidate", "--ttrace-keep", "none"), "--ttrace-keep none: give one"),

@@ -95,8 +95,8 @@ def test_a_rank_asks_and_is_answered(tmp_path):
                 "import sys; from pathlib import Path\n"
                 "from megatron_ttrace.processes import forkserver\n"
                 "assert forkserver.available()\n"
-                "print(forkserver.request(['python', 's.py', 'x' * 300000], {'A': 'b'},"
-                " Path(sys.argv[1])))",
+                "print(forkserver.request_ranks(['python', 's.py', 'x' * 300000],"
+                " [({'A': 'b'}, Path(sys.argv[1])), ({'A': 'c'}, Path('other'))]))",
                 str(tmp_path / "reference.log"),
             ],
             env={**os.environ, "PYTHONPATH": str(ROOT), "TTRACE_FORKSERVER": str(child)},
@@ -107,10 +107,9 @@ def test_a_rank_asks_and_is_answered(tmp_path):
         order = None
         while order is None and asked.poll() is None:
             order = requests.poll()
-        command, environment, log = order
+        command, each = order
         assert command == ["python", "s.py", "x" * 300000]
-        assert environment == {"A": "b"}
-        assert log == tmp_path / "reference.log"
+        assert each == [({"A": "b"}, tmp_path / "reference.log"), ({"A": "c"}, Path("other"))]
         assert not list(tmp_path.glob("*.request.json"))
         requests.answer(2)
         assert asked.communicate(timeout=30)[0] == "2\n"

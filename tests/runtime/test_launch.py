@@ -15,7 +15,9 @@ import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.flags import Settings
-from megatron_ttrace.runtime import launch
+from megatron_ttrace.mcore.reference_layout import Layout
+from megatron_ttrace.processes import ranks
+from megatron_ttrace.runtime import launch, trial
 from megatron_ttrace.runtime.launch import Order
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.trace.findings import Loss
@@ -282,3 +284,40 @@ def test_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) ->
     assert order.separation == separation
     assert (order.overrides, timeout) == ({"seed": 3}, 4.0)
     assert visible(tmp_path) == ["replay.log"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "says"), [([0, 0], ""), ([2, 0], "no room"), ([-9, None], "was killed by signal 9")]
+)
+def test_a_reference_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: list[int | None], says: str
+) -> None:
+    """Each is told what the trial of the layout showed; the first that fails is the reason."""
+    divided = ((Kind.OUTPUT, "decoder.layers.*.mlp", 0, (1, 2)),)
+    orders = []
+
+    def run(
+        count: int, command: list[str], logs: Path, *, observed: ranks.Observed, **_: object
+    ) -> list[int | None]:
+        orders.append(Order.read(Path(command[-1])))
+        logs.mkdir(exist_ok=True)
+        for rank, code in reversed([*enumerate(codes)]):
+            ranks.log_of(logs, rank).write_text("ttrace: no room" if code == 2 else "")
+            if code is not None:
+                observed.ends.append(ranks.End(rank, code, 0))
+        seal(Path(orders[0].directory), {"fingerprint": NAME})
+        assert count == 2
+        return codes
+
+    monkeypatch.setattr(ranks, "run_ranks", run)
+    monkeypatch.setattr(trial, "checked", lambda layout, settings: divided)
+    overrides = {"make_vocab_size_divisible_by": 512}
+    monkeypatch.setattr(launch, "overrides_of", lambda args: overrides)
+    layout = Layout(tp=2)
+    settings = Settings(directory=tmp_path, reference_layout=layout)
+    home = tmp_path / "building"
+    fails = pytest.raises(TTraceError, match=says) if says else nullcontext()
+    with fails:
+        launch._make(home, NAME, {}, cast(Any, None), settings, None)
+    assert (orders[0].layout, orders[0].divided) == (layout, divided)
+    assert orders[0].overrides == layout.overrides(512)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A perturbed replay is one epsilon away from the reference."""
 
+import dataclasses
 import types
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu.te import offering, quantize
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.runtime.perturb import perturb, perturbed, split_head
+from megatron_ttrace.runtime.perturb import Spread, perturb, perturbed, split_head
 from tests.capture.recorder import Model, batch
 
 
@@ -136,3 +137,64 @@ def test_others_that_read_the_hidden_states_keep_their_share():
     handle.remove()
     expected = (above @ head.weight).detach() + 8
     assert 0 < float((hidden.grad - expected).float().norm() / expected.float().norm()) < 0.02
+
+
+def parameters_of(names, spread):
+    """The parameters of a model during a replay."""
+    model = Model()
+    with perturbed([names(model)], 1, spread=spread):
+        return {name: p.detach().clone() for name, p in canonical_names(model).parameters.items()}
+
+
+def test_replicas_are_perturbed_alike():
+    """On several ranks: whatever else a rank holds, and other parts of a tensor differently."""
+
+    def some(model):
+        names = canonical_names(model)
+        return dataclasses.replace(
+            names, parameters={n: p for n, p in names.parameters.items() if "first" in n}
+        )
+
+    model = canonical_names(Model())
+    parts = {name: number for number, name in enumerate(model.parameters)}
+    others = {name: number + 100 for name, number in parts.items()}
+    everything, few, elsewhere = (
+        parameters_of(names, Spread(of, True, lambda change: None))
+        for names, of in ((canonical_names, parts), (some, parts), (canonical_names, others))
+    )
+    name = "layers.0.first.weight"
+    assert not torch.equal(everything[name], model.parameters[name])
+    assert torch.equal(everything[name], few[name])
+    assert not torch.equal(everything[name], elsewhere[name])
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_only_the_last_stage_perturbs_the_loss(ends):
+    """Hidden states between stages are no loss."""
+    model = Model()
+    ids, labels = batch()
+    parts = dict.fromkeys(canonical_names(model).parameters, 0)
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(output))
+    with perturbed([canonical_names(model)], 1, spread=Spread(parts, ends, lambda change: None)):
+        loss = model(ids, labels=labels)
+    assert (loss is seen[0]) is not ends
+
+
+def test_ranks_add_up_what_changed_of_the_heads_gradient():
+    """Each rank splits its part of the vocabulary; hidden states are replicas."""
+    generator = torch.Generator().manual_seed(1)
+    head = Head(torch.randn(64, 8, generator=generator).bfloat16())
+    hidden = torch.randn(4, 8, generator=generator).bfloat16().requires_grad_()
+    above = torch.randn(4, 64, generator=generator).bfloat16()
+    seen = []
+
+    def add_up(change):
+        seen.append(change.clone())
+        change.zero_()  # the other rank's is the opposite
+
+    handle = split_head(head, generator, Spread({}, True, add_up))
+    head(hidden)[0].backward(above)
+    handle.remove()
+    assert seen[0].abs().max() > 0
+    assert torch.equal(hidden.grad, (above @ head.weight).detach())

@@ -139,6 +139,19 @@ def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS
     return _job(Case(given, large, small, not documents.suits(command.script)))[0]
 
 
+def as_it_is(command: Command) -> Plan:
+    """The one small job with all axes of the command as large as they are.
+
+    Raises:
+        TTraceError: when the arguments cannot be understood.
+    """
+    given = Given.parse(command.arguments)
+    large = axes.of_large(given, command.ranks)
+    own_data = not documents.suits(command.script)
+    job, rows, kept, lost = _job(Case(given, large, large, own_data, documents.can_chat()))
+    return Plan(command, large, (job,), tuple(rows), tuple(kept), tuple(lost))
+
+
 def require_checkable(given: Given) -> None:
     """Refuse what no check can do, before anything starts.
 

@@ -155,3 +155,16 @@ def test_masked_word_pieces_keep_their_data(tmp_path):
         assert bool(documents.arguments(str(script), tmp_path)) == (name == "pretrain_gpt.py")
     assert kept["pretrain_gpt.py"] == ["", "", ""]
     assert kept["pretrain_bert.py"] == ["1 blend", "50257", "GPT2BPETokenizer"]
+
+
+def test_axes_as_they_are():
+    """A layout that is to be checked itself keeps the sizes of its axes; all else shrinks."""
+    words = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 96 "
+    words += "--num-attention-heads 96 --hidden-size 12288 --seq-length 8192"
+    (job,) = plan.as_it_is(Command("pretrain_gpt.py", tuple(words.split()), {}, 8)).jobs
+    given = Given.parse(job.arguments)
+    assert job.axes.ranks == 8
+    assert given.text("tensor_model_parallel_size") == "4"
+    assert given.integer("num_layers") == 4
+    assert given.integer("num_attention_heads") % 4 == 0
+    assert given.integer("hidden_size") < 1000

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done with the tensors of a reference on several ranks: each rank writes its own shards.
+
+A shard's place in the logical tensor follows from both shapes (``placement/infer.py``), and there
+is no single device that tells the logical one. But the same layout was compared with a single
+device on a shrunk job: by how much every dim of every tensor was divided there, it is divided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from megatron_ttrace.compare.planning import Placer, RankLayout
+from megatron_ttrace.compare.routing import Groups
+from megatron_ttrace.compare.writing import Forecast
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.roles import any_layer
+from megatron_ttrace.placement.plan import Placements, describe, plan
+from megatron_ttrace.placement.token_index import TokenIndex
+from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+
+Divided = tuple[tuple[Kind, str, int, tuple[int, ...]], ...]
+"""Kind, name with ``*`` for the layer, and index of a tensor; the parts of each of its dims."""
+
+_Named = tuple[Kind, str, int]
+
+
+def divided(trial: TraceReader) -> Divided:
+    """By how much a candidate's ranks divided each of its activations.
+
+    Args:
+        trial: all tensors of a candidate that is equivalent to a single device.
+
+    Raises:
+        TTraceError: when layers divide a tensor of one name differently.
+    """
+    found: dict[_Named, tuple[int, ...]] = {}
+    for entries in trial.ranks.values():
+        for entry in entries:
+            if not _is_activation(entry.key) or entry.misfit or entry.sums:
+                continue
+            by = tuple(
+                whole // here if here else 1
+                for here, whole in zip(entry.shape, entry.logical_shape, strict=True)
+            )
+            if found.setdefault(_named(entry.key), by) != by:
+                raise TTraceError(
+                    f"{entry.key.name}: layers divide this tensor differently, so a larger one's "
+                    "shape cannot be told"
+                )
+    return tuple((*named, by) for named, by in found.items())
+
+
+def _is_activation(key: TraceKey) -> bool:
+    return key.microbatch != STEP_LEVEL and key.kind is not Kind.TOKENS
+
+
+def _named(key: TraceKey) -> _Named:
+    return key.kind, any_layer(key.name), key.index
+
+
+class ShardSink:
+    """Stores everything that one rank has, with its place in the logical tensors."""
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        iteration: int,
+        layout: RankLayout,
+        by: Mapping[_Named, tuple[int, ...]],
+        forecast: Callable[[int], None] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            writer: of this rank.
+            iteration: of the traced step.
+            layout: of this rank.
+            by: how activations are divided (:func:`known`).
+            forecast: as of :class:`Forecast`.
+        """
+        self._writer = writer
+        self._iteration = iteration
+        self._layout = layout
+        self._placer = Placer(layout)
+        self._by = by
+        self._forecast = Forecast(forecast)
+        self._lines: dict[Place, int] = {}
+
+    def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
+        """Store ``data`` under its first name and point the others at it."""
+        first, *others = places
+        self._forecast.see(first, data)
+        self._lines[first] = self._writer.add(self._entry(first, data), data)
+        for place in others:
+            self.repeat(first, place, data)
+
+    def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
+        """Point another name at data that is stored already."""
+        entry = self._entry(place, data, same_as=self._lines[first])
+        self._lines[place] = self._writer.add(entry, None)
+
+    def _entry(self, place: Place, data: torch.Tensor, same_as: int = -1) -> Entry:
+        key, local = TraceKey(self._iteration, *place), tuple(data.shape)
+        by = self._by.get(_named(key))
+        if by is None or len(by) != len(local):
+            raise TTraceError(
+                f"{key}: the shrunk job on which the reference's layout was checked has no such "
+                "tensor: check a job whose model fits on one device"
+            )
+        whole = tuple(size * parts for size, parts in zip(local, by, strict=True))
+        match = self._placer.place(key, local, whole)
+        return Entry.of(
+            key,
+            data,
+            same_as=same_as,
+            logical_shape=whole,
+            placement=match.placement,
+            boxes=match.boxes,
+            factor=match.factor,
+            partial_over=match.partial_over,
+        )
+
+    def placed(
+        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
+    ) -> None:
+        """Store a tensor whose placement is known."""
+        key, whole = TraceKey(self._iteration, *place), tuple(logical_shape)
+        entry = Entry.of(
+            key,
+            data,
+            logical_shape=whole,
+            placement=describe(placement),
+            boxes=plan(whole, placement, self._layout.mesh),
+            factor=self._placer.factor(key),
+        )
+        self._lines[place] = self._writer.add(entry, data)
+
+    def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
+        """A reference is never isolated."""
+        return None
+
+    def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
+        """Only experts ask for it."""
+        raise _without_experts()
+
+    def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
+        """Only experts dispatch."""
+        raise _without_experts()
+
+    def routed(
+        self,
+        microbatch: int,
+        router: str,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        groups: Groups | None,
+        by: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Only routers route."""
+        raise _without_experts()
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Only routers drop."""
+        raise _without_experts()
+
+
+def _without_experts() -> TTraceError:
+    return TTraceError("a reference on several ranks cannot have experts")
+
+
+def known(by: Divided) -> dict[_Named, tuple[int, ...]]:
+    """How activations are divided, by name."""
+    return {(kind, name, index): parts for kind, name, index, parts in by}

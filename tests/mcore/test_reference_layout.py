@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of a reference is read strictly, and refused where a job cannot have it."""
+
+import argparse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.reference_layout import Layout, notice, parse, refusal
+
+sizes = st.integers(1, 9999)
+
+
+@given(sizes, sizes)
+def test_round_trip(tp, pp):
+    """What is printed can be given."""
+    layout = Layout(tp, pp)
+    if layout.ranks > 1:
+        assert parse(str(layout)) == layout
+
+
+@given(st.text(max_size=40))
+def test_any_text(text):
+    """It is a layout of several ranks, or one line says what to give."""
+    said = ""
+    try:
+        assert parse(text).ranks > 1
+    except TTraceError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is one rank"),
+        ("tp=1 pp=1", "is one rank"),
+        ("tp=2 tp=2", "tp is given twice"),
+        ("tp=0", "'tp=0' is not a size"),
+        ("tp=-2", "'tp=-2' is not a size"),
+        ("tp=2,pp=2", "is not a size"),
+        ("tp", "is not a size"),
+        ("ep=2", "divided along tp and pp, not ep"),
+        ("dp=2 tp=2", "divided along tp and pp, not dp"),
+        ("TP=2", "is not a size"),
+        ("tp=99999", "is not a size"),
+    ],
+)
+def test_not_a_layout(text, says):
+    """One line that says what to give."""
+    with pytest.raises(TTraceError, match=says):
+        parse(text)
+
+
+def job(**more):
+    """The arguments of a job of 16 ranks that can have a reference on 4."""
+    plain = {
+        "optimizer": "adam",
+        "make_vocab_size_divisible_by": 128,
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 2,
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 64,
+        "num_layers": 4,
+    }
+    return argparse.Namespace(**{**plain, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks", "local", "says"),
+    [
+        ({}, 16, 0, ""),
+        ({}, 16, 4, ""),
+        ({}, 16, 2, "needs 4 devices on rank 0's machine, the run has 2 there"),
+        ({}, 4, 0, "give a layout with fewer ranks than the run"),
+        ({"num_experts": 8}, 16, 0, "--num-experts cannot be traced"),
+        ({"fp8": "hybrid", "fp16": True}, 16, 0, "--fp8-format, --fp16 cannot be traced"),
+        ({"optimizer": "muon"}, 16, 0, "--optimizer muon updates whole matrices"),
+        ({"num_attention_heads": 7}, 16, 0, "--num-attention-heads 7 cannot be divided by 2"),
+        ({"num_layers": 5}, 16, 0, "--num-layers 5 cannot be divided by 2"),
+        (
+            {"group_query_attention": True, "num_query_groups": 1},
+            16,
+            0,
+            "--num-query-groups 1 cannot be divided by 2",
+        ),
+        (
+            {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 1},
+            16,
+            0,
+            "the padded vocabulary's multiple 1 cannot be divided by 2",
+        ),
+    ],
+)
+def test_refusals(more, ranks, local, says):
+    """Before anything is made."""
+    found = refusal(Layout(2, 2), job(**more), world_size=ranks, local=local)
+    assert says in found if says else not found
+
+
+def test_arguments_of_the_reference():
+    """Its vocabulary is padded to the same size as the candidate's."""
+    layout = Layout(2, 4)
+    assert layout.overrides(512) == {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 4,
+        "make_vocab_size_divisible_by": 256,
+    }
+    assert " ".join(layout.words()) == (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
+    )
+
+
+def test_notice():
+    """It never says that the reference is one device, and which axes prove little."""
+    same = notice(Layout(4, 1), job())
+    assert same.startswith("reference: tp=4 on 4 ranks, itself checked against one device")
+    assert "both runs have tp=4" in same
+    assert "both runs" not in notice(Layout(2, 4), job())
