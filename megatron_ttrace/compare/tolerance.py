@@ -203,11 +203,6 @@ class Tolerances:
         samples = self._samples[group] * replays // max(len(self._pooled.get(group, ())), 1)
         return self._safety * max(seeds, default=0.0) * few_samples(samples)
 
-    def squares(self, key: TraceKey) -> float | None:
-        """Sum of the squares of the reference's finite elements, if it is known."""
-        moved = self._moved.get(key)
-        return moved.norm**2 if moved is not None and math.isfinite(moved.norm) else None
-
     def suffice(self) -> bool:
         """Whether no more replays are needed; the module's docstring says why.
 

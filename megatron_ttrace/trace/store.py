@@ -311,7 +311,7 @@ class TraceReader:
         """
         self.directory = directory
         self.meta: dict[str, Any] = {}
-        self._handles: dict[str, Any] = {}
+        self._views: dict[str, dict[str, torch.Tensor]] = {}
         self._mapped, self._most_mapped = 0, budget.mapped
         self.ranks: dict[int, list[Entry]] = {}
         if sealed:
@@ -382,19 +382,15 @@ class TraceReader:
         Raises:
             TTraceError: when the file is damaged, or holds another tensor than the index says.
         """
-        path = self.directory / entry.file
-        if not DATA_FILE.fullmatch(entry.file):
-            raise TTraceError(f"{self.directory} has no data of {entry.key}")
         if self._mapped >= self._most_mapped:
             # A page that was read counts as memory of this process as long as its file is mapped.
-            self._handles.clear()
+            self._views.clear()
             self._mapped = 0
-        try:
-            if entry.file not in self._handles:
-                self._handles[entry.file] = safe_open(path, framework="pt")
-            tensor: torch.Tensor = self._handles[entry.file].get_tensor(entry.tensor)
-        except ERRORS_OF_NOISE as error:
-            raise _unusable(path, f"is damaged ({brief(error)})") from error
+        if entry.file not in self._views:
+            self._views[entry.file] = self._open(entry)
+        tensor = self._views[entry.file].get(entry.tensor)
+        if tensor is None:
+            raise self._contradicts(entry)
         self._mapped += tensor.nbytes
         same = (
             math.prod(entry.shape) == tensor.numel()
@@ -402,5 +398,20 @@ class TraceReader:
             else tuple(tensor.shape) == entry.shape
         )
         if not same or str(tensor.dtype) != f"torch.{entry.dtype}":
-            raise _unusable(path, "is damaged (it holds another tensor than the index says)")
+            raise self._contradicts(entry)
         return tensor
+
+    def _open(self, entry: Entry) -> dict[str, torch.Tensor]:
+        """All tensors of a file: one by one, between others' work, each takes much longer."""
+        path = self.directory / entry.file
+        if not DATA_FILE.fullmatch(entry.file):
+            raise TTraceError(f"{self.directory} has no data of {entry.key}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except ERRORS_OF_NOISE as error:
+            raise _unusable(path, f"is damaged ({brief(error)})") from error
+
+    def _contradicts(self, entry: Entry) -> TTraceError:
+        path = self.directory / entry.file
+        return _unusable(path, "is damaged (it holds another tensor than the index says)")
