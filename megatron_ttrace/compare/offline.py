@@ -21,6 +21,7 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.reference_layout import Layout
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, counted
@@ -93,6 +94,21 @@ def meshes_of(candidate: TraceReader) -> list[Mesh]:
             "ranks: collect the files of all ranks in one directory"
         )
     return list(meshes)
+
+
+def layout_of(reference: TraceReader) -> Layout | None:
+    """The layout of a reference on several ranks; ``None`` for one device.
+
+    Raises:
+        TTraceError: when it is damaged.
+    """
+    found = reference.meta.get("layout")
+    try:
+        return None if found is None else codec.decode(Layout, found)
+    except CodecError as error:
+        raise TTraceError(
+            f"{reference.directory}/meta.json is damaged (layout{error}): run the traced job again"
+        ) from error
 
 
 def counts_of(candidate: TraceReader) -> dict[int, tuple[Counted, ...]]:

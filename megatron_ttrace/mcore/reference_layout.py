@@ -110,14 +110,14 @@ def parse(text: str) -> Layout:
     return layout
 
 
-def refusal(layout: Layout, args: Any, *, world_size: int, local: int) -> str:
+def refusal(layout: Layout, args: Any, *, world_size: int, devices: int | None) -> str:
     """Why a job cannot have a reference in this layout; empty if it can.
 
     Args:
         layout: of the reference.
         args: the candidate's validated arguments.
         world_size: ranks of the candidate.
-        local: ranks of the candidate on this machine, each with a device; 0 without devices.
+        devices: that this rank can use on its machine; ``None`` on a CPU.
     """
     said = f'--ttrace-reference-layout "{layout}"'
     if found := [flag for name, flag in _UNSUPPORTED.items() if getattr(args, name, None)]:
@@ -129,8 +129,8 @@ def refusal(layout: Layout, args: Any, *, world_size: int, local: int) -> str:
             f"{said} has {layout.ranks} ranks and this run {world_size}: "
             "give a layout with fewer ranks than the run"
         )
-    if 0 < local < layout.ranks:
-        return f"{said} needs {layout.ranks} devices on rank 0's machine, the run has {local} there"
+    if devices is not None and devices < layout.ranks:
+        return f"{said} needs {layout.ranks} devices that rank 0 can use, there are {devices}"
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     divided = {
         "--num-attention-heads": (args.num_attention_heads, layout.tp),
@@ -146,19 +146,24 @@ def refusal(layout: Layout, args: Any, *, world_size: int, local: int) -> str:
     return ""
 
 
+def described(layout: Layout) -> str:
+    """What a report says of a reference in this layout."""
+    return (
+        f"reference: {layout} on {layout.ranks} ranks, itself checked against one device on a "
+        "shrunk job"
+    )
+
+
 def notice(layout: Layout, args: Any) -> str:
-    """What a report says of a reference in this layout, for a candidate with these arguments."""
+    """The same, with the axes that a candidate with these arguments has, too."""
     both = [
         f"{name}={size}"
         for name, option in _OPTIONS.items()
         if (size := getattr(args, option)) > 1 and size == getattr(layout, name)
     ]
-    same = (
-        f"; both runs have {' '.join(both)}: its faults that only the full size shows are not seen"
-        if both
-        else ""
-    )
+    if not both:
+        return described(layout)
     return (
-        f"reference: {layout} on {layout.ranks} ranks, itself checked against one device on a "
-        f"shrunk job{same}"
+        f"{described(layout)}; both runs have {' '.join(both)}: its faults that only the full size "
+        "shows are not seen"
     )

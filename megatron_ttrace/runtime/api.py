@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import flags, inputs, provenance
+from megatron_ttrace.mcore import flags, inputs, provenance, reference_layout
 from megatron_ttrace.processes import signals
 from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
 
@@ -292,6 +292,7 @@ def _compared(
     from megatron_ttrace.compare.offline import (
         counts_of,
         epsilon_of,
+        layout_of,
         ledger_of,
         measure_saved,
         meshes_of,
@@ -324,6 +325,9 @@ def _compared(
         )
     if review is not None:
         notices = (*review.notices(), *summary.notices)
+        summary = dataclasses.replace(summary, notices=notices)
+    elif layout := layout_of(trusted):
+        notices = (reference_layout.described(layout), *summary.notices)
         summary = dataclasses.replace(summary, notices=notices)
     if own is not None:
         summary = dataclasses.replace(summary, run=own.run, versions=own.versions)

@@ -125,6 +125,8 @@ def _require_layout(args: MegatronArguments, settings: Settings) -> None:
     layout = settings.reference_layout
     if layout is None:
         return
+    import torch
+
     if starts_from_checkpoint(args):
         raise TTraceError(
             "--ttrace-reference-layout with --load: no loaded start is handed over to several ranks"
@@ -134,9 +136,9 @@ def _require_layout(args: MegatronArguments, settings: Settings) -> None:
             f"--ttrace-reference-layout: --ttrace-reference-args changes {', '.join(sorted(own))}, "
             "too: omit that"
         )
-    local = 0 if cpu.active() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    devices = None if cpu.active() else torch.cuda.device_count()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if why := reference_layout.refusal(layout, args, world_size=world_size, local=local):
+    if why := reference_layout.refusal(layout, args, world_size=world_size, devices=devices):
         raise TTraceError(why)
 
 

@@ -18,6 +18,7 @@ LLAMA = (
 )
 
 FAULTY = f"""
+import os
 import torch
 import megatron_ttrace
 megatron_ttrace.enable()
@@ -25,12 +26,11 @@ from megatron.core.transformer.mlp import MLP
 forward = MLP.forward
 def faulty(self, *args, **kwargs):
     output, bias = forward(self, *args, **kwargs)
-    return output * (1.01 if torch.distributed.get_world_size() > 1 else 1.0), bias
+    return output * (FACTOR if CONDITION else 1.0), bias
 MLP.forward = faulty
 exec(compile(open({str(SCRIPT)!r}).read(), {str(SCRIPT)!r}, "exec"))
 """
-"""Megatron with a fault on several ranks, whatever their layout; ``runpy`` would set another
-``sys.argv[0]``, which is what the reference runs."""
+"""Megatron with a fault; ``runpy`` would set another ``sys.argv[0]``, which the reference runs."""
 
 
 def check(home: Path, *flags, script=SCRIPT, nproc=4, arguments=TP):
@@ -83,14 +83,30 @@ def test_no_layout(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_layout_that_is_wrong_itself(tmp_path):
-    """Megatron's fault is in the reference's layout, too: there is no verdict."""
+@pytest.mark.parametrize(
+    ("factor", "condition", "says"),
+    [
+        (
+            "1.01",
+            "torch.distributed.get_world_size() > 1",
+            "on a shrunk job this layout is not equivalent to one device",
+        ),
+        (
+            "1 + 2**-20",
+            "output.shape[-1] == 32 and os.environ['RANK'] == '1'",
+            "merging the shards: the reference's ranks 1 and others have other bits in "
+            "decoder.layers.0.mlp ",
+        ),
+    ],
+    ids=["small", "large"],
+)
+def test_a_reference_that_is_wrong_itself(tmp_path, factor, condition, says):
+    """In every size, or only in the full one, where replicas differ: there is no verdict."""
     script = tmp_path / "faulty.py"
-    script.write_text(FAULTY)
+    script.write_text(FAULTY.replace("FACTOR", factor).replace("CONDITION", condition))
     done, _ = check(tmp_path, "--ttrace-reference-layout", "tp=2", script=script)
     assert done.returncode == 2
-    said = done.stdout + done.stderr
-    assert "on a shrunk job this layout is not equivalent to one device" in said
+    assert says in done.stdout + done.stderr
     assert not (tmp_path / "out" / "reference").exists()
 
 

@@ -69,34 +69,34 @@ def job(**more):
 
 
 @pytest.mark.parametrize(
-    ("more", "ranks", "local", "says"),
+    ("more", "ranks", "devices", "says"),
     [
-        ({}, 16, 0, ""),
+        ({}, 16, None, ""),
         ({}, 16, 4, ""),
-        ({}, 16, 2, "needs 4 devices on rank 0's machine, the run has 2 there"),
-        ({}, 4, 0, "give a layout with fewer ranks than the run"),
-        ({"num_experts": 8}, 16, 0, "--num-experts cannot be traced"),
-        ({"fp8": "hybrid", "fp16": True}, 16, 0, "--fp8-format, --fp16 cannot be traced"),
-        ({"optimizer": "muon"}, 16, 0, "--optimizer muon updates whole matrices"),
-        ({"num_attention_heads": 7}, 16, 0, "--num-attention-heads 7 cannot be divided by 2"),
-        ({"num_layers": 5}, 16, 0, "--num-layers 5 cannot be divided by 2"),
+        ({}, 16, 2, "needs 4 devices that rank 0 can use, there are 2"),
+        ({}, 4, None, "give a layout with fewer ranks than the run"),
+        ({"num_experts": 8}, 16, None, "--num-experts cannot be traced"),
+        ({"fp8": "hybrid", "fp16": True}, 16, None, "--fp8-format, --fp16 cannot be traced"),
+        ({"optimizer": "muon"}, 16, None, "--optimizer muon updates whole matrices"),
+        ({"num_attention_heads": 7}, 16, None, "--num-attention-heads 7 cannot be divided by 2"),
+        ({"num_layers": 5}, 16, None, "--num-layers 5 cannot be divided by 2"),
         (
             {"group_query_attention": True, "num_query_groups": 1},
             16,
-            0,
+            None,
             "--num-query-groups 1 cannot be divided by 2",
         ),
         (
             {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 1},
             16,
-            0,
+            None,
             "the padded vocabulary's multiple 1 cannot be divided by 2",
         ),
     ],
 )
-def test_refusals(more, ranks, local, says):
+def test_refusals(more, ranks, devices, says):
     """Before anything is made."""
-    found = refusal(Layout(2, 2), job(**more), world_size=ranks, local=local)
+    found = refusal(Layout(2, 2), job(**more), world_size=ranks, devices=devices)
     assert says in found if says else not found
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks are started, watched, and ended; tiny scripts instead of training."""
 
+import os
 import signal
 import sys
 import time
 
 import pytest
 
-from megatron_ttrace.processes import ranks
+from megatron_ttrace.processes import forkserver, ranks
 from megatron_ttrace.processes.ranks import log_of, run_ranks
 
 
@@ -154,3 +155,31 @@ def test_output_of_both_streams_is_kept(tmp_path):
     assert "out" in text
     assert text.rstrip().endswith("ValueError: err")
     assert "earlier" not in text
+
+
+@pytest.mark.parametrize(
+    ("codes", "answer"), [(["0", "0"], 0), (["3", "hang"], 3), (["hang", "4"], 4)], ids=str
+)
+def test_a_reference_on_two_ranks(tmp_path, monkeypatch, short_grace, codes, answer):
+    """It ends when both have; if one fails the other is ended, and its code is the answer."""
+
+    def fork(command, environment, log):
+        if pid := os.fork():
+            return pid
+        code = 1
+        try:
+            os.environ.update(environment)
+            if command == ["rank"]:
+                each = [({"CODE": own}, tmp_path / f"{n}.log") for n, own in enumerate(codes)]
+                code = forkserver.request_ranks(["reference"], each)
+            elif environment["CODE"] == "hang":
+                time.sleep(60)
+            else:
+                code = int(environment["CODE"])
+        finally:
+            os._exit(code)
+
+    monkeypatch.setattr(forkserver, "fork", fork)
+    began = time.monotonic()
+    assert run_ranks(1, ["rank"], tmp_path / "logs", fork=True) == [answer]
+    assert time.monotonic() - began < 30
