@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of a reference that does not fit one device: ``--ttrace-reference-layout``.
 
-Tensor and pipeline parallelism divide a model's weights, which is what a device has no room for.
-Everything else is as on one device: no sequence parallelism, no interleaving, no overlap.
+Tensor and pipeline parallelism divide a model's weights, context parallelism its activations: what
+a device has no room for. Everything else is as on one device: no sequence parallelism, no
+interleaving, no overlap.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 
-_OPTIONS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+_OPTIONS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
 """Megatron's argument of each axis."""
 _PART = re.compile(r"([a-z]+)=([0-9]{1,4})")
 _EXAMPLE = 'give the sizes as in "tp=2 pp=4"'
@@ -23,7 +28,6 @@ _UNSUPPORTED = {
     "num_experts": "--num-experts",
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
-    "fp16": "--fp16",
     "mtp_num_layers": "--mtp-num-layers",
     "hybrid_layer_pattern": "--hybrid-layer-pattern",
     "is_hybrid_model": "--is-hybrid-model",
@@ -49,15 +53,17 @@ class Layout:
     Attributes:
         tp: tensor-parallel ranks.
         pp: pipeline stages.
+        cp: context-parallel ranks.
     """
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
         """Of the reference run."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.cp
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self._sizes() if size > 1)
@@ -99,7 +105,7 @@ def parse(text: str) -> Layout:
         if not found or not int(found[2]):
             raise TTraceError(f"{said}: {part[:40]!a} is not a size: {_EXAMPLE}")
         if found[1] not in _OPTIONS:
-            known = " and ".join(_OPTIONS)
+            known = ", ".join(_OPTIONS)
             raise TTraceError(f"{said}: a reference can be divided along {known}, not {found[1]}")
         if found[1] in sizes:
             raise TTraceError(f"{said}: {found[1]} is given twice")
@@ -136,6 +142,7 @@ def refusal(layout: Layout, args: Any, *, world_size: int, devices: int | None) 
         "--num-attention-heads": (args.num_attention_heads, layout.tp),
         "--ffn-hidden-size": (args.ffn_hidden_size, layout.tp),
         "--num-layers": (args.num_layers, layout.pp),
+        "--seq-length": (args.seq_length, 2 * layout.cp if layout.cp > 1 else 1),
         "the padded vocabulary's multiple": (multiple, layout.tp),
     }
     if getattr(args, "group_query_attention", False):

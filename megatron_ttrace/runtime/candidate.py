@@ -174,7 +174,7 @@ class CandidateSession(Session):
         loss_scale.put(self.model.optimizer, mine)
         if theirs < own:
             self._notice(
-                f"the loss scale {own:g} overflows on a single device as well: "
+                f"the loss scale {own:g} overflows in the reference as well: "
                 f"the traced step uses {theirs:g}"
             )
         return mine / theirs

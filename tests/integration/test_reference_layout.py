@@ -11,7 +11,7 @@ from tests.integration.jobs import SCRIPT, TINY, our_lines, ttrace
 JOB = (*TINY, "--num-layers", 4)
 TP = ("--tensor-model-parallel-size", 4)
 LLAMA = (
-    *"--transformer-impl transformer_engine --swiglu --normalization RMSNorm --bf16".split(),
+    *"--transformer-impl transformer_engine --swiglu --normalization RMSNorm".split(),
     *"--group-query-attention --num-query-groups 2 --position-embedding-type rope".split(),
     *"--disable-bias-linear --global-batch-size 8 --use-distributed-optimizer".split(),
     *"--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2".split(),
@@ -62,7 +62,11 @@ def test_a_healthy_run(healthy):
     assert (trial["verdict"], trial["config"]["tp"]) == ("equivalent", 2)
     assert "single device" not in (home / "out" / "report.html").read_text()
     reference = home / "out" / "reference"
-    assert json.loads((reference / "meta.json").read_text())["layout"] == {"tp": 2, "pp": 1}
+    assert json.loads((reference / "meta.json").read_text())["layout"] == {
+        "tp": 2,
+        "pp": 1,
+        "cp": 1,
+    }
     assert not [path for path in reference.iterdir() if path.is_dir()]
 
 
@@ -79,7 +83,7 @@ def test_no_layout(tmp_path):
     done, _ = check(tmp_path, "--ttrace-reference-layout", "tp=2 ep=2")
     assert done.returncode == 2
     (line,) = our_lines(done.stderr)
-    assert line.endswith("'tp=2 ep=2': a reference can be divided along tp and pp, not ep")
+    assert line.endswith("'tp=2 ep=2': a reference can be divided along tp, pp, cp, not ep")
 
 
 @pytest.mark.nightly
@@ -111,10 +115,16 @@ def test_a_reference_that_is_wrong_itself(tmp_path, factor, condition, says):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("more", [(), ("--untie-embeddings-and-output-weights",)])
-def test_pipeline_stages(tmp_path, more):
-    """A reference on four ranks, in bf16; the candidate has other axes, and twice as many."""
-    flags = ("--ttrace-reference-layout", "tp=2 pp=2")
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("tp=2 pp=2", ("--bf16",)),
+        ("pp=2 cp=2", ("--fp16", "--untie-embeddings-and-output-weights")),
+    ],
+)
+def test_four_ranks(tmp_path, layout, more):
+    """In 16 bits; the candidate has other axes, and twice as many ranks."""
+    flags = ("--ttrace-reference-layout", layout)
     done, summary = check(tmp_path, *flags, nproc=8, arguments=(*LLAMA, *more))
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(summary["counts"]) == ["pass"]

@@ -139,7 +139,7 @@ def test_a_mistyped_flag_of_ours_is_not_left_to_megatron():
         (("--ttrace-iterations", "0"), "--ttrace-iterations '0'"),
         (("--ttrace-seeds", "0"), "--ttrace-seeds 0: at least 1 replay is needed"),
         (("--ttrace-seeds", "-3"), "at least 1 replay"),
-        (("--ttrace-reference-layout", "tp=2 ep=2"), "divided along tp and pp, not ep"),
+        (("--ttrace-reference-layout", "tp=2 ep=2"), "divided along tp, pp, cp, not ep"),
         (("--ttrace-reference-layout=--",), "--ttrace-reference-layout: give a value"),
         (("--ttrace-reference", "no/such/place"), "no such directory; omit the flag"),
         (("--ttrace-wandb", "--ttrace-no-wandb"), "give one of them"),

@@ -13,10 +13,10 @@ from megatron_ttrace.mcore.reference_layout import Layout, notice, parse, refusa
 sizes = st.integers(1, 9999)
 
 
-@given(sizes, sizes)
-def test_round_trip(tp, pp):
+@given(sizes, sizes, sizes)
+def test_round_trip(tp, pp, cp):
     """What is printed can be given."""
-    layout = Layout(tp, pp)
+    layout = Layout(tp, pp, cp)
     if layout.ranks > 1:
         assert parse(str(layout)) == layout
 
@@ -42,8 +42,8 @@ def test_any_text(text):
         ("tp=-2", "'tp=-2' is not a size"),
         ("tp=2,pp=2", "is not a size"),
         ("tp", "is not a size"),
-        ("ep=2", "divided along tp and pp, not ep"),
-        ("dp=2 tp=2", "divided along tp and pp, not dp"),
+        ("ep=2", "divided along tp, pp, cp, not ep"),
+        ("dp=2 tp=2", "divided along tp, pp, cp, not dp"),
         ("TP=2", "is not a size"),
         ("tp=99999", "is not a size"),
     ],
@@ -64,6 +64,8 @@ def job(**more):
         "num_attention_heads": 8,
         "ffn_hidden_size": 64,
         "num_layers": 4,
+        "seq_length": 16,
+        "context_parallel_size": 1,
     }
     return argparse.Namespace(**{**plain, **more})
 
@@ -76,10 +78,11 @@ def job(**more):
         ({}, 16, 2, "needs 4 devices that rank 0 can use, there are 2"),
         ({}, 4, None, "give a layout with fewer ranks than the run"),
         ({"num_experts": 8}, 16, None, "--num-experts cannot be traced"),
-        ({"fp8": "hybrid", "fp16": True}, 16, None, "--fp8-format, --fp16 cannot be traced"),
+        ({"fp8": "hybrid", "sft": True}, 16, None, "--fp8-format, --sft cannot be traced"),
         ({"optimizer": "muon"}, 16, None, "--optimizer muon updates whole matrices"),
         ({"num_attention_heads": 7}, 16, None, "--num-attention-heads 7 cannot be divided by 2"),
         ({"num_layers": 5}, 16, None, "--num-layers 5 cannot be divided by 2"),
+        ({"seq_length": 6}, 16, None, "--seq-length 6 cannot be divided by 4"),
         (
             {"group_query_attention": True, "num_query_groups": 1},
             16,
@@ -96,7 +99,8 @@ def job(**more):
 )
 def test_refusals(more, ranks, devices, says):
     """Before anything is made."""
-    found = refusal(Layout(2, 2), job(**more), world_size=ranks, devices=devices)
+    layout = Layout(tp=2, pp=2, cp=2 if "seq_length" in more else 1)
+    found = refusal(layout, job(**more), world_size=ranks, devices=devices)
     assert says in found if says else not found
 
 
@@ -106,10 +110,11 @@ def test_arguments_of_the_reference():
     assert layout.overrides(512) == {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 4,
+        "context_parallel_size": 1,
         "make_vocab_size_divisible_by": 256,
     }
     assert " ".join(layout.words()) == (
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --context-parallel-size 1"
     )
 
 
