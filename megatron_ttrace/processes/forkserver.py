@@ -153,10 +153,15 @@ class Requests:
             raise TTraceError(f"the request for a reference run was lost: {error}") from error
         return request["command"], [(own, Path(log)) for own, log in request["ranks"]]
 
-    def answer(self, code: int) -> None:
-        """Tell the rank that its reference run ended, unless the rank is dead."""
+    def answer(self, code: int, rank: int = 0) -> None:
+        """Tell the rank that its reference run ended, unless the rank is dead.
+
+        Args:
+            code: of the reference's rank that failed first; 0 if none did.
+            rank: its number.
+        """
         with contextlib.suppress(OSError):
-            self._ours.send(str(code).encode())
+            self._ours.send(f"{code} {rank}".encode())
 
     def fileno(self) -> int:
         """For ``select``: readable when there is a request."""
@@ -180,14 +185,14 @@ def request(
 
     Raises as :func:`request_ranks`.
     """
-    return request_ranks(command, [(environment, log)], timeout)
+    return request_ranks(command, [(environment, log)], timeout)[0]
 
 
 def request_ranks(
     command: Sequence[str],
     each: Sequence[tuple[Mapping[str, str], Path]],
     timeout: float | None = None,
-) -> int:
+) -> tuple[int, int]:
     """Ask the parent to run ``[python, script, *args]`` on several ranks.
 
     Args:
@@ -196,7 +201,8 @@ def request_ranks(
         timeout: seconds for all of them.
 
     Returns:
-        Zero, or the exit code of the rank that failed first; the others are ended then.
+        The exit code of the rank that failed first, and its number; the others are ended then. Zero
+        if none failed.
 
     Raises:
         TTraceError: when there is no answer within ``timeout`` seconds and a margin, in which the
@@ -213,4 +219,5 @@ def request_ranks(
         wait = None if timeout is None else timeout + _MARGIN_SECONDS
         if not select.select([line], [], [], wait)[0]:
             raise TTraceError(f"no reference after {timeout:.0f} s (log: {log})")
-        return int(line.recv(64).decode())
+        code, rank = line.recv(64).decode().split()
+        return int(code), int(rank)

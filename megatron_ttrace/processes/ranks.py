@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import select
 import signal
@@ -110,8 +111,9 @@ class _Job:
         self._requests = forkserver.Requests() if fork else None
         self._observed = observed
         self._ranks: dict[int, int] = {}
-        self._references: set[int] = set()
-        self._failed: tuple[int, float] | None = None  # a reference's code, and until when
+        self._references: dict[int, int] = {}  # the number of each rank by its process id
+        self._failed: tuple[int, int] | None = None  # the first code that is not 0, and whose
+        self._ending = math.inf  # when the others are ended
         self._groups: list[int] = []
         self._waited: dict[int, Waited] = {}
         self._watched: dict[int, int] = {}
@@ -186,12 +188,13 @@ class _Job:
     def _reap(self) -> None:
         for pid, code in self._ended():
             if pid in self._references:
-                self._references.remove(pid)
+                number = self._references.pop(pid)
                 if code and self._failed is None:
-                    self._failed = code, time.monotonic() + _GRACE_SECONDS
+                    self._failed = code, number
+                    self._ending = time.monotonic() + _GRACE_SECONDS
                 if self._requests and not self._references:
-                    self._requests.answer(self._failed[0] if self._failed else 0)
-                    self._failed = None
+                    self._requests.answer(*(self._failed or (0, 0)))
+                    self._failed, self._ending = None, math.inf
             else:
                 rank = self._ranks.pop(pid)
                 self._codes[rank] = code
@@ -222,15 +225,15 @@ class _Job:
         if order is None:
             return
         command, each = order
-        for environment, log in each:
+        for number, (environment, log) in enumerate(each):
             with signals.deferred():
                 pid = forkserver.fork(command, environment, log)
-                self._references.add(pid)
+                self._references[pid] = number
                 self._watch_over(Waited("the reference run", pid, log, is_reference=True))
 
     def _end_references(self) -> None:
         """End the ranks of a reference whose first one failed some seconds ago."""
-        if self._failed is not None and time.monotonic() > self._failed[1]:
+        if time.monotonic() > self._ending:
             for pid in self._references:
                 _kill(pid)
 

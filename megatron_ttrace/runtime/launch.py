@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.compare.sharding import Divided
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
@@ -396,16 +396,19 @@ def _run_ranks(
             ({**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
             for rank, log in enumerate(logs)
         ]
-        code = forkserver.request_ranks(command, each, timeout)
+        code, rank = forkserver.request_ranks(command, each, timeout)
     else:
-        code = _start_ranks(count, command, folder, own, timeout)
-    return code, next((log for log in logs if died_of(log) or refusal(log)), logs[0])
+        code, rank = _start_ranks(count, command, folder, own, timeout)
+    if code > 0 and all(log.is_file() for log in logs):
+        # The others write that they lost their connection to it: the first to fall silent is it.
+        return code, min(logs, key=lambda log: log.stat().st_mtime_ns)
+    return code, logs[rank]
 
 
 def _start_ranks(
     count: int, command: list[str], folder: Path, own: dict[str, str], timeout: float
-) -> int:
-    """Run a reference's ranks as new processes; returns as :func:`_run_ranks` does."""
+) -> tuple[int, int]:
+    """Run a reference's ranks as new processes; returns as ``forkserver.request_ranks``."""
     echo = Echo(ranks.log_of(folder, 0), _say, OF_REFERENCE)
     observed = ranks.Observed()
     deadline = time.monotonic() + timeout
@@ -415,7 +418,7 @@ def _start_ranks(
         if time.monotonic() > deadline:
             raise OutOfTimeError(f"no reference after {timeout:.0f} s (logs: {folder})")
 
-    codes = ranks.run_ranks(
+    ranks.run_ranks(
         count,
         command,
         folder,
@@ -425,8 +428,7 @@ def _start_ranks(
         observed=observed,
     )
     echo.flush()
-    failed = (end.code for end in observed.ends if end.code)
-    return next(failed, 0 if set(codes) == {0} else int(ExitCode.COULD_NOT_CHECK))
+    return next(((end.code, end.rank) for end in observed.ends if end.code), (0, 0))
 
 
 def _program() -> list[str]:

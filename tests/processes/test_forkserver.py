@@ -111,8 +111,8 @@ def test_a_rank_asks_and_is_answered(tmp_path):
         assert command == ["python", "s.py", "x" * 300000]
         assert each == [({"A": "b"}, tmp_path / "reference.log"), ({"A": "c"}, Path("other"))]
         assert not list(tmp_path.glob("*.request.json"))
-        requests.answer(2)
-        assert asked.communicate(timeout=30)[0] == "2\n"
+        requests.answer(2, 1)
+        assert asked.communicate(timeout=30)[0] == "(2, 1)\n"
         os.close(child)
     finally:
         requests.close()

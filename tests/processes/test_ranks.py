@@ -171,7 +171,8 @@ def test_a_reference_on_two_ranks(tmp_path, monkeypatch, short_grace, codes, ans
             os.environ.update(environment)
             if command == ["rank"]:
                 each = [({"CODE": own}, tmp_path / f"{n}.log") for n, own in enumerate(codes)]
-                code = forkserver.request_ranks(["reference"], each)
+                code, number = forkserver.request_ranks(["reference"], each)
+                (tmp_path / "number").write_text(str(number))
             elif environment["CODE"] == "hang":
                 time.sleep(60)
             else:
@@ -182,4 +183,6 @@ def test_a_reference_on_two_ranks(tmp_path, monkeypatch, short_grace, codes, ans
     monkeypatch.setattr(forkserver, "fork", fork)
     began = time.monotonic()
     assert run_ranks(1, ["rank"], tmp_path / "logs", fork=True) == [answer]
+    number = codes.index(str(answer))
+    assert (tmp_path / "number").read_text() == str(number)
     assert time.monotonic() - began < 30

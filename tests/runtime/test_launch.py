@@ -287,7 +287,7 @@ def test_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) ->
 
 
 @pytest.mark.parametrize(
-    ("codes", "says"), [([0, 0], ""), ([2, 0], "no room"), ([-9, None], "was killed by signal 9")]
+    ("codes", "says"), [([0, 0], ""), ([2, 1], "no room"), ([None, -9], "was killed by signal 9")]
 )
 def test_a_reference_on_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: list[int | None], says: str
@@ -301,10 +301,12 @@ def test_a_reference_on_two_ranks(
     ) -> list[int | None]:
         orders.append(Order.read(Path(command[-1])))
         logs.mkdir(exist_ok=True)
-        for rank, code in reversed([*enumerate(codes)]):
-            ranks.log_of(logs, rank).write_text("ttrace: no room" if code == 2 else "")
-            if code is not None:
-                observed.ends.append(ranks.End(rank, code, 0))
+        for rank, code in enumerate(codes):
+            log = ranks.log_of(logs, rank)
+            log.write_text(f"ttrace: {'no room' if code == 2 else 'lost another rank'}")
+            os.utime(log, ns=(rank, rank))
+            if code:
+                observed.ends.insert(0, ranks.End(rank, code, 0))
         seal(Path(orders[0].directory), {"fingerprint": NAME})
         assert count == 2
         return codes
