@@ -38,8 +38,6 @@ for each other where training has the cores."""
 _COMPARABLE = 1e-4
 """The least ratio of two squared norms at which the dot product follows from the difference."""
 
-_ADDED = ("diff", "reference", "candidate", "dot", "worst")
-
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -131,10 +129,9 @@ def measure(
         boxes: how they correspond.
         factor: expected candidate/reference ratio.
     """
-    total = Sums()
-    for here, there in box_views(local, logical, boxes):
-        total = total + _measure_box(here, there, factor)
-    return total
+    pairs = box_views(local.detach(), logical.detach(), boxes)
+    found = [_measure_box(here, there, factor) for here, there in pairs]
+    return found[0] if len(found) == 1 else sum(found, Sums())
 
 
 def relative_error(sums: Sums, rms: float) -> float:
@@ -160,17 +157,18 @@ def scale_of(sums: Sums, rms: float) -> float:
 def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums:
     if not here.numel():
         return Sums()
-    here, there = here.detach(), there.detach().view_as(here)
     if not here.is_floating_point():
         return _measure_discrete(here, there)
     by = 1.0 / factor
-    found = native.sums(here, there, by)
-    if found is None:
+    compiled = native.sums(here, there, by)
+    if compiled is None:
         sums, equal = _in_blocks(here, there, by)
     else:
-        sums, equal = Sums(**{name: getattr(found[0], name) for name in _ADDED}), found[1]
-    signed = not equal or factor != 1.0
-    return dataclasses.replace(sums, n=here.numel(), checksum=_digest(here) if signed else 0)
+        numbers, equal = compiled
+        sums = Sums(here.numel(), *numbers)
+    if equal and factor == 1.0:
+        return sums
+    return dataclasses.replace(sums, checksum=_digest(here))
 
 
 def _digest(data: torch.Tensor) -> int:
@@ -184,8 +182,8 @@ def _digest(data: torch.Tensor) -> int:
 
 
 def _in_blocks(here: torch.Tensor, there: torch.Tensor, by: float) -> tuple[Sums, bool]:
-    """The sums by NumPy, without number and checksum, and whether all bits are equal."""
-    total, equal = Sums(), True
+    """The sums by NumPy, without the checksum, and whether all bits are equal."""
+    total, equal = Sums(here.numel()), True
     with np.errstate(all="ignore"):
         for c_block, r_block in blocks(here, there):
             same = _same_bits(c_block, r_block)

@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 
@@ -22,23 +22,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 """Those of which ``sums.c`` has the arithmetic."""
 _MOST = 16
 """Dimensions that ``sums.c`` has room for."""
+_FIVE = ctypes.c_double * 5
 
 
-class Accumulated(ctypes.Structure):
-    """``sums`` in ``sums.c``: the fields of ``Sums`` from ``diff`` to ``worst``."""
-
-    _fields_ = (
-        ("diff", ctypes.c_double),
-        ("reference", ctypes.c_double),
-        ("candidate", ctypes.c_double),
-        ("dot", ctypes.c_double),
-        ("worst", ctypes.c_double),
-    )
-    diff: float
-    reference: float
-    candidate: float
-    dot: float
-    worst: float
+type Five = tuple[float, float, float, float, float]
+"""The fields of ``Sums`` from ``diff`` to ``worst``."""
+type _Piece = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
+"""Two tensors, and their dimensions as ``sums.c`` wants them."""
 
 
 @functools.cache
@@ -59,9 +49,7 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def sums(
-    candidate: torch.Tensor, reference: torch.Tensor, by: float
-) -> tuple[Accumulated, bool] | None:
+def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[Five, bool] | None:
     """The sums over two CPU tensors of one shape, and whether all bits are equal.
 
     ``None`` where NumPy has to do it: nothing is compiled, the dtypes are others or differ, or not
@@ -70,19 +58,23 @@ def sums(
     compiled = library()
     if compiled is None or candidate.dtype != reference.dtype or candidate.dtype not in DTYPES:
         return None
-    found, equal = Accumulated(), True
-    for c, r in _rows(candidate, reference):
-        sizes = list(zip(*dims(c, r), strict=True))
-        layout = (ctypes.c_int64 * (3 * len(sizes[0])))(*itertools.chain(*sizes))
-        there = c.data_ptr(), r.data_ptr(), c.itemsize, by, len(sizes[0])
-        equal = bool(compiled.ttrace_sums(*there, layout, ctypes.byref(found))) and equal
-    return (found, equal) if math.isfinite(found.reference + found.candidate) else None
-
-
-def _rows(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both, in pieces with contiguous last dimensions; what has none is copied block by block."""
-    size, *strides = dims(a, b)[-1]
-    if a.dim() > _MOST or (size > 1 and strides != [1, 1]):
-        yield from blocks(a, b)
+    found, equal = _FIVE(), True
+    if candidate.is_contiguous() and reference.is_contiguous():
+        pairs: list[_Piece] = [(candidate, reference, (candidate.numel(), 1, 1))]
     else:
-        yield a, b
+        pairs = _rows(candidate, reference)
+    for c, r, layout in pairs:
+        there = c.data_ptr(), r.data_ptr(), c.itemsize, by, len(layout) // 3
+        same = compiled.ttrace_sums(*there, (ctypes.c_int64 * len(layout))(*layout), found)
+        equal = equal and bool(same)
+    diff, norm, other, dot, worst = found
+    return ((diff, norm, other, dot, worst), equal) if math.isfinite(norm + other) else None
+
+
+def _rows(a: torch.Tensor, b: torch.Tensor) -> list[_Piece]:
+    """Both, in pieces with contiguous last dimensions; what has none is copied block by block."""
+    found = dims(a, b)
+    size, *strides = found[-1]
+    if a.dim() > _MOST or (size > 1 and strides != [1, 1]):
+        return [(x, y, (x.numel(), 1, 1)) for x, y in blocks(a, b)]
+    return [(a, b, [*itertools.chain(*zip(*found, strict=True))])]

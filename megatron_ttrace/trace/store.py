@@ -397,7 +397,7 @@ class TraceReader:
             if entry.same_as >= 0
             else tuple(tensor.shape) == entry.shape
         )
-        if not same or str(tensor.dtype) != f"torch.{entry.dtype}":
+        if not same or tensor.dtype is not getattr(torch, entry.dtype, None):
             raise self._contradicts(entry)
         return tensor
 
