@@ -34,7 +34,7 @@ _CACHE = "TTRACE_CACHE"
 _TRACES = ("candidate", "reference")
 _SHARED = (
     *("ttrace_iterations", "ttrace_init", "ttrace_seeds", "ttrace_device", "ttrace_timeout"),
-    "ttrace_allow_unchecked",
+    *("ttrace_allow_unchecked", "ttrace_reference_layout"),
 )
 """Flags of ours that the other run gets as well: those that say what is traced, and how."""
 _DIVISIBLE_BY = 128
