@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reference's rank writes its shards with the places that the trial of its layout showed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from megatron_ttrace.compare.offline import layout_of
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sharding import ShardSink, divided, known
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.reference_layout import Layout
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.placement.meshes import mesh_of
 
 FC1 = "decoder.layers.{}.mlp.linear_fc1"
@@ -93,3 +97,15 @@ def test_experts(sink):
     """Jobs with experts are refused before; here is no way around that."""
     with pytest.raises(TTraceError, match="cannot have experts"):
         sink[0].positions(0, (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [(None, None), ({"tp": 2, "pp": 1, "cp": 1}, Layout(tp=2)), ("tp=2", ""), ({"tp": "2"}, "")],
+)
+def test_the_layout_in_a_trace(tmp_path, layout, expected):
+    """One device has none; what is no layout is damage."""
+    seal(tmp_path, {"role": "reference", "layout": layout})
+    fails = pytest.raises(TTraceError, match="is damaged") if expected == "" else nullcontext()
+    with fails:
+        assert layout_of(TraceReader(tmp_path)) == expected
