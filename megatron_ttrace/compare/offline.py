@@ -96,7 +96,7 @@ def meshes_of(candidate: TraceReader) -> list[Mesh]:
     return list(meshes)
 
 
-def layout_of(reference: TraceReader) -> Layout | None:
+def reference_layout_of(reference: TraceReader) -> Layout | None:
     """The layout of a reference on several ranks; ``None`` for one device.
 
     Raises:

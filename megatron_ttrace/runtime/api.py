@@ -292,10 +292,10 @@ def _compared(
     from megatron_ttrace.compare.offline import (
         counts_of,
         epsilon_of,
-        layout_of,
         ledger_of,
         measure_saved,
         meshes_of,
+        reference_layout_of,
     )
     from megatron_ttrace.report import publish
     from megatron_ttrace.runtime.conclusion import conclude
@@ -326,7 +326,7 @@ def _compared(
     if review is not None:
         notices = (*review.notices(), *summary.notices)
         summary = dataclasses.replace(summary, notices=notices)
-    elif layout := layout_of(trusted):
+    elif layout := reference_layout_of(trusted):
         notices = (reference_layout.described(layout), *summary.notices)
         summary = dataclasses.replace(summary, notices=notices)
     if own is not None:

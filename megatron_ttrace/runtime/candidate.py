@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.compare.offline import reference_layout_of
 from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, statistics
+from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, reference_layout, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Keep, Settings
 from megatron_ttrace.runtime import answer, launch, requirements
@@ -210,6 +211,8 @@ class CandidateSession(Session):
             keep_all=self.settings.save_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
+        if layout := reference_layout_of(self.comparison.reference):
+            self._notice(reference_layout.notice(layout, self.args))
         self._timings["reference"] = time.monotonic() - began
         self.ranks.meet("reading the reference")
 

@@ -175,8 +175,6 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
             f"{', '.join(new)}: not an option of a known Megatron, so the reference has it, too; "
             "--ttrace-reference-args sets what a single device must have instead"
         )
-    if layout := settings.reference_layout:
-        found.append(reference_layout.notice(layout, args))
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")
     if told := os.environ.get(SHRUNK):
