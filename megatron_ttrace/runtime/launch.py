@@ -34,7 +34,6 @@ from megatron_ttrace.processes.child import environment_of, run_subprocess
 from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, refusal, tail
 from megatron_ttrace.processes.progress import OF_REFERENCE, Echo
 from megatron_ttrace.processes.waiting import OutOfTimeError
-from megatron_ttrace.runtime import trial
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.start.handoff import Started
 from megatron_ttrace.trace import codec, shared
@@ -273,6 +272,8 @@ def _make(
         started=started,
     )
     if layout := settings.reference_layout:
+        from megatron_ttrace.runtime import trial
+
         order = dataclasses.replace(
             order,
             overrides={

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_ttrace.errors import DEBUG, ExitCode
+from megatron_ttrace.errors import DEBUG, ExitCode, TTraceError
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime.agreement import Cause, EndError, GivenUpError, Ranks, say_end
 
@@ -96,10 +96,25 @@ class _Watch:
         from megatron.training import get_args
 
         from megatron_ttrace.runtime.candidate import CandidateSession
-        from megatron_ttrace.runtime.sharded_reference import session
 
-        make = session if self._settings.role == "reference" else CandidateSession
-        return make(get_args(), self._settings, self._ranks)
+        if self._settings.role == "reference":
+            return self._reference()
+        return CandidateSession(get_args(), self._settings, self._ranks)
+
+    def _reference(self) -> Session:
+        """A reference's, on one device or on several ranks."""
+        from megatron.training import get_args
+
+        from megatron_ttrace.runtime.launch import Order
+
+        if self._settings.overrides is None:
+            raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
+        order = Order.read(self._settings.overrides)
+        if order.layout is None:
+            from megatron_ttrace.runtime.reference_run import ReferenceSession as Kind
+        else:
+            from megatron_ttrace.runtime.sharded_reference import ShardedReferenceSession as Kind
+        return Kind(get_args(), self._settings, self._ranks, order)
 
     def _attempt[T](self, what: str, work: Callable[[], T]) -> T | None:
         """Run a part of the check on all ranks; if it fails on any, all give up or exit."""

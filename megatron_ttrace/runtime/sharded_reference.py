@@ -23,32 +23,15 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sharding import ShardSink
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.runtime import merging
-from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.comparison import layout_of
-from megatron_ttrace.runtime.launch import Order
 from megatron_ttrace.runtime.perturb import Spread, perturbed
 from megatron_ttrace.runtime.reference_run import ReferenceSession
 from megatron_ttrace.runtime.session import DataIterator
 from megatron_ttrace.trace import counted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
-
-
-def session(args: MegatronArguments, settings: Settings, ranks: Ranks) -> ReferenceSession:
-    """The session of a reference run, on one device or on several.
-
-    Raises:
-        TTraceError: when it was not we who started the run.
-    """
-    if settings.overrides is None:
-        raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
-    order = Order.read(settings.overrides)
-    kind = ReferenceSession if order.layout is None else ShardedReferenceSession
-    return kind(args, settings, ranks, order)
 
 
 class ShardedReferenceSession(ReferenceSession):
