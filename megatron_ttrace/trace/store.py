@@ -34,7 +34,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -385,17 +385,7 @@ class TraceReader:
         path = self.directory / entry.file
         if not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
-        if self._mapped >= self._most_mapped:
-            # A page that was read counts as memory of this process as long as its file is mapped.
-            self._handles.clear()
-            self._mapped = 0
-        try:
-            if entry.file not in self._handles:
-                self._handles[entry.file] = safe_open(path, framework="pt")
-            tensor: torch.Tensor = self._handles[entry.file].get_tensor(entry.tensor)
-        except ERRORS_OF_NOISE as error:
-            raise _unusable(path, f"is damaged ({brief(error)})") from error
-        self._mapped += tensor.nbytes
+        tensor = self.stored(entry.file, entry.tensor)
         same = (
             math.prod(entry.shape) == tensor.numel()
             if entry.same_as >= 0
@@ -404,3 +394,29 @@ class TraceReader:
         if not same or str(tensor.dtype) != f"torch.{entry.dtype}":
             raise _unusable(path, "is damaged (it holds another tensor than the index says)")
         return tensor
+
+    def names(self, file: str) -> list[str]:
+        """The names of all tensors in a file. Raises ``TTraceError`` when it is damaged."""
+        return self._of(file, lambda opened: list(opened.keys()))
+
+    def stored(self, file: str, name: str) -> torch.Tensor:
+        """A tensor by the names of its file and in it. Raises ``TTraceError`` when it is damaged.
+
+        It is backed by the file.
+        """
+        if self._mapped >= self._most_mapped:
+            # A page that was read counts as memory of this process as long as its file is mapped.
+            self._handles.clear()
+            self._mapped = 0
+        tensor: torch.Tensor = self._of(file, lambda opened: opened.get_tensor(name))
+        self._mapped += tensor.nbytes
+        return tensor
+
+    def _of[T](self, file: str, read: Callable[[Any], T]) -> T:
+        path = self.directory / file
+        try:
+            if file not in self._handles:
+                self._handles[file] = safe_open(path, framework="pt")
+            return read(self._handles[file])
+        except ERRORS_OF_NOISE as error:
+            raise _unusable(path, f"is damaged ({brief(error)})") from error
