@@ -4,8 +4,10 @@
     python -m tests.runtime.gathering --ranks 256
 
 Each process has what a rank of Kimi K2's first stage holds (tests/placement/scale.py) and sums of
-differences that all pass, or with ``--failing`` all fail in one layer. Nothing is trained. Prints
-one JSON object: seconds from the first to the last rank, messages and records of the last rank.
+differences that all pass, or with ``--failing`` all fail in one layer; and the counts and the
+collectives of such a rank (tests/runtime/told.py). Nothing is trained. Prints one JSON object:
+seconds from the first to the last rank, messages and records of the last rank. "Told" are counts
+and collectives; they are judged, too.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ttrace.compare import collectives
+from megatron_ttrace.compare import counted as compare_counted
 from megatron_ttrace.compare.gathered import number
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.compare.wire import decode
-from megatron_ttrace.runtime import answer, channel
+from megatron_ttrace.runtime import answer, channel, recording
 from megatron_ttrace.runtime.agreement import Ranks
-from megatron_ttrace.trace.records import TraceKey
+from megatron_ttrace.trace import counted, folded
+from megatron_ttrace.trace.records import Outcome, TraceKey
 from tests.placement.scale import planners
 from tests.placement.trillion import Job
+from tests.runtime import told
 
 FAILING = "layers.1.mlp"
 
@@ -70,7 +76,9 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
     agreed = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     ranks = Ranks(600, store=agreed, rank=rank, size=job.world)
     mine = measured(job, rank, failing=failing)
-    comparison: Any = SimpleNamespace(findings=lambda: mine, tolerances=Limits(), counted=[])
+    counts = [told.counted(job, rank)]
+    comparison: Any = SimpleNamespace(findings=lambda: mine, tolerances=Limits(), counted=counts)
+    recorded = recording.said(told.ledger(job, rank))
     args: Any = SimpleNamespace(optimizer="adam")
     cpu = torch.device("cpu")
     ranks.meet("planning")
@@ -87,7 +95,7 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
     sent.clear()
     merged = ranks.collect(
         "collecting the measurements",
-        lambda: answer.findings_of(rank, job.mesh(rank), comparison, {}),
+        lambda: answer.findings_of(rank, job.mesh(rank), comparison, recorded),
         lambda parts: answer.merged(parts, failed, comparison, args),
         cpu,
     )
@@ -96,6 +104,10 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
         began = time.process_time()
         answer.merged([merged], failed, comparison, args)
         rate = len(held := decode(merged["held"])) / (time.process_time() - began)
+        began = time.process_time()
+        folded.merge([merged["each"]])
+        folding = time.process_time() - began
+        alone = json.dumps([counted.encode(counts), recorded])
         result = {
             "ranks": job.world,
             "failing tensors": len(failed),
@@ -107,9 +119,34 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
             "seconds": round(spent, 2),
             "processor seconds of the last rank": round(own, 2),
             "records merged per processor second": round(rate),
+            "bytes told by a rank": len(alone),
+            "bytes told by all ranks": len(json.dumps(merged["each"])),
+            "compressed": len(channel.packed(merged["each"])),
+            "nodes folded per processor second": round(len(merged["each"]["nodes"]) / folding),
+            **judged(merged["each"]),
         }
         (directory / "result.json").write_text(json.dumps(result))
     ranks.meet("leaving")
+
+
+def judged(each: dict[str, Any]) -> dict[str, float]:
+    """Processor seconds of reading and judging what ranks told; everything must be right."""
+    began = time.process_time()
+    found, once = folded.unfold(each), folded.Once()
+    counts = {r: [counted.expanded(one, once) for one in said] for r, (_, said, _) in found.items()}
+    ledgers = [recording.decoded(said, once) for *_, said in found.values()]
+    read = time.process_time()
+    verdicts = compare_counted.judge((), counts).verdicts
+    assert {one.verdict for one in verdicts} == {Outcome.PASS}
+    counting = time.process_time()
+    ledger = collectives.merge(ledgers, lambda _: "", compute="bfloat16", gradients="bfloat16")
+    assert ledger.collectives
+    assert not ledger.findings
+    return {
+        "processor seconds to read them": round(read - began, 2),
+        "to judge counts": round(counting - read, 2),
+        "to judge collectives": round(time.process_time() - counting, 2),
+    }
 
 
 def _serve() -> int:
