@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +106,15 @@ def of_stage(job: Job) -> dict[str, Any]:
 
     message, path, received = arrived(size - 1)
     found = channel.unpacked(message, 0)
+    began = time.process_time()
+    counts = counts_in(found["each"])
+    read = time.process_time()
+    verdicts = compare_counted.judge((), counts).verdicts
+    judging = time.process_time() - read
+    assert {one.verdict for one in verdicts} == {Outcome.PASS}
+    tracemalloc.start()
+    counts = counts_in(found["each"])
+    taken = tracemalloc.get_traced_memory()[0]
     return {
         "ranks": job.world,
         "of the first stage": size,
@@ -114,6 +124,18 @@ def of_stage(job: Job) -> dict[str, Any]:
         "records merged": len(decode(found["held"])),
         "bytes told by all ranks": len(json.dumps(found["each"])),
         "nodes": len(found["each"]["nodes"]),
+        "processor seconds to read counts": round(read - began, 2),
+        "to judge them": round(judging, 2),
+        "bytes of memory that they take": taken,
+    }
+
+
+def counts_in(each: Any) -> dict[int, list[counted.Counted]]:
+    """By rank."""
+    once = folded.Once()
+    return {
+        rank: [counted.expanded(one, once) for one in said]
+        for rank, (_, said, _) in folded.unfold(each).items()
     }
 
 
@@ -178,9 +200,8 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
 def judged(each: dict[str, Any]) -> dict[str, float]:
     """Processor seconds of reading and judging what ranks told; everything must be right."""
     began = time.process_time()
-    found, once = folded.unfold(each), folded.Once()
-    counts = {r: [counted.expanded(one, once) for one in said] for r, (_, said, _) in found.items()}
-    ledgers = [recording.decoded(said, once) for *_, said in found.values()]
+    counts, once = counts_in(each), folded.Once()
+    ledgers = [recording.decoded(said, once) for *_, said in folded.unfold(each).values()]
     read = time.process_time()
     verdicts = compare_counted.judge((), counts).verdicts
     assert {one.verdict for one in verdicts} == {Outcome.PASS}
