@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata is in pyproject.toml; this only takes two folders along that lie outside the package."""
+"""Metadata is in pyproject.toml; this takes two folders along, and compiles one file if it can."""
 
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
@@ -25,4 +25,11 @@ class BuildWithResources(build_py):
             shutil.copytree(HERE / name, target, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-setup(cmdclass={"build_py": BuildWithResources})
+SUMS = Extension(
+    "megatron_ttrace.compare._sums",
+    ["megatron_ttrace/compare/sums.c"],
+    extra_compile_args=["-O3"],
+    optional=True,  # without a C compiler NumPy does the same
+)
+
+setup(cmdclass={"build_py": BuildWithResources}, ext_modules=[SUMS])

@@ -68,7 +68,8 @@ find_python() {
 
 # What the environment was made from. An environment cannot be moved, so its path is included.
 fingerprint() {
-  (echo "$ROOT/$VENV" && cat pyproject.toml setup.py "$CONSTRAINTS" launch/bootstrap.sh) | cksum
+  (echo "$ROOT/$VENV" && cat pyproject.toml setup.py megatron_ttrace/compare/sums.c \
+    "$CONSTRAINTS" launch/bootstrap.sh) | cksum
 }
 
 make_venv() {

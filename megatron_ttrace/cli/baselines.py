@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags, inputs
+from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.baselines.run import Collected
@@ -139,7 +140,7 @@ def _show(found: Collected, table: list[RuleRow]) -> None:
             f"| {len(row.alarmed)} | {row.false_tensors:,} |"
         )
     for problem in found.problems:
-        print(f"could not be run: {command.in_one_line(problem)}", file=sys.stderr)
+        print(f"could not be run: {in_one_line(problem)}", file=sys.stderr)
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ttrace.cli import apart, command, training
+from megatron_ttrace.cli import command, training
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.processes import apart
 from megatron_ttrace.runtime import api
 from megatron_ttrace.runtime.bisection import Answer, FirstBad, first_bad
 from megatron_ttrace.trace.records import Culprit
+from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
     from megatron_ttrace.processes.worktrees import Checkout, Hunk
@@ -133,7 +135,7 @@ class _Checks:
             return Answer.BAD if code else Answer.GOOD
         if code != ExitCode.COULD_NOT_CHECK:
             raise TTraceError(f"the check of {commit[:12]} ended with exit code {code}: {said}")
-        self.skipped[commit] = command.in_one_line(said)
+        self.skipped[commit] = in_one_line(said)
         return Answer.SKIPPED
 
     def _placed(self, root: Path) -> tuple[str, str]:

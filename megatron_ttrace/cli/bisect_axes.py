@@ -25,6 +25,7 @@ from megatron_ttrace.mcore.shrink.plan import Job
 from megatron_ttrace.runtime import api
 from megatron_ttrace.runtime.bisection import smallest
 from megatron_ttrace.trace.records import Result
+from megatron_ttrace.trace.sanitise import in_one_line
 
 _FEATURES = (Role.CODE, Role.DATA, Role.LAYOUT, Role.TRANSPORT)
 """What flags may be about that can be left out."""
@@ -134,7 +135,7 @@ class _Search:
         try:
             report = self._check(job, what)
         except TTraceError as error:
-            self._say(f"could not be checked: {command.in_one_line(error)}")
+            self._say(f"could not be checked: {in_one_line(error)}")
             return False
         return report.verdict is Result.DIVERGED and not self.modules.isdisjoint(_modules(report))
 

@@ -15,6 +15,7 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug
+from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -177,7 +178,7 @@ def _show(rows: Sequence[BugRow], seconds: float) -> None:
     console.print(table)
     for row in rows:
         if row.problem:
-            problem = escape(command.in_one_line(row.problem))
+            problem = escape(in_one_line(row.problem))
             console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {problem}")
     good = sum(row.met for row in rows)
     console.print(f"{good} of {len(rows)} cases as expected, in {seconds:.0f} s")

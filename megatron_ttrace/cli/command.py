@@ -181,10 +181,3 @@ def require_writable(flag: str, file: Path | None) -> None:
             file.touch()
     except OSError as error:
         raise TTraceError(f"{flag} {file} is not writable ({error.strerror})") from error
-
-
-def in_one_line(error: object) -> str:
-    """The text of an error, which may quote a log, as one harmless line."""
-    from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
-
-    return clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)

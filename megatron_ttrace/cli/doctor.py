@@ -176,6 +176,15 @@ def _disk() -> Finding:
     return Finding("disk", "optional", found, advice)
 
 
+def _comparison() -> Finding:
+    from megatron_ttrace.compare import native
+
+    if native.library() is not None:
+        return Finding("comparison", "ok", "compiled")
+    advice = "with a C compiler here when it is installed, CPUs compare four times as fast"
+    return Finding("comparison", "optional", "by NumPy", advice)
+
+
 def _transformer_engine() -> Finding:
     # Installed is not importable: the wheel exists without its PyTorch part.
     try:
@@ -211,6 +220,7 @@ _OPTIONAL = {
     "GPU": _device,
     "disk": _disk,
     "options": _options,
+    "comparison": _comparison,
     "TransformerEngine": _transformer_engine,
     "Apex": _apex,
     "wandb": lambda: _tracker(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags
+from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,7 +149,7 @@ def _show(rows: Sequence[RecipeRow], jobs: Sequence[JobRow]) -> None:
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.answer not in (None, Answer.EQUIVALENT):
-            reasons.setdefault((_label(row), command.in_one_line(row.why)), []).append(row.name)
+            reasons.setdefault((_label(row), in_one_line(row.why)), []).append(row.name)
     if reasons:
         table = Table("n", "result", "why", "for instance", box=None, pad_edge=False)
         for (label, why), names in sorted(reasons.items(), key=lambda item: -len(item[1])):

@@ -11,11 +11,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ttrace.cli import apart, command, jobs, training
+from megatron_ttrace.cli import command, jobs, training
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.processes import apart
 from megatron_ttrace.runtime import api
+from megatron_ttrace.trace.sanitise import in_one_line
 
 _EPILOG = """\
 examples:
@@ -141,4 +143,4 @@ def run_apart(
         quiet=quiet,
     )
     if code:
-        raise TTraceError(f"no trace of {command.in_one_line(text)[:60]!r}: {said}")
+        raise TTraceError(f"no trace of {in_one_line(text)[:60]!r}: {said}")

@@ -42,17 +42,17 @@ def bytes_of(data: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     ``Tensor.numpy`` would make the storage one that cannot be resized. Megatron resizes those of
     outputs that it recomputes.
     """
-    return np.asarray(_Memory(_raw(data)))
+    return np.asarray(_Memory(data.contiguous()))
 
 
 class _Memory:
-    """The memory of a contiguous tensor of bytes, which it keeps alive, for NumPy."""
+    """The memory of a contiguous tensor, which it keeps alive, as bytes for NumPy."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
         self.__array_interface__ = {
             "version": 3,
-            "shape": (data.numel(),),
+            "shape": (data.nbytes,),
             "typestr": "|u1",
             "data": (data.data_ptr(), True),
         }

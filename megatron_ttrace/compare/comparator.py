@@ -17,20 +17,15 @@ from megatron_ttrace.compare.sketch import sketch_of_share, sums_of_share
 from megatron_ttrace.trace.store import TraceReader
 
 
-def compare(
-    reference: TraceReader, match: Match, data: torch.Tensor, squares: float | None = None
-) -> Measured:
-    """What is found out about one planned part of ``data``; on a device, sums stay there.
-
-    ``squares``: of the reference's whole tensor, if known (``measure.measure``).
-    """
+def compare(reference: TraceReader, match: Match, data: torch.Tensor) -> Measured:
+    """What is found out about one planned part of ``data``; on a device, sums stay there."""
     whole = reference.tensor(reference.entry(match.key))
     sums = Sums()
     sketch: tuple[float, ...] = ()
     unread: torch.Tensor | None = None
     share = (data, whole, match.boxes, match.factor, match.partial_ranks)
     if data.device.type == "cpu":
-        sums = measure(data, whole, match.boxes, match.factor, squares)
+        sums = measure(data, whole, match.boxes, match.factor)
         sketch = sketch_of_share(*share) if match.partial_over else ()
     else:
         unread = launch(data, whole, match.boxes, match.factor).reshape(-1)

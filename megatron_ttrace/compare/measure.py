@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few sums a rank contributes about one of its tensors.
 
-Tensors are read once, in blocks whose float64 copies stay in a core's second-level cache; all
-arithmetic is in float64. Bits are compared first: of a block that is bitwise equal to its
-reference, only the norm is computed.
+Tensors are read once; all arithmetic is in float64. Bits are compared first: of a block that is
+bitwise equal to its reference, only the norm is computed. ``sums.c`` does that. Without it NumPy
+does, in blocks whose float64 copies stay in a core's second-level cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,8 @@ import numpy as np
 import torch
 import xxhash
 
+from megatron_ttrace.compare import native
+from megatron_ttrace.compare.blocks import BLOCK, blocks
 from megatron_ttrace.compare.checksum import bytes_of, checksum, joined
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
@@ -31,16 +32,11 @@ Total = Annotated[float, Bounds(0.0, nan=True)]
 
 _Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-_BLOCK = 1 << 15
-"""Elements of a block: in float64, two blocks take half a megabyte."""
 _SERIAL = 1 << 13
 """Elements of a dot product for which OpenBLAS starts no threads: they cost more than it, and wait
 for each other where training has the cores."""
 _COMPARABLE = 1e-4
 """The least ratio of two squared norms at which the dot product follows from the difference."""
-
-_SUMMED = (torch.float32, torch.bfloat16, torch.float64)
-"""Dtypes of which a sum shows whether all elements are finite; those of float16 overflow."""
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -124,7 +120,6 @@ def measure(
     logical: torch.Tensor,
     boxes: Sequence[Box],
     factor: float = 1.0,
-    squares: float | None = None,
 ) -> Sums:
     """Sums over all boxes of a local tensor against the logical one.
 
@@ -133,15 +128,10 @@ def measure(
         logical: the reference's whole tensor, likewise.
         boxes: how they correspond.
         factor: expected candidate/reference ratio.
-        squares: sum of the squares of the logical tensor's finite elements, if it is known. Of a
-            local one that is bitwise equal and finite, it is not computed again.
     """
-    if squares is not None and factor == 1.0 and _is_same(local, logical, boxes):
-        return Sums(local.numel(), 0.0, squares, squares, squares)
-    total = Sums()
-    for here, there in box_views(local, logical, boxes):
-        total = total + _measure_box(here, there, factor)
-    return total
+    pairs = box_views(local.detach(), logical.detach(), boxes)
+    found = [_measure_box(here, there, factor) for here, there in pairs]
+    return found[0] if len(found) == 1 else sum(found, Sums())
 
 
 def relative_error(sums: Sums, rms: float) -> float:
@@ -165,56 +155,46 @@ def scale_of(sums: Sums, rms: float) -> float:
 
 
 def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums:
-    n = here.numel()
-    if not n:
+    if not here.numel():
         return Sums()
-    here, there = here.detach(), there.detach().view_as(here)
     if not here.is_floating_point():
         return _measure_discrete(here, there)
-    diff = reference = candidate = dot = worst = 0.0
-    nonfinite = undefined = 0
-    digest = None
+    by = 1.0 / factor
+    compiled = native.sums(here, there, by)
+    if compiled is None:
+        sums, equal = _in_blocks(here, there, by)
+    else:
+        numbers, equal = compiled
+        sums = Sums(here.numel(), *numbers)
+    if equal and factor == 1.0:
+        return sums
+    return dataclasses.replace(sums, checksum=_digest(here))
+
+
+def _digest(data: torch.Tensor) -> int:
+    """The checksum, without a copy of the whole tensor."""
+    if data.is_contiguous():
+        return checksum(data)
+    found = xxhash.xxh3_64()
+    for block, _ in blocks(data, data):
+        found.update(bytes_of(block))
+    return found.intdigest()
+
+
+def _in_blocks(here: torch.Tensor, there: torch.Tensor, by: float) -> tuple[Sums, bool]:
+    """The sums by NumPy, without the checksum, and whether all bits are equal."""
+    total, equal = Sums(here.numel()), True
     with np.errstate(all="ignore"):
-        for number, (c_block, r_block) in enumerate(_blocks(here, there)):
-            same = factor == 1.0 and _same_bits(c_block, r_block)
-            if digest is None and not same:
-                digest = xxhash.xxh3_64()
-                for before, _ in itertools.islice(_blocks(here, there), number):
-                    digest.update(bytes_of(before))
-            if digest is not None:
-                digest.update(bytes_of(c_block))
+        for c_block, r_block in blocks(here, there):
+            same = _same_bits(c_block, r_block)
+            equal = equal and same
             c = r = _widened(r_block, _scratch.reference)
-            if not same:
+            if not same or by != 1.0:
                 c = _widened(c_block, _scratch.candidate)
-                if factor != 1.0:
-                    c *= 1.0 / factor
-            sums = _block_sums(c, r)
-            diff += sums[0]
-            reference += sums[1]
-            candidate += sums[2]
-            dot += sums[3]
-            worst = max(worst, sums[4])
-            nonfinite += sums[5]
-            undefined += sums[6]
-    marks = digest.intdigest() if digest else 0
-    return Sums(n, diff, reference, candidate, dot, worst, nonfinite, marks, undefined)
-
-
-def _is_same(local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box]) -> bool:
-    """Whether a rank has all of a tensor in place, bitwise equal, and all elements are finite."""
-    whole = (0,) * logical.dim()
-    return (
-        local.dtype in _SUMMED
-        and local.shape == logical.shape
-        and list(boxes) == [Box(whole, tuple(logical.shape), whole)]
-        and local.is_contiguous()
-        and logical.is_contiguous()
-        and all(
-            # A sum that overflows is looked at closely, as are infinities and NaN.
-            _same_bits(c, r) and math.isfinite(c.sum())
-            for c, r in _blocks(local.detach(), logical)
-        )
-    )
+                if by != 1.0:
+                    c *= by
+            total = total + _block_sums(c, r)
+    return total, equal
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -222,23 +202,11 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and not _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes)
 
 
-def _blocks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both tensors, of one shape, in contiguous blocks of few elements, in row-major order."""
-    if a.numel() <= _BLOCK:
-        yield a.contiguous(), b.contiguous()
-    elif a.is_contiguous() and b.is_contiguous():
-        yield from zip(a.view(-1).split(_BLOCK), b.view(-1).split(_BLOCK), strict=True)
-    else:
-        rows = max(1, _BLOCK * len(a) // a.numel())
-        for x, y in zip(a.split(rows), b.split(rows), strict=True):
-            yield from _blocks(*((x, y) if rows > 1 else (x[0], y[0])))
-
-
 class _Scratch(threading.local):
     """Memory for a block of either side, of each thread: autograd runs hooks on its own."""
 
     def __init__(self) -> None:
-        self.candidate, self.reference = torch.empty(2, _BLOCK, dtype=torch.float64)
+        self.candidate, self.reference = torch.empty(2, BLOCK, dtype=torch.float64)
 
 
 _scratch = _Scratch()
@@ -246,7 +214,7 @@ _scratch = _Scratch()
 
 def _widened(block: torch.Tensor, scratch: torch.Tensor) -> _Array:
     """A block's elements as float64, in ``scratch``."""
-    out = scratch if block.numel() == _BLOCK else scratch[: block.numel()]
+    out = scratch if block.numel() == BLOCK else scratch[: block.numel()]
     if block.dtype.itemsize == 1:  # FP8, which torch converts one by one; "raise" would copy, too
         return np.take(_values(block.dtype), bytes_of(block), out=out.numpy(), mode="wrap")
     if block.dtype is torch.float16:
@@ -261,11 +229,8 @@ def _values(dtype: torch.dtype) -> _Array:
     return torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
 
 
-def _block_sums(c: _Array, r: _Array) -> tuple[float, float, float, float, float, int, int]:
-    """The numbers of ``Sums`` from ``diff`` to ``undefined`` but the checksum.
-
-    ``c`` is overwritten, unless it is ``r``.
-    """
+def _block_sums(c: _Array, r: _Array) -> Sums:
+    """All but the number and the checksum; ``c`` is overwritten, unless it is ``r``."""
     reference = candidate = _dot(r, r)
     if c is not r:
         candidate = _dot(c, c)
@@ -273,16 +238,16 @@ def _block_sums(c: _Array, r: _Array) -> tuple[float, float, float, float, float
     if not math.isfinite(reference + candidate):
         c, r, nonfinite, undefined = _finite_only(c, r)
         reference, candidate = _dot(r, r), _dot(c, c)
+    found = Sums(0, 0.0, reference, candidate, reference, 0.0, nonfinite, 0, undefined)
     if c is r or not c.size:
-        return 0.0, reference, candidate, reference, 0.0, nonfinite, undefined
+        return found
     comparable = min(reference, candidate) > _COMPARABLE * max(reference, candidate)
     dot = 0.0 if comparable else _dot(c, r)
     np.subtract(c, r, out=c)
     diff = _dot(c, c)
     if comparable:
         dot = (reference + candidate - diff) / 2
-    worst = float(max(c.max(), -c.min()))
-    return diff, reference, candidate, dot, worst, nonfinite, undefined
+    return dataclasses.replace(found, diff=diff, dot=dot, worst=float(max(c.max(), -c.min())))
 
 
 def _dot(a: _Array, b: _Array) -> float:

@@ -83,7 +83,7 @@ class Measured:
 
 def fails(sums: Sums | None, tolerances: Tolerances, key: TraceKey) -> bool:
     """Whether one rank's part alone is beyond the tolerance."""
-    if sums is None:
+    if sums is None or not (sums.diff or sums.nonfinite):
         return False
     tolerance = tolerances.of(key)
     return sums.nonfinite > 0 or relative_error(sums, tolerance.rms) > tolerance.value

@@ -98,7 +98,7 @@ class CompareSink:
         # 2. Plan: which parts of the reference must it equal?
         for match in self._planner.plan(key, tuple(data.shape), known):
             # 3. Measure how far it is from them.
-            found = self._measure(match, data) if isinstance(match, Match) else match
+            found = compare(self._reference, match, data) if isinstance(match, Match) else match
             # 4. Record it, for the judge.
             self._add(found)
             # 5. Store what failed; on a device, once that is known.
@@ -108,10 +108,6 @@ class CompareSink:
                 staged = data.detach().clone() if staged is None else staged
                 self._stage(_Staged(len(self._measured) - 1, staged))
         # 6. Capture then asks for a replacement, with replace().
-
-    def _measure(self, match: Match, data: torch.Tensor) -> Measured:
-        squares = self._tolerances.squares(match.key) if self._tolerances else None
-        return compare(self._reference, match, data, squares)
 
     @property
     def measured(self) -> list[Measured]:

@@ -29,10 +29,12 @@ From two replays on this is tested; :data:`MOST_REPLAYS` are made at most.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import json
 import math
+import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -203,11 +205,6 @@ class Tolerances:
         samples = self._samples[group] * replays // max(len(self._pooled.get(group, ())), 1)
         return self._safety * max(seeds, default=0.0) * few_samples(samples)
 
-    def squares(self, key: TraceKey) -> float | None:
-        """Sum of the squares of the reference's finite elements, if it is known."""
-        moved = self._moved.get(key)
-        return moved.norm**2 if moved is not None and math.isfinite(moved.norm) else None
-
     def suffice(self) -> bool:
         """Whether no more replays are needed; the module's docstring says why.
 
@@ -271,8 +268,8 @@ def few_samples(samples: int) -> float:
     The ratio of Student's t to the normal distribution at 99.9 %, two-sided: four replays of a
     scalar are four numbers, and all of them may happen to be small. A tensor has many elements.
     """
-    below = [t for degrees, t in _STUDENT if degrees <= max(samples, 1)]
-    return below[-1] / _STUDENT[-1][1]
+    number = bisect.bisect_right(_STUDENT, max(samples, 1), key=operator.itemgetter(0))
+    return _STUDENT[number - 1][1] / _STUDENT[-1][1]
 
 
 def is_exact(key: TraceKey) -> bool:

@@ -37,6 +37,11 @@ def clean(text: object, limit: int = NAME_LIMIT) -> str:
     return shorten("".join(_printable(shorten(raw, 2 * limit))), limit)
 
 
+def in_one_line(error: object) -> str:
+    """The text of an error, which may quote a log, as one harmless line."""
+    return clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)
+
+
 def _printable(text: str) -> list[str]:
     """The characters of ``text``, unsafe ones as escapes."""
     out: list[str] = []

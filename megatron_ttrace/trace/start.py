@@ -61,7 +61,7 @@ class StartValues:
 
     def moment(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """A moment in float32 by its name, if the reference has it in this form."""
-        if name not in self._files:
-            return None
-        found = self._reference.stored(self._files[name], name)
-        return found if found.shape == shape and found.dtype == torch.float32 else None
+        file = self._files.get(name)
+        found = None if file is None else self._reference.stored(file, name)
+        same = found is not None and found.shape == shape and found.dtype == torch.float32
+        return found if same else None

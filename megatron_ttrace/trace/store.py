@@ -34,7 +34,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -311,7 +311,7 @@ class TraceReader:
         """
         self.directory = directory
         self.meta: dict[str, Any] = {}
-        self._handles: dict[str, Any] = {}
+        self._views: dict[str, dict[str, torch.Tensor]] = {}
         self._mapped, self._most_mapped = 0, budget.mapped
         self.ranks: dict[int, list[Entry]] = {}
         if sealed:
@@ -382,41 +382,49 @@ class TraceReader:
         Raises:
             TTraceError: when the file is damaged, or holds another tensor than the index says.
         """
-        path = self.directory / entry.file
         if not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
         tensor = self.stored(entry.file, entry.tensor)
+        if tensor is None:
+            raise self._contradicts(entry)
         same = (
             math.prod(entry.shape) == tensor.numel()
             if entry.same_as >= 0
             else tuple(tensor.shape) == entry.shape
         )
-        if not same or str(tensor.dtype) != f"torch.{entry.dtype}":
-            raise _unusable(path, "is damaged (it holds another tensor than the index says)")
+        if not same or tensor.dtype is not getattr(torch, entry.dtype, None):
+            raise self._contradicts(entry)
+        return tensor
+
+    def stored(self, file: str, name: str) -> torch.Tensor | None:
+        """A tensor by the names of its file and in it, backed by the file; ``None`` without one.
+
+        Raises:
+            TTraceError: when the file is damaged.
+        """
+        if self._mapped >= self._most_mapped:
+            # A page that was read counts as memory of this process as long as its file is mapped.
+            self._views.clear()
+            self._mapped = 0
+        tensor = self._opened(file).get(name)
+        self._mapped += 0 if tensor is None else tensor.nbytes
         return tensor
 
     def names(self, file: str) -> list[str]:
         """The names of all tensors in a file. Raises ``TTraceError`` when it is damaged."""
-        return self._of(file, lambda opened: list(opened.keys()))
+        return list(self._opened(file))
 
-    def stored(self, file: str, name: str) -> torch.Tensor:
-        """A tensor by the names of its file and in it. Raises ``TTraceError`` when it is damaged.
-
-        It is backed by the file.
-        """
-        if self._mapped >= self._most_mapped:
-            # A page that was read counts as memory of this process as long as its file is mapped.
-            self._handles.clear()
-            self._mapped = 0
-        tensor: torch.Tensor = self._of(file, lambda opened: opened.get_tensor(name))
-        self._mapped += tensor.nbytes
-        return tensor
-
-    def _of[T](self, file: str, read: Callable[[Any], T]) -> T:
+    def _opened(self, file: str) -> dict[str, torch.Tensor]:
+        """All tensors of a file: one by one, between others' work, each takes much longer."""
         path = self.directory / file
         try:
-            if file not in self._handles:
-                self._handles[file] = safe_open(path, framework="pt")
-            return read(self._handles[file])
+            if file not in self._views:
+                with safe_open(path, framework="pt") as opened:
+                    self._views[file] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except ERRORS_OF_NOISE as error:
             raise _unusable(path, f"is damaged ({brief(error)})") from error
+        return self._views[file]
+
+    def _contradicts(self, entry: Entry) -> TTraceError:
+        path = self.directory / entry.file
+        return _unusable(path, "is damaged (it holds another tensor than the index says)")

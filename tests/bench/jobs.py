@@ -80,9 +80,9 @@ class Turns:
         steps: seconds of Megatron's own step in each dear turn, with capture; not a rehearsal's
             preparation.
         report: seconds for the last turn's verdicts and report.
-        peaks: of the ranks, bytes of memory above the peak of the first plain turn, at most.
+        peaks: of the ranks, bytes of memory above the peak of a plain turn.
         peaks_mapped: the same with mapped files.
-        plain_peak: the first plain turn's bytes.
+        plain_peak: a plain turn's bytes.
     """
 
     plain: tuple[float, ...]
@@ -175,26 +175,26 @@ def _environment(**variables: str) -> dict[str, str]:
 
 
 def _read(home: Path, ranks: int) -> Turns:
-    """The results of all ranks."""
+    """The results of all ranks; the last pair is there for its memory and its report."""
     found = [json.loads((home / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     by_turn = list(zip(*found, strict=True))
     counted = [turn for turn in by_turn if turn[0]["number"] >= 0]
-    dear = [turn for turn in counted if turn[0]["is_dear"]]
-    plain = [turn for turn in counted if not turn[0]["is_dear"]]
+    *timed_dear, sampled_dear = [turn for turn in counted if turn[0]["is_dear"]]
+    *timed_plain, sampled_plain = [turn for turn in counted if not turn[0]["is_dear"]]
 
     def most(turns: Sequence[Sequence[dict]], name: str) -> tuple[float, ...]:
         return tuple(max(rank[name] for rank in turn) for turn in turns)
 
     def above(name: str) -> int:
-        dears = [[t[name] for t in rank if t["is_dear"]] for rank in found]
-        return max(max(each) - rank[0][name] for each, rank in zip(dears, found, strict=True))
+        ranks = zip(sampled_dear, sampled_plain, strict=True)
+        return max(dear[name] - plain[name] for dear, plain in ranks)
 
     return Turns(
-        plain=most(plain, "seconds"),
-        dear=most(dear, "seconds"),
-        steps=tuple(max((rank["steps"] or [0.0])[0] for rank in turn) for turn in dear),
-        report=max(most(dear, "report")),
+        plain=most(timed_plain, "seconds"),
+        dear=most(timed_dear, "seconds"),
+        steps=tuple(max((rank["steps"] or [0.0])[0] for rank in turn) for turn in timed_dear),
+        report=max(rank["report"] for rank in sampled_dear),
         peak=above("peak"),
         peak_mapped=above("resident"),
-        plain_peak=max(rank[0]["peak"] for rank in found),
+        plain_peak=max(rank["peak"] for rank in sampled_plain),
     )

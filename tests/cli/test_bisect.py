@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.__main__ import main
-from megatron_ttrace.cli import apart, bisect, bisect_axes, jobs
+from megatron_ttrace.cli import bisect, bisect_axes, jobs
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.shrink import documents
+from megatron_ttrace.processes import apart
 from megatron_ttrace.processes import job as processes
 from megatron_ttrace.processes.worktrees import Hunk
 from megatron_ttrace.runtime import api

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace ci``: what of a pull request is checked and said, with a checker that reads a mark."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace.__main__ import main
-from megatron_ttrace.cli import apart, ci
-from megatron_ttrace.cli.ci import Annotation, Level
+from megatron_ttrace.evaluation.recipes import pull as pull_request
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.shrink import documents
-from megatron_ttrace.processes.worktrees import Hunk
+from megatron_ttrace.processes import apart
 from megatron_ttrace.runtime import api
-from tests.cli.test_bisect import culprit
 from tests.evaluation.recipes.test_recipes import MODEL
 from tests.processes.test_worktrees import git
 from tests.runtime import kept
@@ -143,7 +140,7 @@ def test_a_faulty_change(fork, checked, capsys):
 def test_a_culprit_in_code_that_did_not_change(fork, checked, capsys, monkeypatch):
     """Its line is an error, and the changed code that ran is a warning."""
     edit(fork, LAYERS, "x + 0", "x + 1")
-    monkeypatch.setattr(ci, "place", lambda *given: ("pretrain_gpt.py", 1))
+    monkeypatch.setattr(pull_request, "place", lambda *given: ("pretrain_gpt.py", 1))
     assert pull("--format", "github") == 1
     said = capsys.readouterr().out
     error, warning = (line for line in said.splitlines() if line.startswith("::"))
@@ -153,7 +150,7 @@ def test_a_culprit_in_code_that_did_not_change(fork, checked, capsys, monkeypatc
 
 
 def test_a_fault_that_the_base_has(fork, checked, capsys):
-    """It is told, and is not the pull request's; another module would be."""
+    """It is told, and is not the pull request's."""
     git(fork, "checkout", "-q", "main")
     edit(fork, LAYERS, "x + 0", "x + 1")
     git(fork, "checkout", "-q", "-B", "change")
@@ -162,10 +159,6 @@ def test_a_fault_that_the_base_has(fork, checked, capsys):
     said = capsys.readouterr().out
     assert "::notice title=ttrace%3A not from this pull request::ci/tp.yaml" in said
     assert "::error" not in said
-    one, other = culprit("", "decoder.layers.0.mlp"), culprit("", "decoder.layers.1.mlp")
-    attention = dataclasses.replace(one, name="decoder.layers.1.self_attention")
-    found = ci.Checked(api.Result.DIVERGED, (one, other, attention))
-    assert ci.new_culprits(found, ci.Checked(api.Result.DIVERGED, (other,))) == (attention,)
 
 
 def test_what_cannot_be_checked(fork, checked, capsys):
@@ -182,35 +175,6 @@ def test_what_cannot_be_checked(fork, checked, capsys):
     edit(fork, PIPELINE, "x + 0", "0 + x")
     assert pull("--format", "github") == 0
     assert "::warning title=ttrace could not check::" in capsys.readouterr().out
-
-
-def test_where_the_culprit_is():
-    """The changed line next to it, its own line in other files, none outside of the checkout."""
-    root = Path(__file__).parent
-    hunks = [Hunk("sub/test_ci.py", 10, 3, ""), Hunk("sub/test_ci.py", 50, 2, "")]
-
-    def found(where, home=root, inside=Path()):
-        return ci.place(culprit(where), hunks, home, inside)
-
-    assert found("test_bisect.py:7 (f)") == ("test_bisect.py", 7)
-    assert found("cli/test_ci.py:40 (f)", root.parents[1], Path("tests")) == (
-        "tests/cli/test_ci.py",
-        40,
-    )
-    assert found("torch/nn.py:7 (f)") == ("", 0)
-    assert found("../cli/test_ci.py:7 (f)") == ("", 0)
-    assert found(f"{root}/test_ci.py:7 (f)") == ("", 0)
-    assert found("") == ("", 0)
-    hunks = [Hunk("test_ci.py", 10, 3, ""), Hunk("test_ci.py", 50, 2, "")]
-    assert [found(f"test_ci.py:{line} (f)")[1] for line in (1, 11, 40, 99)] == [10, 11, 50, 51]
-
-
-def test_escapes():
-    """As GitHub's toolkit escapes: the message, and more in properties."""
-    one = Annotation(Level.ERROR, "a: 5 %, b", "10 %\r\nc: d, e", "x,y:z.py", 3)
-    assert ci.workflow_command(one) == (
-        "::error file=x%2Cy%3Az.py,line=3,title=a%3A 5 %25%2C b::10 %25%0D%0Ac: d, e"
-    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megatron_ttrace.errors import TTraceError
 from tests.integration.jobs import ttrace
 
 SUBJECTS = {
-    *("Python", "torch", "megatron-core", "GPU", "disk", "options"),
+    *("Python", "torch", "megatron-core", "GPU", "disk", "options", "comparison"),
     *("TransformerEngine", "Apex", "wandb", "TensorBoard", "checks"),
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.processes.tether import tethered
 
 _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
 
@@ -45,8 +46,6 @@ def ttrace(
     Returns:
         Its exit code, and what it said last: its error, if it had one.
     """
-    from megatron_ttrace.processes.tether import tethered
-
     process = subprocess.Popen(
         # Not with the current directory on its path, as `ttrace` has not.
         tethered([interpreter, "-P", "-m", module, *words]),

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_ttrace.cli import apart
+from megatron_ttrace.processes import apart
 
 JOB = ["pretrain_gpt.py", "--num-layers", "2"]
 

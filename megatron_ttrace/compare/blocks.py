@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How two tensors of one shape lie in memory, and pieces of both that can be read in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+BLOCK = 1 << 15
+"""Elements of a block: in float64, two blocks take half a megabyte."""
+
+
+def blocks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both tensors in contiguous blocks of few elements, in row-major order."""
+    if a.numel() <= BLOCK:
+        yield a.contiguous(), b.contiguous()
+    elif a.is_contiguous() and b.is_contiguous():
+        yield from zip(a.view(-1).split(BLOCK), b.view(-1).split(BLOCK), strict=True)
+    else:
+        count = max(1, BLOCK * len(a) // a.numel())
+        for x, y in zip(a.split(count), b.split(count), strict=True):
+            yield from blocks(*((x, y) if count > 1 else (x[0], y[0])))
+
+
+def dims(a: torch.Tensor, b: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Size of each dimension, and both tensors' strides in elements.
+
+    Dimensions that are one in both memories are merged; there is at least one.
+    """
+    found: list[tuple[int, int, int]] = []
+    for size, of_a, of_b in zip(a.shape, a.stride(), b.stride(), strict=True):
+        if size == 1:
+            continue
+        if found and found[-1][1:] == (size * of_a, size * of_b):
+            size *= found.pop()[0]
+        found.append((size, of_a, of_b))
+    return found or [(1, 1, 1)]

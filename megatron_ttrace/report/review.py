@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of lines of a repository, as hosts of code read it in the log of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    """How bad an annotation is, in GitHub's words."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTICE = "notice"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Annotation:
+    """What is said of a line of the checkout; of none if ``file`` is empty."""
+
+    level: Level
+    title: str
+    message: str
+    file: str = ""
+    line: int = 0
+
+
+def workflow_command(one: Annotation) -> str:
+    """As a workflow command of GitHub Actions, which escapes its delimiters as URLs do."""
+
+    def data(text: str) -> str:
+        return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+    def value(text: object) -> str:
+        return data(str(text)).replace(":", "%3A").replace(",", "%2C")
+
+    where = [f"file={value(one.file)}", f"line={one.line}"] if one.file else []
+    return f"::{one.level} {','.join([*where, f'title={value(one.title)}'])}::{data(one.message)}"
+
+
+def code_quality(found: Sequence[Annotation]) -> str:
+    """As a code quality report of GitLab, which only holds what is said of lines."""
+    severities = {Level.ERROR: "critical", Level.WARNING: "minor", Level.NOTICE: "info"}
+    issues = [
+        {
+            "description": f"{one.title}. {one.message}",
+            "check_name": "ttrace",
+            "fingerprint": hashlib.sha256(f"{one.file} {one.title}".encode()).hexdigest(),
+            "severity": severities[one.level],
+            "location": {"path": one.file, "lines": {"begin": one.line}},
+        }
+        for one in found
+        if one.file
+    ]
+    return json.dumps(issues, indent=1)
+
+
+def text(one: Annotation) -> str:
+    """For people."""
+    where = f"{one.file}:{one.line}: " if one.file else ""
+    return f"{where}{one.level}: {one.title}\n    " + one.message.replace("\n", "\n    ")
