@@ -41,7 +41,16 @@ from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.groups import group_name
 from megatron_ttrace.mcore.names import ROOT, Names
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase, Ran, RankLedger
+from megatron_ttrace.trace.collectives import (
+    Group,
+    ModuleCode,
+    Operation,
+    Own,
+    Phase,
+    Ran,
+    RankLedger,
+)
+from megatron_ttrace.trace.counted import runs_of
 
 _NODES = 200
 """Graph nodes of a module that are looked at for autograd functions."""
@@ -168,30 +177,33 @@ class CollectiveTap:
 
     def ledger(self) -> RankLedger:
         """What was recorded, without the code of modules."""
-        ran = tuple(
-            Ran(
-                iteration,
-                operation,
-                reduction,
-                group.name,
-                group.members,
-                group.communicator,
-                dtype,
-                size,
-                agreed,
-                peer,
-                module,
-                phase,
-                "" if code is None else sources.shown(code, line),
-                count,
-            )
-            for (
-                (iteration, operation, reduction, group, dtype, size, agreed, peer),
-                (module, phase, code, line),
-            ), count in self._ran.items()
-        )
+        groups: dict[_Group, int] = {}
+        counts: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        own = []
+        for (what, place), count in self._ran.items():
+            iteration, operation, reduction, group, dtype, size, agreed, peer = what
+            varies = agreed < 0 and operation not in (Operation.SEND, Operation.RECV)
+            known = groups.setdefault(group, len(groups))
+            size_of_all = -1 if varies else size
+            key = iteration, operation, reduction, known, dtype, size_of_all, agreed, peer, place
+            counts[key] += count
+            if varies:
+                own.append((key, size, count))
+        numbers = {key: number for number, key in enumerate(counts)}
+        ran = []
+        for (*what, (module, phase, code, line)), count in counts.items():
+            where = "" if code is None else sources.shown(code, line)
+            ran.append(Ran(*(*what, module, phase, where, count)))
         order = {name: digest.hexdigest() for name, digest in self._order.items()}
-        return RankLedger(ran, order, error=self.error)
+        return RankLedger(
+            tuple(ran),
+            tuple(
+                Group(g.name, runs_of(g.members), g.communicator, order.get(g.communicator, ""))
+                for g in groups
+            ),
+            tuple(Own(numbers[key], size, count) for key, size, count in own),
+            error=self.error,
+        )
 
     @contextmanager
     def active(self, iteration: int) -> Iterator[None]:
@@ -324,7 +336,7 @@ class CollectiveTap:
         given = [*args, *kwargs.values()]
         reduction = _reduction(given) if what.operation.reduces else ""
         known = self._group(group)
-        peer = -1 if what.peer is None else known.members[int(given[what.peer])]
+        peer = -1 if what.peer is None else int(given[what.peer])
         inputs = given[what.input]
         agreed = () if what.agreed is None else given[what.agreed]
         pairs = zip(inputs, agreed, strict=True) if coalesced else [(inputs, agreed)]
@@ -367,7 +379,7 @@ class CollectiveTap:
     def _group(self, group: Any) -> _Group:
         known = self._groups.get(group)
         if known is None:
-            members = tuple(dist.get_process_group_ranks(group))
+            members = tuple(dist.get_process_group_ranks(group))  # in rising order
             name = group_name(group.group_desc or "", members, self._mesh)
             known = self._groups[group] = _Group(members, group.group_name, name)
         return known

@@ -28,6 +28,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.copies import Copies, Copy
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import (
     AFTER,
@@ -112,6 +113,7 @@ class StepTap:
         on_error: Callable[[BaseException], None],
         settle: Callable[[], None],
         ready: Callable[[], None] = lambda: None,
+        copies: Copies | None = None,
     ) -> None:
         """Prepare.
 
@@ -123,6 +125,7 @@ class StepTap:
             settle: finishes an update that Megatron leaves for the next forward pass (overlapped
                 parameter gather), so that updated parameters can be read. May be a collective.
             ready: called when everything is in place, before the step; what it raises is raised.
+            copies: has room for copies of the weights; by default in memory.
         """
         self._model = model
         self._sink = sink
@@ -130,6 +133,7 @@ class StepTap:
         self._on_error = on_error
         self._settle = settle
         self._ready = ready
+        self._copies = copies or Copies()
         self._failed = False
         self._tally = Tally(
             model.chunks, model.places(), model.optimizer, model.mesh, self._attempt
@@ -146,13 +150,14 @@ class StepTap:
         original = optimizer.step
 
         def traced_step(*args: Any, **kwargs: Any) -> Any:
-            before = self._attempt(self._gradients)
-            norm = self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))
-            with clipped_by(norm), self._tally.step():
-                result = original(*args, **kwargs)
-            # Also on a rank whose tracing failed: the others wait for it in this collective.
-            self._settle()
-            self._attempt(self._update, before or {}, result)
+            with self._copies.others() as copies:
+                before = self._attempt(self._gradients, copies)
+                norm = self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))
+                with clipped_by(norm), self._tally.step():
+                    result = original(*args, **kwargs)
+                # Also on a rank whose tracing failed: the others wait for it in this collective.
+                self._settle()
+                self._attempt(self._update, before or {}, result)
             return result
 
         with self._tap:
@@ -199,10 +204,14 @@ class StepTap:
         for _, place, data in self._model.held():
             self._placed(Kind.PARAM, place, data, index)
 
-    def _gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+    def _gradients(self, copies: Copies) -> dict[torch.nn.Parameter, Copy]:
         """Capture the reduced gradients; returns copies of what the step is about to change."""
         before = {}
-        for parameter, place, owned in self._stepped():
+        stepped = self._stepped()
+        if stepped:
+            sizes = [(owned.main if owned else parameter).nbytes for parameter, _, owned in stepped]
+            copies.require_space(stepped[0][0].device, sum(sizes))
+        for parameter, place, owned in stepped:
             names = "main_grad", "decoupled_grad", "grad"
             found = (getattr(parameter, name, None) for name in names)
             gradient = next((one for one in found if one is not None), None)
@@ -212,15 +221,15 @@ class StepTap:
                 self._placed(Kind.MAIN_GRAD, place.flat(start, end), part)
             elif gradient is not None:
                 self._placed(Kind.MAIN_GRAD, place, gradient)
-            before[parameter] = (owned.weights if owned else parameter.data).detach().clone()
+            before[parameter] = copies.copy(owned.weights if owned else parameter.data)
         return before
 
-    def _update(self, before: dict[torch.nn.Parameter, torch.Tensor], result: Any) -> None:
+    def _update(self, before: dict[torch.nn.Parameter, Copy], result: Any) -> None:
         for parameter, place, owned in self._stepped():
             if parameter not in before:
                 continue
             main = owned.weights if owned else parameter.data
-            delta = main.detach().float() - before[parameter].float()
+            delta = main.detach().float() - before[parameter].get().float()
             where = place.flat(*owned.range) if owned and owned.range else place
             self._placed(Kind.PARAM_DELTA, where, delta)
             if owned is None:

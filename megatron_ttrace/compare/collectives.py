@@ -11,6 +11,7 @@ things.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,22 +21,109 @@ import torch
 from megatron_ttrace.trace.collectives import (
     Collective,
     CollectiveRow,
+    Group,
     Ledger,
     LedgerFault,
     LedgerFinding,
     Operation,
+    Own,
     Phase,
     Ran,
     RanHere,
     RankLedger,
     Sources,
 )
+from megatron_ttrace.trace.counted import Runs, ranks_of
 
 GroupName = Callable[[Sequence[int]], str]
 
 _Signature = tuple[Operation, str, str, int]
 _MESSAGES = (Operation.SEND, Operation.RECV)
 _PASSES = (Phase.FORWARD, Phase.RECOMPUTATION, Phase.BACKWARD)
+
+
+class _Alike:
+    """Ranks that ran the same, each in groups of its own.
+
+    Attributes:
+        ran: what they ran, with a place: without a call in Megatron, the module's code.
+        names: of their groups; ``sizes`` are these groups' numbers of members.
+        rows: the same as the ledger has it, but without ranks.
+        shared: numbers of the groups in which they ran more than messages.
+    """
+
+    def __init__(
+        self, ran: Sequence[Ran], names: Sequence[str], sizes: Sequence[int], code: Sources
+    ) -> None:
+        self.ran = [_placed(one, code) for one in ran]
+        self.names = names
+        # Without what only the agreement needs.
+        self.rows = [
+            Collective(
+                one.iteration,
+                one.operation,
+                one.reduction,
+                names[one.group],
+                sizes[one.group],
+                one.dtype,
+                one.bytes,
+                one.module,
+                one.direction,
+                one.where,
+                one.count,
+                (),
+            )
+            for one in self.ran
+        ]
+        self.equal = {dataclasses.replace(one, count=0) for one in self.rows if one.bytes >= 0}
+        groups = (one.group for one in self.ran if one.operation not in _MESSAGES)
+        self.shared = list(dict.fromkeys(groups))
+
+    @functools.cached_property
+    def counts(self) -> dict[int, Counter[_Signature]]:
+        """How often each operation ran, by group."""
+        found = {group: Counter[_Signature]() for group in self.shared}
+        for one in self.ran:
+            if one.operation not in _MESSAGES:
+                found[one.group][_signature(one)] += one.count
+        return found
+
+    def first(self, group: int, signature: _Signature) -> Ran | None:
+        """The first of equal operations in a group."""
+        alike = (o for o in self.ran if o.group == group and _signature(o) == signature)
+        return next(alike, None)
+
+
+class _Ranks:
+    """All ranks, and what each ran."""
+
+    def __init__(self, ranks: Sequence[RankLedger], name_of: GroupName, code: Sources) -> None:
+        self.groups = [rank.groups for rank in ranks]
+        self.own = [rank.own for rank in ranks]
+        self._members: dict[Runs, tuple[int, ...]] = {}
+        named: dict[tuple[str, Runs], str] = {}
+        known: dict[object, _Alike] = {}
+        self.alike: list[_Alike] = []
+        for rank in ranks:
+            names = []
+            for one in rank.groups:
+                key = one.name, one.members
+                if key not in named:
+                    named[key] = one.name or name_of(self.members(one))
+                names.append(named[key])
+            sizes = [len(self.members(one)) for one in rank.groups]
+            # Ledgers that were folded have the same object.
+            same = id(rank.ran), *names, *sizes
+            if same not in known:
+                known[same] = _Alike(rank.ran, names, sizes, code)
+            self.alike.append(known[same])
+        self.kinds = list(known.values())
+
+    def members(self, group: Group) -> tuple[int, ...]:
+        """The global ranks of a group."""
+        if group.members not in self._members:
+            self._members[group.members] = tuple(ranks_of(group.members))
+        return self._members[group.members]
 
 
 def merge(
@@ -55,44 +143,43 @@ def merge(
             it open.
     """
     code = _sources(ranks)
-    named = [[_completed(one, name_of, code) for one in rank.ran] for rank in ranks]
+    known = _Ranks(ranks, name_of, code)
     recorded = not any(rank.error for rank in ranks)
-    findings = [*_disagreements(ranks, named), *_messages(named)] if recorded else []
-    findings += _imprecise(named, compute, gradients)
-    return Ledger(_folded(named), tuple(_once(findings)), code, recorded)
+    findings = [*_disagreements(known), *_messages(known)] if recorded else []
+    findings += _imprecise(known, compute, gradients)
+    return Ledger(_folded(known), tuple(_once(findings)), code, recorded)
 
 
-def _completed(one: Ran, name_of: GroupName, code: Sources) -> Ran:
-    """With a name for its group, and a place: without a call in Megatron, the module's code."""
+def _placed(one: Ran, code: Sources) -> Ran:
     module = code.of(one.module)
-    where = one.where or (module.forward if module else "")
-    return dataclasses.replace(one, group=one.group or name_of(one.members), where=where)
+    return dataclasses.replace(one, where=one.where or (module.forward if module else ""))
 
 
-def _folded(named: Sequence[Sequence[Ran]]) -> tuple[Collective, ...]:
+def _folded(known: _Ranks) -> tuple[Collective, ...]:
     """Equal collectives of several ranks are one, in the order in which they first ran."""
     ranks: dict[Collective, list[int]] = {}
-    for rank, found in enumerate(named):
+    holders: dict[int, list[list[int]]] = {}
+    for rank, alike in enumerate(known.alike):
+        is_first = id(alike) not in holders
+        shared = holders.setdefault(id(alike), [])
+        for held in shared:
+            held.append(rank)
+        sizes: dict[int, list[Own]] = defaultdict(list)
+        for one in known.own[rank]:
+            sizes[one.number].append(one)
         counts: Counter[Collective] = Counter()
-        for one in found:
-            # Without what only the agreement needs.
-            key = Collective(
-                one.iteration,
-                one.operation,
-                one.reduction,
-                one.group,
-                len(one.members),
-                one.dtype,
-                one.bytes,
-                one.module,
-                one.direction,
-                one.where,
-                0,
-                (),
-            )
-            counts[key] += one.count
+        for number in range(len(alike.rows)) if is_first else sizes:
+            row = alike.rows[number]
+            key = dataclasses.replace(row, count=0)
+            for one in sizes.get(number, ()):
+                counts[dataclasses.replace(key, bytes=one.bytes)] += one.times
+            if number not in sizes:
+                counts[key] += row.count
         for key, count in counts.items():
-            ranks.setdefault(dataclasses.replace(key, count=count), []).append(rank)
+            held = ranks.setdefault(dataclasses.replace(key, count=count), [])
+            held.append(rank)
+            if is_first and key in alike.equal:
+                shared.append(held)
     return tuple(dataclasses.replace(one, ranks=tuple(held)) for one, held in ranks.items())
 
 
@@ -139,10 +226,10 @@ def pattern(module: str) -> str:
 def _sources(ranks: Sequence[RankLedger]) -> Sources:
     codes: dict[object, int] = {}
     modules: dict[str, int] = {}
-    for rank in ranks:
-        for name, number in rank.sources.modules.items():
-            if name not in modules and number < len(rank.sources.codes):
-                modules[name] = codes.setdefault(rank.sources.codes[number], len(codes))
+    for sources in {id(rank.sources): rank.sources for rank in ranks}.values():
+        for name, number in sources.modules.items():
+            if name not in modules and number < len(sources.codes):
+                modules[name] = codes.setdefault(sources.codes[number], len(codes))
     first = ranks[0].sources if ranks else Sources()
     # One rank logs.
     metrics = {name: place for rank in ranks for name, place in rank.sources.metrics.items()}
@@ -154,29 +241,28 @@ def _sources(ranks: Sequence[RankLedger]) -> Sources:
     )
 
 
-def _disagreements(
-    ranks: Sequence[RankLedger], named: Sequence[Sequence[Ran]]
-) -> Iterable[LedgerFinding]:
+def _disagreements(known: _Ranks) -> Iterable[LedgerFinding]:
     """Operations that members of a group ran unequally often, or in different orders."""
-    by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Ran]]] = defaultdict(dict)
-    for rank, found in enumerate(named):
-        for one in found:
-            if one.operation not in _MESSAGES:
-                group = by_group[one.communicator, one.members]
-                group.setdefault(rank, []).append(one)
-    for (communicator, members), ran in by_group.items():
-        counts = {rank: _counts(ran.get(rank, ())) for rank in members}
-        signatures = dict.fromkeys(one for rank in members for one in counts[rank])
-        name = next(one.group for found in ran.values() for one in found)
-        differ = [s for s in signatures if len({counts[rank][s] for rank in members}) > 1]
+    groups: dict[tuple[str, Runs], dict[int, int]] = defaultdict(dict)
+    for rank, alike in enumerate(known.alike):
+        for number in alike.shared:
+            group = known.groups[rank][number]
+            groups[group.communicator, group.members][rank] = number
+    for ran in groups.values():
+        rank, number = next(iter(ran.items()))
+        name, group = known.alike[rank].names[number], known.groups[rank][number]
+        members = known.members(group)
+        own = {one: _own(known, one, ran.get(one)) for one in members}
+        kinds = {id(counts): counts for counts, _ in own.values()}
+        signatures = dict.fromkeys(one for counts in kinds.values() for one in counts)
+        differ = [s for s in signatures if len({counts[s] for counts in kinds.values()}) > 1]
         for signature in differ:
             operation, reduction, dtype, size = signature
-            here = {rank: counts[rank][signature] for rank in members}
+            here = {one: counts[signature] for one, (counts, _) in own.items()}
             first = {
-                rank: one
-                for rank, found in ran.items()
-                for one in reversed(found)
-                if _signature(one) == signature
+                one: found
+                for one, number in ran.items()
+                if (found := known.alike[one].first(number, signature)) is not None
             }
             yield LedgerFinding(
                 LedgerFault.COUNT,
@@ -188,45 +274,58 @@ def _disagreements(
                 dtype,
                 size,
             )
-        orders = {rank: ranks[rank].order.get(communicator, "") for rank in members}
-        if not differ and len(set(orders.values())) > 1:
-            kinds = {order: number for number, order in enumerate(dict.fromkeys(orders.values()))}
-            numbers = {rank: kinds[order] for rank, order in orders.items()}
+        orders = dict.fromkeys(order for _, order in own.values())
+        if not differ and len(orders) > 1:
+            order_numbers = {order: number for number, order in enumerate(orders)}
+            numbers = {one: order_numbers[order] for one, (_, order) in own.items()}
             yield LedgerFinding(LedgerFault.ORDER, name, members, _by_ranks(numbers, {}))
 
 
-def _messages(named: Sequence[Sequence[Ran]]) -> Iterable[LedgerFinding]:
+_NOTHING: Counter[_Signature] = Counter()
+
+
+def _own(known: _Ranks, rank: int, number: int | None) -> tuple[Counter[_Signature], str]:
+    """What a member ran in a group and in which order; ``number`` is the group's of this rank."""
+    if number is None:
+        return _NOTHING, ""
+    return known.alike[rank].counts[number], known.groups[rank][number].order
+
+
+def _messages(known: _Ranks) -> Iterable[LedgerFinding]:
     """Messages that are not received as often as they are sent."""
     sent: dict[tuple[int, int, str, int], dict[Operation, int]] = defaultdict(dict)
-    first: dict[tuple[int, int, str, int, Operation], Ran] = {}
+    first: dict[tuple[int, int, str, int, Operation], tuple[Ran, str]] = {}
+    messages = {
+        id(alike): [one for one in alike.ran if one.operation in _MESSAGES] for alike in known.kinds
+    }
     # A message from anybody may be any of those that were sent to this rank.
     open_ends = {
         rank
-        for rank, found in enumerate(named)
-        if any(one.operation is Operation.RECV and one.peer < 0 for one in found)
+        for rank, alike in enumerate(known.alike)
+        if any(one.operation is Operation.RECV and one.peer < 0 for one in messages[id(alike)])
     }
-    for rank, found in enumerate(named):
-        for one in found:
-            if one.operation not in _MESSAGES or one.peer < 0:
+    for rank, alike in enumerate(known.alike):
+        for one in messages[id(alike)]:
+            if one.peer < 0:
                 continue
+            peer = known.members(known.groups[rank][one.group])[one.peer]
             sends = one.operation is Operation.SEND
-            pair = (rank, one.peer) if sends else (one.peer, rank)
-            key = *pair, one.dtype, one.bytes
-            known = sent[key]
-            known[one.operation] = known.get(one.operation, 0) + one.count
-            first.setdefault((*key, one.operation), one)
+            key = *((rank, peer) if sends else (peer, rank)), one.dtype, one.bytes
+            counts = sent[key]
+            counts[one.operation] = counts.get(one.operation, 0) + one.count
+            first.setdefault((*key, one.operation), (one, alike.names[one.group]))
     for (source, target, dtype, size), counts in sent.items():
         if target in open_ends or len({counts.get(op, 0) for op in _MESSAGES}) == 1:
             continue
-        key = source, target, dtype, size
-        one = next(first[*key, op] for op in _MESSAGES if (*key, op) in first)
+        at = {op: first.get((source, target, dtype, size, op)) for op in _MESSAGES}
         ends = zip((source, target), _MESSAGES, strict=True)
         yield LedgerFinding(
             LedgerFault.COUNT,
-            one.group,
+            next(found[1] for found in at.values() if found),
             (source, target),
             tuple(
-                _ran_here((rank,), counts.get(op, 0), first.get((*key, op))) for rank, op in ends
+                _ran_here((rank,), counts.get(op, 0), found[0] if (found := at[op]) else None)
+                for rank, op in ends
             ),
             Operation.SEND,
             dtype=dtype,
@@ -234,33 +333,41 @@ def _messages(named: Sequence[Sequence[Ran]]) -> Iterable[LedgerFinding]:
         )
 
 
-def _imprecise(
-    named: Sequence[Sequence[Ran]], compute: str, gradients: str
-) -> Iterable[LedgerFinding]:
+def _imprecise(known: _Ranks, compute: str, gradients: str) -> Iterable[LedgerFinding]:
     """Sums and means in a dtype with a larger machine epsilon than the settings say."""
+    coarse = {
+        id(alike): [
+            (one, expected) for one in alike.ran if (expected := _coarse(one, compute, gradients))
+        ]
+        for alike in known.kinds
+    }
     found: dict[tuple[str, _Signature, str], dict[int, Ran]] = defaultdict(dict)
-    for rank, ran in enumerate(named):
-        for one in ran:
-            expected = gradients if one.direction is Phase.GRADIENTS else compute
-            if one.direction is not Phase.GRADIENTS and one.direction not in _PASSES:
-                continue
-            adds = one.operation.reduces and one.reduction not in ("max", "min")
-            if adds and expected and _epsilon(one.dtype) > _epsilon(expected) > 0:
-                found[one.group, _signature(one), expected].setdefault(rank, one)
-    for (group, (operation, reduction, dtype, size), expected), ran_by in found.items():
-        first = next(iter(ran_by.values()))
-        ranks = tuple(sorted(ran_by))
+    for rank, alike in enumerate(known.alike):
+        for one, expected in coarse[id(alike)]:
+            key = alike.names[one.group], _signature(one), expected
+            found[key].setdefault(rank, one)
+    for (name, (operation, reduction, dtype, size), expected), ran_by in found.items():
+        rank, first = next(iter(ran_by.items()))
         yield LedgerFinding(
             LedgerFault.PRECISION,
-            group,
-            first.members,
-            (_ran_here(ranks, first.count, first),),
+            name,
+            known.members(known.groups[rank][first.group]),
+            (_ran_here(tuple(sorted(ran_by)), first.count, first),),
             operation,
             reduction,
             dtype,
             size,
             expected,
         )
+
+
+def _coarse(one: Ran, compute: str, gradients: str) -> str:
+    """The dtype in which a sum or a mean should be, if its own is coarser; else empty."""
+    if one.direction is not Phase.GRADIENTS and one.direction not in _PASSES:
+        return ""
+    expected = gradients if one.direction is Phase.GRADIENTS else compute
+    adds = one.operation.reduces and one.reduction not in ("max", "min")
+    return expected if adds and expected and _epsilon(one.dtype) > _epsilon(expected) > 0 else ""
 
 
 def _epsilon(dtype: str) -> float:
@@ -273,13 +380,6 @@ def _epsilon(dtype: str) -> float:
 
 def _signature(one: Ran) -> _Signature:
     return one.operation, one.reduction, one.dtype, one.agreed
-
-
-def _counts(ran: Iterable[Ran]) -> Counter[_Signature]:
-    counts: Counter[_Signature] = Counter()
-    for one in ran:
-        counts[_signature(one)] += one.count
-    return counts
 
 
 def _by_ranks(counts: Mapping[int, int], first: Mapping[int, Ran]) -> tuple[RanHere, ...]:

@@ -9,6 +9,7 @@ boxes, and every logical element must be in the result once, however small its s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -143,6 +144,7 @@ class _Step:
         self._values: dict[tuple[Runs, int], Held] = {}
         self._known: dict[object, dict[str, Coverage]] = {}
         self._boxes: dict[object, dict[str, list[Box]]] = {}
+        self._within_known: dict[object, Coverage] = {}
         self.shapes = {
             one.parts[number].name: one.parts[number].shape
             for one in ranks.values()
@@ -194,7 +196,7 @@ class _Step:
             self._boxes[same] = self._by_name(total)
         boxes = self._boxes[same]
         if self._statistic.is_local:
-            return self._within(rank, boxes)
+            return self._within(rank, boxes, same)
         if same not in self._known:
             self._known[same] = {
                 name: coverage(shape, boxes.get(name, ())) for name, shape in self.shapes.items()
@@ -206,18 +208,28 @@ class _Step:
         for (holder, number), times in total.items():
             part = self._ranks[holder].parts[number]
             boxes.setdefault(part.name, []).extend(part.boxes * times)
+        if self._statistic is Statistic.REDUCED:
+            return {name: _stacked(found) for name, found in boxes.items()}
         return boxes
 
-    def _within(self, rank: int, boxes: Mapping[str, list[Box]]) -> dict[str, Coverage]:
+    def _within(
+        self, rank: int, boxes: Mapping[str, list[Box]], same: object
+    ) -> dict[str, Coverage]:
         """Of the elements that a rank needs."""
-        asked: dict[str, list[Box]] = {}
+        asked: dict[str, list[Part]] = {}
         for part in self._own(self._ranks[rank]):
-            asked.setdefault(part.name, []).extend(self._asked(part))
-        return {
-            name: coverage(self.shapes[name], boxes.get(name, ()), own)
-            for name, own in asked.items()
-            if name in self.shapes
-        }
+            asked.setdefault(part.name, []).append(part)
+        found = {}
+        for name, own in asked.items():
+            if name not in self.shapes:
+                continue
+            # Replicas hold the same parts, which are one object if they were sent together.
+            key = same, name, *map(id, own)
+            if key not in self._within_known:
+                needed = [box for part in own for box in self._asked(part)]
+                self._within_known[key] = _covered(self.shapes[name], boxes.get(name, []), needed)
+            found[name] = self._within_known[key]
+        return found
 
     def _asked(self, part: Part) -> list[Box]:
         """What must be in a result; of a reduction, each element once from each rank."""
@@ -259,6 +271,43 @@ class _Step:
                         _add(total, self._value((earlier.group, earlier.order)), term.times)
             self._values[key] = total
         return self._values[key]
+
+
+def _covered(shape: Sequence[int], boxes: Sequence[Box], needed: Sequence[Box]) -> Coverage:
+    """Coverage of what is needed; in the usual case without counting."""
+    once = Coverage(1, 1)
+    if len(boxes) == 1 and all(_contains(boxes[0], box) for box in needed):
+        return once
+    if boxes == needed and not any(itertools.starmap(_overlap, itertools.combinations(boxes, 2))):
+        return once
+    return coverage(shape, boxes, needed)
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    sides = zip(outer.logical, outer.extent, inner.logical, inner.extent, strict=True)
+    return all(a <= c and c + d <= a + b for a, b, c, d in sides)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    sides = zip(one.logical, one.extent, other.logical, other.extent, strict=True)
+    return all(max(a, c) < min(a + b, c + d) for a, b, c, d in sides)
+
+
+def _stacked(boxes: list[Box]) -> list[Box]:
+    """The same elements, with ranks that have equal pieces as one box: the first dim is theirs."""
+    ranks: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for box in boxes:
+        ranks.setdefault((box.logical[1:], box.extent[1:], box.local), []).append(box.logical[0])
+    if any(box.extent[0] != 1 for box in boxes):
+        return boxes
+    stacks = []
+    for (logical, extent, local), held in ranks.items():
+        first, size = min(held), len(held)
+        # One that is there twice stays so.
+        together = sorted(held) == [*range(first, first + size)]
+        spans = [(first, size)] if together else [(rank, 1) for rank in held]
+        stacks += [Box((at, *logical), (n, *extent), local) for at, n in spans]
+    return stacks
 
 
 def _add(total: Held, more: Held, times: int) -> None:

@@ -286,8 +286,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=DEFAULT_MB,
         type=integer(LEAST_MB, MOST_MB),
         metavar="MB",
-        help="Memory of a rank for tensors that wait to be compared or written, and for pages of "
-        f"the reference (default {DEFAULT_MB}).",
+        help="Memory of a rank for tensors that wait to be compared or written, for pages of the "
+        f"reference, and for copies of the training state (default {DEFAULT_MB}).",
     )
     group.add_argument(
         "--ttrace-keep",

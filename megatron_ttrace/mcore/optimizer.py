@@ -20,7 +20,15 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.names import unwrap
-from megatron_ttrace.mcore.sharded_weights import buffers_of, local, parts_of, publish, rows_of
+from megatron_ttrace.mcore.sharded_weights import (
+    buffers_of,
+    like,
+    local,
+    parts_of,
+    publish,
+    rows_of,
+)
+from megatron_ttrace.trace.copies import Copies, Copy
 from megatron_ttrace.trace.records import Kind
 
 _ADAM = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
@@ -222,14 +230,36 @@ class Snapshot:
     the loss scale, and random states.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], optimizer: Any) -> None:
+    def __init__(
+        self, chunks: list[torch.nn.Module], optimizer: Any, copies: Copies | None = None
+    ) -> None:
+        """Copy everything.
+
+        Args:
+            chunks: of the model.
+            optimizer: Megatron's.
+            copies: makes the copies of parameters and moments; by default in memory.
+
+        Raises:
+            TTraceError: when they fit neither in memory nor on the disk.
+        """
+        copies = copies or Copies()
         self._chunks = chunks
-        self._tensors = [
-            (tensor, tensor.detach().clone()) for tensor in _mutable(chunks, optimizer)
-        ]
         self._inner = _torch_optimizers(optimizer)
+        tensors = list(_mutable(chunks, optimizer))
+        state = [v for i in self._inner for s in i.state.values() for v in s.values()]
+        sizes = [local(one).nbytes for one in (*tensors, *state) if torch.is_tensor(one)]
+        if tensors:
+            copies.require_space(local(tensors[0]).device, sum(sizes))
+        self._tensors = [(tensor, copies.copy(local(tensor))) for tensor in tensors]
         self._states = [
-            {parameter: _copies(state) for parameter, state in inner.state.items()}
+            {
+                parameter: {
+                    name: copies.copy(local(value)) if torch.is_tensor(value) else value
+                    for name, value in state.items()
+                }
+                for parameter, state in inner.state.items()
+            }
             for inner in self._inner
         ]
         self._scales = [
@@ -252,8 +282,8 @@ class Snapshot:
     def restore(self) -> None:
         """Restore everything, in place where other objects hold references."""
         with torch.no_grad():
-            for tensor, value in self._tensors:
-                tensor.data.copy_(value)
+            for tensor, copy in self._tensors:
+                copy.put(local(tensor.data))
             for inner, states, scales, settings in zip(
                 self._inner, self._states, self._scales, self._settings, strict=True
             ):
@@ -262,7 +292,7 @@ class Snapshot:
                 for parameter in [p for p in inner.state if p not in states]:
                     del inner.state[parameter]
                 for parameter, state in states.items():
-                    _restore_state(inner.state[parameter], state)
+                    _restore_state(inner.state[parameter], state, parameter)
                 for group, values in zip(inner.param_groups, settings, strict=True):
                     _restore_state(group, {"params": group["params"], **values})
             for scaler, values in self._scalers:
@@ -279,12 +309,20 @@ def _torch_optimizers(optimizer: Any) -> list[Any]:
     return [one for inner in found if inner is not None for one in (inner, *_inside(inner))]
 
 
-def _restore_state(current: dict[str, Any], saved: dict[str, Any]) -> None:
+def _restore_state(
+    current: dict[str, Any], saved: dict[str, Any], parameter: torch.Tensor | None = None
+) -> None:
+    """Restore a dictionary; ``parameter`` is the one whose state it is, if it is a state."""
     for name in [n for n in current if n not in saved]:
         del current[name]
     for name, value in saved.items():
-        if torch.is_tensor(value) and torch.is_tensor(current.get(name)):
-            current[name].copy_(value)
+        there = current.get(name)
+        if isinstance(value, Copy) and torch.is_tensor(there):
+            value.put(local(there.data))
+        elif isinstance(value, Copy) and parameter is not None:
+            current[name] = like(parameter, value.get().clone())
+        elif torch.is_tensor(value) and torch.is_tensor(there):
+            there.copy_(value)
         else:
             current[name] = _copied(value)
 

@@ -26,7 +26,7 @@ from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.comparison import Comparison, dispatcher, gradient_factor
 from megatron_ttrace.runtime.conclusion import conclude
 from megatron_ttrace.runtime.requirements import isolates
-from megatron_ttrace.trace import counted
+from megatron_ttrace.trace import codec, counted, folded
 from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.store import seal
@@ -65,9 +65,10 @@ def failing(comparison: Comparison, ranks: Ranks, device: torch.device) -> list[
 
 def findings_of(rank: int, mesh: Mesh, comparison: Comparison, recorded: Any) -> dict[str, Any]:
     """What one rank tells the one that judges, as JSON; ``recorded`` is its ledger."""
-    counts = counted.encode(comparison.counted)
+    counts = [counted.compact(one) for one in comparison.counted]
     held = wire.encode(gathered.of_rank(rank, comparison.findings()))
-    return {"held": held, "each": [[rank, dataclasses.asdict(mesh), counts, recorded]]}
+    each = [list(dataclasses.astuple(mesh)), counts, recorded]
+    return {"held": held, "each": folded.fold({rank: each})}
 
 
 def merged(
@@ -83,7 +84,8 @@ def merged(
         failed,
         own_shards.depends_on_layout(args)[0],
     )
-    return {"held": wire.encode(held), "each": [one for found in findings for one in found["each"]]}
+    each = folded.merge(found["each"] for found in findings)
+    return {"held": wire.encode(held), "each": each}
 
 
 def answer(
@@ -104,14 +106,19 @@ def answer(
     """
     config = config_of(model, args, settings)
     directory = settings.directory / "candidate"
-    each = sorted(findings["each"], key=lambda one: int(one[0]))
-    ledger, lost = recording.merged([(mesh, said) for _, mesh, _, said in each], args)
+    each, once = folded.unfold(findings["each"]), folded.Once()
+    meshes = [codec.decode_list(Mesh, mesh) for mesh, *_ in each.values()]
+    counts = {
+        rank: tuple(counted.expanded(one, once) for one in found)
+        for rank, (_, found, _) in each.items()
+    }
+    ledger, lost = recording.merged(meshes, [said for *_, said in each.values()], args, once)
     if any(directory.glob("*.index.jsonl")):
         meta = {
             "role": "candidate",
             "complete": settings.save_candidate,
-            "meshes": [mesh for _, mesh, *_ in each],
-            "counted": [counts for *_, counts, _ in each] if settings.save_candidate else [],
+            "meshes": [dataclasses.asdict(mesh) for mesh in meshes],
+            "counted": [counted.encode(one) for one in counts.values() if settings.save_candidate],
             "config": config.on(model.mesh),
             "ledger": ledger.to_json(),
         }
@@ -121,7 +128,7 @@ def answer(
         comparison.tolerances,
         wire.decode(findings["held"]),
         candidate=directory,
-        counts={rank: counted.decode(counts) for rank, _, counts, _ in each},
+        counts=counts,
         mesh=model.mesh,
         config=config,
         timings=timings,

@@ -39,7 +39,6 @@ from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
 from megatron_ttrace.trace import cleaning, shared
-from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.start import StartValues
@@ -203,11 +202,10 @@ class CandidateSession(Session):
         directory, checksum = self.ranks.from_one(
             0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
         )
-        budget = Budget(self.settings.memory_mb << 20)
         self._comparison = Comparison(
-            TraceReader(Path(directory), announced=checksum, budget=budget),
-            TraceWriter(self.settings.directory / "candidate", dist.get_rank(), budget),
-            budget=budget,
+            TraceReader(Path(directory), announced=checksum, budget=self.budget),
+            TraceWriter(self.settings.directory / "candidate", dist.get_rank(), self.budget),
+            budget=self.budget,
             keep_all=self.settings.save_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
@@ -300,9 +298,10 @@ class CandidateSession(Session):
         def prepare() -> Comparison:
             comparison = Comparison(
                 self.comparison.reference,
-                TraceWriter(folder / "candidate", dist.get_rank()),
+                TraceWriter(folder / "candidate", dist.get_rank(), self.budget),
                 keep_all=False,
                 isolate=True,
+                budget=self.budget,
             )
             comparison.initial(self.settings.iterations[0], self.initial)
             return comparison

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,21 @@ from megatron_ttrace.mcore.groups import axes_of, unseen_axes
 from megatron_ttrace.mcore.precision import reduced_in
 from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.collectives import UNRECORDED, Ledger, RankLedger
+from megatron_ttrace.trace import codec, folded
+from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.collectives import (
+    UNRECORDED,
+    Group,
+    Ledger,
+    Own,
+    Ran,
+    RankLedger,
+    Sources,
+)
+
+_RAN = codec.decoder(tuple[Ran, ...])
+_GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)
+_COUNTS = codec.decoder(tuple[Count, ...])
 
 
 class Recording:
@@ -55,23 +69,27 @@ class Recording:
                 step=self._forward_step,
             )
             sources = dataclasses.replace(sources, metrics=dict(logged.PLACES))
-            return dataclasses.replace(self._tap.ledger(), sources=sources).to_json()
+            return said(dataclasses.replace(self._tap.ledger(), sources=sources))
         except Exception as error:  # noqa: BLE001 - it is an addition to the report
-            return RankLedger(error=one_line(error)).to_json()
+            return said(RankLedger(error=one_line(error)))
 
 
 def merged(
-    messages: Sequence[tuple[dict[str, Any], Any]], args: MegatronArguments
+    meshes: Sequence[Mesh],
+    messages: Sequence[Any],
+    args: MegatronArguments,
+    once: folded.Once,
 ) -> tuple[Ledger, list[str]]:
     """The ledger of all ranks, and notices of what is missing in it. Never raises.
 
     Args:
-        messages: mesh and :meth:`Recording.message` of each rank.
+        meshes: of all ranks.
+        messages: :meth:`Recording.message` of each rank.
         args: of the candidate.
+        once: reads what several ranks said.
     """
     try:
-        meshes = [codec.decode(Mesh, mesh) for mesh, _ in messages]
-        ranks = [RankLedger.from_json(said) for _, said in messages]
+        ranks = [decoded(said, once) for said in messages]
         compute, gradients = reduced_in(args)
         ledger = collectives.merge(
             ranks, lambda members: axes_of(members, meshes), compute=compute, gradients=gradients
@@ -81,3 +99,23 @@ def merged(
     lost = [f"rank {rank}: {one.error}" for rank, one in enumerate(ranks) if one.error][:1]
     ledger = dataclasses.replace(ledger, unseen=unseen_axes(args))
     return ledger, [f"not all collectives were recorded ({one})" for one in lost]
+
+
+def said(ledger: RankLedger) -> dict[str, Any]:
+    """A message of one rank, in which little is only its own."""
+    return {**ledger.to_json(), "own": [number for one in ledger.own for number in one]}
+
+
+def decoded(message: dict[str, Any], once: folded.Once) -> RankLedger:
+    """The inverse of :func:`said`. Raises ``CodecError``."""
+    own = itertools.batched(once(_COUNTS, message["own"]), 3)
+    ledger = RankLedger(
+        once(_RAN, message["ran"]),
+        tuple(once(_GROUP, one) for one in message["groups"]),
+        tuple(itertools.starmap(Own, own)),
+        once(_SOURCES, message["sources"]),
+        str(message["error"]),
+    )
+    if why := ledger.contradiction():
+        raise codec.CodecError(why)
+    return ledger

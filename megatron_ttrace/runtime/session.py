@@ -32,12 +32,17 @@ from megatron_ttrace.runtime.start import handoff
 from megatron_ttrace.runtime.start.moments import awaken, prime
 from megatron_ttrace.runtime.start.parameters import fill
 from megatron_ttrace.runtime.start.tokens import spread_batch
+from megatron_ttrace.trace.budget import Budget, host_room
+from megatron_ttrace.trace.copies import Copies
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import STEP_LEVEL, VALUE, Kind
 from megatron_ttrace.trace.start import StartValues
 
 type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
 """What Megatron gives to ``train_step``; a list has one iterator per virtual-pipeline chunk."""
+
+_RANKS_OF_A_HOST = 8
+"""At most, if the launcher does not say."""
 
 
 class Session(abc.ABC):
@@ -49,6 +54,7 @@ class Session(abc.ABC):
         self.args = args
         self.settings = settings
         self.ranks = ranks
+        self.budget = Budget(settings.memory_mb << 20)
         self.finished = False
         self.judged = False  # a verdict was told, whatever fails later
         self.errors: list[str] = []
@@ -60,6 +66,7 @@ class Session(abc.ABC):
         self._scheduler: Scheduler | None = None
         self._schedule: dict[str, Any] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies = Copies()
         self._kept = ExitStack()
 
     @property
@@ -208,6 +215,7 @@ class Session(abc.ABC):
             self._tracing_failed,
             self._settle,
             lambda: self.ranks.together("attaching to the model", self._refuse),
+            self._copies,
         )
         self._kept.callback(tap.detach)
         began = self._scheduler.num_steps if self._scheduler else 0
@@ -255,7 +263,14 @@ class Session(abc.ABC):
             else:
                 self._put_back(kept, waits=restore)
 
+    def _room(self) -> Copies:
+        """Room for copies: the budget's, of a GPU's tensors also the host's memory, then a file."""
+        there = int(os.environ.get("LOCAL_WORLD_SIZE", min(self.ranks.size, _RANKS_OF_A_HOST)))
+        host = 0 if self.device.type == "cpu" else host_room(there)
+        return Copies(self.budget.kept, host, self.settings.directory, self.ranks.size)
+
     def _keep(self, kept: ExitStack, *, restore: bool) -> None:
+        self._copies = kept.enter_context(self._room())
         kept.enter_context(quiet.one_attempt())
         kept.enter_context(quiet.without_dropout(self.model.chunks))
         kept.enter_context(quiet.without_random_routing(self.model.chunks))
@@ -269,7 +284,9 @@ class Session(abc.ABC):
             # rehearsal's comes first, and what is restored would lack it.
             self.ranks.meet("saving the training state")
             self._settle()
-        snapshot = Snapshot(self.model.chunks, self.model.optimizer) if restore else None
+        snapshot = None
+        if restore:
+            snapshot = Snapshot(self.model.chunks, self.model.optimizer, self._copies)
         scheduler = copy.copy(vars(self._scheduler))
         # Restoring may communicate: either all ranks do it or none.
         self.ranks.meet("saving the training state")

@@ -12,13 +12,19 @@ from megatron_ttrace.errors import TTraceError
 DEFAULT_MB = 512
 LEAST_MB, MOST_MB = 16, 1 << 20
 
+_CONTAINER = Path("/sys/fs/cgroup")
+_SMALLER = (
+    "choose another --ttrace-dir, trace fewer iterations, or use a smaller --global-batch-size"
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
     """Memory of a rank in bytes, divided among those that hold tensors.
 
     Whoever reaches its part waits: the writer writes, the reader unmaps, the sink reads the sums of
-    a device. One tensor that is larger than a part is held anyway.
+    a device. Copies of the training state that exceed their part are in a file. One tensor that is
+    larger than a part is held anyway.
     """
 
     total: int = DEFAULT_MB << 20
@@ -38,14 +44,36 @@ class Budget:
         """Copies on a device that wait for their verdicts."""
         return self.total // 4
 
+    @property
+    def kept(self) -> int:
+        """Copies of what a traced step changes and what is restored after it."""
+        return self.total // 4
 
-def require_space(directory: Path, needed: int, what: str) -> None:
+
+def host_room(ranks: int) -> int:
+    """Bytes of the host's memory that one of ``ranks`` processes on it may use for copies.
+
+    Half of what is free, for all of them together, in the container if there is one.
+    """
+    import psutil  # most commands do not need it
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        most, used = (int((_CONTAINER / f"memory.{x}").read_text()) for x in ("max", "current"))
+        free = min(free, max(most - used, 0))
+    except (OSError, ValueError):
+        pass  # No container, or one without a limit.
+    return free // 2 // ranks
+
+
+def require_space(directory: Path, needed: int, what: str, instead: str = _SMALLER) -> None:
     """Refuse to write what a file system has no room for.
 
     Args:
         directory: where it would be written; exists.
         needed: bytes.
         what: is written, for the error.
+        instead: what the user can do.
 
     Raises:
         TTraceError: when less is free.
@@ -56,8 +84,7 @@ def require_space(directory: Path, needed: int, what: str) -> None:
         return  # Writing will say what is wrong.
     if free < needed:
         raise TTraceError(
-            f"{directory} has {shown(free)} free, {what} needs about {shown(needed)}: choose "
-            "another --ttrace-dir, trace fewer iterations, or use a smaller --global-batch-size"
+            f"{directory} has {shown(free)} free, {what} needs about {shown(needed)}: {instead}"
         )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
+from typing import NamedTuple
 
 from megatron_ttrace.trace.codec import Count, Rank, Record
+from megatron_ttrace.trace.counted import Runs
 
 
 class Operation(StrEnum):
@@ -102,14 +104,33 @@ class CollectiveRow(Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ran(Record):
-    """Equal collectives as one rank records them.
+class Group(Record):
+    """A process group as one of its ranks knows it.
 
     Attributes:
-        group: the mesh axes that the group spans, if its name says so.
-        members: global ranks of the group; ``communicator`` is its name, the same on all of them.
+        name: the mesh axes that it spans, if its own name says so.
+        members: its global ranks.
+        communicator: its name, the same on all of them.
+        order: the checksum of the sequence of its collectives; messages between two ranks are not
+            in it.
+    """
+
+    name: str
+    members: Runs
+    communicator: str
+    order: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ran(Record):
+    """Equal collectives as one rank records them. Ranks in groups of one structure have equal ones.
+
+    Attributes:
+        group: the number of the group in this rank's list.
+        bytes: -1 if each call may have its own number; see :class:`Own`.
         agreed: bytes that are the same on all members; -1 if each may have its own number.
-        peer: global rank that a message is sent to or received from; -1 if there is none, or any.
+        peer: number of the member that a message is sent to or received from; -1 if there is none,
+            or any.
 
     The others as in :class:`Collective`.
     """
@@ -117,17 +138,23 @@ class Ran(Record):
     iteration: Count
     operation: Operation
     reduction: str
-    group: str
-    members: tuple[Rank, ...]
-    communicator: str
+    group: Count
     dtype: str
-    bytes: Count
+    bytes: int
     agreed: int
     peer: int
     module: str
     direction: Phase
     where: str
     count: Count
+
+
+class Own(NamedTuple):
+    """So many ``times`` a collective in the rank's record ``number`` had an input of ``bytes``."""
+
+    number: Count
+    bytes: Count
+    times: Count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,16 +214,21 @@ class Sources(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankLedger(Record):
-    """What one rank recorded.
-
-    ``order`` holds, by communicator, the checksum of the sequence of its collectives; messages
-    between two ranks are not in it. ``error`` says why the record is not complete; empty if it is.
-    """
+    """What one rank recorded; ``error`` says why that is not complete, and is empty if it is."""
 
     ran: tuple[Ran, ...] = ()
-    order: dict[str, str] = dataclasses.field(default_factory=dict)
+    groups: tuple[Group, ...] = ()
+    own: tuple[Own, ...] = ()
     sources: Sources = Sources()
     error: str = ""
+
+    def contradiction(self) -> str:
+        """Why the fields contradict each other."""
+        if any(one.group >= len(self.groups) for one in self.ran):
+            return "a collective in a group that is not listed"
+        if any(one.number >= len(self.ran) for one in self.own):
+            return "bytes of a collective that is not listed"
+        return ""
 
 
 class LedgerFault(StrEnum):

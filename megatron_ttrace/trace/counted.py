@@ -9,7 +9,8 @@ that judges can say how often each logical element is in any rank's result.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -119,17 +120,188 @@ def decode(message: Any) -> tuple[Counted, ...]:
     """The inverse of :func:`encode`. Raises ``CodecError`` on a foreign message."""
     found: tuple[Counted, ...] = codec.decode(tuple[Annotated[Counted, LISTED], ...], message)
     for one in found:
-        parts = len(one.parts)
-        if any(number >= parts for number in one.held):
-            raise CodecError(f"held: there are {parts} parts")
-        for counting in one.countings:
-            added = [(made.parts, made.sums) for made in counting.made]
-            for earlier, (own, sums) in enumerate((*added, (counting.parts, counting.sums))):
-                if any(number >= parts for number, _ in own):
-                    raise CodecError(f"countings: there are {parts} parts")
-                if any(number >= earlier for number, _ in sums):
-                    raise CodecError(f"countings: a sum has {earlier} before it")
+        _require_numbers(one)
     return found
+
+
+def _require_numbers(one: Counted) -> None:
+    """Refuse numbers of parts and sums that are not there. Raises ``CodecError``."""
+    parts = len(one.parts)
+    if any(number >= parts for number in one.held):
+        raise CodecError(f"held: there are {parts} parts")
+    for counting in one.countings:
+        added = [(made.parts, made.sums) for made in counting.made]
+        for earlier, (own, sums) in enumerate((*added, (counting.parts, counting.sums))):
+            if any(number >= parts for number, _ in own):
+                raise CodecError(f"countings: there are {parts} parts")
+            if any(number >= earlier for number, _ in sums):
+                raise CodecError(f"countings: a sum has {earlier} before it")
+
+
+_Spans = tuple[tuple[Count, Count, Count], ...]
+"""Terms as (first number, last number, times)."""
+_Name = tuple[str, tuple[Count, ...]]
+"""Name and shape of a part."""
+_SPANS = codec.decoder(_Spans)
+_SUMS = codec.decoder(tuple[tuple[Runs, Count, _Spans, _Spans], ...])
+_PARTS = codec.decoder(tuple[tuple[_Name, tuple[Count, ...]], ...])
+_NUMBERS = codec.decoder(tuple[int, ...])
+_VALUES = codec.decoder(tuple[Statistic, Annotated[float, Bounds(nan=True)], str])
+
+Once = Callable[[Callable[[Any], Any], Any], Any]
+"""Calls a function with a value, unless it knows the result (:class:`folded.Once`)."""
+
+
+def _plainly(read: Callable[[Any], Any], value: Any) -> Any:
+    return read(value)
+
+
+def compact(one: Counted) -> list[Any]:
+    """A record as JSON in which ranks of the same structure have equal parts (``folded.py``).
+
+    A rank's part of a reduction is a piece of a parameter with the rank's own number as the first
+    dim; here the number is apart from the pieces, which all replicas have.
+    """
+    reduced = {
+        term.number
+        for counting in one.countings
+        if counting.statistic is Statistic.REDUCED
+        for terms in (counting.parts, *(made.parts for made in counting.made))
+        for term in terms
+    }
+    held = set(one.held)
+    pieces: list[tuple[tuple[int, int, bool], list[Any]]] = []
+    for number, part in enumerate(one.parts):
+        own, ranks = _first_dim(part) if number in reduced else (-1, 0)
+        if own >= 0:
+            part = _without(part)
+        sort = own, ranks, number in held
+        if not pieces or pieces[-1][0] != sort:
+            pieces.append((sort, []))
+        pieces[-1][1].append([[part.name, [*part.shape]], _flat(part.boxes)])
+    return [
+        one.iteration,
+        [[own, ranks, parts] for (own, ranks, _), parts in pieces],
+        _spans(Term(number) for number in one.held),
+        [
+            [
+                counting.statistic.value,
+                [[m.group, m.order, _spans(m.parts), _spans(m.sums)] for m in counting.made],
+                _spans(counting.parts),
+                _spans(counting.sums),
+                codec.encode(counting.value),
+                counting.unknown,
+            ]
+            for counting in one.countings
+        ],
+    ]
+
+
+def expanded(message: Any, once: Once = _plainly) -> Counted:
+    """The inverse of :func:`compact`. Raises ``CodecError`` on a foreign message.
+
+    Args:
+        message: JSON.
+        once: reads a part of it, or knows it from another message.
+    """
+    iteration, pieces, held, countings = _fields(message, 4)
+    parts: list[Part] = []
+    for piece in _fields(pieces):
+        own, ranks, listed = _fields(piece, 3)
+        own, ranks = _NUMBERS((own, ranks))
+        known = once(_parts, listed)
+        parts += known if own < 0 else (_with(part, own, ranks) for part in known)
+    found = Counted(
+        _NUMBERS((iteration,))[0],
+        tuple(parts),
+        tuple(term.number for term in _terms(once(_SPANS, held), len(parts))),
+        tuple(_counting(one, len(parts), once) for one in _fields(countings)),
+    )
+    _require_numbers(found)
+    return found
+
+
+def _fields(value: Any, count: int | None = None) -> Sequence[Any]:
+    """A list, of which the parts are read later."""
+    if not isinstance(value, (list, tuple)) or count not in (None, len(value)):
+        raise CodecError(f"expected a list of {count or 'records'}")
+    return value
+
+
+def _parts(listed: Any) -> tuple[Part, ...]:
+    return tuple(
+        Part(name, shape, tuple(_unflat(boxes))) for (name, shape), boxes in _PARTS(listed)
+    )
+
+
+def _counting(message: Any, known: int, once: Once) -> Counting:
+    statistic, made, parts, sums, value, unknown = _fields(message, 6)
+    statistic, value, unknown = _VALUES((statistic, value, unknown))
+    found = once(_SUMS, made)
+    return Counting(
+        statistic,
+        tuple(
+            Sum(group, order, _terms(own, known), _terms(earlier, len(found)))
+            for group, order, own, earlier in found
+        ),
+        _terms(once(_SPANS, parts), known),
+        _terms(once(_SPANS, sums), len(found)),
+        value,
+        unknown,
+    )
+
+
+def _spans(terms: Iterable[Term]) -> list[list[int]]:
+    spans: list[list[int]] = []
+    for number, times in terms:
+        if spans and (spans[-1][1], spans[-1][2]) == (number - 1, times):
+            spans[-1][1] = number
+        else:
+            spans.append([number, number, times])
+    return spans
+
+
+def _terms(spans: _Spans, known: int) -> Terms:
+    if any(last >= known for _, last, _ in spans):
+        raise CodecError(f"a number of one of {known}")
+    return tuple(Term(n, times) for first, last, times in spans for n in range(first, last + 1))
+
+
+def _flat(boxes: Iterable[Box]) -> list[int]:
+    """Boxes as numbers: how many each side has, then these."""
+    sides = ((box.logical, box.extent, box.local) for box in boxes)
+    return [n for each in sides for n in (*map(len, each), *itertools.chain(*each))]
+
+
+def _unflat(numbers: tuple[int, ...]) -> Iterator[Box]:
+    """The inverse of :func:`_flat`. Raises ``CodecError``."""
+    at = 0
+    while at < len(numbers):
+        sizes = numbers[at : at + 3]
+        if len(sizes) < 3 or at + 3 + sum(sizes) > len(numbers):
+            raise CodecError("expected boxes")
+        a, b, c, at = itertools.accumulate(sizes, initial=at + 3)
+        yield Box(numbers[a:b], numbers[b:c], numbers[c:at])
+
+
+def _first_dim(part: Part) -> tuple[int, int]:
+    """Where a part is on its first dim, and that dim's size; -1 and 0 if it is not at one place."""
+    if not all(box.logical and box.extent and box.local for box in part.boxes):
+        return -1, 0
+    starts = {(box.logical[0], box.extent[0], box.local[0]) for box in part.boxes}
+    if len(starts) == 1 and (found := starts.pop())[1:] == (1, 0):
+        return found[0], part.shape[0]
+    return -1, 0
+
+
+def _without(part: Part) -> Part:
+    boxes = (Box(box.logical[1:], box.extent[1:], box.local[1:]) for box in part.boxes)
+    return Part(part.name, part.shape[1:], tuple(boxes))
+
+
+def _with(part: Part, own: int, ranks: int) -> Part:
+    boxes = (Box((own, *b.logical), (1, *b.extent), (0, *b.local)) for b in part.boxes)
+    return Part(part.name, (ranks, *part.shape), tuple(boxes))
 
 
 def runs_of(ranks: Iterable[int]) -> Runs:

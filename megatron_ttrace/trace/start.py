@@ -12,13 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace.index import brief
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from megatron_ttrace.trace.store import ERRORS_OF_NOISE, TraceReader
+from megatron_ttrace.trace.store import TraceReader
 
 _FILE = re.compile(r"start\.\d{4,9}\.safetensors")
 _FILE_BYTES = 256 << 20
@@ -48,16 +45,8 @@ class StartValues:
         """Open them. Raises ``TTraceError`` when a file is damaged."""
         self._reference = reference
         self._iteration = iteration
-        self._moments: dict[str, torch.Tensor] = {}
-        for name in filter(_FILE.fullmatch, reference.meta.get("files", ())):
-            path = reference.directory / name
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._moments |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            except ERRORS_OF_NOISE as error:
-                raise TTraceError(
-                    f"{path} is damaged ({brief(error)}): run the traced job again"
-                ) from error
+        files = filter(_FILE.fullmatch, reference.meta.get("files", ()))
+        self._files = {name: file for file in files for name in reference.names(file)}
 
     def parameter(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -72,6 +61,7 @@ class StartValues:
 
     def moment(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """A moment in float32 by its name, if the reference has it in this form."""
-        found = self._moments.get(name)
+        file = self._files.get(name)
+        found = None if file is None else self._reference.stored(file, name)
         same = found is not None and found.shape == shape and found.dtype == torch.float32
         return found if same else None

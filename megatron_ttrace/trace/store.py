@@ -382,16 +382,11 @@ class TraceReader:
         Raises:
             TTraceError: when the file is damaged, or holds another tensor than the index says.
         """
-        if self._mapped >= self._most_mapped:
-            # A page that was read counts as memory of this process as long as its file is mapped.
-            self._views.clear()
-            self._mapped = 0
-        if entry.file not in self._views:
-            self._views[entry.file] = self._open(entry)
-        tensor = self._views[entry.file].get(entry.tensor)
+        if not DATA_FILE.fullmatch(entry.file):
+            raise TTraceError(f"{self.directory} has no data of {entry.key}")
+        tensor = self.stored(entry.file, entry.tensor)
         if tensor is None:
             raise self._contradicts(entry)
-        self._mapped += tensor.nbytes
         same = (
             math.prod(entry.shape) == tensor.numel()
             if entry.same_as >= 0
@@ -401,16 +396,34 @@ class TraceReader:
             raise self._contradicts(entry)
         return tensor
 
-    def _open(self, entry: Entry) -> dict[str, torch.Tensor]:
+    def stored(self, file: str, name: str) -> torch.Tensor | None:
+        """A tensor by the names of its file and in it, backed by the file; ``None`` without one.
+
+        Raises:
+            TTraceError: when the file is damaged.
+        """
+        if self._mapped >= self._most_mapped:
+            # A page that was read counts as memory of this process as long as its file is mapped.
+            self._views.clear()
+            self._mapped = 0
+        tensor = self._opened(file).get(name)
+        self._mapped += 0 if tensor is None else tensor.nbytes
+        return tensor
+
+    def names(self, file: str) -> list[str]:
+        """The names of all tensors in a file. Raises ``TTraceError`` when it is damaged."""
+        return list(self._opened(file))
+
+    def _opened(self, file: str) -> dict[str, torch.Tensor]:
         """All tensors of a file: one by one, between others' work, each takes much longer."""
-        path = self.directory / entry.file
-        if not DATA_FILE.fullmatch(entry.file):
-            raise TTraceError(f"{self.directory} has no data of {entry.key}")
+        path = self.directory / file
         try:
-            with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if file not in self._views:
+                with safe_open(path, framework="pt") as opened:
+                    self._views[file] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except ERRORS_OF_NOISE as error:
             raise _unusable(path, f"is damaged ({brief(error)})") from error
+        return self._views[file]
 
     def _contradicts(self, entry: Entry) -> TTraceError:
         path = self.directory / entry.file

@@ -28,8 +28,10 @@ from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime.perturb import perturbed
+from megatron_ttrace.trace import copies as copying
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.collectives import Phase
+from megatron_ttrace.trace.copies import Copies
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests import stand_in
@@ -117,6 +119,20 @@ def test_a_reference_of_the_device_is_the_one_of_the_host(reference, there, tmp_
     for key in reference:
         a, b = (trace.tensor(trace.entry(key)) for trace in (found, reference))
         assert torch.equal(a, b), key
+
+
+@pytest.mark.parametrize(("room", "host"), [(24, 0), (0, 24), (0, 0)])
+def test_copies_of_the_device_come_back(there, tmp_path, monkeypatch, room, host):
+    """From its own memory, the host's, and a file."""
+    data = torch.arange(6.0).to(there)
+    monkeypatch.setattr(copying, "_PLAIN", (torch.Tensor, type(data)))
+    with Copies(room, host, tmp_path) as copies:
+        copy = copies.copy(data)
+        assert copy.data.device.type == (there.type if room else "cpu" if host else "meta")
+        data.zero_()
+        assert (copy.get().device, copy.get().cpu().tolist()) == (data.device, [0, 1, 2, 3, 4, 5])
+        copy.put(data)
+        assert data.cpu().tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5])

@@ -4,22 +4,52 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_ttrace.compare.collectives import merge, rows
+from megatron_ttrace.runtime import recording
+from megatron_ttrace.trace import folded
 from megatron_ttrace.trace.collectives import (
+    Group,
     Ledger,
     LedgerFault,
     ModuleCode,
     Operation,
+    Own,
     Phase,
     Ran,
     RankLedger,
     Sources,
 )
+from megatron_ttrace.trace.counted import runs_of
 
-SUM = Ran(
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """A collective with its group; the peer is a global rank."""
+
+    iteration: int
+    operation: Operation
+    reduction: str
+    group: str
+    members: tuple[int, ...]
+    communicator: str
+    dtype: str
+    bytes: int
+    agreed: int
+    peer: int
+    module: str
+    direction: Phase
+    where: str
+    count: int
+
+
+SUM = Called(
     iteration=1,
     operation=Operation.ALL_REDUCE,
     reduction="sum",
@@ -43,9 +73,36 @@ def ledger(*ranks: RankLedger, compute: str = "bfloat16", gradients: str = "floa
     return merge(ranks, lambda members: "ranks", compute=compute, gradients=gradients)
 
 
-def rank(*ran: Ran, order: str = "a") -> RankLedger:
+def rank(*called: Called, order: str = "a") -> RankLedger:
     """What a rank recorded, with one order for all its groups."""
-    return RankLedger(ran, {one.communicator: order for one in ran})
+    groups = dict.fromkeys((one.group, one.members, one.communicator) for one in called)
+    numbers = {group: number for number, group in enumerate(groups)}
+    counts: Counter[Ran] = Counter()
+    own = []
+    for one in called:
+        varies = one.operation is Operation.ALL_TO_ALL
+        ran = Ran(
+            one.iteration,
+            one.operation,
+            one.reduction,
+            numbers[one.group, one.members, one.communicator],
+            one.dtype,
+            -1 if varies else one.bytes,
+            -1 if varies else one.agreed,
+            one.members.index(one.peer) if one.peer >= 0 else -1,
+            one.module,
+            one.direction,
+            one.where,
+            0,
+        )
+        counts[ran] += one.count
+        if varies:
+            own.append(Own([*counts].index(ran), one.bytes, one.count))
+    return RankLedger(
+        tuple(dataclasses.replace(ran, count=count) for ran, count in counts.items()),
+        tuple(Group(n, runs_of(m), c, order) for n, m, c in groups),
+        tuple(own),
+    )
 
 
 def test_equal_ranks() -> None:
@@ -184,3 +241,58 @@ def test_json() -> None:
     assert found.findings
     assert Ledger.from_json(found.to_json()) == found
     assert RankLedger.from_json(first.to_json()) == first
+
+
+CALLED = st.builds(
+    lambda group, **changes: dataclasses.replace(
+        SUM,
+        group=group,
+        members={"tp": (0, 1), "pp": (2, 3), "": (0, 1, 2, 3)}[group],
+        communicator=group,
+        **changes,
+    ),
+    st.sampled_from(["tp", "pp", ""]),
+    operation=st.sampled_from([Operation.ALL_REDUCE, Operation.ALL_TO_ALL]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    bytes=st.sampled_from([64, 32]),
+    direction=st.sampled_from([Phase.FORWARD, Phase.GRADIENTS]),
+    where=st.sampled_from(["", "a.py:1 (f)"]),
+    count=st.integers(1, 2),
+)
+MESSAGES = st.builds(
+    lambda operation, peer, bytes_: dataclasses.replace(
+        SUM,
+        operation=operation,
+        group="world",
+        members=(0, 1, 2, 3),
+        communicator="0",
+        agreed=-1,
+        peer=peer,
+        bytes=bytes_,
+    ),
+    st.sampled_from([Operation.SEND, Operation.RECV]),
+    st.integers(-1, 3),
+    st.integers(1, 2),
+)
+LEDGERS = st.builds(
+    lambda called, order, code: dataclasses.replace(rank(*called, order=order), sources=code),
+    st.lists(CALLED | MESSAGES, max_size=4),
+    st.sampled_from("ab"),
+    st.sampled_from([Sources(), Sources({SUM.module: 0}, (ModuleCode("b.py:2 (g)"),))]),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(LEDGERS, min_size=1, max_size=3), st.lists(st.integers(0, 9), max_size=4))
+def test_ledgers_that_were_merged_on_their_way(kinds: list[RankLedger], chosen: list[int]) -> None:
+    """What ranks have in common, and is one object at the end, is judged as if each had its own."""
+    ranks = [kinds[number % len(kinds)] for number in (*chosen, *range(4 - len(chosen)))]
+    messages = [folded.fold({number: recording.said(one)}) for number, one in enumerate(ranks)]
+    first = json.loads(json.dumps(folded.merge(messages[:2])))
+    arrived = folded.unfold(folded.merge([first, folded.merge(messages[2:])]))
+    once = folded.Once()
+    together = [recording.decoded(said, once) for said in arrived.values()]
+    alone = [RankLedger.from_json(json.loads(json.dumps(one.to_json()))) for one in ranks]
+    assert together == alone == ranks
+    assert ledger(*together) == ledger(*alone)
+    assert len({id(one.ran) for one in together}) == len({one.ran for one in together})

@@ -3,8 +3,12 @@
 
 import dataclasses
 
-from megatron_ttrace.compare.counted import Judgement, judge
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ttrace.compare.counted import Judgement, _covered, _stacked, judge
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace.counted import (
     Counted,
     Counting,
@@ -216,3 +220,25 @@ def test_many_ranks() -> None:
     first = {0: (0, 1), 1: (1,)}
     ranks = {at: [rank(at, world, parts=first.get(at, ()))] for at in world}
     assert not failures(judge((), ranks))
+
+
+@st.composite
+def box_in(draw, shape):
+    """A box of a tensor."""
+    starts = [draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [draw(st.integers(1, size - start)) for start, size in zip(starts, shape, strict=True)]
+    return Box(tuple(starts), tuple(sizes), (0,) * len(shape))
+
+
+@settings(max_examples=100)
+@given(st.lists(box_in((3, 4)), max_size=4), st.lists(box_in((3, 4)), max_size=3), st.booleans())
+def test_what_need_not_be_counted(boxes: list[Box], needed: list[Box], same: bool) -> None:
+    """The usual cases have the answer that counting has, and so have stacks of ranks' pieces."""
+    needed = boxes if same else needed
+    shape = 3, 4
+    assert _covered(shape, boxes, needed) == coverage(shape, boxes, needed)
+    pieces = [dataclasses.replace(box, extent=(1, box.extent[1])) for box in boxes]
+    for some in (boxes, pieces):
+        assert coverage(shape, _stacked(some), needed) == coverage(shape, some, needed)
+    ranks = [Box((rank, 0), (1, 4), (0, 0)) for rank in range(3)]
+    assert _stacked(ranks) == [Box((0, 0), (3, 4), (0, 0))]

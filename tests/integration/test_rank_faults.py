@@ -58,6 +58,7 @@ PLACES = {
     f"{CAPTURE}batches:Served.__init__": "trains",
     f"{SESSION}_keep": "trains",
     f"{OPTIMIZER}Snapshot.__init__": "trains",
+    f"{OURS}.trace.copies:Copies.copy": "trains",
     f"{SESSION}equal_start": "trains",
     f"{SESSION}_fill": "trains",
     f"{SESSION}serve": "trains",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an optimizer owns, and putting a step back."""
 
+import sys
 import types
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron_ttrace.mcore.optimizer import Snapshot, divided, leaves_of, owned_by
+from megatron_ttrace.trace.copies import Copies
 
 
 def plain(model, cls=torch.optim.AdamW, **options):
@@ -149,17 +151,23 @@ def same(a, b):
     return a[1] == b[1] and len(a[0]) == len(b[0]) and all(map(torch.equal, a[0], b[0]))
 
 
+@pytest.mark.parametrize("room", [sys.maxsize, 90, 0])
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_restored_step_can_be_replayed_bit_for_bit(cls, steps_before):
-    """Parameters, buffers, moments, settings, random state; as often as wanted."""
+def test_a_restored_step_can_be_replayed_bit_for_bit(tmp_path, cls, steps_before, room):
+    """Parameters, buffers, moments, settings, random state; as often as wanted.
+
+    Copied in memory, in part in a file, or all in a file.
+    """
     model = WithBuffer()
     wrapper = plain(model, cls)
     inner = wrapper.optimizer
     for seed in range(steps_before):
         train(model, inner, seed)
     start = bits(model, inner)
-    snapshot = Snapshot([model], wrapper)
+    copies = Copies(room, 0, tmp_path)
+    snapshot = Snapshot([model], wrapper, copies)
+    assert (copies._file is None) == (room == sys.maxsize)
     ends = []
     for _ in range(3):
         train(model, inner, None)
@@ -170,8 +178,27 @@ def test_a_restored_step_can_be_replayed_bit_for_bit(cls, steps_before):
         assert not same(ends[-1], start)
         snapshot.restore()
         assert same(bits(model, inner), start)
+    copies.__exit__()
     assert same(ends[0], ends[1])
     assert same(ends[0], ends[2])
+
+
+def test_moments_that_a_step_has_lost_are_restored(tmp_path):
+    """Also from a file, as tensors that can be changed."""
+    model = WithBuffer()
+    wrapper = plain(model)
+    inner = wrapper.optimizer
+    train(model, inner, 0)
+    start = bits(model, inner)
+    for room in (sys.maxsize, 0):
+        with Copies(room, 0, tmp_path) as copies:
+            snapshot = Snapshot([model], wrapper, copies)
+            for _ in range(2):
+                inner.state.clear()
+                snapshot.restore()
+                assert same(bits(model, inner), start)
+                inner.state[model[0].weight]["exp_avg"].add_(1.0)
+                snapshot.restore()
 
 
 def test_restoring_keeps_every_reference():

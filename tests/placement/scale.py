@@ -3,7 +3,7 @@
 
     python -m tests.placement.scale
 
-prints the table of docs/scaling.md. Time is processor time, the median of nine. What Megatron knows
+prints tables of docs/scaling.md. Time is processor time, the median of nine. What Megatron knows
 anyway (ranges of buckets, which tokens arrived) is made before; the plan is everything from a local
 shape to the encoded boxes.
 """
@@ -25,6 +25,7 @@ from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.infer import infer_activation
 from megatron_ttrace.placement.plan import describe, plan
 from megatron_ttrace.placement.token_index import expert_boxes, match
+from megatron_ttrace.trace.budget import shown
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from tests.placement.routed import dispatch
 from tests.placement.trillion import EXPERT, HIDDEN, SEQUENCE, Job, Zero, activations, place
@@ -125,8 +126,36 @@ def boxes_of(found: list[Measured]) -> int:
     return sum(len(one.boxes) for one in found)
 
 
+BYTES = {"parameters": 2 * 2, "activations": 2, "rows of experts": 2, "states": 4}
+"""Of an element: parameters are compared before and after the step, in bf16; states in fp32."""
+LINE = 180
+"""Bytes of a tensor's line in the index of a reference."""
+
+
+def compared(kinds: dict[str, Planner]) -> int:
+    """Bytes of the reference that a rank reads and compares."""
+    return sum(
+        BYTES[kind] * box.numel
+        for kind, made in kinds.items()
+        for one in made()
+        for box in one.boxes
+    )
+
+
+def reference(job: Job) -> tuple[int, int]:
+    """Tensors of the reference, each a line of its index, and bytes of those of parameters."""
+    chunks = [chunk for stage in job.chunks.values() for chunk in stage]
+    held = [one for chunk in chunks for one in job.dense(chunk)]
+    held += [one for c in chunks for ep in range(job.ep) for one in job.of_experts(c, ep)]
+    captured = sum(2 * len(list(activations(chunk, job))) for chunk in chunks)
+    experts = sum(2 * len(MODULES) for chunk in chunks for layer in chunk.layers if layer)
+    lines = (2 + len(STATES)) * len(held) + job.dp * (captured + experts)
+    size = BYTES["parameters"] + len(STATES) * BYTES["states"]
+    return lines, size * sum(math.prod(one.whole) for one in held)
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     print("| ranks | | tensors | boxes | bytes | time |")
     print("|---|---|---|---|---|---|")
     plans = {job: planners(job, 0) for job in JOBS}
@@ -144,6 +173,14 @@ def main() -> None:
                 f"| {job.world:,} | {kind} | {len(found)} | {boxes_of(found):,} | "
                 f"{len(encoded(found)):,} | {spent * 1000:.1f} ms |"
             )
+    print("| ranks | a rank reads | all read | reference of parameters | lines | index |")
+    print("|---|---|---|---|---|---|")
+    for job, kinds in plans.items():
+        own, (lines, size) = compared(kinds), reference(job)
+        print(
+            f"| {job.world:,} | {shown(own)} | {shown(own * job.world)} | {shown(size)} | "
+            f"{lines:,} | {shown(LINE * lines)} |"
+        )
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@ import collections
 import mmap
 import shutil
 
+import psutil
 import pytest
 import torch
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace.budget import Budget, require_space, shown
+from megatron_ttrace.trace import budget as limits
+from megatron_ttrace.trace.budget import Budget, host_room, require_space, shown
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.bench.memory import Peak
@@ -22,7 +24,21 @@ def key(number):
 def test_the_parts_fit_into_the_whole():
     """What is copied while it is written counts twice."""
     budget = Budget(64 << 20)
-    assert 2 * budget.unwritten + budget.mapped + budget.staged <= budget.total
+    assert 2 * budget.unwritten + budget.mapped + budget.staged + budget.kept <= budget.total
+
+
+@pytest.mark.parametrize(
+    ("most", "room"), [("max\n", 125_000), ("500000\n", 50_000), ("90000\n", 0), (None, 125_000)]
+)
+def test_a_host_has_room_for_half_of_what_is_free(tmp_path, monkeypatch, most, room):
+    """In a container no more than its limit leaves; divided among the ranks."""
+    free = collections.namedtuple("Free", "available")(1_000_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(limits, "_CONTAINER", tmp_path)
+    if most is not None:
+        (tmp_path / "memory.max").write_text(most)
+        (tmp_path / "memory.current").write_text("100000\n")
+    assert host_room(4) == room
 
 
 def test_a_disk_without_room_is_refused_in_one_line(tmp_path, monkeypatch):

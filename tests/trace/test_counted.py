@@ -4,11 +4,11 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.trace import counted
+from megatron_ttrace.trace import counted, folded
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.counted import (
     Counted,
@@ -49,6 +49,69 @@ def test_round_trip() -> None:
     assert str(read) == str((record,))
 
 
+SIZES = st.integers(0, 3)
+BOXES = st.builds(lambda *dims: Box(*dims), *[st.lists(SIZES, max_size=3).map(tuple)] * 3)
+PARTS = st.builds(
+    Part, st.text("ab"), st.lists(SIZES, max_size=3).map(tuple), st.lists(BOXES).map(tuple)
+)
+RANKS = st.sets(st.integers(0, 40)).map(runs_of)
+
+
+@st.composite
+def records(draw):
+    """Anything that a rank can have counted; parts of reductions have a first dim, or not."""
+    parts = draw(st.lists(PARTS, max_size=6))
+    if parts and draw(st.booleans()):
+        own = Box((draw(SIZES), 2, 0), (1, 2, 2), (0, 0, 0))
+        parts += [Part(f"p{n}", (4, 4, 4), (own,)) for n in range(3)]
+
+    def terms(known):
+        numbers = st.integers(0, known - 1) if known else st.nothing()
+        listed = st.lists(st.builds(Term, numbers, st.integers(1, 3)), max_size=5 * bool(known))
+        return draw(listed.map(tuple))
+
+    countings = []
+    for statistic in draw(st.lists(st.sampled_from(Statistic), max_size=4)):
+        made = [
+            Sum(draw(RANKS), order, terms(len(parts)), terms(order))
+            for order in range(draw(st.integers(0, 3)))
+        ]
+        countings.append(
+            Counting(
+                statistic,
+                tuple(made),
+                terms(len(parts)),
+                terms(len(made)),
+                draw(st.floats()),
+                draw(st.text("?")),
+            )
+        )
+    held = tuple(term.number for term in terms(len(parts)))
+    return Counted(draw(st.integers(0, 9)), tuple(parts), held, tuple(countings))
+
+
+@settings(max_examples=40)
+@given(records())
+def test_a_compact_record_is_the_same(record):
+    """Through JSON text, read at once or with what other messages have in common."""
+    message = json.loads(json.dumps(counted.compact(record)))
+    assert str(counted.expanded(message)) == str(record)
+    assert str(counted.expanded(message, folded.Once())) == str(record)
+
+
+def test_replicas_have_compact_parts_in_common():
+    """Their records are otherwise different: each has its own number in the reduction."""
+    terms = tuple(Term(number) for number in range(100))
+    reduced = Counting(Statistic.REDUCED, (Sum(((0, 63, 1),), 0, terms),), (), (Term(0),))
+    messages = []
+    for rank in range(64):
+        box = Box((rank, 0), (1, 4), (0, 0))
+        parts = tuple(Part(f"layers.{n}.weight", (64, 4), (box,)) for n in range(100))
+        messages.append(folded.fold({rank: counted.compact(Counted(1, parts, (), (reduced,)))}))
+    one, all_ranks = (len(json.dumps(folded.merge(some))) for some in (messages[:1], messages))
+    assert all_ranks < one + 64 * 100
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -62,3 +125,5 @@ def test_a_number_without_its_record(record: Counted) -> None:
     """Parts that do not exist, and sums that are not made before they are used."""
     with pytest.raises(CodecError):
         counted.decode(counted.encode([record]))
+    with pytest.raises(CodecError):
+        counted.expanded(counted.compact(record))

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank of Kimi K2's first stage says apart from its tensors: its counts and collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.collectives import (
+    Group,
+    ModuleCode,
+    Operation,
+    Own,
+    Phase,
+    Ran,
+    RankLedger,
+    Sources,
+)
+from megatron_ttrace.trace.counted import Counted, Counting, Part, Runs, Statistic, Sum, Term
+from tests.placement.trillion import ATTENTION, Job, Local, Zero, place
+
+BUCKETS = 4
+"""Reductions in which the gradients of a rank's parameters go."""
+_PASSES = (Phase.FORWARD, Phase.RECOMPUTATION, Phase.BACKWARD)
+_LEAVES = ("self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj")
+_LINEAR = (*_LEAVES, "self_attention.linear_proj", "mlp.shared_experts.linear_fc1")
+
+
+def groups(job: Job, rank: int) -> dict[str, Runs]:
+    """The ranks of each of a rank's groups; the first axis varies fastest."""
+    mesh = job.mesh(rank)
+    stage = job.world // job.pp
+    first = mesh.at("pp") * stage
+    strides = {"tp": (job.tp, 1), "cp": (job.cp, job.tp), "ep": (job.ep, job.etp)}
+    strides |= {"dp": (job.dp, job.tp * job.cp), "edp": (job.edp, job.etp * job.ep)}
+    found: dict[str, Runs] = {"world": ((0, job.world - 1, 1),)}
+    for axis, (size, stride) in strides.items():
+        start = rank - mesh.at(axis) * stride
+        found[axis] = ((start, start + (size - 1) * stride, stride),)
+    found["dp-cp"] = ((first + mesh.at("tp"), first + stage - job.tp + mesh.at("tp"), job.tp),)
+    found["pp"] = ((rank % stage, job.world - stage + rank % stage, stage),)
+    return {axis: runs for axis, runs in found.items() if runs[0][0] != runs[0][1]}
+
+
+def ledger(job: Job, rank: int) -> RankLedger:
+    """As of one step with sequence parallelism, overlapping reductions, and an all-to-all."""
+    own = groups(job, rank)
+    numbers = {axis: number for number, axis in enumerate(own)}
+    ran: list[Ran] = []
+    sizes: list[Own] = []
+
+    def add(operation: Operation, axis: str, module: str, phase: Phase, *, varies: bool = False):
+        if axis not in own:
+            return
+        reduction = "sum" if operation.reduces else ""
+        size = -1 if varies else 1 << 20
+        where = f"megatron/core/{operation}.py:{len(ran) % 7} ({phase})"
+        ran.append(
+            Ran(
+                iteration=1,
+                operation=operation,
+                reduction=reduction,
+                group=numbers[axis],
+                dtype="bfloat16",
+                bytes=size,
+                agreed=size,
+                peer=-1,
+                module=module,
+                direction=phase,
+                where=where,
+                count=2,
+            )
+        )
+        if varies:
+            # Each rank sends its own number of tokens in each of two microbatches.
+            calls = (14_336 * (1 + hash((rank, module, phase, n)) % 4096) for n in range(2))
+            sizes.extend(Own(len(ran) - 1, size, 1) for size in calls)
+
+    layers = [layer for chunk in job.chunks[job.mesh(rank).at("pp")] for layer in chunk.layers]
+    for layer, phase in itertools.product(layers, _PASSES):
+        name = f"decoder.layers.{layer}"
+        for leaf in _LINEAR:
+            add(Operation.ALL_GATHER, "tp", f"{name}.{leaf}", phase)
+            add(Operation.REDUCE_SCATTER, "tp", f"{name}.{leaf}", phase)
+        add(Operation.ALL_GATHER, "cp", f"{name}.self_attention.core_attention", phase)
+        for side in ("dispatch", "combine"):
+            module = f"{name}.mlp.{side}"
+            add(Operation.ALL_TO_ALL, "ep", module, phase, varies=True)
+    for bucket in range(BUCKETS):
+        for axis in ("dp-cp", "edp"):
+            add(Operation.REDUCE_SCATTER, axis, f"bucket{bucket}", Phase.GRADIENTS)
+            add(Operation.ALL_GATHER, axis, f"bucket{bucket}", Phase.PARAMETERS)
+    for axis in ("tp", "pp", "world"):
+        add(Operation.ALL_REDUCE, axis, "", Phase.OPTIMIZER)
+    names = [f"decoder.layers.{n}.{leaf}" for n in layers for leaf, *_ in ATTENTION]
+    code = ModuleCode(*(f"megatron/core/transformer/{n}.py:100 (forward)" for n in range(7)))
+    codes = tuple(dataclasses.replace(code, built=f"{n}.py:1 (init)") for n in range(20))
+    return RankLedger(
+        tuple(ran),
+        tuple(
+            Group(axis, runs, f"{axis}{runs[0][0]}", f"{hash(axis) & 0xFFFFFFFF:016x}")
+            for axis, runs in own.items()
+        ),
+        tuple(sizes),
+        Sources({name: n % 20 for n, name in enumerate(names)}, codes),
+    )
+
+
+def counted(job: Job, rank: int) -> Counted:
+    """As of one step with the distributed optimizer."""
+    mesh, own = job.mesh(rank), groups(job, rank)
+    held: dict[bool, list[Part]] = {True: [], False: []}
+    copies: set[str] = set()  # on each tensor-parallel rank
+    shards: dict[bool, list[Part]] = {True: [], False: []}
+
+    def part(local: Local, span: tuple[int, int] | None = None) -> Part:
+        where = place(local, mesh)
+        where = where.flat(*span) if span else where
+        return Part(local.name, where.logical_shape, where.boxes(mesh))
+
+    for chunk in job.chunks[mesh.at("pp")]:
+        dense, experts = list(job.dense(chunk)), list(job.of_experts(chunk, mesh.at("ep")))
+        for is_expert, found in ((False, dense), (True, experts)):
+            held[is_expert] += map(part, found)
+            copies |= {one.name for one in found if not one.tensor_model_parallel and not is_expert}
+            replicas = job.edp if is_expert else job.dp * job.cp
+            at = mesh.at("edp") if is_expert else mesh.at("dp") * job.cp + mesh.at("cp")
+            if found:
+                ranges = Zero.of(found, job, replicas).ranges(at)
+                shards[is_expert] += [part(one, (start, end)) for one, start, end in ranges]
+
+    parts: list[Part] = []
+
+    def numbered(found: list[Part]) -> tuple[Term, ...]:
+        parts.extend(found)
+        return tuple(Term(n) for n in range(len(parts) - len(found), len(parts)))
+
+    stepped = numbered(shards[False]), numbered(shards[True])
+    own_parts = tuple(term.number for which in (False, True) for term in numbered(held[which]))
+    reduced, unreduced = [], list[Term]()
+    for is_expert, axis in ((False, "dp-cp"), (True, "edp")):
+        replicas = job.edp if is_expert else job.dp * job.cp
+        at = mesh.at("edp") if is_expert else mesh.at("dp") * job.cp + mesh.at("cp")
+        terms = numbered(
+            [
+                Part(
+                    one.name,
+                    (replicas, *one.shape),
+                    tuple(Box((at, *b.logical), (1, *b.extent), (0, *b.local)) for b in one.boxes),
+                )
+                for one in held[is_expert]
+            ]
+        )
+        if axis in own:
+            size = -(-len(terms) // BUCKETS)
+            buckets = [terms[n : n + size] for n in range(0, len(terms), size)]
+            reduced += [Sum(own[axis], order, found) for order, found in enumerate(buckets)]
+        else:
+            unreduced += terms
+    world = own["world"]
+    summed = tuple(
+        term
+        for term in (*stepped[0], *stepped[1])
+        if not mesh.at("tp") or parts[term.number].name not in copies
+    )
+    norms = [
+        Counting(one, (Sum(world, 0, summed),), (), (Term(0),))
+        for one in (Statistic.GRAD_NORM, Statistic.PARAMS_NORM)
+    ]
+    gathered, ungathered = [], list[Term]()
+    for axis, terms in zip(("dp-cp", "edp"), stepped, strict=True):
+        if axis in own:
+            gathered.append(Sum(own[axis], 0, terms))
+        else:
+            ungathered += terms
+
+    def counting(statistic: Statistic, made: list[Sum], more: list[Term]) -> Counting:
+        sums = tuple(Term(number) for number in range(len(made)))
+        return Counting(statistic, tuple(made), tuple(more), sums)
+
+    clipped = Counting(Statistic.CLIPPED, (), (*stepped[0], *stepped[1]), (), 1.25)
+    return Counted(
+        1,
+        tuple(parts),
+        own_parts,
+        (
+            *norms,
+            clipped,
+            counting(Statistic.STEPPED, gathered, ungathered),
+            counting(Statistic.REDUCED, reduced, unreduced),
+        ),
+    )
