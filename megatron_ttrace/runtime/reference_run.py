@@ -313,10 +313,10 @@ class ReferenceSession(Session):
         """
         model = sum(p.nbytes + _MORE_OF_A_PARAMETER * p.numel() for p, _ in self.model.places())
         needed = len(self.settings.iterations) * (2 * microbatches * forward + model)
-        require_space(self._directory.parent, self._copies * needed, "the reference")
+        require_space(self._directory.parent, self._times_stored * needed, "the reference")
 
     @property
-    def _copies(self) -> int:
+    def _times_stored(self) -> int:
         """Bytes of all files, for each byte of what this rank captures."""
         return 1
 

@@ -103,7 +103,7 @@ class ShardedReferenceSession(ReferenceSession):
         self._start_at(block[0], count)
 
     @property
-    def _copies(self) -> int:
+    def _times_stored(self) -> int:
         """The bytes of the whole trace for each byte of this rank's shards, which are beside it."""
         return 2 * self.ranks.size
 
