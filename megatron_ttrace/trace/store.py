@@ -382,7 +382,7 @@ class TraceReader:
         Raises:
             TTraceError: when the file is damaged, or holds another tensor than the index says.
         """
-        if not DATA_FILE.fullmatch(entry.file):
+        if entry.file not in self._views and not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
         tensor = self.stored(entry.file, entry.tensor)
         if tensor is None:
@@ -416,13 +416,13 @@ class TraceReader:
 
     def _opened(self, file: str) -> dict[str, torch.Tensor]:
         """All tensors of a file: one by one, between others' work, each takes much longer."""
-        path = self.directory / file
-        try:
-            if file not in self._views:
+        if file not in self._views:
+            path = self.directory / file
+            try:
                 with safe_open(path, framework="pt") as opened:
                     self._views[file] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except ERRORS_OF_NOISE as error:
-            raise _unusable(path, f"is damaged ({brief(error)})") from error
+            except ERRORS_OF_NOISE as error:
+                raise _unusable(path, f"is damaged ({brief(error)})") from error
         return self._views[file]
 
     def _contradicts(self, entry: Entry) -> TTraceError:

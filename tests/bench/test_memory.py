@@ -14,7 +14,7 @@ STATE = Job("26 million parameters, few tokens", hidden=512, sequence=128, micro
 
 
 def test_turns(tmp_path):
-    """The script of the benchmarks traces every second step, and the last one's verdict is real."""
+    """Every second step is traced, the last pair's memory is sampled, the last verdict is real."""
     plan = json.dumps({"out": str(tmp_path), "pairs": 1, "tool": "ttrace"})
     ours = ["--ttrace", "--ttrace-no-wandb", "--ttrace-seeds", "1", "--lr-decay-style", "constant"]
     done = torchrun(1, jobs.TRAIN, *TINY, *ours, "--train-iters", 9, cwd=tmp_path, BENCH=plan)
@@ -27,7 +27,10 @@ def test_turns(tmp_path):
         (-1, True, 2),
         (0, False, 1),
         (1, True, 2),
+        (2, False, 1),
+        (3, True, 2),
     ]
+    assert [turn.resident > 0 for turn in turns] == [False] * 4 + [True] * 2
     assert turns[-1].report > 0
     assert all(turn.seconds > sum(turn.steps) for turn in turns)
 

@@ -30,8 +30,8 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.bin, self.home, self.checkout = folder / "bin", folder / "home", folder / "checkout"
-        for made in (self.bin, self.home, self.checkout / "launch", self.checkout / "requirements"):
-            made.mkdir(parents=True)
+        self.bin.mkdir(parents=True)
+        self.home.mkdir()
         for tool in ("bash", "cat", "cksum", "dirname", "ls", "mkdir", "rm", "touch", "cp"):
             found = shutil.which(tool)
             assert found is not None
@@ -40,9 +40,11 @@ class Machine:
             "launch/bootstrap.sh",
             "pyproject.toml",
             "setup.py",
+            "megatron_ttrace/compare/sums.c",
             "requirements/constraints.txt",
         ]
         for name in names:
+            (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.checkout / name)
         self.log = folder / "pip.log"
 
