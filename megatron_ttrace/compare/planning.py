@@ -19,7 +19,7 @@ from megatron_ttrace.mcore.roles import is_first_of_gated
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placements, describe, plan
+from megatron_ttrace.placement.plan import Placements, describe, describe_partial, plan
 from megatron_ttrace.placement.token_index import token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
@@ -72,7 +72,7 @@ class Placer:
 
     def __init__(self, layout: RankLayout) -> None:
         self._layout = layout
-        self._planned: dict[object, tuple[Placements, tuple[Box, ...]]] = {}
+        self._planned: dict[object, tuple[str, tuple[Box, ...]]] = {}
 
     def place(
         self,
@@ -94,13 +94,13 @@ class Placer:
         """
         blocks, layout = self.blocks(key), self._layout
         heads = layout.head_rows.get(key.name.partition("#")[0], 0)
-        placement, boxes = self._plan(
+        words, boxes = self._plan(
             (local, whole, blocks, heads, ends),
             lambda: self._infer(local, whole, blocks, heads, ends),
             whole,
         )
         axis = self._partial_over(key)
-        words = describe(placement, axis)
+        words = describe_partial(words, axis)
         ranks = layout.mesh.size(axis) if axis else 1
         return Match(key, words, boxes, whole, self.factor(key), axis, ranks)
 
@@ -143,11 +143,11 @@ class Placer:
 
     def _plan(
         self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
-    ) -> tuple[Placements, tuple[Box, ...]]:
-        """Planning is pure, so each combination of shapes is planned only once."""
+    ) -> tuple[str, tuple[Box, ...]]:
+        """Planning is pure, so each combination of shapes is planned only once, and described."""
         if memo not in self._planned:
             steps = placement()
-            self._planned[memo] = steps, plan(whole, steps, self._layout.mesh)
+            self._planned[memo] = describe(steps), plan(whole, steps, self._layout.mesh)
         return self._planned[memo]
 
 
@@ -229,8 +229,8 @@ class Planner(Placer):
     ) -> Match:
         if shape != whole:
             raise NoPlacementError(f"the whole tensor is {shape}, in the reference {whole}")
-        _, boxes = self._plan(("placed", whole, placement), lambda: placement, whole)
-        return Match(key, describe(placement), boxes, whole, self.factor(key))
+        words, boxes = self._plan(("placed", whole, placement), lambda: placement, whole)
+        return Match(key, words, boxes, whole, self.factor(key))
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""

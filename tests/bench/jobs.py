@@ -80,9 +80,9 @@ class Turns:
         steps: seconds of Megatron's own step in each dear turn, with capture; not a rehearsal's
             preparation.
         report: seconds for the last turn's verdicts and report.
-        peaks: of the ranks, bytes of memory above the peak of a plain turn.
+        peaks: of the ranks, bytes of memory above the peak of the first, plain turn.
         peaks_mapped: the same with mapped files.
-        plain_peak: a plain turn's bytes.
+        plain_peak: the first turn's bytes.
     """
 
     plain: tuple[float, ...]
@@ -175,18 +175,18 @@ def _environment(**variables: str) -> dict[str, str]:
 
 
 def _read(home: Path, ranks: int) -> Turns:
-    """The results of all ranks; the last pair is there for its memory and its report."""
+    """The results of all ranks; the first turn and the last pair are there for their memory."""
     found = [json.loads((home / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     by_turn = list(zip(*found, strict=True))
     counted = [turn for turn in by_turn if turn[0]["number"] >= 0]
     *timed_dear, sampled_dear = [turn for turn in counted if turn[0]["is_dear"]]
-    *timed_plain, sampled_plain = [turn for turn in counted if not turn[0]["is_dear"]]
+    timed_plain = [turn for turn in counted if not turn[0]["is_dear"]][:-1]
 
     def most(turns: Sequence[Sequence[dict]], name: str) -> tuple[float, ...]:
         return tuple(max(rank[name] for rank in turn) for turn in turns)
 
     def above(name: str) -> int:
-        ranks = zip(sampled_dear, sampled_plain, strict=True)
+        ranks = zip(sampled_dear, by_turn[0], strict=True)
         return max(dear[name] - plain[name] for dear, plain in ranks)
 
     return Turns(
@@ -196,5 +196,5 @@ def _read(home: Path, ranks: int) -> Turns:
         report=max(rank["report"] for rank in sampled_dear),
         peak=above("peak"),
         peak_mapped=above("resident"),
-        plain_peak=max(rank["peak"] for rank in sampled_plain),
+        plain_peak=max(rank["peak"] for rank in by_turn[0]),
     )

@@ -30,7 +30,7 @@ def test_turns(tmp_path):
         (2, False, 1),
         (3, True, 2),
     ]
-    assert [turn.resident > 0 for turn in turns] == [False] * 4 + [True] * 2
+    assert [turn.resident > 0 for turn in turns] == [True, *[False] * 3, True, True]
     assert turns[-1].report > 0
     assert all(turn.seconds > sum(turn.steps) for turn in turns)
 

@@ -93,8 +93,11 @@ class _Turns:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether this turn's memory is measured: in a pair of its own, for that takes time."""
-        return self.number >= 2 * self.plan.pairs
+        """Whether this turn's memory is measured, not its time.
+
+        Of the first turn, before anything dear left memory behind, and of a last pair.
+        """
+        return self.number == -WARM_UP or self.number >= 2 * self.plan.pairs
 
     def watch(self) -> None:
         """Called before training starts, when ttrace has wrapped the step."""
