@@ -2,6 +2,7 @@
 """Metadata is in pyproject.toml; this takes two folders along, and compiles one file if it can."""
 
 import shutil
+import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -25,9 +26,12 @@ class BuildWithResources(build_py):
             shutil.copytree(HERE / name, target, ignore=shutil.ignore_patterns("__pycache__"))
 
 
+SOURCE = "megatron_ttrace/compare/sums.c"
 SUMS = Extension(
     "megatron_ttrace.compare._sums",
-    ["megatron_ttrace/compare/sums.c"],
+    [SOURCE],
+    # So that a checkout notices that its compiled file is of another version.
+    define_macros=[("TTRACE_SOURCE", f"{zlib.crc32((HERE / SOURCE).read_bytes())}u")],
     extra_compile_args=["-O3"],
     optional=True,  # without a C compiler NumPy does the same
 )

@@ -12,7 +12,9 @@ import functools
 import importlib.util
 import itertools
 import math
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -33,7 +35,7 @@ type _Piece = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled file; ``None`` if there is none."""
+    """The compiled file; ``None`` if there is none, or one of another source."""
     found = importlib.util.find_spec("megatron_ttrace.compare._sums")
     if found is None or found.origin is None:
         return None
@@ -44,9 +46,11 @@ def library() -> ctypes.CDLL | None:
             *(pointer, pointer, number, ctypes.c_double, number),
             *(pointer, pointer),
         )
-    except (OSError, AttributeError):  # built for another processor, or by another version
+        of = ctypes.c_uint32.in_dll(loaded, "ttrace_source").value
+    except (OSError, AttributeError, ValueError):  # built for another processor, or not by us
         return None
-    return loaded
+    source = Path(__file__).with_name("sums.c")  # in a checkout
+    return loaded if not source.is_file() or zlib.crc32(source.read_bytes()) == of else None
 
 
 def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[Five, bool] | None:

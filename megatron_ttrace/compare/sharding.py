@@ -36,17 +36,20 @@ def divided(trial: TraceReader) -> Divided:
         trial: all tensors of a candidate that is equivalent to a single device.
 
     Raises:
-        TTraceError: when layers divide a tensor of one name differently.
+        TTraceError: when layers divide a tensor of one name differently, or ranks unevenly.
     """
     found: dict[_Named, tuple[int, ...]] = {}
     for entries in trial.ranks.values():
         for entry in entries:
             if not _is_activation(entry.key) or entry.misfit or entry.sums:
                 continue
-            by = tuple(
-                whole // here if here else 1
-                for here, whole in zip(entry.shape, entry.logical_shape, strict=True)
-            )
+            sizes = [*zip(entry.shape, entry.logical_shape, strict=True)]
+            if any(here and whole % here for here, whole in sizes):
+                raise TTraceError(
+                    f"{entry.key.name}: ranks have parts of different sizes, so a larger one's "
+                    "shape cannot be told"
+                )
+            by = tuple(whole // here if here else 1 for here, whole in sizes)
             if found.setdefault(_named(entry.key), by) != by:
                 raise TTraceError(
                     f"{entry.key.name}: layers divide this tensor differently, so a larger one's "

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+const uint32_t ttrace_source = TTRACE_SOURCE; /* the CRC-32 of this file */
+
 #define LANES 8
 #define MOST 16 /* dimensions */
 #define BLOCK 2048 /* elements: both sides of it stay in a core's first-level cache */

@@ -168,7 +168,6 @@ class Tolerances:
         self._compute = compute
         self._moved = moved
         self._dtypes = dtypes
-        self._found: dict[TraceKey, Tolerance] = {}
         self._pooled: dict[_Group, list[float]] = {}
         self._samples: Counter[_Group] = Counter()
         self._terms: Counter[tuple[int, Kind]] = Counter()
@@ -186,11 +185,6 @@ class Tolerances:
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
-        if key not in self._found:
-            self._found[key] = self._of(key)
-        return self._found[key]
-
-    def _of(self, key: TraceKey) -> Tolerance:
         if key.kind is Kind.ROUTING and key.index in (CHOICE, KEPT):
             # What a choice costs is bounded by its scores' error (compare/routing.py).
             return self.of(dataclasses.replace(key, index=SCORES))

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -34,19 +33,11 @@ LAYER_WISE = "LayerWiseDistributedOptimizer"
 _PLAIN = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 
 
-def users(function: str) -> Sequence[ModuleType]:
+def users(function: str) -> Iterator[ModuleType]:
     """Modules of Megatron that have a global of this name: each imported it for itself."""
-    return _users(function, len(sys.modules))
-
-
-@functools.cache
-def _users(function: str, _loaded: int) -> Sequence[ModuleType]:
-    """Looking through thousands of modules takes long, and few are loaded between two steps."""
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("megatron.") and callable(vars(module).get(function))
-    ]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and callable(vars(module).get(function)):
+            yield module
 
 
 def unknown_kind(optimizer: Any) -> str:

@@ -48,6 +48,12 @@ def test_layers_that_are_divided_differently(tmp_path):
         divided(trial(tmp_path, ((4, 2, 8), (4, 2, 16)), ((4, 2, 8), (4, 2, 8))))
 
 
+def test_parts_of_different_sizes(tmp_path):
+    """Nothing tells how a larger tensor would be divided."""
+    with pytest.raises(TTraceError, match="parts of different sizes"):
+        divided(trial(tmp_path, ((4, 2, 8), (4, 2, 15))))
+
+
 @pytest.fixture
 def sink(tmp_path):
     """Of the second of two tensor-parallel ranks; with it, what it has written."""

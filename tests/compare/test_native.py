@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which compiled file is used; its numbers are tested in test_measure.py."""
+
+import pytest
+
+from megatron_ttrace.compare import native
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """The module as if it lay in another directory, and asked for the first time."""
+    if native.library() is None:
+        pytest.skip("no C compiler when this was installed")
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def test_a_wheel_has_no_source(elsewhere):
+    """Its file is used."""
+    assert native.library() is not None
+
+
+def test_a_file_of_another_source_is_not_used(elsewhere):
+    """After an update of a checkout, until it is installed again: its numbers may be others."""
+    (elsewhere / "sums.c").write_text("another source")
+    assert native.library() is None
