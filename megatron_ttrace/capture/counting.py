@@ -102,10 +102,10 @@ class Tally:
     def step(self) -> Iterator[None]:
         """Record the optimizer's step, which runs in this context."""
         with contextlib.ExitStack() as stack:
-            for name, statistic in statistics.WATCHED.items():
-                for module in statistics.users(name):
-                    watched = functools.partial(self._call, statistic, vars(module)[name])
-                    stack.enter_context(replaced(module, name, watched))
+            for module, name in statistics.users(statistics.WATCHED):
+                statistic = statistics.WATCHED[name]
+                watched = functools.partial(self._call, statistic, vars(module)[name])
+                stack.enter_context(replaced(module, name, watched))
             for leaf, groups in statistics.leaves_and_groups(self._optimizer):
                 inner = getattr(leaf, "optimizer", None)
                 if inner is not None and not getattr(leaf, "is_stub_optimizer", False):

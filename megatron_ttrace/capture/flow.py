@@ -12,7 +12,7 @@ import bisect
 import dataclasses
 import functools
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,28 @@ _UNKNOWN = (False, -1)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Span:
-    """Elements from ``first`` on of a rank's flattened parameter of ``numel``, at an address."""
+    """Elements from ``first`` on of a rank's flattened parameter of ``numel``, at an address.
+
+    ``size``: bytes of one.
+    """
 
     address: int
     end: int
+    size: int
     place: ParameterPlace
     first: int
     numel: int
     tensor: torch.Tensor
     """Kept, so that nothing else is put at its address."""
+
+
+class _Run(NamedTuple):
+    """Where elements lie one after the other; ``size``: bytes of one."""
+
+    address: int
+    end: int
+    size: int
+    numel: int
 
 
 class Parts:
@@ -83,37 +96,40 @@ class Memory:
     def __init__(self, parts: Parts, *, of_rank: bool = False) -> None:
         """Prepare; ``of_rank`` as in :meth:`Parts.number`."""
         self._number = functools.partial(parts.number, of_rank=of_rank)
+        self._addresses: list[int] = []
         self._spans: list[_Span] = []
+        """In the order of ``_addresses``."""
 
     def add(self, tensor: Any, place: ParameterPlace, span: tuple[int, int], numel: int) -> None:
         """Remember a tensor that holds the elements ``span`` of a parameter of ``numel``.
 
         Of two tensors that share memory the first is remembered.
         """
-        address = _address(tensor)
-        if address is None or tensor.numel() != span[1] - span[0] or self.find(tensor):
+        run = _run(tensor)
+        if run is None or run.numel != span[1] - span[0] or self._overlapping(run):
             return
-        end = address + tensor.numel() * tensor.element_size()
-        bisect.insort(self._spans, _Span(address, end, place, span[0], numel, tensor), key=_start)
+        at = bisect.bisect_right(self._addresses, run.address)
+        self._addresses.insert(at, run.address)
+        self._spans.insert(at, _Span(run.address, run.end, run.size, place, span[0], numel, tensor))
 
     def find(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of the parts in a tensor; what lies between parameters is padding."""
-        address = _address(tensor)
-        if address is None:
+        run = _run(tensor)
+        if run is None:
             return []
-        size = tensor.element_size()
-        end = address + tensor.numel() * size
         found = []
-        at = max(0, bisect.bisect_right(self._spans, address, key=_start) - 1)
-        while at < len(self._spans) and self._spans[at].address < end:
-            span = self._spans[at]
-            low, high = max(address, span.address), min(end, span.end)
-            if low < high and span.tensor.element_size() == size:
-                first = span.first + (low - span.address) // size
-                last = first + (high - low) // size
-                found.append(self._number(span.place, first, last, span.numel))
-            at += 1
+        for span in self._overlapping(run):
+            low, high = max(run.address, span.address), min(run.end, span.end)
+            first = span.first + (low - span.address) // span.size
+            last = first + (high - low) // span.size
+            found.append(self._number(span.place, first, last, span.numel))
         return found
+
+    def _overlapping(self, run: _Run) -> list[_Span]:
+        first = max(0, bisect.bisect_right(self._addresses, run.address) - 1)
+        last = bisect.bisect_left(self._addresses, run.end, first)
+        near = self._spans[first:last]
+        return [one for one in near if one.end > run.address and one.size == run.size]
 
 
 class Flow(TorchDispatchMode):
@@ -206,18 +222,18 @@ def group_ranks(group: Any) -> Runs:
     return runs_of(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
-def _start(span: _Span) -> int:
-    return span.address
-
-
-def _address(tensor: Any) -> int | None:
+def _run(tensor: Any) -> _Run | None:
     """Where a tensor's elements lie one after the other; ``None`` if they do not."""
     try:
         if not torch.is_tensor(tensor) or local(tensor) is not tensor:
             return None  # sharded: only its local part has an address
-        return tensor.data_ptr() or None if tensor.numel() and tensor.is_contiguous() else None
+        numel, address = tensor.numel(), tensor.data_ptr()
+        if not (numel and address and tensor.is_contiguous()):
+            return None
     except RuntimeError:  # a wrapper without memory of its own, such as a quantised weight
         return None
+    size = tensor.element_size()
+    return _Run(address, address + numel * size, size, numel)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -50,7 +50,6 @@ def watched(
         return update
 
     with contextlib.ExitStack() as stack:
-        for module in statistics.users(balancing.UPDATE):
-            original = vars(module)[balancing.UPDATE]
-            stack.enter_context(replaced(module, balancing.UPDATE, watching(original)))
+        for module, name in statistics.users((balancing.UPDATE,)):
+            stack.enter_context(replaced(module, name, watching(vars(module)[name])))
         yield

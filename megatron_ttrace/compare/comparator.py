@@ -20,7 +20,6 @@ from megatron_ttrace.trace.store import TraceReader
 def compare(reference: TraceReader, match: Match, data: torch.Tensor) -> Measured:
     """What is found out about one planned part of ``data``; on a device, sums stay there."""
     whole = reference.tensor(reference.entry(match.key))
-    sums = Sums()
     sketch: tuple[float, ...] = ()
     unread: torch.Tensor | None = None
     share = (data, whole, match.boxes, match.factor, match.partial_ranks)
@@ -28,6 +27,7 @@ def compare(reference: TraceReader, match: Match, data: torch.Tensor) -> Measure
         sums = measure(data, whole, match.boxes, match.factor)
         sketch = sketch_of_share(*share) if match.partial_over else ()
     else:
+        sums = Sums()
         unread = launch(data, whole, match.boxes, match.factor).reshape(-1)
         if match.partial_over:
             unread = torch.cat((unread, sums_of_share(*share).view(torch.int64)))

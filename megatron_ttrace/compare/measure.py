@@ -38,6 +38,9 @@ for each other where training has the cores."""
 _COMPARABLE = 1e-4
 """The least ratio of two squared norms at which the dot product follows from the difference."""
 
+_SMALL = 1 << 22
+"""Bytes of a tensor that is copied as a whole to be read in order."""
+
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -109,9 +112,11 @@ def logical_view(logical: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _narrowed(data: torch.Tensor, starts: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(starts, extent, strict=True)):
-        if size != data.shape[dim]:
-            data = data.narrow(dim, start, size)
+    whole = tuple(data.shape)
+    if whole != extent:
+        for dim, (start, size) in enumerate(zip(starts, extent, strict=True)):
+            if size != whole[dim]:
+                data = data.narrow(dim, start, size)
     return data
 
 
@@ -161,19 +166,18 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
         return _measure_discrete(here, there)
     by = 1.0 / factor
     compiled = native.sums(here, there, by)
-    if compiled is None:
-        sums, equal = _in_blocks(here, there, by)
-    else:
+    if compiled is not None:
         numbers, equal = compiled
-        sums = Sums(here.numel(), *numbers)
-    if equal and factor == 1.0:
-        return sums
-    return dataclasses.replace(sums, checksum=_digest(here))
+        return Sums(here.numel(), *numbers, checksum=_digest(here, equal and factor == 1.0))
+    sums, equal = _in_blocks(here, there, by)
+    return dataclasses.replace(sums, checksum=_digest(here, equal and factor == 1.0))
 
 
-def _digest(data: torch.Tensor) -> int:
-    """The checksum, without a copy of the whole tensor."""
-    if data.is_contiguous():
+def _digest(data: torch.Tensor, as_reference: bool) -> int:
+    """The checksum, without a copy of a whole large tensor; 0 if the bits are the reference's."""
+    if as_reference:
+        return 0
+    if data.nbytes <= _SMALL or data.is_contiguous():
         return checksum(data)
     found = xxhash.xxh3_64()
     for block, _ in blocks(data, data):

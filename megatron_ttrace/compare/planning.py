@@ -177,17 +177,18 @@ class Planner(Placer):
         Returns:
             Its parts; for one that cannot be compared, the finding that says so.
         """
-        whole = self._reference.entry(key).shape if key in self._reference else local
+        is_known = key in self._reference
+        whole = self._reference.entry(key).shape if is_known else local
         try:
             if self.experts.holds(key):
                 return self.rows(key, local)
             if is_beyond(key, self._layout.mesh, self._layout.dispatcher):
                 return []
-            if key not in self._reference:
+            if not is_known:
                 return [Measured.stranger(key, local)]
             if known is not None:
                 return [self._parameter(key, whole, *known)]
-            return [self.activation(key, local)]
+            return [self.place(key, local, whole, self._ends_of(key.microbatch))]
         except ValueError as error:
             return [Measured.misfit(key, local if known is None else known[0], str(error))]
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -119,6 +120,7 @@ class Tolerance:
         return self.value > self.bound
 
 
+@functools.cache
 def epsilon(dtype: torch.dtype | str) -> float:
     """Machine epsilon of a dtype or its name; 0 for discrete dtypes. FP8 counts as bf16."""
     resolved = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
@@ -268,6 +270,8 @@ def few_samples(samples: int) -> float:
     The ratio of Student's t to the normal distribution at 99.9 %, two-sided: four replays of a
     scalar are four numbers, and all of them may happen to be small. A tensor has many elements.
     """
+    if samples >= _STUDENT[-1][0]:
+        return 1.0
     number = bisect.bisect_right(_STUDENT, max(samples, 1), key=operator.itemgetter(0))
     return _STUDENT[number - 1][1] / _STUDENT[-1][1]
 

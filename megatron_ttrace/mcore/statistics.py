@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -33,11 +33,12 @@ LAYER_WISE = "LayerWiseDistributedOptimizer"
 _PLAIN = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 
 
-def users(function: str) -> Iterator[ModuleType]:
-    """Modules of Megatron that have a global of this name: each imported it for itself."""
+def users(functions: Collection[str]) -> Iterator[tuple[ModuleType, str]]:
+    """Modules of Megatron that have globals of these names: each imported them for itself."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and callable(vars(module).get(function)):
-            yield module
+        if name.startswith("megatron."):
+            held = vars(module)
+            yield from ((module, one) for one in functions if callable(held.get(one)))
 
 
 def unknown_kind(optimizer: Any) -> str:

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_ttrace.errors import TTraceError
@@ -48,6 +48,7 @@ from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, brief, encode, read_index
+from megatron_ttrace.trace.mapped import MappedFile
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.sealing import CHECKSUM, checksums_of_files, open_sealed, seal_json
 from megatron_ttrace.trace.shared import run_id
@@ -311,7 +312,7 @@ class TraceReader:
         """
         self.directory = directory
         self.meta: dict[str, Any] = {}
-        self._views: dict[str, dict[str, torch.Tensor]] = {}
+        self._views: dict[str, MappedFile] = {}
         self._mapped, self._most_mapped = 0, budget.mapped
         self.ranks: dict[int, list[Entry]] = {}
         if sealed:
@@ -412,15 +413,13 @@ class TraceReader:
 
     def names(self, file: str) -> list[str]:
         """The names of all tensors in a file. Raises ``TTraceError`` when it is damaged."""
-        return list(self._opened(file))
+        return self._opened(file).names
 
-    def _opened(self, file: str) -> dict[str, torch.Tensor]:
-        """All tensors of a file: one by one, between others' work, each takes much longer."""
+    def _opened(self, file: str) -> MappedFile:
         if file not in self._views:
             path = self.directory / file
             try:
-                with safe_open(path, framework="pt") as opened:
-                    self._views[file] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                self._views[file] = MappedFile(path)
             except ERRORS_OF_NOISE as error:
                 raise _unusable(path, f"is damaged ({brief(error)})") from error
         return self._views[file]

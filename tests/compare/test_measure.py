@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sums of a box against numpy's float64, for every dtype and every awkward tensor."""
 
+import ctypes
 import dataclasses
 import math
 
@@ -83,14 +84,18 @@ def close(found, expected, rel=1e-12):
             assert ours == theirs, field.name
 
 
-@pytest.fixture(params=["compiled", "numpy"], scope="module", autouse=True)
+@pytest.fixture(params=[512, 256, 128, "numpy"], scope="module", autouse=True)
 def way(request):
-    """Both ways to the same numbers."""
+    """All ways to the same numbers: of processors with vectors of so many bits, and NumPy's."""
+    library = native.library()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "numpy":
             patch.setattr(native, "library", lambda: None)
-        elif native.library() is None:
+        elif library is None:
             pytest.skip("no C compiler when this was installed")
+        else:
+            widest = ctypes.c_int.in_dll(library, "ttrace_widest")
+            patch.setattr(widest, "value", request.param)
         yield
 
 
