@@ -242,8 +242,8 @@ class _Watch:
         self._log = log
         # Without the fork server rank 0 starts the reference and repeats its lines itself.
         logs = _logs_of_references(job) if fork else []
-        self._echoes = [Echo(self._log, progress)]
-        self._echoes += [Echo(log, progress, OF_REFERENCE) for log in logs]
+        self._echoes = [Echo(self._log, progress.heard)]
+        self._echoes += [Echo(log, progress.heard, OF_REFERENCE) for log in logs]
         self._progress = progress
         self._limit = job.limit
         self._deadline = None if job.limit is None else time.monotonic() + job.limit

@@ -16,6 +16,8 @@ EVERY_SECONDS = 4.5
 """The longest silence: with the time between two ticks, less than 5 s."""
 _TICK_SECONDS = 0.25
 _OURS = "ttrace: "
+NOTICE = "notice: "
+"""What a line starts with, after our name, that is true from now on, and nothing that begins."""
 OF_REFERENCE = "reference: "
 """What lines of a reference run about its progress start with, after our name."""
 
@@ -38,6 +40,10 @@ class Progress:
         """Say something in between."""
         self._last = time.monotonic()
         self._say(line)
+
+    def heard(self, line: str) -> None:
+        """Repeat a line of another process of the job."""
+        (self.note if line.startswith(NOTICE) else self)(line)
 
     def tick(self) -> None:
         """To be called several times per second."""

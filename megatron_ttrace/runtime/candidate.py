@@ -26,6 +26,7 @@ from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, reference_layout, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Keep, Settings
+from megatron_ttrace.processes.progress import NOTICE
 from megatron_ttrace.runtime import answer, launch, requirements
 from megatron_ttrace.runtime.agreement import EndError, Ranks
 from megatron_ttrace.runtime.comparison import (
@@ -45,6 +46,11 @@ from megatron_ttrace.trace.start import StartValues
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 
+def _say(notice: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"ttrace: {NOTICE}{notice}", flush=True)
+
+
 class CandidateSession(Session):
     """Checks the run that it is part of."""
 
@@ -57,10 +63,10 @@ class CandidateSession(Session):
         requirements.require(args, settings)
         if fim.is_by_sample(args, settings):
             fim.rearrange_by_sample()
-        if quiet.has_dropout(args) and dist.get_rank() == 0:
-            print("ttrace: dropout is switched off in the traced steps", flush=True)
-        if quiet.has_random_routing(args) and dist.get_rank() == 0:
-            print("ttrace: random routing is switched off in the traced steps", flush=True)
+        if quiet.has_dropout(args):
+            _say("dropout is switched off in the traced steps")
+        if quiet.has_random_routing(args):
+            _say("random routing is switched off in the traced steps")
         for text in requirements.notices(args, settings):
             self._notice(text)
         run = ranks.from_one(0, "preparing the check", lambda: shared.prepare(settings.directory))
@@ -233,8 +239,7 @@ class CandidateSession(Session):
         if text in self._notices:
             return
         self._notices.append(text)
-        if dist.get_rank() == 0:
-            print(f"ttrace: {text}", flush=True)
+        _say(text)
 
     def _conclude(self, rehearse: Callable[[Comparison], None]) -> ExitCode:
         """Collect all ranks' findings and report them from the last rank.

@@ -36,6 +36,19 @@ def test_a_silence_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert EVERY_SECONDS < 5.0
 
 
+def test_a_notice_is_nothing_that_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it, what was begun before is still being done."""
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    said: list[str] = []
+    one = Progress(said.append)
+    one.heard("building the model")
+    one.heard("notice: dropout is switched off")
+    now += 4.75
+    one.tick()
+    assert said[1:] == ["notice: dropout is switched off", "building the model (5 s so far)"]
+
+
 def test_ticks_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """For an import that does not return; a fork afterwards is of one thread."""
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
