@@ -19,7 +19,7 @@ from megatron_ttrace.trace.store import TraceReader
 
 def compare(reference: TraceReader, match: Match, data: torch.Tensor) -> Measured:
     """What is found out about one planned part of ``data``; on a device, sums stay there."""
-    whole = reference.tensor(reference.entry(match.key))
+    whole = reference.data(match.key)
     sketch: tuple[float, ...] = ()
     unread: torch.Tensor | None = None
     share = (data, whole, match.boxes, match.factor, match.partial_ranks)

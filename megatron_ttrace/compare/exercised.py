@@ -146,7 +146,7 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
     batches = [key for key in keys if key.kind is Kind.TOKENS]
 
     def field(name: str) -> Iterator[torch.Tensor]:
-        return (reference.tensor(reference.entry(key)) for key in batches if key.name == name)
+        return (reference.data(key) for key in batches if key.name == name)
 
     masks = list(field("loss_mask")) if requested.masks_ends or requested.per_token_loss else []
     tokens = tuple(round(float(mask.float().sum())) for mask in masks)
@@ -158,9 +158,7 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
         microbatches=len({key.microbatch for key in batches}),
         same_batches=_are_same(reference, [key for key in batches if key.name == PRIMARY]),
         norms=tuple(
-            float(reference.tensor(reference.entry(key)).double().sum())
-            for key in keys
-            if key.kind is Kind.GRAD_NORM
+            float(reference.data(key).double().sum()) for key in keys if key.kind is Kind.GRAD_NORM
         ),
         masks_loss=tokens != tuple(mask.numel() for mask in masks) if masks else None,
         # A position that is not one more than the one before it.
@@ -259,7 +257,7 @@ def _are_same(reference: TraceReader, keys: Sequence[TraceKey]) -> bool:
     """Whether each step has several microbatches, all with the same tokens."""
     steps: dict[int, list[torch.Tensor]] = {}
     for key in keys:
-        steps.setdefault(key.iteration, []).append(reference.tensor(reference.entry(key)))
+        steps.setdefault(key.iteration, []).append(reference.data(key))
     return bool(steps) and all(
         len(step) > 1 and all(torch.equal(step[0], other) for other in step[1:])
         for step in steps.values()

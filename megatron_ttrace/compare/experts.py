@@ -184,7 +184,7 @@ class ExpertRows:
                 raise NoPlacementError(
                     f"the reference does not have the tokens of the rows of {key}"
                 )
-            stored = self._reference.tensor(self._reference.entry(key)).numpy()
+            stored = self._reference.data(key).numpy()
             microbatch = np.full(len(stored), key.microbatch, dtype=np.int64)
             self._there[key] = TokenIndex(microbatch, stored[:, 0], stored[:, 1])
         return self._there[key]

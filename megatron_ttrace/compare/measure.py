@@ -134,7 +134,8 @@ def measure(
         boxes: how they correspond.
         factor: expected candidate/reference ratio.
     """
-    pairs = box_views(local.detach(), logical.detach(), boxes)
+    local = local.detach() if local.requires_grad else local
+    pairs = box_views(local, logical, boxes)
     found = [_measure_box(here, there, factor) for here, there in pairs]
     return found[0] if len(found) == 1 else sum(found, Sums())
 

@@ -177,14 +177,13 @@ class Planner(Placer):
         Returns:
             Its parts; for one that cannot be compared, the finding that says so.
         """
-        is_known = key in self._reference
-        whole = self._reference.entry(key).shape if is_known else local
+        whole = self._reference.shape(key)
         try:
             if self.experts.holds(key):
                 return self.rows(key, local)
             if is_beyond(key, self._layout.mesh, self._layout.dispatcher):
                 return []
-            if not is_known:
+            if whole is None:
                 return [Measured.stranger(key, local)]
             if known is not None:
                 return [self._parameter(key, whole, *known)]
@@ -217,7 +216,7 @@ class Planner(Placer):
             return ()
         if microbatch not in self._ends:
             key = TraceKey(self._iteration, microbatch, Kind.TOKENS, BOUNDS)
-            bounds = self._reference.tensor(self._reference.entry(key))
+            bounds = self._reference.data(key)
             self._ends[microbatch] = ends_of(bounds.tolist())
         return self._ends[microbatch]
 

@@ -75,7 +75,7 @@ class Substituter:
         for match in matches:
             if isinstance(match, Measured):
                 continue
-            whole = self._reference.tensor(self._reference.entry(match.key))
+            whole = self._reference.data(match.key)
             for here, there in box_views(instead, whole, match.boxes):
                 here.copy_(to_device(there, here.device))
                 if match.share != 1.0:
@@ -90,7 +90,7 @@ class Substituter:
 
     def fill(self, data: torch.Tensor, key: TraceKey, boxes: Sequence[Box]) -> None:
         """Write the reference's values over ``data``, in place."""
-        whole = self._reference.tensor(self._reference.entry(key))
+        whole = self._reference.data(key)
         for here, there in box_views(data, whole, boxes):
             here.copy_(to_device(there, here.device))
 

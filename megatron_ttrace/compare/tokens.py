@@ -48,5 +48,5 @@ def _same(batch: Batch, reference: TraceReader, iteration: int, number: int) -> 
     key = TraceKey(iteration, number, Kind.TOKENS, name, 0)
     if key not in reference:
         return False
-    there = reference.tensor(reference.entry(key))
+    there = reference.data(key)
     return batch[name].shape == there.shape and bool(torch.equal(batch[name].cpu(), there))

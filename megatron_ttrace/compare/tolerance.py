@@ -196,14 +196,14 @@ class Tolerances:
         eps = epsilon(self._dtypes[key])
         if eps == 0.0 or (is_exact(key) and self._is_given(key)):
             return Tolerance(0.0, rms)
-        seeds = self._pooled.get(_group(key), [])
+        group = _group(key)
+        seeds = self._pooled.get(group, ())
         floor = SAFETY * self._floor(key, norm, eps)
-        value = max(self._estimated(key, seeds, len(seeds)), floor)
+        value = max(self._estimated(group, seeds, len(seeds)), floor)
         return Tolerance(value, rms, self._bound)
 
-    def _estimated(self, key: TraceKey, seeds: Sequence[float], replays: int) -> float:
+    def _estimated(self, group: _Group, seeds: Sequence[float], replays: int) -> float:
         """From what some replays did, as if there had been this number of replays."""
-        group = _group(key)
         samples = self._samples[group] * replays // max(len(self._pooled.get(group, ())), 1)
         return self._safety * max(seeds, default=0.0) * few_samples(samples)
 
@@ -215,18 +215,19 @@ class Tolerances:
         return all(self._suffice(key) for key in self._moved)
 
     def _suffice(self, key: TraceKey) -> bool:
-        seeds = self._pooled[_group(key)]
+        group = _group(key)
+        seeds = self._pooled[group]
         eps = epsilon(self._dtypes[key])
         if eps == 0.0 or len(seeds) < FEWEST_REPLAYS:
             return eps == 0.0
         floor = SAFETY * self._floor(key, self._moved[key].norm, eps)
         for number, distance in enumerate(seeds):
             others = seeds[:number] + seeds[number + 1 :]
-            allowed = max(self._estimated(key, others, len(others)), floor)
+            allowed = max(self._estimated(group, others, len(others)), floor)
             if allowed <= self._bound and distance > CONFIRMED * allowed:
                 return False
-        now = max(self._estimated(key, seeds, len(seeds)), floor)
-        then = max(self._estimated(key, seeds, len(seeds) + 1), floor)
+        now = max(self._estimated(group, seeds, len(seeds)), floor)
+        then = max(self._estimated(group, seeds, len(seeds) + 1), floor)
         return now <= 2.0 * then and not now > self._bound >= then
 
     def _is_given(self, key: TraceKey) -> bool:

@@ -278,7 +278,7 @@ class Explainer:
     def _whole(self, key: TraceKey) -> torch.Tensor | None:
         if key not in self._reference:
             return None
-        return self._reference.tensor(self._reference.entry(key))
+        return self._reference.data(key)
 
     def _others(self, key: TraceKey, shape: tuple[int, ...]) -> Iterator[tuple[Finding, TraceKey]]:
         """Tensors that may be in this one's place: other times first, then other modules."""

@@ -213,7 +213,7 @@ class Field:
 
     def whole(self, key: TraceKey) -> torch.Tensor:
         """The reference's tensor."""
-        return self._reference.tensor(self._reference.entry(key))
+        return self._reference.data(key)
 
     @property
     def epsilon(self) -> float:

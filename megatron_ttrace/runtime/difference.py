@@ -256,7 +256,7 @@ def _tensor(key: TraceKey, side: Side, whole: WholeTensors | None) -> torch.Tens
     if found is None and (whole is None or judged_by_sums):
         # Choices of experts are replaced by the reference's, which the candidate thus has.
         reference = side.reference
-        found = reference.tensor(reference.entry(key)) if reference and key in reference else None
+        found = reference.data(key) if reference and key in reference else None
     return found
 
 

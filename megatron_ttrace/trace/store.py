@@ -377,24 +377,39 @@ class TraceReader:
         source = self.ranks[rank][entry.same_as]
         return dataclasses.replace(entry, file=source.file, tensor=source.tensor)
 
+    def shape(self, key: TraceKey) -> tuple[int, ...] | None:
+        """The shape of a tensor; ``None`` if there is no such tensor."""
+        where = self._where.get(key)
+        return None if where is None else self.ranks[where[0]][where[1]].shape
+
+    def data(self, key: TraceKey) -> torch.Tensor:
+        """The tensor of a key. Raises as :meth:`tensor`, and ``KeyError``."""
+        rank, number = self._where[key]
+        entry = self.ranks[rank][number]
+        return self._data(entry, entry if entry.same_as < 0 else self.ranks[rank][entry.same_as])
+
     def tensor(self, entry: Entry) -> torch.Tensor:
         """The stored tensor, on the CPU, backed by the file.
 
         Raises:
             TTraceError: when the file is damaged, or holds another tensor than the index says.
         """
-        if entry.file not in self._views and not DATA_FILE.fullmatch(entry.file):
+        return self._data(entry, entry)
+
+    def _data(self, entry: Entry, source: Entry) -> torch.Tensor:
+        """The tensor of an entry, whose data another one may have."""
+        if source.file not in self._views and not DATA_FILE.fullmatch(source.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
-        tensor = self.stored(entry.file, entry.tensor)
+        tensor = self.stored(source.file, source.tensor)
         if tensor is None:
-            raise self._contradicts(entry)
+            raise self._contradicts(source)
         same = (
             math.prod(entry.shape) == tensor.numel()
             if entry.same_as >= 0
             else tuple(tensor.shape) == entry.shape
         )
         if not same or tensor.dtype is not getattr(torch, entry.dtype, None):
-            raise self._contradicts(entry)
+            raise self._contradicts(source)
         return tensor
 
     def stored(self, file: str, name: str) -> torch.Tensor | None:
