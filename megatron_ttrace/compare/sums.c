@@ -23,7 +23,7 @@ typedef struct { double of[5]; } sums;
 #define OF_FLOAT(p, k) ((const floats *)(p))[k]
 #define OF_DOUBLE(p, k) ((const doubles *)(p))[k]
 #define OF_BFLOAT16(p, k) \
-  (floats)((k) ? *(const words *)(p) & 0xffff0000u : *(const words *)(p) << 16)
+  ((k) ? (floats)(*(const words *)(p) & 0xffff0000u) : (floats)(*(const words *)(p) << 16))
 
 #define CONVERTED(v) __builtin_convertvector(v, doubles)
 #define AS_IT_IS(v) (v)
@@ -35,10 +35,10 @@ typedef struct { double of[5]; } sums;
   TARGET static void NAME(const TYPE *c, const TYPE *r, int64_t n, double by, int same,          \
                           sums *out) {                                                           \
     enum { STEP = LANES * SIDE };                                                                \
-    typedef double doubles __attribute__((vector_size(8 * LANES), aligned(8), unused));          \
-    typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), unused));            \
+    typedef double doubles __attribute__((vector_size(8 * LANES), aligned(8), may_alias));       \
+    typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias, unused)); \
     typedef int64_t longs __attribute__((vector_size(8 * LANES), aligned(8), unused));           \
-    typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(2), unused));          \
+    typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(2), may_alias, unused)); \
     doubles cc[SIDE] = {0}, rr[SIDE] = {0}, cr[SIDE] = {0}, dd[SIDE] = {0}, most[SIDE] = {0};    \
     TYPE ends[2][STEP];                                                                          \
     for (int64_t i = 0; i < n; i += STEP) {                                                      \

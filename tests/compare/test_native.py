@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which compiled file is used; its numbers are tested in test_measure.py."""
 
+import shutil
+
 import pytest
 
 from megatron_ttrace.compare import native
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+def test_it_was_compiled():
+    """Where there is a compiler; a build that fails is a warning at installation, and NumPy."""
+    assert native.library() is not None
 
 
 @pytest.fixture
