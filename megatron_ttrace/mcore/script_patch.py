@@ -186,14 +186,10 @@ def _version(checkout: Path) -> str:
         raise TTraceError(
             f"{checkout}: not a checkout of Megatron-LM: it has no {_PACKAGE_INFO.as_posix()}"
         ) from error
-    numbers = [
-        re.search(rf"^{part} = ([0-9]{{1,4}})\b", text, re.M)
-        for part in ("MAJOR", "MINOR", "PATCH")
-    ]
-    found = [match[1] for match in numbers if match]
-    if len(found) != len(numbers):
+    version = versions.version_in(text)
+    if not version:
         raise TTraceError(f"{checkout / _PACKAGE_INFO}: no version found in this file")
-    return ".".join(found)
+    return version
 
 
 def _patch_for(version: str, checkout: Path) -> Path:

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
 import platform
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import TTraceError
@@ -22,19 +26,41 @@ MAIN_COMMIT = "d98e8a64ddf3"
 """The commit of ``main`` that was tried, of 2026-08-22."""
 KNOWN = (*SUPPORTED, MAIN)
 """What is checked and patched: versions of the series of one of these."""
+_CONSTANT = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?(\w{0,9})", re.MULTILINE)
 _DISTRIBUTIONS = ("megatron-core", "torch", "transformer-engine", "safetensors", "wandb")
 
 
 def megatron_core_version() -> str:
-    """The version of the Megatron that would be imported.
+    """The version of the Megatron that would be imported; that takes seconds, and is not done.
 
     A Megatron-LM checkout on ``PYTHONPATH`` shadows an installed wheel, so the package itself is
-    asked and not the metadata. What Megatron appends after a ``+`` is left out: it is the commit of
-    whatever git repository lies around it, for an environment inside a project that project's.
-    """
-    from megatron.core.package_info import __version__
+    read and not the metadata.
 
-    return str(__version__).partition("+")[0]
+    Raises:
+        ImportError: when there is none.
+    """
+    package = sys.modules.get("megatron.core")
+    spec = getattr(package, "__spec__", None) or importlib.util.find_spec("megatron.core")
+    if spec is None or spec.origin is None:
+        raise ImportError("no module named megatron.core")
+    version = version_in(Path(spec.origin).with_name("package_info.py").read_text("utf-8"))
+    if not version:  # a fork that computes it
+        from megatron.core.package_info import __version__
+
+        version = str(__version__).partition("+")[0]
+    return version
+
+
+def version_in(package_info: str) -> str:
+    """The version that the text of megatron/core/package_info.py states; empty if it has none.
+
+    What Megatron appends after a ``+`` is left out: it is the commit of whatever git repository
+    lies around it, for an environment inside a project that project's.
+    """
+    found = dict(_CONSTANT.findall(package_info))
+    if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
+        return ""
+    return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
 
 
 def series(version: str) -> str:

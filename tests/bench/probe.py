@@ -49,6 +49,10 @@ def compare(target: Path, golden: Path, out: Path) -> list[str]:
     return [*words, "-o", str(out)]
 
 
+HELP = ("-m", "msprobe.msprobe", "compare", "--help")
+"""What starts it, and does nothing."""
+
+
 class Probe:
     """Dumps the steps of this process: all modules' inputs, outputs and gradients."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import statistics
 import sys
 import time
@@ -137,9 +138,11 @@ def traces(options: Options) -> Iterator[Row]:
         ours = [sys.executable, "-m", "megatron_ttrace", "compare", "run/reference"]
         ours += ["run/candidate", "--output", "again"]
         seconds = [_time(lambda: jobs.run(ours, home)) for _ in range(options.pairs)]
-        rate = size / statistics.median(seconds)
         note = f"{statistics.median(seconds):.1f} s with its start"
-        yield own("ttrace compare", 1 / rate, "s/GB", note)
+        yield own("ttrace compare", statistics.median(seconds) / size, "s/GB", note)
+        told = json.loads((home / "again" / "summary.json").read_text())["timings"]
+        quick = sum(told[name] for name in ("measure", "judge")) / size
+        yield own("ttrace compare, without its start", quick, "s/GB", "measured and judged")
     try:
         python = probe.python()
         with scratch() as home:
@@ -148,10 +151,13 @@ def traces(options: Options) -> Iterator[Row]:
             size = _size(steps[0]) / 1e9
             theirs = [str(python), *probe.compare(steps[0], steps[1], home / "found")]
             seconds = [_time(lambda: jobs.run(theirs, home)) for _ in range(options.pairs)]
-            slow = statistics.median(seconds) / size
             note = f"{statistics.median(seconds):.1f} s with its start"
-            yield own("msprobe compare", slow, "s/GB", note)
-            yield own("ttrace against msprobe", 1 / rate / slow, "× msprobe", "time per GB")
+            yield own("msprobe compare", statistics.median(seconds) / size, "s/GB", note)
+            start = [str(python), *probe.HELP]
+            starts = [_time(lambda: jobs.run(start, home)) for _ in range(options.pairs)]
+            slow = (statistics.median(seconds) - statistics.median(starts)) / size
+            yield own("msprobe compare, without its start", slow, "s/GB", "less its --help")
+            yield own("ttrace against msprobe", quick / slow, "× msprobe", "without their starts")
     except BenchError as error:
         yield own("msprobe compare", None, "s/GB", _first(error))
 

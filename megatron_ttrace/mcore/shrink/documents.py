@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore import text_data
-from megatron_ttrace.mcore.versions import quiet_imports
+from megatron_ttrace.mcore.versions import quiet_imports, version_in
 
 SFT = "--sft"
 
@@ -163,6 +162,4 @@ def _release(script: str) -> str:
     found = scripts.origins(scripts.search_path(script)).get("megatron.core")
     if found is None:
         raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.0'")
-    text = Path(found).with_name("package_info.py").read_text(encoding="utf-8")
-    parts = [re.search(rf"^{name} *= *([0-9]+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR")]
-    return ".".join(part[1] for part in parts if part)
+    return version_in(Path(found).with_name("package_info.py").read_text(encoding="utf-8"))
