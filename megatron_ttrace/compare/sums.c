@@ -29,6 +29,10 @@ typedef struct { double of[5]; } sums;
 #define AS_IT_IS(v) (v)
 #define SELECTED(a, b) (doubles)(((longs)a & (a > b)) | ((longs)b & ~(a > b)))
 
+#define AHEAD 1024 /* elements */
+/* Reading must not drive out of the caches what training, and this package's Python, work with. */
+#define NOT_TO_STAY(p) __builtin_prefetch(p, 0, 0)
+
 #define EACH(k) _Pragma("GCC unroll 2") for (int k = 0; k < SIDE; k++)
 
 #define PASS(NAME, TARGET, LANES, TYPE, OF, WIDENED, LARGER)                                     \
@@ -48,6 +52,8 @@ typedef struct { double of[5]; } sums;
         at_c = memcpy(ends[0], at_c, (n - i) * sizeof(TYPE));                                    \
         at_r = memcpy(ends[1], at_r, (n - i) * sizeof(TYPE));                                    \
       }                                                                                          \
+      NOT_TO_STAY(at_r + AHEAD);                                                                 \
+      NOT_TO_STAY(at_c + AHEAD);                                                                 \
       EACH(k) {                                                                                  \
         doubles y = WIDENED(OF(at_r, k));                                                        \
         rr[k] += y * y;                                                                          \
