@@ -180,7 +180,7 @@ def whole_check(options: Options) -> Iterator[Row]:
         checked, bare = (statistics.median(values) for values in zip(*pairs, strict=True))
         note = f"{checked:.1f} s against {bare:.1f} s; first line after "
         note += f"{statistics.median(firsts):.1f} s"
-        yield own(f"{job.name}: four replays, no cache", ratio, "× bare runs", note)
+        yield own(f"{job.name}: no cached reference", ratio, "× bare runs", note)
 
 
 def _bare(job: Job, home: Path) -> float:
