@@ -8,24 +8,18 @@ ranks of a job run on one kind.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
-import numpy as np
 import torch
 import xxhash
+
+from megatron_ttrace.trace.memory import memory
 
 WORDS = 1 << 15
 """64-bit words that share one sum: a *part*."""
 _BASE = 1_000_003
 """By which a checksum so far is multiplied before more is added."""
 MASK = (1 << 64) - 1
-
-_READ = 0x100
-"""``PyBUF_READ``."""
-_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_memory.restype = ctypes.py_object
 
 
 def joined(before: int, after: int) -> int:
@@ -40,30 +34,8 @@ def checksum(data: torch.Tensor) -> int:
         return 0
     if data.device.type == "cpu":
         data = data.contiguous()
-        return xxhash.xxh3_64_intdigest(_memory(data.data_ptr(), data.nbytes, _READ))
+        return xxhash.xxh3_64_intdigest(memory(data))
     return int(weighted(data).item()) & MASK
-
-
-def bytes_of(data: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The bytes of a CPU tensor's elements in row-major order: a view, if it is contiguous.
-
-    ``Tensor.numpy`` would make the storage one that cannot be resized. Megatron resizes those of
-    outputs that it recomputes.
-    """
-    return np.asarray(_Memory(data.contiguous()))
-
-
-class _Memory:
-    """The memory of a contiguous tensor, which it keeps alive, as bytes for NumPy."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (data.nbytes,),
-            "typestr": "|u1",
-            "data": (data.data_ptr(), True),
-        }
 
 
 def _raw(data: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,11 @@ import xxhash
 
 from megatron_ttrace.compare import native
 from megatron_ttrace.compare.blocks import BLOCK, blocks
-from megatron_ttrace.compare.checksum import bytes_of, checksum, joined
+from megatron_ttrace.compare.checksum import checksum, joined
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, Count, Word
+from megatron_ttrace.trace.memory import memory
 
 Total = Annotated[float, Bounds(0.0, nan=True)]
 """A sum of squares, or a largest difference."""
@@ -182,7 +183,7 @@ def _digest(data: torch.Tensor, as_reference: bool) -> int:
         return checksum(data)
     found = xxhash.xxh3_64()
     for block, _ in blocks(data, data):
-        found.update(bytes_of(block))
+        found.update(memory(block))
     return found.intdigest()
 
 
@@ -221,7 +222,8 @@ def _widened(block: torch.Tensor, scratch: torch.Tensor) -> _Array:
     """A block's elements as float64, in ``scratch``."""
     out = scratch if block.numel() == BLOCK else scratch[: block.numel()]
     if block.dtype.itemsize == 1:  # FP8, which torch converts one by one; "raise" would copy, too
-        return np.take(_values(block.dtype), bytes_of(block), out=out.numpy(), mode="wrap")
+        numbers = np.frombuffer(memory(block), np.uint8)
+        return np.take(_values(block.dtype), numbers, out=out.numpy(), mode="wrap")
     if block.dtype is torch.float16:
         block = block.float()  # to float64 only this way with vector instructions
     out.view(block.shape).copy_(block)

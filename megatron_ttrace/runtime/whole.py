@@ -6,10 +6,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
-from megatron_ttrace.compare.checksum import bytes_of
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measure import box_views
 from megatron_ttrace.compare.measured import Measured
@@ -17,6 +15,7 @@ from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.offline import meshes_of
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.runtime.conclusion import unjudged
+from megatron_ttrace.trace.memory import memory
 from megatron_ttrace.trace.records import Reason, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
 
@@ -146,7 +145,8 @@ class WholeTensors(Shards):
 def _is_same(ours: torch.Tensor, there: torch.Tensor) -> bool:
     # What was divided by a factor is wider.
     ours = ours.to(there.dtype) if ours.dtype is torch.float64 else ours
-    return ours.dtype == there.dtype and np.array_equal(bytes_of(ours), bytes_of(there))
+    ours, there = ours.contiguous(), there.contiguous()
+    return ours.dtype == there.dtype and memory(ours) == memory(there)
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -7,7 +7,6 @@ begin to end, and read in pieces: what is not in memory never is there as a whol
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import sys
@@ -19,6 +18,7 @@ from typing import IO
 import torch
 
 from megatron_ttrace.trace.budget import require_space
+from megatron_ttrace.trace.memory import memory
 
 _PIECE = 8 << 20
 _PLAIN = (torch.Tensor,)
@@ -70,7 +70,7 @@ class Copy:
         for piece in _bytes_of(target):
             host = torch.empty(len(piece), dtype=torch.uint8)
             direct = piece.device.type == "cpu"
-            view = _memory(piece if direct else host)
+            view = memory(piece if direct else host)
             while view:
                 read = os.preadv(file.fileno(), [view], at)
                 if not read:
@@ -152,7 +152,7 @@ class Copies:
         start = self._end
         for piece in _bytes_of(data.contiguous()):
             host = piece.cpu()
-            view = _memory(host)
+            view = memory(host)
             while view:
                 written = os.pwrite(self._file.fileno(), view, self._end)
                 view, self._end = view[written:], self._end + written
@@ -163,11 +163,3 @@ class Copies:
 def _bytes_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a contiguous tensor, in pieces that share its memory."""
     yield from tensor.view(-1).view(torch.uint8).split(_PIECE)
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The memory of contiguous bytes on a CPU, which the caller keeps.
-
-    ``Tensor.numpy`` would make training's storage one that cannot be resized.
-    """
-    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from megatron_ttrace.trace.mapped import MappedFile
@@ -52,7 +53,7 @@ def test_a_shortened_file(tmp_path, left):
     path = tmp_path / "file.safetensors"
     save_file({"a": torch.ones(5)}, path)
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(Exception, match=r"(?i)header|buffer|deserializ"):
+    with pytest.raises(SafetensorError):
         MappedFile(path)
 
 
