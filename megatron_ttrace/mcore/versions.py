@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 
-SUPPORTED = ("0.17.1", "0.18.2", "0.19.0")
+SUPPORTED = ("0.17.1", "0.18.2", "0.19.2")
 """Releases."""
 MAIN = "0.20.0"
 """What Megatron-LM's branch ``main`` calls itself."""
@@ -88,7 +88,7 @@ def check_supported() -> None:
         version = megatron_core_version()
     except ImportError as error:
         raise TTraceError(
-            "megatron-core is not installed: pip install 'megatron-core==0.19.0'"
+            "megatron-core is not installed: pip install 'megatron-core==0.19.2'"
         ) from error
     if known_as(version) is None:
         raise TTraceError(refusal(version))

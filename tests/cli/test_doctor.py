@@ -41,7 +41,7 @@ def test_what_is_missing_is_told(
     """Without Megatron no check can run: exit code 2, and what to install."""
 
     def absent() -> None:
-        raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.0'")
+        raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.2'")
 
     monkeypatch.setattr(doctor.versions, "check_supported", absent)
     monkeypatch.setattr(doctor, "_OPTIONAL", {})

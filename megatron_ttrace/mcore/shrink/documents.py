@@ -161,5 +161,5 @@ def _release(script: str) -> str:
     """The version of the Megatron that the script would import. Nothing is imported."""
     found = scripts.origins(scripts.search_path(script)).get("megatron.core")
     if found is None:
-        raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.0'")
+        raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.2'")
     return version_in(Path(found).with_name("package_info.py").read_text(encoding="utf-8"))
