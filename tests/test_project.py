@@ -343,5 +343,5 @@ def test_wheel(tmp_path: Path) -> None:
     )
     patches, launch = map(Path, done.stdout.split())
     assert patches.is_relative_to(unpacked)
-    assert (patches / "megatron-lm" / "core_v0.19.0.patch").is_file()
+    assert (patches / "megatron-lm" / "core_v0.19.2.patch").is_file()
     assert (launch / "pretrain_gpt.py").is_file()
