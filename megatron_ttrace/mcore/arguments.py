@@ -29,6 +29,7 @@ class MegatronArguments(Protocol):
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
     context_parallel_size: int
+    data_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     sequence_parallel: bool
     use_distributed_optimizer: bool

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.mcore import fim, packed, provenance, versions
+from megatron_ttrace.mcore import cyclic, fim, packed, provenance, versions
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.flags import Settings
@@ -28,6 +28,10 @@ FIM_BY_SAMPLE = "fim_by_sample"
 
 PADDED_FOR = "conversations padded for context-parallel ranks"
 """How many (:mod:`megatron_ttrace.mcore.packed`)."""
+
+DEALT_TO = "data-parallel ranks that shuffled samples are dealt to"
+"""How many (:mod:`megatron_ttrace.mcore.cyclic`)."""
+
 _TOLD = "told"
 """The part of an identity that is reported but not compared."""
 _HARMLESS_PREFIXES = (
@@ -96,6 +100,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "device": _device(),
             FIM_BY_SAMPLE: fim.is_by_sample(args, settings),
             PADDED_FOR: packed.padded_for(args),
+            DEALT_TO: cyclic.dealt_to(args),
         },
         "data": _data(args),
         "environment": provenance.numeric_environment(),

@@ -64,14 +64,26 @@ def _in_buckets(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, WeightPart]]:
         weights = group.model_weight_buffer
         main = group.main_weight_buffer or weights
         for item, raw in enumerate(group.params):
-            whole = weights.is_data_distributed
             part = WeightPart(
-                main.get_item(item, only_shard=True).detach().view(-1),
-                range_of(main, item),
-                weights.get_item(item, only_shard=whole).detach().view(-1),
-                range_of(weights, item) if whole else (0, raw.numel()),
+                *_in_bucket(main, item, raw, shard=weights is not None),
+                *_in_bucket(
+                    weights, item, raw, shard=bool(weights and weights.is_data_distributed)
+                ),
             )
             yield sharded[id(raw)], part
+
+
+def _in_bucket(
+    buffer: Any, item: int, raw: torch.nn.Parameter, *, shard: bool
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """A parameter's elements in a bucket, this rank's or all, and their range.
+
+    Without a bucket (``no_shard`` has none for the model's weights) the raw parameter has them.
+    """
+    if buffer is None:
+        return raw.detach().view(-1), (0, raw.numel())
+    values = buffer.get_item(item, only_shard=shard).detach().view(-1)
+    return values, range_of(buffer, item) if shard else (0, raw.numel())
 
 
 def rows_of(parameter: torch.nn.Parameter) -> tuple[int, int] | None:

@@ -25,7 +25,16 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import fim, fingerprint, logged, loss_scale, losses, packed, quiet
+from megatron_ttrace.mcore import (
+    cyclic,
+    fim,
+    fingerprint,
+    logged,
+    loss_scale,
+    losses,
+    packed,
+    quiet,
+)
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
@@ -66,6 +75,8 @@ class ReferenceSession(Session):
             fim.rearrange_by_sample()
         if (padded := self._order.identity["ttrace"][fingerprint.PADDED_FOR]) > 1:
             packed.pad_for(padded)
+        if (dealt := self._order.identity["ttrace"][fingerprint.DEALT_TO]) > 1:
+            cyclic.deal_to(dealt)
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
         self._seconds = 0.0

@@ -79,6 +79,22 @@ def test_every_element_is_held_once(size, distributed, main):
     assert held == [list(range(6)), list(range(6, 11)), list(range(11, 15))]
 
 
+def test_without_shards_the_raw_parameter_has_the_weights():
+    """``no_shard`` has no bucket for the model's weights, but may have one for main weights."""
+    model, parameters = chunk(1, 2, distributed=False, main=True)
+    [group] = model.param_and_grad_buffer.parameter_groups
+    group.model_weight_buffer, group.main_weight_buffer = None, Bucket(1, 2, False)
+    parts = parts_of([model])
+    for parameter, first in zip(parameters, [0, 6, 11], strict=True):
+        raw, part = parameter.orig_param, parts[parameter]
+        assert part.range == part.weights_range == (0, raw.numel())
+        assert part.stepped.tolist() == [first + i for i in range(raw.numel())]
+        assert part.weights.data_ptr() == raw.data_ptr()
+    group.main_weight_buffer = None
+    stepped = [part.stepped.data_ptr() for part in parts_of([model]).values()]
+    assert stepped == [parameter.orig_param.data_ptr() for parameter in parameters]
+
+
 def test_other_wrappers_have_no_buckets():
     """Megatron's DDP keeps its buffers elsewhere."""
     assert not buffers_of([torch.nn.Linear(2, 2)])
