@@ -3,7 +3,7 @@
 #
 #   launch/bootstrap.sh python   print the path of a Python that megatron-core has wheels for
 #   launch/bootstrap.sh venv     create or update the environment in $VENV (default .venv)
-#   launch/bootstrap.sh release 0.17.1
+#   launch/bootstrap.sh release 0.18.2
 #                                install that megatron-core alone under $VENV/releases; print its path
 #
 # TTRACE_PYTHON names the interpreter to use instead of searching for one.
@@ -105,7 +105,7 @@ make_venv() {
 add_release() {
   cd "$ROOT"
   local home unfinished
-  [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "$1 is not a release of megatron-core, such as 0.17.1"
+  [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "$1 is not a release of megatron-core, such as 0.18.2"
   [[ -x $VENV/bin/python ]] || fail "$VENV does not exist: run make venv first"
   home=$(cd "$VENV" && pwd)/releases
   unfinished=$home/$1.unfinished

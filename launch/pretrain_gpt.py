@@ -2,7 +2,7 @@
 """Pretrain a GPT model with Megatron-LM's own training loop and its ordinary arguments.
 
 The releases of megatron-core on the package index carry the training loop but no script that
-starts it. This is one, for 0.17 to 0.19::
+starts it. This is one::
 
     torchrun --nproc-per-node 4 launch/pretrain_gpt.py <Megatron arguments> --ttrace
 """
@@ -39,11 +39,13 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.spec_utils import import_module
-from megatron.training import arguments as training_arguments
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
+from megatron.training import argument_utils, get_args, get_timers, pretrain, print_rank_0
 from megatron.training import training as training_loop
 from megatron.training import utils as training_utils
-from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.arguments import (
+    core_transformer_config_from_args,
+    parse_and_validate_args,
+)
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
 
@@ -71,9 +73,7 @@ Batch = dict[str, Any]
 def has_mtp(config: Any, vp_stage: int | None) -> bool:
     """Say whether this stage computes multi-token prediction, which needs tokens and labels."""
     return bool(
-        call_known(
-            mtp.mtp_on_this_rank,
-            config=config,
+        mtp.mtp_on_this_rank(
             layout=config.pipeline_model_parallel_layout,
             mtp_num_layers=config.mtp_num_layers,
             ignore_virtual=False,
@@ -95,10 +95,7 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None = None) -> Ba
     computes_tokens = training_utils.is_first_or_last_pipeline_stage(vp_stage) or with_mtp
     if not computes_tokens and not packed:
         return dict.fromkeys(BATCH_KEYS)
-    if not hasattr(core_utils, "get_batch_on_this_tp_rank"):
-        batch = _get_batch_0_17(data_iterator, with_mtp)
-    else:
-        batch = _get_batch_on_tp_rank(data_iterator, with_mtp, packed)
+    batch = _get_batch_on_tp_rank(data_iterator, with_mtp, packed)
     if not computes_tokens:
         # A middle stage has no tokens, but its attention needs the documents' boundaries.
         kept = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -143,16 +140,6 @@ def _get_batch_on_tp_rank(data_iterator: Iterator[Batch], with_mtp: bool, packed
     )
     if hasattr(core_utils, "flatten_batch_for_packed_sequences"):
         batch = core_utils.flatten_batch_for_packed_sequences(batch)
-    return batch
-
-
-def _get_batch_0_17(data_iterator: Iterator[Batch], with_mtp: bool) -> Batch:
-    """0.17 reads the iterator itself, and slices packed sequences with functions of its own."""
-    batch: Batch = training_utils.get_batch_on_this_tp_rank(
-        data_iterator, mtp_on_this_rank=with_mtp
-    )
-    if batch.get("cu_seqlens") is not None or batch.get("local_cp_size") is not None:
-        raise NotImplementedError("packed sequences need megatron-core 0.18 or newer")
     return batch
 
 
@@ -426,19 +413,7 @@ def main(
     defaults = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
     common = {"get_embedding_ranks": embedding_ranks}
     model_type = ModelType.encoder_or_decoder
-    if not hasattr(training_arguments, "parse_and_validate_args"):  # 0.17
-        pretrain(
-            provide_datasets,
-            provide_model,
-            model_type,
-            forward_step,
-            args_defaults=defaults,
-            **common,
-        )
-        return
-    from megatron.training import argument_utils
-
-    args = training_arguments.parse_and_validate_args(args_defaults=defaults)
+    args = parse_and_validate_args(args_defaults=defaults)
     if hasattr(argument_utils, "gpt_config_from_args"):  # 0.19
         model_config = getattr(argument_utils, configure)(args)
         container = argument_utils.pretrain_cfg_container_from_args(args, model_config)

@@ -2,8 +2,7 @@
 """Pretrain a hybrid model: Mamba, attention, MLP and expert layers in any order.
 
 As ``pretrain_gpt.py`` beside it, with ``--hybrid-layer-pattern M-M*`` and the specification of the
-layers: ``--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec``; before 0.18
-``--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec``.
+layers: ``--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec``.
 """
 
 import megatron_ttrace
@@ -13,6 +12,7 @@ megatron_ttrace.enable()  # before Megatron is imported: it may have to run with
 from typing import Any
 
 import pretrain_gpt
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
@@ -27,16 +27,7 @@ def provide_model(
 ) -> Any:
     """Build one pipeline stage of the model, for releases before 0.19 (0.19 builds its own)."""
     args = get_args()
-    spec = import_module(args.spec)
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        model, layers = HybridModel, {"hybrid_stack_spec": spec}
-    except ImportError:  # 0.17
-        from megatron.core.models.mamba import MambaModel
-
-        model, layers = MambaModel, {"mamba_stack_spec": spec}
-    return model(
+    return HybridModel(
         config=config or core_transformer_config_from_args(args),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -51,7 +42,7 @@ def provide_model(
         rotary_base=args.rotary_base,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
-        **layers,
+        hybrid_stack_spec=import_module(args.spec),
     )
 
 

@@ -70,14 +70,13 @@ def run(args: argparse.Namespace) -> int:
     """
     # Megatron takes seconds to import; `ttrace --help` must not pay for that.
     from megatron_ttrace.mcore import text_data
-    from megatron_ttrace.mcore.versions import megatron_core_version
 
     flags.check_single(args, "max_bytes")
     files = text_data.find_files(args.sources, args.glob)
     inputs.require_regular(files)
     documents = text_data.read_documents(files, args.max_bytes)
     corpus = text_data.write_corpus(documents, args.output, append_eod=args.append_eod)
-    trained_with = text_data.training_flags(args.output, megatron_core_version())
+    trained_with = text_data.training_flags(args.output)
     if args.json:
         found = {"documents": corpus.documents, "tokens": corpus.tokens, "flags": trained_with}
         print(json.dumps({"prefix": str(corpus.prefix), **found}))

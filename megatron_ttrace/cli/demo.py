@@ -61,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_ttrace.mcore import text_data
-    from megatron_ttrace.mcore.versions import megatron_core_version
     from megatron_ttrace.report import files, terminal
     from megatron_ttrace.runtime.runner import Case, Runner
 
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     runner = Runner(args.directory, flags=(), script=args.script)
     say("making a data set from this Python's standard library")
     prefix = text_data.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
-    words = f"{_ARGUMENTS} {text_data.training_flags(prefix, megatron_core_version())}".split()
+    words = f"{_ARGUMENTS} {text_data.training_flags(prefix)}".split()
     console = Console()
 
     def check(name: str, title: str, *flags: str) -> Summary:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.mcore import sources
-from megatron_ttrace.mcore.versions import call_known
 
 _UNWATCHED = MappingProxyType(
     {
@@ -132,8 +131,7 @@ def _logged(
     writer = _Writer()
     writers = dict.fromkeys(_WRITERS, lambda: None) | {_WRITERS[0]: lambda: writer}
     with _set(args, _UNWATCHED), _set(training, writers):
-        call_known(
-            log,
+        log(
             loss_dict={},
             total_loss_dict={},
             learning_rate=training.get_canonical_lr_for_logging(optimizer.param_groups),

@@ -3,8 +3,8 @@
 
 Muon orthogonalises the momentum of a matrix. With ``--muon-tp-mode blockwise``, the default, each
 tensor-parallel rank does so with its own shard (``TensorParallelMuon.orthogonalize`` in
-megatron/core/optimizer/emerging_optimizers.py, ``muon.py`` before 0.18). SOAP always preconditions
-a rank's own shard. So the update differs from a single device's by design.
+megatron/core/optimizer/emerging_optimizers.py). SOAP always preconditions a rank's own shard. So
+the update differs from a single device's by design.
 """
 
 from __future__ import annotations

@@ -125,14 +125,9 @@ def _trackers() -> Iterator[dict[str, Any]]:
 
         yield DSAIndexerLossLoggingHelper.tracker
     with suppress(ImportError, AttributeError):
-        from megatron.core.transformer.moe import moe_logging  # 0.19
+        from megatron.core.transformer.moe import moe_logging
 
         yield moe_logging.get_moe_metrics_tracker()._metrics
-        return
-    with suppress(ImportError, AttributeError):
-        from megatron.core.transformer.moe import moe_utils
-
-        yield moe_utils.get_moe_layer_wise_logging_tracker()
 
 
 def _accept(*args: Any, **kwargs: Any) -> None:

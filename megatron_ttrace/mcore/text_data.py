@@ -42,16 +42,9 @@ class Corpus:
     tokens: int
 
 
-def training_flags(prefix: Path, megatron_version: str) -> str:
-    """Megatron's arguments to train on ``prefix`` with the matching vocabulary.
-
-    Since 0.18 ``NullTokenizer`` includes the end-of-document token in ``--vocab-size``; before, it
-    added it. The value for the other release would make it an ordinary byte (255), or a token
-    outside of the embedding.
-    """
-    release = tuple(int(part) for part in megatron_version.split(".")[:2])
-    vocab_size = VOCAB_SIZE if release >= (0, 18) else VOCAB_SIZE - 1
-    return f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size {vocab_size}"
+def training_flags(prefix: Path) -> str:
+    """Megatron's arguments to train on ``prefix`` with the matching vocabulary."""
+    return f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}"
 
 
 def find_files(sources: Sequence[Path], pattern: str = "*") -> list[Path]:

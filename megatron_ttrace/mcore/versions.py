@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 
-SUPPORTED = ("0.17.1", "0.18.2", "0.19.2")
-"""Releases."""
+SUPPORTED = ("0.18.2", "0.19.2")
+"""The newest patch releases of the last two series."""
 MAIN = "0.20.0"
 """What Megatron-LM's branch ``main`` calls itself."""
 MAIN_COMMIT = "d98e8a64ddf3"

@@ -52,7 +52,7 @@ RESULT_SENTENCES = {
 
 
 def code_text(code: Code) -> str:
-    """``0.19.0 in /opt/Megatron-LM/megatron, commit 98e688712345 (modified)``."""
+    """``0.19.2 in /opt/Megatron-LM/megatron, commit 98e688712345 (modified)``."""
     text = f"{clean(code.version, 60)} in {clean(code.path, NOTE_LIMIT)}"
     if not code.commit:
         return text

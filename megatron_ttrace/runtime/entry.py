@@ -2,9 +2,7 @@
 """``enable()``: adds our flags to Megatron's parser, and the CPU backend if there is no GPU.
 
 All entry scripts call Megatron's ``parse_args`` (megatron/training/arguments.py) before anything is
-built, in all supported releases. Its callers differ (0.17: ``initialize_megatron``; 0.18 and later:
-``parse_and_validate_args``), so the wrapped function replaces the original in every module that
-imported it by name.
+built. The wrapped function replaces the original in every module that imported it by name.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ LINE = {
     "result": "passed",
     "gpu": "NVIDIA H100 80GB HBM3",
     "torch": "2.11.0",
-    "megatron": "0.19.0",
+    "megatron": "0.19.2",
     "transformer_engine": "",
     "when": "2026-11-23T10:00:00+00:00",
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretrain BERT, or T5 with ``--decoder-seq-length``, on random tokens with padding.
 
-As ``pretrain_bert.py`` and ``pretrain_t5.py`` of Megatron-LM up to 0.17, with the models that later
-releases still have.
+As ``pretrain_bert.py`` and ``pretrain_t5.py`` did. Megatron-LM still has the models, but no longer
+these scripts.
 """
 
 from functools import partial

@@ -190,7 +190,7 @@ def test_an_unsupported_megatron(tmp_path: Path) -> None:
     )
     path = os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])])
     done = check(tmp_path, PYTHONPATH=path, cold=True)
-    refused(done, "megatron-core 0.16.1 is not supported", "0.19.0")
+    refused(done, "megatron-core 0.16.1 is not supported", "0.19.2")
 
 
 def test_dropout_is_off_in_traced_steps_and_that_is_said(tmp_path: Path) -> None:

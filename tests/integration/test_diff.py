@@ -122,7 +122,7 @@ def of_release(release: str, script: Path, job: tuple[object, ...]) -> str:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_two_releases(release: str, tmp_path: Path, name: str) -> None:
-    """What differs between 0.18.2 and 0.19.0 is explained; a fault in one is the only new one."""
+    """What differs between 0.18.2 and 0.19.2 is explained; a fault in one is the only new one."""
     job = CONFIGURATIONS[name]
     faulty = tmp_path / "pretrain_faulty.py"
     text = SCRIPT.read_text()

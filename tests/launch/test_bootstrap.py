@@ -186,21 +186,21 @@ def test_a_release_is_put_beside_the_environment_once(machine: Machine) -> None:
     # --target DIR is the last word but one.
     installs = FAKE_PYTHON.replace('-m pip "*) ', '-m pip "*) mkdir "${@: -2:1}"; ')
     machine.add("python", installs, machine.checkout / ".venv" / "bin")
-    missing = machine.run("release", "0.17.1", VENV="absent")
+    missing = machine.run("release", "0.18.2", VENV="absent")
     assert missing.returncode == 2
     assert "make venv" in missing.stderr
-    first = machine.run("release", "0.17.1")
+    first = machine.run("release", "0.18.2")
     assert first.returncode == 0, first.stderr
     folder = Path(first.stdout.strip())
     assert folder.is_dir()
-    assert folder == machine.checkout / ".venv" / "releases" / "0.17.1"
+    assert folder == machine.checkout / ".venv" / "releases" / "0.18.2"
     assert "--no-deps" in machine.log.read_text()
-    assert "megatron-core==0.17.1" in machine.log.read_text()
-    assert machine.run("release", "0.17.1").stdout == first.stdout
+    assert "megatron-core==0.18.2" in machine.log.read_text()
+    assert machine.run("release", "0.18.2").stdout == first.stdout
     assert machine.installs() == 1
 
 
-@pytest.mark.parametrize("release", ["", "latest", "0.17.1; true", "../0.17.1"])
+@pytest.mark.parametrize("release", ["", "latest", "0.18.2; true", "../0.18.2"])
 def test_what_is_no_release_is_refused(machine: Machine, release: str) -> None:
     """One line, exit code 2, nothing installed."""
     done = machine.run("release", release)

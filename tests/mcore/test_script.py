@@ -100,7 +100,7 @@ def test_our_flags_without_enable(tmp_path: Path) -> None:
     (tmp_path / "tree" / "megatron" / "core").mkdir()
     (tmp_path / "tree" / "megatron" / "core" / "__init__.py").touch()
     (tmp_path / "tree" / "megatron" / "core" / "package_info.py").write_text(
-        "__version__ = '0.19.0'\n"
+        "__version__ = '0.19.2'\n"
     )
     (training / "arguments.py").write_text(PARSER)
     (tmp_path / "train.py").write_text(TRAIN)

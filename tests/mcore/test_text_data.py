@@ -13,7 +13,6 @@ import pytest
 from megatron_ttrace.cli import data as cli
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags, text_data
-from megatron_ttrace.mcore.versions import megatron_core_version
 
 
 def read_back(prefix: Path) -> list[list[int]]:
@@ -94,17 +93,9 @@ def test_flags_give_the_tokenizer_our_eod() -> None:
     """The printed vocabulary size makes the installed Megatron agree on EOD and the size."""
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
-    flags = text_data.training_flags(Path("x"), megatron_core_version()).split()
+    flags = text_data.training_flags(Path("x")).split()
     tokenizer = NullTokenizer(vocab_size=int(flags[flags.index("--vocab-size") + 1]))
     assert (tokenizer.eod, tokenizer.vocab_size) == (text_data.EOD, text_data.VOCAB_SIZE)
-
-
-@pytest.mark.parametrize(
-    ("version", "size"), [("0.17.1", 256), ("0.18.2", 257), ("0.19.0", 257), ("0.18.0rc1", 257)]
-)
-def test_flags_by_release(version: str, size: int) -> None:
-    """0.17 adds EOD on top of --vocab-size, later releases count it in."""
-    assert text_data.training_flags(Path("x"), version).endswith(f"--vocab-size {size}")
 
 
 def test_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +149,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run("--output", prefix, "--glob", "b.txt", "--append-eod", folder) == 0
     assert read_back(prefix) == [[*b"second", 256]]
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"train with: {text_data.training_flags(prefix, megatron_core_version())}"
+    assert last == f"train with: {text_data.training_flags(prefix)}"
 
 
 def test_command_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

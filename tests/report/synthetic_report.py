@@ -162,7 +162,7 @@ def make_summary(verdicts: list[Verdict], culprits: tuple[Culprit, ...] = ()) ->
             "sequence_parallel": True,
             "iterations": [1],
         },
-        versions={"megatron-core": "0.19.0", "torch": "2.15", "megatron-ttrace": "0.1.0"},
+        versions={"megatron-core": "0.19.2", "torch": "2.15", "megatron-ttrace": "0.1.0"},
         timings={"reference": 8.1, "candidate": 9.25, "compare": 0.41},
         execution_order=tuple(modules(4)),
         notices=("dropout is off during the check",),

@@ -35,7 +35,7 @@ def run(
     *,
     ranks: int = 2,
     moved: float = 1e-6,
-    version: str = "0.19.0",
+    version: str = "0.19.2",
     microbatches: int = 1,
     **config: object,
 ) -> Path:

@@ -124,7 +124,7 @@ def test_another_megatrons_reference_is_told():
 def test_options_that_nobody_knows_are_told(monkeypatch):
     """A fork's own: the reference has them, too."""
     monkeypatch.setattr(sys, "argv", ["x.py", "--ttrace", "--my-layout=2", "--bf16", "--lr", "-1"])
-    monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.19.0")
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.19.2")
     (said,) = requirements.notices(arguments(), settings())
     assert said.startswith("--my-layout: not an option of a known Megatron")
 

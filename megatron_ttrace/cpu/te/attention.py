@@ -11,7 +11,6 @@ import torch
 from megatron_ttrace.cpu.te import context_parallel
 from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention
 from megatron_ttrace.cpu.te.base import TransformerEngineBaseModule
-from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.masks import CAUSAL, MaskRule, Tokens, canonical_kind
 from megatron_ttrace.cpu.te.parallel import all_reduce, group_size
 
@@ -92,7 +91,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 (heads,),
                 torch.float32,
                 "cpu",
-                torch.nn.init.zeros_ if since(Change.SINKS_START_AT_ZERO) else _left_as_it_is,
+                torch.nn.init.zeros_,
                 tracked=True,
             )
         elif self.softmax_type != "vanilla":
@@ -183,8 +182,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         padded_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
         tensors = (q, k, v, core_attention_bias, self.softmax_offset)
         if context_parallel.needed(self.cp_group):
-            if self.return_max_logit and qkv_format == "thd":
-                _require_largest_logit()
             out, max_score = context_parallel.attention(
                 *tensors,
                 settings,
@@ -213,15 +210,6 @@ def _refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise NotImplementedError(f"attention with {name} on a CPU")
-
-
-def _require_largest_logit() -> None:
-    if not since(Change.PACKED_LARGEST_LOGIT):
-        raise ValueError("context parallelism of packed sequences does not tell the largest logit")
-
-
-def _left_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _packed(cu_seqlens: torch.Tensor | None, length: int) -> Tokens:

@@ -12,7 +12,6 @@ import torch
 
 from megatron_ttrace.cpu.te import cp_all_to_all, cp_gather, cp_ring
 from megatron_ttrace.cpu.te.attention_core import AttentionSettings
-from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.masks import Tokens
 from megatron_ttrace.cpu.te.parallel import Group, group_size
 
@@ -70,7 +69,6 @@ def _refuse(
     settings: AttentionSettings,
     comm: str,
     packed: bool,
-    unequal_heads: bool,
 ) -> None:
     # TransformerEngine's own limits, so that what runs here also runs there.
     if bias is not None or settings.hidden is not None:
@@ -79,18 +77,8 @@ def _refuse(
         raise ValueError(f"context parallelism by {comm} does not support sliding windows")
     if sink is not None and comm != "a2a":
         raise ValueError(f"context parallelism by {comm} does not support attention sinks")
-    if packed and not _takes_packed(comm, sink is not None):
-        also = " and attention sinks" if sink is not None else ""
-        raise ValueError(f"context parallelism by {comm} does not support packed sequences{also}")
-    ring = comm in ("p2p", "a2a+p2p") and since(Change.CONTEXT_PARALLEL_MLA_RING)
-    if unequal_heads and not (ring or since(Change.CONTEXT_PARALLEL_MLA)):
-        raise ValueError(f"context parallelism by {comm} does not support MLA")
-
-
-def _takes_packed(comm: str, with_sink: bool) -> bool:
-    if comm == "a2a":
-        return since(Change.PACKED_SINKS if with_sink else Change.PACKED_ALL_TO_ALL)
-    return comm == "p2p" or (comm == "all_gather" and since(Change.PACKED_ALL_GATHER))
+    if packed and comm not in ("a2a", "p2p"):
+        raise ValueError(f"context parallelism by {comm} does not support packed sequences")
 
 
 def attention(
@@ -108,8 +96,7 @@ def attention(
 
     ``cu_seqlens`` are the starts of packed sequences, before they were cut.
     """
-    packed, unequal_heads = cu_seqlens is not None, k.shape[-1] != v.shape[-1]
-    _refuse(bias, sink, settings, comm, packed, unequal_heads)
+    _refuse(bias, sink, settings, comm, cu_seqlens is not None)
     levels = groups(group)
     if comm == "a2a+p2p":
         if len(levels) != 2:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross entropy over logits that are cut along the vocabulary (``parallel_cross_entropy``).
 
-TransformerEngine's kernel sums in float32, and before 2.18 overwrites the logits with their
-gradient, in their own type. Here they are left alone.
+TransformerEngine's kernel sums in float32, and overwrites the logits with their gradient, in their
+own type. Here they are left alone.
 """
 
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.norms import compute_dtype
 from megatron_ttrace.cpu.te.parallel import Group, all_reduce, group_size
 
@@ -50,16 +49,13 @@ class CrossEntropyFunction(torch.autograd.Function):
         counted = target != ignore_index
         loss = torch.where(counted, loss, torch.zeros_like(loss))
 
-        every_token = not since(Change.CROSS_ENTROPY_MEAN_OF_COUNTED)
-        tokens = target.numel() if every_token else int(counted.sum().clamp(min=1))
-        divisor = tokens if reduced or not since(Change.CROSS_ENTROPY_UNSCALED) else 1
-        whole = since(Change.CROSS_ENTROPY_IN_FLOAT32)
-        stored = scores.dtype if whole else logits.dtype
+        tokens = int(counted.sum().clamp(min=1))
+        divisor = tokens if reduced else 1
         gradient = (exponentials / total[..., None] - label_smoothing / vocabulary) / divisor
-        gradient = gradient.to(stored).to(scores.dtype)
+        gradient = gradient.to(logits.dtype).to(scores.dtype)
         hit = here[..., None].to(scores.dtype) * ((1 - label_smoothing) / divisor)
         gradient = gradient.scatter_add(-1, local[..., None], -hit) * counted[..., None]
-        ctx.save_for_backward(gradient.to(stored))
+        ctx.save_for_backward(gradient.to(logits.dtype))
         ctx.dtype = logits.dtype
         return loss.sum() / tokens if reduced else loss
 
@@ -67,8 +63,6 @@ class CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradient of the logits."""
         (gradient,) = ctx.saved_tensors
-        if not since(Change.CROSS_ENTROPY_BY_ROW):
-            grad_loss = grad_loss.flatten()[0].expand(gradient.shape[:-1])
         result = gradient.to(grad_loss.dtype) * grad_loss[..., None]
         return result.to(ctx.dtype), None, None, None, None, None
 

@@ -27,7 +27,6 @@ class FP8Precision:
 
     quantized = True
     scales_are_delayed = False
-    block = 1
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -64,7 +63,7 @@ class BlockScaling(FP8Precision):
 
     def __init__(self, recipe: Recipe, length: int, square_weights: bool) -> None:
         super().__init__(recipe)
-        self.length = self.block = length
+        self.length = length
         self.square_weights = square_weights
 
     def _operand(self, tensor: torch.Tensor, fp8: torch.dtype) -> Operand:

@@ -10,7 +10,6 @@ import torch
 
 from megatron_ttrace.cpu.te import delayed_wgrad
 from megatron_ttrace.cpu.te.base import InitMethod, TransformerEngineBaseModule, default_init
-from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.linear import refuse_delayed
 from megatron_ttrace.cpu.te.products import (
     Operand,
@@ -21,7 +20,6 @@ from megatron_ttrace.cpu.te.products import (
     input_gradient,
     weight_gradient,
 )
-from megatron_ttrace.cpu.te.releases import Release, current
 from megatron_ttrace.errors import TTraceError
 
 _SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
@@ -108,18 +106,9 @@ class GroupedLinearFunction(torch.autograd.Function):
         return grad_input, None, *grad_parameters
 
 
-def _marks() -> bool:
-    """Whether weights are marked as divided, whatever the mode."""
-    if since(Change.GROUPED_UNMARKED):
-        contiguous = os.environ.get("NVTE_ALLOC_CONTIGUOUS_GROUPED_LINEAR_WEIGHTS", "0")
-        return current() < Release(2, 14) and contiguous != "0"
-    return True
-
-
 def _refuse_single(asked: bool) -> None:
     """Refuse one parameter for all experts, where TransformerEngine would make it."""
-    by_variable = since(Change.GROUPED_SINGLE_BY_VARIABLE)
-    if asked and not (by_variable and os.environ.get(_SINGLE, "0") == "0"):
+    if asked and os.environ.get(_SINGLE, "0") != "0":
         raise TTraceError(
             "one weight for all experts (--moe-single-grouped-weight) is not emulated on a CPU: "
             "drop the option for this check"
@@ -176,35 +165,24 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.use_bias, self.return_bias = bias, return_bias
         self.apply_bias = bias and not return_bias
         self.save_original_input = save_original_input
-        dim, marked = 1 if parallel_mode == "row" else 0, _marks()
         for index in range(num_gemms):
             shape = (self.out_features, self.in_features)
             init = init_method or default_init
-            weight = self.add_parameter(f"weight{index}", shape, dtype, device, init, tracked=True)
-            # Megatron before 0.19 leaves these unmarked, and counts a gradient norm by the mark.
-            if marked:
-                self.mark_partitioned(weight, dim)
+            # Not marked as divided, as in TransformerEngine. Megatron before 0.19 does not mark
+            # them either, and counts a gradient norm by the mark.
+            self.add_parameter(f"weight{index}", shape, dtype, device, init, tracked=True)
             if bias:
                 zero = torch.nn.init.zeros_
-                part = self.add_parameter(f"bias{index}", shape[:1], dtype, device, zero)
-                if marked:
-                    self.mark_bias(part)
+                self.add_parameter(f"bias{index}", shape[:1], dtype, device, zero)
             else:
                 setattr(self, f"bias{index}", torch.Tensor())
         if delay_wgrad_compute:
             self.delay_gradients(*(f"weight{index}" for index in range(num_gemms)))
 
     def forward(
-        self,
-        inp: torch.Tensor,
-        m_splits: Any,
-        is_first_microbatch: bool | None = None,
-        out: torch.Tensor | None = None,
-        dgrad_out: torch.Tensor | None = None,
+        self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
     ) -> Any:
         """``[tokens, k]`` to ``[tokens, n]``; ``m_splits`` are the numbers of tokens per expert."""
-        if out is not None or dgrad_out is not None:
-            raise NotImplementedError("a grouped layer that writes to a given tensor on a CPU")
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         if len(splits) != self.num_gemms:
             raise ValueError(f"{len(splits)} splits for {self.num_gemms} experts")

@@ -9,7 +9,6 @@ import torch
 
 from megatron_ttrace.cpu.te import delayed_wgrad, overlap
 from megatron_ttrace.cpu.te.base import InitMethod, TransformerEngineBaseModule, default_init
-from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_along_first_dim
 from megatron_ttrace.cpu.te.products import (
     Operand,
@@ -20,7 +19,6 @@ from megatron_ttrace.cpu.te.products import (
     input_gradient,
     weight_gradient,
 )
-from megatron_ttrace.cpu.te.releases import Release, current
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,6 @@ def require_fp8_sizes(x: torch.Tensor, weight: torch.Tensor, settings: LinearSet
                 f"multiple of 8, and gets {list(tensor.shape)}"
             )
     refuse_delayed(precision, settings.save_original_input)
-    refuses_parts = current() >= Release(2, 8) and not since(Change.FP8_GATHERS_SMALL_PARTS)
-    if settings.layout.gathers_input and refuses_parts:
-        block = precision.block
-        if flat(x).shape[0] % block or x.shape[-1] % block:
-            raise ValueError(f"parts of {list(x.shape)} are too small to be gathered in FP8")
 
 
 def refuse_delayed(precision: Precision, save_original_input: bool) -> None:

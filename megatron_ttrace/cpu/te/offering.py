@@ -7,8 +7,6 @@ from typing import Any
 
 from megatron_ttrace.cpu.stand_in import offer
 from megatron_ttrace.cpu.te import releases
-from megatron_ttrace.cpu.te.differences import as_released, offers
-from megatron_ttrace.errors import TTraceError
 
 _PACKAGE = "megatron_ttrace.cpu.te"
 
@@ -103,35 +101,16 @@ def emulated() -> bool:
 
 
 def install() -> None:
-    """Offer everything that the release to emulate has, unless the real TransformerEngine is there.
-
-    Raises:
-        TTraceError: when another release is emulated already, or the one asked for cannot be.
-    """
+    """Offer the modules, unless they are offered already or the real TransformerEngine is there."""
     global _emulated
-    if _emulated:
-        if releases.wanted() != releases.current():
-            raise TTraceError(
-                f"TransformerEngine {releases.current()} is emulated already: "
-                f"set {releases.VARIABLE} before Python starts"
-            )
+    if _emulated or real_present():
         return
-    if real_present():
-        return
-    releases.use(releases.wanted())
-    released: dict[int, Any] = {}
     for name, homes in _OFFERED.items():
         contents: dict[str, Any] = {}
-        _, _, below = name.partition(".")
         for home, words in homes.items():
             module = importlib.import_module(f"{_PACKAGE}.{home}")
-            for word in words.split():
-                if offers(below, word):
-                    thing = getattr(module, word)
-                    # One class, wherever it is imported from.
-                    contents[word] = released.setdefault(id(thing), as_released(thing))
-        if contents or not homes:
-            offer(name, contents)
+            contents |= {word: getattr(module, word) for word in words.split()}
+        offer(name, contents)
     engine: Any = sys.modules["transformer_engine"]
-    engine.__version__ = str(releases.current())
+    engine.__version__ = releases.current()
     _emulated = True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransformerEngine's operation fuser: its names, and none of its operations.
 
-Megatron 0.17 names two of these classes in annotations that Python evaluates when Megatron's
+Megatron names two of these classes in annotations that Python evaluates when Megatron's
 wrappers are defined, whatever the options. ``cpu/arguments.py`` keeps runs from using them;
 operations that are looked for by name (``from ...ops import GroupedLinear``) are not found.
 """

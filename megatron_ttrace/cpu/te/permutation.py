@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.cpu.te.differences import Change, since
 from megatron_ttrace.cpu.te.norms import compute_dtype
 
 
 def _rows(routing_map: torch.Tensor, num_out_tokens: int | None) -> torch.Tensor:
     """Token and expert of each permuted row: by expert, then by token."""
-    needs_rows = since(Change.PERMUTE_NEEDS_ROWS) and routing_map.shape[0] > 0
-    if needs_rows and (num_out_tokens is None or num_out_tokens <= 0):
+    if routing_map.shape[0] > 0 and (num_out_tokens is None or num_out_tokens <= 0):
         raise AssertionError(f"moe_permute needs num_out_tokens > 0, not {num_out_tokens}")
     rows = routing_map.bool().t().nonzero().flip(-1)
     limit = num_out_tokens if num_out_tokens is not None and num_out_tokens >= 0 else None

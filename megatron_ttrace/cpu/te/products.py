@@ -29,8 +29,6 @@ class Precision(Protocol):
     wgrad_in_high_precision: bool
     #: Whether scales come from earlier passes.
     scales_are_delayed: bool
-    #: Length of what shares a scale; 1 where that is the whole tensor.
-    block: int
 
     def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
         """Round the input, or the ``index``-th group of its rows; ``again`` in backward."""
@@ -51,7 +49,6 @@ class HighPrecision:
     quantized = False
     wgrad_in_high_precision = True
     scales_are_delayed = False
-    block = 1
 
     def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
         """Return the tensor."""

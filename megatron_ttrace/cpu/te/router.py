@@ -3,8 +3,6 @@
 
 import torch
 
-from megatron_ttrace.cpu.te.differences import Change, since
-
 
 def _require_bytemap(routing_map_format: int | str) -> None:
     """Refuse another form of the routing map than one byte per token and expert."""
@@ -12,21 +10,14 @@ def _require_bytemap(routing_map_format: int | str) -> None:
         raise NotImplementedError("a routing map of bits, on a CPU")
 
 
-def _rounded(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``scores`` as the kernels keep them from one step to the next."""
-    return scores if since(Change.ROUTER_IN_FLOAT32) else scores.to(dtype).float()
-
-
 def _activated(logits: torch.Tensor, score_function: str) -> torch.Tensor:
     if score_function == "softmax":
-        scores = torch.softmax(logits.float(), -1)
-    elif score_function == "sigmoid":
-        scores = torch.sigmoid(logits.float())
-    elif score_function == "sqrtsoftplus" and since(Change.ROUTER_SQRTSOFTPLUS):
-        scores = torch.nn.functional.softplus(logits.float()).sqrt()
-    else:
-        raise ValueError(f"unknown score function {score_function}")
-    return _rounded(scores, logits.dtype)
+        return torch.softmax(logits.float(), -1)
+    if score_function == "sigmoid":
+        return torch.sigmoid(logits.float())
+    if score_function == "sqrtsoftplus":
+        return torch.nn.functional.softplus(logits.float()).sqrt()
+    raise ValueError(f"unknown score function {score_function}")
 
 
 def _choose(
@@ -54,16 +45,12 @@ def fused_topk_with_score_function(
     score_function: str,
     expert_bias: torch.Tensor | None,
     routing_map_format: int | str = 0,
-    topk_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and choice of experts, both ``[tokens, experts]``; weights in the logits' type."""
     _require_bytemap(routing_map_format)
-    if topk_indices is not None:
-        raise NotImplementedError("the chosen experts as a list, on a CPU")
-    dtype = logits.dtype
     if score_function == "softmax" and not use_pre_softmax:
         indices = _choose(logits, topk, num_groups, group_topk)
-        chosen = _rounded(torch.softmax(logits.gather(1, indices).float(), -1), dtype)
+        chosen = torch.softmax(logits.gather(1, indices).float(), -1)
     else:
         scores = _activated(logits, score_function)
         if expert_bias is None:
@@ -71,12 +58,11 @@ def fused_topk_with_score_function(
             chosen = scores.gather(1, indices)
         else:
             # The bias is added before the choice, and taken away from the chosen.
-            biased = _rounded(scores + expert_bias, dtype)
+            biased = scores + expert_bias
             indices = _choose(biased, topk, num_groups, group_topk)
             chosen = biased.gather(1, indices) - expert_bias.expand_as(biased).gather(1, indices)
-            chosen = _rounded(chosen, dtype)
         if score_function != "softmax" and topk > 1:
-            chosen = _rounded(chosen / (chosen.sum(-1, keepdim=True) + 1e-20), dtype)
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
     if scaling_factor:
         chosen = chosen * scaling_factor
     probabilities = torch.zeros_like(logits).scatter(1, indices, chosen.to(logits.dtype))
@@ -90,10 +76,8 @@ def fused_compute_score_for_moe_aux_loss(
     """Choice and normalised scores of all experts, both ``[tokens, experts]``."""
     _require_bytemap(routing_map_format)
     scores = _activated(logits, score_function)
-    if score_function != "softmax" and (topk > 1 or since(Change.ROUTER_TOP1_NORMALISED)):
+    if score_function != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    if not since(Change.ROUTER_IN_FLOAT32):
-        scores = scores.to(logits.dtype)
     indices = scores.topk(topk, dim=-1).indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True), scores
 

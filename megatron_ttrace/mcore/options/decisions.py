@@ -75,7 +75,7 @@ _LAYOUT: dict[str, Any] = {
         True,
         """
         align_grad_reduce align_param_gather gradient_reduce_div_fusion pin_cpu_grads pin_cpu_params
-        scatter_gather_tensors_in_pipeline torch_fsdp2_reshard_after_forward tp_comm_bulk_dgrad
+        torch_fsdp2_reshard_after_forward tp_comm_bulk_dgrad
         tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_split_ag tp_comm_split_rs
         use_layer_wise_param_layout
         """,
@@ -88,7 +88,7 @@ _LAYOUT: dict[str, Any] = {
         recompute_modules suggested_communication_unit_size
         """,
     ),
-    **_of([], "cuda_graph_modules cuda_graph_scope gtp_remat_opt_in_modules offload_modules"),
+    **_of([], "cuda_graph_modules gtp_remat_opt_in_modules offload_modules"),
     **_of([], "ddp_param_name_patterns_for_fp32_local_accumulation"),
     **_of("no_shard", "data_parallel_sharding_strategy outer_dp_sharding_strategy"),
     **_of(1.0, "activation_offload_fraction optimizer_offload_fraction"),

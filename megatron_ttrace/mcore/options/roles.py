@@ -80,7 +80,7 @@ _NAMES = {
         mtp_use_repeated_layer multi_latent_attention muon_coefficient_type
         muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_nesterov
         muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv
-        muon_tp_mode muon_use_nesterov muon_use_syrk mup_attn_scale_power
+        muon_tp_mode muon_use_syrk mup_attn_scale_power
         mup_embedding_mult mup_output_mult mup_width_mult no_persist_layer_norm
         no_weight_decay_cond_type normalization onnx_safe openai_gelu optimizer
         perform_initialization position_embedding_type qk_clip qk_clip_alpha
@@ -92,7 +92,7 @@ _NAMES = {
         te_precision_config_file te_rng_tracker transformer_impl
         untie_embeddings_and_output_weights use_cpu_initialization use_flash_attn
         use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp
-        use_grouped_gemm_for_shared_expert use_kitchen_attention use_legacy_models
+        use_grouped_gemm_for_shared_expert use_kitchen_attention
         use_mamba_mem_eff_path use_mup use_precision_aware_optimizer use_rope_scaling
         use_rotary_position_embeddings use_te_activation_func
         use_torch_optimizer_for_cpu_offload use_transformer_engine_op_fuser weight_decay
@@ -143,7 +143,7 @@ _NAMES = {
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         activation_offload_fraction align_grad_reduce align_param_gather ckpt_format
         cp_comm_type cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group
-        cuda_graph_impl cuda_graph_modules cuda_graph_scope cuda_graph_scope_deprecated
+        cuda_graph_impl cuda_graph_modules cuda_graph_scope_deprecated
         cuda_graph_warmup_steps data_parallel_sharding_strategy
         ddp_average_in_collective ddp_bucket_size ddp_num_buckets
         ddp_pad_buckets_for_high_nccl_busbw
@@ -172,7 +172,7 @@ _NAMES = {
         overlap_p2p_comm_warmup_flush overlap_param_gather
         overlap_param_gather_with_optimizer_step pin_cpu_grads pin_cpu_params
         recompute_activations recompute_granularity recompute_method recompute_modules
-        reuse_grad_buf_for_mxfp8_param_ag scatter_gather_tensors_in_pipeline
+        reuse_grad_buf_for_mxfp8_param_ag
         sequence_parallel suggested_communication_unit_size
         torch_fsdp2_reshard_after_forward tp_comm_bulk_dgrad tp_comm_bulk_wgrad
         tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
@@ -207,11 +207,10 @@ _NAMES = {
         null_tokenizer_eod_id null_tokenizer_pad_id object_storage_cache_path
         per_dataset_sequences_path per_split_data_args_path special_tokens split
         test_data_path tiktoken_num_special_tokens tiktoken_pattern
-        tiktoken_special_tokens tokenizer_hf_include_special_tokens
         tokenizer_hf_no_include_special_tokens tokenizer_hf_no_use_fast
-        tokenizer_hf_use_fast tokenizer_metadata tokenizer_model
+        tokenizer_model
         tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_sentencepiece_legacy
-        tokenizer_special_tokens tokenizer_type tp_comm_overlap_cfg train_data_path
+        tokenizer_type tp_comm_overlap_cfg train_data_path
         trust_remote_code use_gigatoken valid_data_path vocab_file
     """,
     Role.CHECKPOINT: """
@@ -300,7 +299,6 @@ _NAMES = {
         inference_disable_ep_consensus inference_disable_triton_nvls_kernels
         inference_dynamic_batching inference_dynamic_batching_async_sched_mode
         inference_dynamic_batching_block_size inference_dynamic_batching_buffer_size_gb
-        inference_dynamic_batching_cuda_graph_max_tokens
         inference_dynamic_batching_cuda_graph_mixed_prefill_count
         inference_dynamic_batching_cuda_graph_sizing_distribution
         inference_dynamic_batching_enable_prefix_caching

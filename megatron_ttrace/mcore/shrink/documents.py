@@ -19,9 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore import text_data
-from megatron_ttrace.mcore.versions import quiet_imports, version_in
+from megatron_ttrace.mcore.versions import quiet_imports
 
 SFT = "--sft"
 
@@ -153,13 +152,5 @@ def arguments(script: str, prefix: Path, words: Sequence[str] = ()) -> list[str]
         tokenizer = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder)]
         # A validation set of no samples is refused here: its length is what is asked for.
         return [*tokenizer, "--data-path", str(folder / "chats.jsonl"), "--split", "100,0,0"]
-    words = text_data.training_flags(prefix, _release(script)).split()
+    words = text_data.training_flags(prefix).split()
     return [*words, "--split", "99,1,0"]
-
-
-def _release(script: str) -> str:
-    """The version of the Megatron that the script would import. Nothing is imported."""
-    found = scripts.origins(scripts.search_path(script)).get("megatron.core")
-    if found is None:
-        raise TTraceError("megatron-core is not installed: pip install 'megatron-core==0.19.2'")
-    return version_in(Path(found).with_name("package_info.py").read_text(encoding="utf-8"))

@@ -82,8 +82,10 @@ def test_values_of_another_width():
 
 
 def test_learnable_sink():
+    """It starts at zero."""
     tensors = inputs()
     attention = module(softmax_type="learnable")
+    assert not attention.softmax_offset.any()
     with torch.no_grad():
         attention.softmax_offset.normal_()
     sink = attention.softmax_offset

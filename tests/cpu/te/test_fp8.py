@@ -234,6 +234,14 @@ def test_sizes_that_kernels_do_not_take(kind, rows, inner, outer):
         kind(inner, outer)(torch.randn(rows, inner))
 
 
+def test_option_of_a_recipe_that_is_not_implemented(monkeypatch):
+    """Refused, not passed over."""
+    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1")
+    with pytest.raises(NotImplementedError, match="use_power_2_scales"):
+        Float8CurrentScaling()
+    Float8BlockScaling()
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_experts_have_scales_of_their_own(recipe):
     torch.manual_seed(0)

@@ -30,6 +30,14 @@ def test_rows_are_sorted_by_expert_then_token(routing):
     assert torch.equal(weights, torch.stack([probs[t, e] for t, e in order]))
 
 
+def test_permute_refuses_to_return_no_rows():
+    """As TransformerEngine does, unless there are no tokens either."""
+    with pytest.raises(AssertionError, match="num_out_tokens"):
+        permutation.moe_permute(torch.randn(3, 2), torch.zeros(3, 4, dtype=torch.bool), 0)
+    rows, _ = permutation.moe_permute(torch.randn(0, 2), torch.zeros(0, 4, dtype=torch.bool), 0)
+    assert rows.shape == (0, 2)
+
+
 def test_unpermute_is_the_weighted_sum(routing):
     tokens, probs, routing_map = routing
     tokens, probs = tokens.requires_grad_(), probs.requires_grad_()
@@ -130,6 +138,51 @@ def test_router_chooses_the_best_experts(pre):
     expected = expected.gather(1, indices) if pre else expected
     close(weights.gather(1, indices), expected, 1e-6)
     assert weights.masked_fill(chosen, 0).abs().sum() == 0
+
+
+def is_rounded_once(actual, exact):
+    return bool(((actual - exact).abs() <= 1.01 * 2.0**-8 * exact.abs()).all())
+
+
+def test_router_computes_in_float32():
+    """Scores are float32 and weights are rounded to the logits' type once, at the end."""
+    torch.manual_seed(0)
+    logits = torch.randn(30, 8).bfloat16()
+    _, scores = router.fused_compute_score_for_moe_aux_loss(logits, 2, "sigmoid")
+    assert scores.dtype == torch.float32
+    weights, chosen = router.fused_topk_with_score_function(
+        logits, 2, False, None, None, None, "sigmoid", None
+    )
+    kept = torch.sigmoid(logits.double()) * chosen
+    assert is_rounded_once(weights.double(), kept / kept.sum(-1, keepdim=True))
+
+
+def test_scores_for_the_auxiliary_loss_sum_to_one():
+    """With one expert per token too; another score function is refused."""
+    for function in ("softmax", "sigmoid", "sqrtsoftplus"):
+        _, scores = router.fused_compute_score_for_moe_aux_loss(torch.randn(3, 4), 1, function)
+        close(scores.sum(-1), torch.ones(3), 1e-5)
+    with pytest.raises(ValueError, match="score function"):
+        router.fused_compute_score_for_moe_aux_loss(torch.randn(3, 4), 1, "tanh")
+
+
+def test_cross_entropy_gradient_by_token():
+    """Each token's gradient is multiplied by that of its own loss, and not scaled."""
+    torch.manual_seed(1)
+    logits, target = torch.randn(3, 1, 8, dtype=torch.float64), torch.arange(3)[:, None]
+    weights = torch.tensor([[0.5], [0.0], [2.0]], dtype=torch.float64)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    (parallel_cross_entropy(ours, target) * weights).sum().backward()
+    exact = F.cross_entropy(theirs[:, 0], target[:, 0], reduction="none")
+    (exact * weights[:, 0]).sum().backward()
+    close(ours.grad, theirs.grad)
+
+
+def test_reduced_cross_entropy_is_the_mean_over_counted_tokens():
+    """Ignored tokens are not counted; the default index is PyTorch's."""
+    logits, target = torch.randn(3, 1, 8).double(), torch.tensor([[1], [-100], [2]])
+    loss = parallel_cross_entropy(logits, target, reduce_loss=True)
+    close(loss, F.cross_entropy(logits[:, 0], target[:, 0]))
 
 
 def test_router_with_groups_chooses_inside_the_best():

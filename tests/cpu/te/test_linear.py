@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
 from megatron_ttrace.cpu.te.layernorm_linear import LayerNormLinear
 from megatron_ttrace.cpu.te.linear import Linear
+from megatron_ttrace.errors import TTraceError
 from tests.cpu.te.ranks import close, run_ranks
 
 DOUBLE = {"params_dtype": torch.float64}
@@ -220,6 +221,20 @@ def test_weights_are_marked_without_a_mode_too(kind, mode):
     assert module.weight.partition_dim == (1 if mode == "row" else 0)
     assert hasattr(module.bias, "tensor_model_parallel") == (mode == "column")
     assert hasattr(module.bias, "sequence_parallel") == (mode == "row")
+
+
+@pytest.mark.parametrize("mode", [None, "column", "row"])
+def test_grouped_weights_are_not_marked(mode):
+    """As in TransformerEngine since 2.13: Megatron 0.19 marks them (docs/findings.md, 29)."""
+    assert not hasattr(GroupedLinear(1, 2, 2, parallel_mode=mode).weight0, "partition_dim")
+
+
+def test_single_weight_is_refused_where_it_would_be_made(monkeypatch):
+    """The option has no effect without the variable."""
+    GroupedLinear(2, 2, 2, single_grouped_weight=True)
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    with pytest.raises(TTraceError, match="moe-single-grouped-weight"):
+        GroupedLinear(2, 2, 2, single_grouped_weight=True)
 
 
 @pytest.mark.parametrize("wrong", [{"tp_size": 2}, {"ub_overlap_ag": True}])

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ttrace.cpu.te.releases import PINNED, VARIABLE
-from megatron_ttrace.mcore.versions import megatron_core_version
+from megatron_ttrace.cpu.te.releases import PINNED
+from megatron_ttrace.mcore.versions import megatron_core_version, series
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,7 +27,7 @@ def python(code, *paths, **more):
 
 
 def default():
-    return str(PINNED[megatron_core_version().rpartition(".")[0]])
+    return PINNED[series(megatron_core_version())]
 
 
 def test_only_when_asked():
@@ -66,30 +66,3 @@ def test_real_engine_is_left_alone(tmp_path):
     (package / "pytorch.py").write_text("")
     code = "from megatron_ttrace.cpu import te; te.install(); import transformer_engine as e\n"
     assert python(code + "print(e.__version__, te.emulated())", tmp_path) == ["1.0", "False"]
-
-
-def test_older_release_on_request():
-    """It has fewer names and arguments; another one later in the same process is refused."""
-    code = """
-import inspect, os
-from megatron_ttrace.cpu import te
-from megatron_ttrace.errors import TTraceError
-te.install(); te.install()
-import transformer_engine as engine
-from transformer_engine.pytorch import DotProductAttention, GroupedLinear
-from transformer_engine.pytorch.module import GroupedLinear as Same
-assert GroupedLinear is Same
-assert "softmax_type" not in inspect.signature(DotProductAttention).parameters
-assert hasattr(GroupedLinear(1, 2, 2).weight0, "tensor_model_parallel")
-try:
-    import transformer_engine.pytorch.router
-except ModuleNotFoundError:
-    print(engine.__version__)
-os.environ["TTRACE_TE_VERSION"] = "2.6"
-try:
-    te.install()
-except TTraceError as error:
-    print(str(error).split(":")[0])
-"""
-    said = python(code, **{VARIABLE: "2.5"})
-    assert " ".join(said) == "2.5.0 TransformerEngine 2.5.0 is emulated already"

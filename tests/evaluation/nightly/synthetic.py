@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ttrace.evaluation.mutants.score import BARS
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
 
-VERSIONS = {"megatron-core": "0.19.0", "torch": "2.15.0"}
+VERSIONS = {"megatron-core": "0.19.2", "torch": "2.15.0"}
 OPTIONS = {"parts": "bugs matrix mutants", "bugs": "all"}
 
 

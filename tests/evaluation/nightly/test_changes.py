@@ -29,7 +29,7 @@ def test_versions() -> None:
     then = night(versions={**VERSIONS, "wandb": "0.31"})
     now = night(versions={"megatron-core": "0.20.0", "torch": "2.15.0", "numpy": "2"})
     assert changes.compare(then, now).versions == {
-        "megatron-core": ("0.19.0", "0.20.0"),
+        "megatron-core": ("0.19.2", "0.20.0"),
         "numpy": ("not installed", "2"),
         "wandb": ("0.31", "not installed"),
     }
@@ -41,7 +41,7 @@ def test_a_bad_night_says_what_changed() -> None:
     said = "\n".join(changes.lines(now, night(day=7)))
     assert "missed: bugs 01: found equivalent" in said
     assert "since the last good night, 2026-01-07T02:00:00+00:00:" in said
-    assert "megatron-core: 0.19.0 -> 0.20.0" in said
+    assert "megatron-core: 0.19.2 -> 0.20.0" in said
 
 
 def test_nothing_but_the_result_changed() -> None:

@@ -144,18 +144,18 @@ def test_known_findings_are_those_of_the_page():
     for finding in known.FINDINGS:
         assert re.search(rf"^## [0-9]+\. {re.escape(finding.heading)}", text, re.MULTILINE)
     words = "--multi-latent-attention --tensor-model-parallel-size 2"
-    assert known.finding_of(words.split(), "0.19.0") == "MLA without sequence parallelism"
-    assert known.finding_of([*words.split(), "--sequence-parallel"], "0.19.0") == ""
+    assert known.finding_of(words.split(), "0.19.2") == "MLA without sequence parallelism"
+    assert known.finding_of([*words.split(), "--sequence-parallel"], "0.19.2") == ""
     words = "--use-megatron-fsdp --tensor-model-parallel-size 2 --sequence-parallel --bf16"
     per_token = [*words.split(), "--calculate-per-token-loss"]
-    assert known.finding_of(per_token, "0.19.0") == "Megatron-FSDP and per-token losses"
-    assert known.finding_of(words.split(), "0.19.0") == ""
+    assert known.finding_of(per_token, "0.19.2") == "Megatron-FSDP and per-token losses"
+    assert known.finding_of(words.split(), "0.19.2") == ""
     assert (
-        known.finding_of([*per_token, "--megatron-fsdp-main-grads-dtype", "fp32"], "0.19.0") == ""
+        known.finding_of([*per_token, "--megatron-fsdp-main-grads-dtype", "fp32"], "0.19.2") == ""
     )
     grouped = "--moe-grouped-gemm --tensor-model-parallel-size 2".split()
     assert known.finding_of(grouped, "0.18.2") == "Grouped experts with TP"
-    assert known.finding_of(grouped, "0.19.0") == ""
+    assert known.finding_of(grouped, "0.19.2") == ""
 
 
 def test_the_table_without_running(checkout, tmp_path, capsys):

@@ -28,10 +28,8 @@ def main() -> int:
             setattr(args, name, value)
     adapt_arguments(args)
     megatron.validate_args(args)
-    try:
-        from megatron.training.argument_utils import core_transformer_config_from_args
-    except ImportError:  # until 0.17
-        core_transformer_config_from_args = megatron.core_transformer_config_from_args
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
     config = core_transformer_config_from_args(args)
     assert config.tensor_model_parallel_size == 1
     assert args.data_parallel_size == 1

@@ -12,16 +12,6 @@ from megatron_ttrace.mcore.options.decisions import Action, decision, option_of
 from megatron_ttrace.mcore.options.roles import ROLES, Role
 
 RELEASES = versions.KNOWN
-RENAMED = {
-    ("0.17.1", flag)
-    for flag in (
-        "--cuda-graph-scope",
-        "--disable-msc",
-        "--tokenizer-metadata",
-        "--tokenizer-special-tokens",
-    )
-}
-"""Flags that set another option since 0.18, with the same decision."""
 
 
 def registered(release):
@@ -49,8 +39,7 @@ def test_every_release_is_covered(release):
     assert len(flags) > 700
     for flag, option in flags.items():
         assert decision(option) is not None, f"{flag} of {release} has no decision"
-        if option_of(flag) != option:
-            assert (release, flag) in RENAMED, f"{flag}: {option_of(flag)}, not {option}"
+        assert option_of(flag) == option, flag
 
 
 def test_the_installed_release_is_covered(installed):
