@@ -195,10 +195,10 @@ def _tell(text: str) -> None:
 
 def _clean(line: str) -> str:
     try:
-        from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+        from megatron_ttrace.trace.sanitise import NOTE_LIMIT, log_line, shorten
     except Exception:  # noqa: BLE001 - the error may be that this cannot be imported
         return ascii(line)[1:-1]
-    return clean(line, NOTE_LIMIT)
+    return shorten(log_line(line), NOTE_LIMIT)
 
 
 if __name__ == "__main__":

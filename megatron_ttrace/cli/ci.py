@@ -18,12 +18,14 @@ examples:
   ttrace ci . --base origin/main --recipe examples/gpt3/train.sh --format github
 
 Recipes (model_config.yaml files, and shell scripts that start a training) are shrunk and checked at
-HEAD. What each check runs is kept in --directory: a recipe none of whose code has changed since is
-skipped. If HEAD diverges, its last common commit with --base is checked too: what diverges there as
-well is no fault of the pull request. The files of the checkout are not touched.
+HEAD. What each check runs is kept in --directory: a recipe is skipped if none of its code differs
+from its last common commit with --base. If HEAD diverges, that commit is checked too: divergences
+already present there are not attributed to the pull request. A recipe that HEAD changes, breaks or
+removes is still checked as it was. The files of the checkout are not touched. Code of the pull
+request runs without the variables of this environment that may be secret (docs/pull-requests.md).
 
-exit code: 0 the pull request adds no divergence; 1 it does; 2 it keeps a recipe from being checked,
-or no recipe that runs changed code can be
+exit code: 0 the pull request adds no divergence; 1 it does; 2 it removes or breaks a recipe, or
+keeps one from being checked, or no recipe that runs changed code can be
 """
 
 
@@ -76,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.recipes import pull
     from megatron_ttrace.processes.worktrees import Checkout
     from megatron_ttrace.report import review
+    from megatron_ttrace.trace.sanitise import log_line
 
     if not args.checkout.is_dir():
         raise TTraceError(f"{args.checkout}: no such directory; give a checkout of Megatron-LM")
@@ -87,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     out = sys.stderr if args.format == "gitlab" else sys.stdout
 
     def tell(line: str) -> None:
-        print(line, file=out, flush=True)
+        print(log_line(line), file=out, flush=True)
 
     if checkout.is_edited():
         tell(f"uncommitted changes are not checked, only {head[:12]}")
@@ -96,13 +99,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         with ExitStack() as stack:
             request = pull.Pull(checkout, inside, directory, head, base, args.quiet, stack)
-            jobs = pull.jobs_of(request, folder, args.places, args.max_ranks, tell)
-            code, found = pull.check(request, jobs, tell)
+            todo = pull.plan(request, folder, args.places, args.max_ranks, tell)
+            code, found = pull.check(request, todo, tell)
     finally:
         shutil.rmtree(directory / "trees", ignore_errors=True)
     if args.format == "gitlab":
         print(review.code_quality(found))
     show = review.workflow_command if args.format == "github" else review.text
     for one in found:
-        tell(show(one))
+        print(show(one), file=out, flush=True)
     return code

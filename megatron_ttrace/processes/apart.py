@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.processes.tether import tethered
+from megatron_ttrace.trace.sanitise import log_line
 
 _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
 
@@ -65,7 +66,7 @@ def ttrace(
             if errors or line.startswith("ttrace: "):
                 errors.append(line.rstrip())
             elif line.startswith("[") and not quiet:
-                print(line, end="", file=sys.stderr, flush=True)
+                print(log_line(line), file=sys.stderr, flush=True)
         code = process.wait()
     finally:
         process.kill()

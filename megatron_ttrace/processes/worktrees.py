@@ -86,6 +86,15 @@ class Checkout:
                 "(actions/checkout: fetch-depth: 0; GitLab: GIT_DEPTH: 0)"
             ) from error
 
+    def tree(self, commit: str) -> str:
+        """The id of a commit's content."""
+        return self._git("rev-parse", "--verify", f"{commit}^{{tree}}").strip()
+
+    def changed_files(self, commit: str, base: str) -> list[str]:
+        """Paths in the repository of the files of a commit that differ from another one."""
+        words = ("diff", "--name-only", "-z", "--no-renames", "--diff-filter=d", base, commit)
+        return [name for name in self._git(*words).split("\0") if name]
+
     def is_edited(self) -> bool:
         """Whether tracked files differ from the commit that is checked out."""
         return bool(self._git("status", "--porcelain", "--untracked-files=no").strip())
@@ -97,7 +106,9 @@ class Checkout:
 
     def hunks(self, commit: str, base: str = "", context: int = _CONTEXT) -> list[Hunk]:
         """What a commit changed, compared with another one, or else with its first parent."""
-        words = ["diff", "--no-color", "--no-ext-diff", f"--unified={context}"]
+        # Attributes of the repository decide neither which files are text nor how they are shown.
+        words = ["diff", "--no-color", "--no-ext-diff", "--no-textconv", "--text"]
+        words += ["--src-prefix=a/", "--dst-prefix=b/", f"--unified={context}"]
         found: list[Hunk] = []
         file = ""
         old = new = 0  # lines of the hunk that are to come

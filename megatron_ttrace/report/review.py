@@ -9,6 +9,11 @@ import json
 from collections.abc import Sequence
 from enum import StrEnum
 
+from megatron_ttrace.trace.sanitise import clean, log_line
+
+_MOST = 8000
+"""Characters of a message."""
+
 
 class Level(StrEnum):
     """How bad an annotation is, in GitHub's words."""
@@ -33,7 +38,8 @@ def workflow_command(one: Annotation) -> str:
     """As a workflow command of GitHub Actions, which escapes its delimiters as URLs do."""
 
     def data(text: str) -> str:
-        return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        return clean(text, _MOST)
 
     def value(text: object) -> str:
         return data(str(text)).replace(":", "%3A").replace(",", "%2C")
@@ -47,7 +53,9 @@ def code_quality(found: Sequence[Annotation]) -> str:
     severities = {Level.ERROR: "critical", Level.WARNING: "minor", Level.NOTICE: "info"}
     issues = [
         {
-            "description": f"{one.title}. {one.message}",
+            "description": "\n".join(
+                clean(line, _MOST) for line in f"{one.title}. {one.message}".splitlines()
+            ),
             "check_name": "ttrace",
             "fingerprint": hashlib.sha256(f"{one.file} {one.title}".encode()).hexdigest(),
             "severity": severities[one.level],
@@ -60,6 +68,7 @@ def code_quality(found: Sequence[Annotation]) -> str:
 
 
 def text(one: Annotation) -> str:
-    """For people."""
+    """For people, and for logs."""
     where = f"{one.file}:{one.line}: " if one.file else ""
-    return f"{where}{one.level}: {one.title}\n    " + one.message.replace("\n", "\n    ")
+    lines = [f"{where}{one.level}: {one.title}", *one.message.split("\n")]
+    return "\n    ".join(map(log_line, lines))

@@ -10,11 +10,13 @@ enough, and a lossless file can be read back.
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from typing import Any
 
 NAME_LIMIT = 120
 NOTE_LIMIT = 600
+LINE_LIMIT = 2000
 ELLIPSIS = "…"
 
 # Controls, invisible format characters (bidirectional overrides among them), lone surrogates,
@@ -40,6 +42,16 @@ def clean(text: object, limit: int = NAME_LIMIT) -> str:
 def in_one_line(error: object) -> str:
     """The text of an error, which may quote a log, as one harmless line."""
     return clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)
+
+
+_COMMAND = re.compile(r"^\s*::|##(?=\[)")
+"""GitHub's workflow commands: at the beginning of a line, or in their older form anywhere in it."""
+
+
+def log_line(text: str) -> str:
+    """One harmless line of a log, in which a host of code finds no command to obey."""
+    line = clean(" ".join(text.splitlines()), LINE_LIMIT)
+    return _COMMAND.sub(lambda match: " ".join([match[0][:-1], match[0][-1]]), line)
 
 
 def _printable(text: str) -> list[str]:

@@ -2,11 +2,13 @@
 """``ttrace ci``: what of a pull request is checked and said, with a checker that reads a mark."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace.__main__ import main
+from megatron_ttrace.evaluation.recipes import collect
 from megatron_ttrace.evaluation.recipes import pull as pull_request
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.shrink import documents
@@ -76,6 +78,7 @@ def checked(tmp_path, monkeypatch):
         axis = "tensor" if "--tensor-model-parallel-size" in words else "pipeline"
         file = LAYERS if axis == "tensor" else PIPELINE
         stand_in.asked.append((root.name, axis))
+        stand_in.environment = dict(environment)
         for process in range(9):
             with log.open("a" if process else "w") as out:
                 out.writelines(json.dumps([process, file, name]) + "\n" for name in ("", "run"))
@@ -123,7 +126,7 @@ def test_a_faulty_change(fork, checked, capsys):
     for _ in range(2):
         assert pull("--format", "github") == 1
         said = capsys.readouterr().out
-        (line,) = (line for line in said.splitlines() if line.startswith("::"))
+        (line,) = (line for line in said.splitlines() if line.startswith("::error"))
         assert line.startswith(f"::error file={LAYERS},line=3,title=ttrace%3A diverged in decoder")
         assert f"changed code that it ran: {LAYERS} (run)" in line
         assert "%0Areport: " in line
@@ -131,7 +134,8 @@ def test_a_faulty_change(fork, checked, capsys):
     assert pull("--format", "gitlab") == 1
     issues = json.loads(capsys.readouterr().out)
     assert [(one["severity"], one["location"]) for one in issues] == [
-        ("critical", {"path": LAYERS, "lines": {"begin": 3}})
+        ("critical", {"path": LAYERS, "lines": {"begin": 3}}),
+        ("minor", {"path": PIPELINE, "lines": {"begin": 7}}),
     ]
     assert pull() == 1
     assert f"{LAYERS}:3: error: ttrace: diverged in" in capsys.readouterr().out
@@ -199,3 +203,118 @@ def test_bad_input(fork, checked, capsys, words, said):
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1
     assert said in error[0]
+
+
+def test_a_recipe_that_is_removed_with_a_fault(fork, checked, capsys):
+    """Its job is checked once more; alone, removing it fails the review by name."""
+    git(fork, "rm", "-q", "ci/tp.yaml")
+    commit(fork, "no tensor parallelism")
+    assert pull("--format", "github") == 2
+    said = capsys.readouterr().out
+    assert "::error title=ttrace%3A recipe removed%3A ci/tp.yaml::" in said
+    assert ("head", "tensor") in checked.asked
+    edit(fork, LAYERS, "x + 0", "x + 1")
+    assert pull("--format", "github") == 1
+    assert f"::error file={LAYERS},line=3" in capsys.readouterr().out
+
+
+def test_a_recipe_that_is_broken(fork, checked, capsys):
+    """It is an error on the recipe, and what it was is checked."""
+    (fork / "ci" / "tp.yaml").write_text("MODEL_ARGS: [\n")
+    edit(fork, LAYERS, "x + 0", "x + 1")
+    assert pull("--format", "github") == 1
+    said = capsys.readouterr().out
+    assert "::error file=ci/tp.yaml,line=1,title=ttrace%3A recipe broken%3A ci/tp.yaml::" in said
+    assert f"::error file={LAYERS},line=3" in said
+
+
+def test_a_recipe_that_is_renamed_or_changed(fork, checked, capsys):
+    """Under another name it is the same; with another job, the base's job is checked as well."""
+    git(fork, "mv", "ci/tp.yaml", "ci/other.yaml")
+    commit(fork, "another name")
+    assert pull("--format", "github") == 0
+    said = capsys.readouterr().out
+    assert "renamed: ci/tp.yaml is now ci/other.yaml" in said
+    assert "::" not in said
+    edit(fork, "ci/pp.yaml", "pipeline", "context")
+    assert pull("--format", "github") == 0
+    assert "::warning file=ci/pp.yaml,line=1,title=ttrace%3A recipe changed::" in (
+        capsys.readouterr().out
+    )
+    assert ("head", "pipeline") in checked.asked
+
+
+@pytest.mark.parametrize("damage", ["empty", "partial", "other"])
+def test_damaged_records_skip_nothing(fork, checked, damage):
+    """Records of a cache that are empty, cut off, or of other content are made again."""
+    assert pull() == 0
+    file = fork / "ttrace-ci" / "reached.json"
+    content = json.loads(file.read_text())
+    for key, records in content["jobs"].items():
+        if damage == "empty":
+            content["jobs"][key] = {} if isinstance(records, dict) else [{**records[0], "ran": {}}]
+        for record in records if isinstance(records, list) and damage != "empty" else ():
+            if damage == "partial":
+                for functions in record["ran"].values():
+                    functions.pop("run", None)
+            else:
+                record["tree"] = "0" * 40
+    file.write_text(json.dumps(content))
+    edit(fork, LAYERS, "x + 0", "x + 1")
+    count = len(checked.asked)
+    assert pull() == 1
+    assert {("head", "tensor"), ("head", "pipeline")} <= {*checked.asked[count:]}
+
+
+def test_changed_code_that_no_recipe_runs(fork, checked, capsys):
+    """A warning on the changed line; not for what runs, or what no training can import."""
+    edit(fork, LAYERS, "return 1", "return 2")
+    (fork / "megatron" / "unused.py").write_text("def idle():\n    return 0\n")
+    (fork / "tool.py").write_text("def idle():\n    return 0\n")
+    edit(fork, PIPELINE, "x + 0", "0 + x")
+    assert pull("--format", "github") == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("::")]
+    title = "title=ttrace%3A changed%2C but not executed by any recipe"
+    assert [line.rpartition("::")[0] for line in warnings] == [
+        f"::warning file={LAYERS},line=7,{title}",
+        f"::warning file=megatron/unused.py,line=1,{title}",
+    ]
+    assert f"{LAYERS}: other: " in warnings[0]
+
+
+def test_no_secret_reaches_code_of_the_pull_request(fork, checked, monkeypatch):
+    """Neither the scripts that are read for their commands nor the checks see other variables."""
+    seen = []
+    (fork / "ci" / "more.sh").write_text("torchrun pretrain_gpt.py --num-layers 2\n")
+    commit(fork, "a script")
+    for name in ("GITHUB_TOKEN", "NCCL_AUTH", "WANDB_API_KEY", "MEGATRON_DB_URL", "ANYTHING"):
+        monkeypatch.setenv(name, "hidden")
+    monkeypatch.setenv("NCCL_NET", "https://user:hidden@host")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    resolve = collect.shell_script.resolve
+
+    def look(*given):
+        seen.append(dict(os.environ))
+        return resolve(*given)
+
+    monkeypatch.setattr(collect.shell_script, "resolve", look)
+    before = dict(os.environ)
+    assert pull() == 0
+    assert len(seen) == 1
+    for environment in (*seen, checked.environment):
+        assert "hidden" not in " ".join(environment.values())
+        assert environment["NCCL_ALGO"] == "Ring"
+        assert environment["PATH"]
+        assert environment["HOME"] != before.get("HOME")
+    assert dict(os.environ) == before
+
+
+def test_names_that_forge_commands(fork, checked, capsys):
+    """A recipe's name is one line, and no command of the host of code."""
+    (fork / "ci" / "x\n::error::forged\n##[error]forged.yaml").write_text("MODEL_ARGS: [\n")
+    commit(fork, "a name")
+    pull("--format", "github")
+    printed = capsys.readouterr()
+    lines = (printed.out + printed.err).splitlines()
+    assert any("forged" in line for line in lines)
+    assert not any(line.strip().startswith("::error") or "##[" in line for line in lines)

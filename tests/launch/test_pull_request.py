@@ -52,7 +52,9 @@ def test_the_action() -> None:
     names = [step.get("name") for step in steps]
     at = names.index("Check")
     assert names.index("Restore references") < at < names.index("Save references")
-    assert all(step["if"] == "always()" for step in steps[at + 1 :])
+    assert all(step["if"].startswith("always()") for step in steps[at + 1 :])
+    save = steps[names.index("Save references")]["if"]
+    assert save == "always() && github.event_name == 'push'"
     for step in steps:
         assert "${{" not in step.get("run", "")
         assert not step.get("run") or step["shell"] == "bash"

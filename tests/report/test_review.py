@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How hosts of code read what is said of lines; all formats are seen in tests/cli/test_ci.py."""
 
-from megatron_ttrace.report.review import Annotation, Level, workflow_command
+import json
+
+from megatron_ttrace.report.review import Annotation, Level, code_quality, text, workflow_command
 
 
 def test_escapes():
@@ -10,3 +12,16 @@ def test_escapes():
     assert workflow_command(one) == (
         "::error file=x%2Cy%3Az.py,line=3,title=a%3A 5 %25%2C b::10 %25%0D%0Ac: d, e"
     )
+
+
+def test_foreign_text_is_no_command():
+    """Neither a file's name nor a message begins a line that a host of code obeys."""
+    evil = "x\n::error file=a::b\r::add-mask::c ##[error]d\x1b[0Ksection_start:1:e"
+    one = Annotation(Level.ERROR, evil, evil, evil, 3)
+    for shown in (text(one), workflow_command(one)):
+        assert not any(line.strip().startswith("::") for line in shown.splitlines()[1:])
+        assert "\x1b" not in shown
+        assert "\r" not in shown
+    assert "##[" not in text(one)
+    assert len(workflow_command(one).splitlines()) == 1
+    assert "\x1b" not in json.loads(code_quality([one]))[0]["description"]

@@ -16,7 +16,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import recipe_file
 from megatron_ttrace.mcore.command_line import Command, ShellScript
 from megatron_ttrace.mcore.shrink import plan
-from megatron_ttrace.processes import shell_script
+from megatron_ttrace.processes import shell_script, stripped
 
 _TESTS = "tests/functional_tests/test_cases"
 _SCRIPT = "pretrain_gpt.py"
@@ -54,6 +54,17 @@ class SmallJob:
         told = [Path(self.script).name, list(self.arguments), self.ranks, list(self.environment)]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
+    def moved(self, root: Path, to: Path) -> SmallJob:
+        """The same job in another checkout."""
+        return dataclasses.replace(
+            self,
+            script=self.script.replace(str(root), str(to)),
+            arguments=tuple(word.replace(str(root), str(to)) for word in self.arguments),
+            environment=tuple(
+                (name, value.replace(str(root), str(to))) for name, value in self.environment
+            ),
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
@@ -65,6 +76,7 @@ class Recipe:
         jobs: what it becomes, if it is for training.
         why: if it becomes nothing, the reason.
         lost: what the small jobs do not do.
+        file: its path below the checkout.
     """
 
     name: str
@@ -72,6 +84,7 @@ class Recipe:
     jobs: tuple[SmallJob, ...] = ()
     why: str = ""
     lost: tuple[str, ...] = ()
+    file: str = ""
 
 
 def collect(
@@ -128,6 +141,11 @@ def _training(place: Path) -> list[Path]:
 
 
 def _recipe(name: str, path: Path, checkout: Path, most: int) -> Recipe:
+    recipe = _shrunk(name, path, checkout, most)
+    return dataclasses.replace(recipe, file=path.relative_to(checkout).as_posix())
+
+
+def _shrunk(name: str, path: Path, checkout: Path, most: int) -> Recipe:
     try:
         command = recipe_file.read(path) if path.suffix != ".sh" else _example(path, checkout)
     except recipe_file.NoTrainingError as error:
@@ -154,13 +172,25 @@ def _without(path: Path, error: TTraceError) -> str:
 def _example(path: Path, checkout: Path) -> Command:
     """The command of an example's shell script, run as from the root of the checkout.
 
-    It may make folders where it runs: a folder of links stands for the checkout.
+    It may make folders where it runs: a folder of links stands for the checkout. The script may be
+    a stranger's: it sees no variables that may be secret.
     """
     with tempfile.TemporaryDirectory(prefix="ttrace-") as folder:
         for entry in checkout.resolve().iterdir():
             Path(folder, entry.name).symlink_to(entry)
         paths = [str(Path(folder, "unused", str(number))) for number in range(6)]
-        found = shell_script.resolve(ShellScript((str(path.resolve()), *paths)), Path(folder))
+        with stripped.environment(Path(folder)):
+            found = shell_script.resolve(ShellScript((str(path.resolve()), *paths)), Path(folder))
+        # The same script is the same job, whatever the folder was called.
+        found = dataclasses.replace(
+            found,
+            script=found.script.replace(folder, str(checkout)),
+            arguments=tuple(word.replace(folder, str(checkout)) for word in found.arguments),
+            environment={
+                name: value.replace(folder, str(checkout))
+                for name, value in found.environment.items()
+            },
+        )
     if not Path(found.script).is_absolute():
         found = dataclasses.replace(found, script=str(checkout / found.script))
     if not Path(found.script).is_file() and (checkout / Path(found.script).name).is_file():

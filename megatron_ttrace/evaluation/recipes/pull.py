@@ -8,20 +8,22 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.recipes import collect, reached
-from megatron_ttrace.evaluation.recipes.collect import SmallJob
-from megatron_ttrace.evaluation.recipes.reached import Files, Records
+from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
+from megatron_ttrace.evaluation.recipes.reached import Files, Record, Records
 from megatron_ttrace.mcore.shrink import documents
-from megatron_ttrace.processes import apart
+from megatron_ttrace.processes import apart, stripped
 from megatron_ttrace.processes.worktrees import Checkout, Hunk
 from megatron_ttrace.report import table, wording
 from megatron_ttrace.report.review import Annotation, Level
 from megatron_ttrace.runtime import api
+from megatron_ttrace.trace import changes
 from megatron_ttrace.trace.records import Culprit, Result
 from megatron_ttrace.trace.sanitise import clean, in_one_line
 
@@ -44,6 +46,36 @@ class Checked:
     ran: Files | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """A job to check.
+
+    Attributes:
+        name: of its recipe.
+        job: in the files of the pull request.
+        is_dropped: whether only the base has it: the pull request changes or removes its recipe.
+    """
+
+    name: str
+    job: SmallJob
+    is_dropped: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What to check, and what to say of recipes.
+
+    Attributes:
+        tasks: by the job's key.
+        annotations: of recipes that changed, or cannot be read.
+        has_lost: whether a recipe of the base is gone, or can no longer be read.
+    """
+
+    tasks: dict[str, Task]
+    annotations: tuple[Annotation, ...] = ()
+    has_lost: bool = False
+
+
 class Pull:
     """A pull request: two commits, each checked in a worktree of its own."""
 
@@ -60,11 +92,13 @@ class Pull:
         """Make the worktree of ``head``; ``inside`` is where Megatron is in the repository."""
         self.inside = inside
         self.base = base
+        self.content = {"head": checkout.tree(head), "base": checkout.tree(base)}
         self.directory = directory
         self.records: Records = Records.load(directory / _RECORDS)
         self.hunks: list[Hunk] = checkout.hunks(head, base, context=0)
         self._checkout, self._commit, self._quiet, self._stack = checkout, head, quiet, stack
         self.used: set[str] = set()
+        self._home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ttrace-")))
         # Always the same places: they may be in arguments, and so in the names of jobs.
         self.head = self._tree("head", head)
 
@@ -73,15 +107,27 @@ class Pull:
         found = self._check(job, self.head, self._commit)
         # What diverges must be checked again. Else the same code has the same answer.
         if found.answer is Result.EQUIVALENT:
-            self._keep(job, found)
+            self.keep(job, "head", found.ran)
         return found
 
     def at_base(self, job: SmallJob) -> Checked:
         """Check what the pull request began with."""
         found = self._check(job, self.base_tree(), self.base)
         if found.answer is not Result.COULD_NOT_CHECK:
-            self._keep(job, found)
+            self.keep(job, "base", found.ran)
         return found
+
+    def ran(self, job: SmallJob) -> Files | None:
+        """What a job ran when this commit or the base was checked; ``None`` if not known."""
+        for name, root in (("head", self.head), ("base", self.base_tree())):
+            ran = self.records.of_job(job.key, self.content[name], root)
+            if ran is not None:
+                return ran
+        return None
+
+    def changed_files(self) -> list[str]:
+        """Files of the repository that the pull request changes or adds."""
+        return self._checkout.changed_files(self._commit, self.base)
 
     def base_tree(self) -> Path:
         """The files that the pull request began with."""
@@ -110,7 +156,7 @@ class Pull:
             sys.executable,
             words,
             {
-                **os.environ,
+                **stripped.of(os.environ, self._home),
                 **dict(job.environment),
                 "TTRACE_CACHE": str(references),
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
@@ -129,15 +175,15 @@ class Pull:
         if ran is not None and reference.parent == references and reference.name in cached:
             # The reference was made by an earlier check: what it ran counts too.
             made = self.records.references.get(reference.name)
-            ran = None if made is None else reached.merged(made, ran)
+            ran = None if made is None else reached.merged(made.ran, ran)
         elif ran is not None:
-            self.records.references[reference.name] = ran
+            self.records.references[reference.name] = Record.of(reference.name, "", ran)
         return Checked(report.verdict, report.culprits, folder=folder, ran=ran)
 
-    def _keep(self, job: SmallJob, found: Checked) -> None:
-        self.records.jobs.pop(job.key, None)
-        if found.ran is not None:
-            self.records.jobs[job.key] = found.ran
+    def keep(self, job: SmallJob, name: str, ran: Files | None) -> None:
+        """Record what a job ran in the commit ``name``."""
+        trees = (*self.content.values(),)
+        self.records.keep_job(job.key, self.content[name], ran, trees)
         self.records.save(self.directory / _RECORDS)
 
     def tidy(self) -> None:
@@ -151,53 +197,122 @@ class Pull:
         self.records.save(self.directory / _RECORDS)
 
 
-def jobs_of(
-    pull: Pull, folder: Path, given: Sequence[Path], max_ranks: int, tell: Say
-) -> dict[str, tuple[str, SmallJob]]:
-    """The different small jobs of the recipes at HEAD, with a name for people."""
-    root = pull.head / pull.inside
-    places = [root / os.path.relpath(folder / place, folder) for place in given]
+def plan(pull: Pull, folder: Path, given: Sequence[Path], max_ranks: int, tell: Say) -> Plan:
+    """The different small jobs of the recipes at HEAD, and of those that the base had.
+
+    What the base had is checked even if the pull request changes, breaks or removes its recipe:
+    with it could go the only job that shows a fault.
+
+    Raises:
+        TTraceError: when there are no recipes at all.
+    """
+    places = [Path(os.path.relpath(folder / place, folder)) for place in given]
+    head = _recipes(pull.head / pull.inside, places, max_ranks)
+    root = pull.base_tree()
+    base = _recipes(root / pull.inside, places, max_ranks)
     for one, place in zip(given, places, strict=True):
-        if not place.exists() or not place.resolve().is_relative_to(root.resolve()):
+        trees = (pull.head / pull.inside, root / pull.inside)
+        if not any(_is_inside(tree / place, tree) for tree in trees):
             raise TTraceError(f"{one} is not in HEAD: give a committed path below {folder}")
-    recipes = collect.collect(root, (), max_ranks, places)
-    found: dict[str, tuple[str, SmallJob]] = {}
-    for recipe in recipes:
-        if recipe.kind is collect.Kind.NOT_SHRUNK:
-            tell(f"not checked: {recipe.name}: {in_one_line(recipe.why)}")
+    if not head and not base and not given:
+        collect.collect(pull.head / pull.inside, (), max_ranks)  # raises: there are none
+    tasks: dict[str, Task] = {}
+    for recipe in head:
         for job in recipe.jobs:
-            found.setdefault(job.key, (recipe.name, job))
-    if not found:
+            tasks.setdefault(job.key, Task(recipe.name, job))
+    before = {recipe.name: recipe for recipe in base if recipe.kind is Kind.TRAINING}
+    now = {recipe.name: recipe for recipe in head}
+    said: list[Annotation] = []
+    for recipe in head:
+        if recipe.kind is Kind.NOT_SHRUNK and recipe.name not in before:
+            tell(f"not checked: {recipe.name}: {recipe.why}")
+    has_lost = False
+    for name, recipe in before.items():
+        jobs = [job.moved(root, pull.head) for job in recipe.jobs]
+        others = {tasks[job.key].name: None for job in jobs if job.key in tasks}
+        dropped = [job for job in jobs if job.key not in tasks]
+        for job in dropped:
+            tasks[job.key] = Task(name, job, is_dropped=True)
+        kept = now.get(name)
+        if kept is not None and kept.kind is Kind.TRAINING:
+            if dropped:
+                said.append(_changed_recipe(pull, kept, len(dropped)))
+        elif dropped or kept is not None:
+            has_lost = True
+            said.append(_lost_recipe(pull, name, kept))
+        else:
+            tell(f"renamed: {name} is now {', '.join(others)}")
+    if not tasks:
         raise TTraceError(
             "no recipe can be checked: give model_config.yaml files or shell scripts that start a "
             "training with --recipes DIR or --recipe FILE"
         )
-    return found
+    return Plan(tasks, tuple(said), has_lost)
 
 
-def check(
-    pull: Pull, jobs: dict[str, tuple[str, SmallJob]], tell: Say
-) -> tuple[ExitCode, list[Annotation]]:
+def _recipes(root: Path, places: Sequence[Path], max_ranks: int) -> list[Recipe]:
+    """Those of a commit, in the places that it has."""
+    present = [root / place for place in places if _is_inside(root / place, root)]
+    if places and not present:
+        return []
+    try:
+        return collect.collect(root, (), max_ranks, present)
+    except TTraceError:
+        return []
+
+
+def _is_inside(path: Path, root: Path) -> bool:
+    return path.exists() and path.resolve().is_relative_to(root.resolve())
+
+
+def _lost_recipe(pull: Pull, name: str, now: Recipe | None) -> Annotation:
+    """A recipe of the base that is gone, or can no longer be read."""
+    if now is None:
+        text = f"{name} is gone, and no other recipe makes the same jobs"
+        return Annotation(Level.ERROR, f"ttrace: recipe removed: {clean(name)}", in_one_line(text))
+    file = (pull.inside / now.file).as_posix()
+    text = f"{name} can no longer be checked: {now.why}"
+    title = f"ttrace: recipe broken: {clean(name)}"
+    return Annotation(Level.ERROR, title, in_one_line(text), file, 1)
+
+
+def _changed_recipe(pull: Pull, now: Recipe, count: int) -> Annotation:
+    jobs = "job" if count == 1 else f"{count} jobs"
+    text = (
+        f"{now.name} makes other jobs than in the base; the {jobs} it made there: checked as well"
+    )
+    file = (pull.inside / now.file).as_posix()
+    return Annotation(Level.WARNING, "ttrace: recipe changed", in_one_line(text), file, 1)
+
+
+def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]]:
     """Check the jobs that run changed code: the exit code, and what to say of lines."""
     said: list[Annotation] = []
     answers: list[Result] = []
-    for key, (recipe, job) in jobs.items():
-        name = f"{recipe} ({key}, {job.ranks} ranks)"
-        record = pull.records.jobs.get(key)
+    everything: list[Files | None] = []
+    for key, task in todo.tasks.items():
+        job = task.job
+        name = f"{clean(task.name)} ({key}, {job.ranks} ranks)"
+        record = pull.ran(job)
         if record is not None and not any(reached.changed(record, pull.head)):
             tell(f"skipped: {name}: none of the code that it runs has changed since it was checked")
+            pull.keep(job, "head", record)
+            everything.append(record)
             continue
         why = "what it runs is not known" if record is None else "it runs changed code"
         tell(f"checking: {name}: {why}")
         head = pull.at_head(job)
         tell(f"{head.answer}: {name}{f': {head.why}' if head.why else ''}")
+        if head.answer is not Result.COULD_NOT_CHECK:
+            everything.append(head.ran)
         if head.answer is Result.EQUIVALENT:
             answers.append(head.answer)
             continue
         base = pull.at_base(job)
         tell(f"{base.answer} before the pull request: {name}{f': {base.why}' if base.why else ''}")
         if head.answer is Result.COULD_NOT_CHECK:
-            broken = base.answer is not Result.COULD_NOT_CHECK
+            # A recipe may have been changed because its job no longer runs.
+            broken = base.answer is not Result.COULD_NOT_CHECK and not task.is_dropped
             level = Level.ERROR if broken else Level.WARNING
             answers += [head.answer] if broken else []
             title = "ttrace could not check" + (" this pull request" if broken else "")
@@ -215,10 +330,55 @@ def check(
         tell("no recipe runs changed code: nothing was checked")
     else:
         pull.tidy()
+    code = ExitCode.EQUIVALENT
     if Result.DIVERGED in answers:
-        return ExitCode.DIVERGED, said
-    unchecked = Result.COULD_NOT_CHECK in answers or (said and not answers)
-    return ExitCode.COULD_NOT_CHECK if unchecked else ExitCode.EQUIVALENT, said
+        code = ExitCode.DIVERGED
+    elif todo.has_lost or Result.COULD_NOT_CHECK in answers or (said and not answers):
+        code = ExitCode.COULD_NOT_CHECK
+    return code, [*todo.annotations, *said, *_not_executed(pull, todo, everything, tell)]
+
+
+def _not_executed(
+    pull: Pull, todo: Plan, ran: Sequence[Files | None], tell: Say
+) -> Iterator[Annotation]:
+    """A warning per changed file that no recipe runs, or of which it runs only other functions."""
+    known = [files for files in ran if files is not None]
+    scripts = {
+        Path(task.job.script).relative_to(pull.head).as_posix() for task in todo.tasks.values()
+    }
+    packages = (pull.inside / "megatron").as_posix() + "/"
+    total = 0
+    for file in pull.changed_files():
+        if not (file in scripts or (file.startswith(packages) and file.endswith(".py"))):
+            continue
+        changed = changes.changes(_content(pull.base_tree() / file), _content(pull.head / file))
+        idle = [one for one in changed if not any(_runs(files, file, one) for files in known)]
+        if not idle:
+            continue
+        if len(known) < len(ran):
+            tell("what some recipes run is not known, nor is which changed code none of them runs")
+            return
+        names = [one.name or "lines outside of functions" for one in idle]
+        shown = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
+        text = f"{file}: {shown}: changed, but no recipe runs it: nothing here was checked"
+        tell(text)
+        total += 1
+        if total <= _MOST:
+            title = "ttrace: changed, but not executed by any recipe"
+            yield Annotation(Level.WARNING, title, in_one_line(text), file, idle[0].line)
+
+
+def _runs(files: Files, file: str, change: changes.Change) -> bool:
+    """Whether changed code ran; a function that is not seen to run may have, if it was imported."""
+    functions = files.get(file)
+    return functions is not None and (not change.is_seen or change.name in functions)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def new_culprits(head: Checked, base: Checked) -> tuple[Culprit, ...]:

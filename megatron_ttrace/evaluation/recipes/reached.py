@@ -4,11 +4,13 @@
 Run as a program, with ``LOG ROOT WORDS``, it is ``ttrace WORDS`` and writes down the functions of
 ROOT that run in it, in its ranks and in its reference run, which are its forks. What ran is kept
 with digests of its code: where another commit has the same, its check would run the same code.
+
+Records lie in a cache that may be damaged or shared. A record counts only if it is complete, was
+made with this checker, and has the digests of a commit's files as they are computed now.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import hashlib
@@ -18,28 +20,21 @@ import os
 import platform
 import runpy
 import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.report.files import write_atomically
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import changes, codec
 
 Files = dict[str, dict[str, str]]
 """Path below the checkout -> function -> digest of its body; for ``""`` of the rest of the file."""
 
 MODULE = "megatron_ttrace.evaluation.recipes.reached"
-_HARMLESS = frozenset(
-    {
-        *("abstractmethod", "classmethod", "contextmanager", "property", "staticmethod"),
-        *("torch.no_grad()", "torch.inference_mode()"),
-    }
-)
-"""Decorators that run a function's own code. One that compiles it would hide that it ran."""
+_PACKAGE = Path(__file__).parents[2]
 
 
 def record(log: Path, root: Path) -> None:
@@ -121,43 +116,62 @@ def digests(path: Path) -> dict[str, str]:
 
 @functools.cache
 def _digests(path: Path, *_: int) -> dict[str, str]:
-    content = path.read_bytes()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(content)
-    except (SyntaxError, ValueError):
-        return {"": _digest(content.decode(errors="replace"))}
-    bodies: dict[str, list[str]] = defaultdict(list)
-
-    def take_out(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                if all(ast.unparse(one) in _HARMLESS for one in child.decorator_list):
-                    # Of two with the same name either may have run.
-                    bodies[f"{prefix}{child.name}"] += map(ast.dump, child.body)
-                    child.body = []
-            else:
-                inner = f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix
-                take_out(child, inner)
-
-    take_out(tree, "")
-    found = {name: _digest("\n".join(body)) for name, body in bodies.items()}
-    return {**found, "": _digest(ast.dump(tree))}
+    source = changes.read(path.read_bytes())
+    seen = {name: found.body for name, found in source.functions.items() if found.is_seen}
+    return {**seen, "": source.imported}
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+def is_complete(ran: Files) -> bool:
+    """Whether this can be all that a check ran: functions of Megatron's, in files it imported."""
+    return all("" in functions for functions in ran.values()) and any(
+        "megatron" in Path(file).parts[:-1] and len(functions) > 1
+        for file, functions in ran.items()
+    )
 
 
+@functools.cache
 def _environment() -> str:
-    names = ("megatron-ttrace", "torch", "numpy")
+    names = ("torch", "numpy")
     versions = []
     for name in names:
         try:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{name} of unknown version")
-    return ", ".join([f"Python {platform.python_version()}", *versions])
+    own = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        own.update(path.read_bytes())
+    checker = f"megatron-ttrace {own.hexdigest()[:16]}"
+    return ", ".join([f"Python {platform.python_version()}", checker, *versions])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """What a check ran.
+
+    Attributes:
+        tree: git's id of the content of the commit that was checked.
+        ran: the code.
+        seal: checksum of this record, its name, and the versions that it was made with.
+    """
+
+    tree: str
+    ran: Files
+    seal: str
+
+    @classmethod
+    def of(cls, name: str, tree: str, ran: Files) -> Record:
+        """A sealed record."""
+        return cls(tree, ran, _seal(name, tree, ran))
+
+    def is_of(self, name: str) -> bool:
+        """Whether it is undamaged, complete, and was made with these versions, for this name."""
+        return is_complete(self.ran) and self.seal == _seal(name, self.tree, self.ran)
+
+
+def _seal(*content: Any) -> str:
+    text = json.dumps([_environment(), *content], sort_keys=True)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,27 +179,56 @@ class Records:
     """What checks ran.
 
     Attributes:
-        environment: versions with which it ran; with others, other code may run.
-        jobs: by key, of each small job.
+        jobs: by key, of each small job: a record per commit.
         references: by name, of each cached reference: a check that finds one does not run it.
     """
 
-    environment: str = dataclasses.field(default_factory=_environment)
-    jobs: dict[str, Files] = dataclasses.field(default_factory=dict)
-    references: dict[str, Files] = dataclasses.field(default_factory=dict)
+    jobs: dict[str, tuple[Record, ...]] = dataclasses.field(default_factory=dict)
+    references: dict[str, Record] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Records:
-        """Those of a file; none if it is absent, damaged, or of another environment."""
+        """Those of a file that count; none if it is absent or damaged."""
         try:
             found = codec.decode(cls, codec.parse(codec.read(path)))
         except (OSError, codec.CodecError):
             return cls()
-        return found if found.environment == _environment() else cls()
+        return cls(
+            {
+                key: kept
+                for key, records in found.jobs.items()
+                if (kept := tuple(one for one in records if one.is_of(key)))
+            },
+            {name: one for name, one in found.references.items() if one.is_of(name)},
+        )
 
     def save(self, path: Path) -> None:
         """Write them to a file. Raises ``TTraceError`` when that fails."""
         write_atomically(path, [json.dumps(codec.encode(self))])
+
+    def of_job(self, key: str, tree: str, root: Path) -> Files | None:
+        """What a job ran in a commit; ``None`` if that is not known.
+
+        Args:
+            key: of the job.
+            tree: git's id of the content of the commit.
+            root: the files of the commit, whose digests must be those of the record.
+        """
+        for one in self.jobs.get(key, ()):
+            if one.tree == tree and not any(changed(one.ran, root)):
+                return one.ran
+        return None
+
+    def keep_job(self, key: str, tree: str, ran: Files | None, trees: Sequence[str]) -> None:
+        """Replace what a job ran in a commit; ``None`` forgets it.
+
+        Records of commits other than ``trees`` go: nothing will ask for them.
+        """
+        kept = [one for one in self.jobs.pop(key, ()) if one.tree in trees and one.tree != tree]
+        if ran is not None and is_complete(ran):
+            kept.append(Record.of(key, tree, ran))
+        if kept:
+            self.jobs[key] = tuple(kept)
 
 
 def main() -> None:

@@ -131,21 +131,46 @@ def test_records_come_back(
     jobs: dict[str, reached.Files], references: dict[str, reached.Files]
 ) -> None:
     """As JSON."""
-    records = reached.Records(jobs=jobs, references=references)
+    records = reached.Records(
+        {name: (reached.Record.of(name, "tree", ran),) for name, ran in jobs.items()},
+        {name: reached.Record.of(name, "", ran) for name, ran in references.items()},
+    )
     text = json.dumps(codec.encode(records))
     assert codec.decode(reached.Records, codec.parse(text)) == records
 
 
+RAN = {"megatron/b.py": {"": "1", "f": "2"}}
+
+
 def test_records_in_a_file(tmp_path: Path) -> None:
-    """They are found again."""
-    records = reached.Records(jobs={"a": {"b.py": {"": "1"}}})
+    """Complete ones are found again, under their names."""
+    whole, empty = (reached.Record.of("a", "tree", ran) for ran in (RAN, {}))
+    records = reached.Records({"a": (whole, empty), "b": (whole,)}, {"a": whole, "c": whole})
     records.save(tmp_path / "records.json")
-    assert reached.Records.load(tmp_path / "records.json") == records
+    assert reached.Records.load(tmp_path / "records.json") == reached.Records(
+        {"a": (whole,)}, {"a": whole}
+    )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"environment": 1}', '{"environment": "other"}'])
+def test_a_record_is_of_the_content_that_it_has(tmp_path: Path) -> None:
+    """Digests of the commit's files decide, and the commit's content."""
+    file = tmp_path / "megatron" / "b.py"
+    file.parent.mkdir()
+    file.write_text("def f():\n    return 1\n")
+    ran = {"megatron/b.py": reached.digests(file)}
+    records = reached.Records()
+    records.keep_job("a", "tree", ran, ["tree"])
+    assert records.of_job("a", "tree", tmp_path) == ran
+    assert records.of_job("a", "other", tmp_path) is None
+    file.write_text("def f():\n    return 2\n")
+    assert records.of_job("a", "tree", tmp_path) is None
+    records.keep_job("a", "new", {}, ["new"])
+    assert records.jobs == {}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"jobs": 1}', '{"jobs": {"a": {}}}'])
 def test_records_that_do_not_count(tmp_path: Path, text: str) -> None:
-    """Damaged, or of other versions: everything runs."""
+    """Damaged ones: everything runs."""
     (tmp_path / "records.json").write_text(text)
     assert reached.Records.load(tmp_path / "records.json") == reached.Records()
     assert reached.Records.load(tmp_path / "absent.json") == reached.Records()
