@@ -16,12 +16,13 @@ from pathlib import Path
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore import index, versions
 
 _EPILOG = """\
 example:
   ttrace doctor
   ttrace doctor --json
+  ttrace doctor --online    # asks the package index, too
 
 exit code: 0 if checks can run here, 2 if a package that every check needs is missing
 """
@@ -49,6 +50,11 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--online",
+        action="store_true",
+        help="ask the package index, through pip, for newer patch releases of megatron-core",
+    )
     return parser
 
 
@@ -56,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     """Inspect everything and show the findings."""
     with versions.quiet_imports():
         needed = [_attempt(subject, look, "missing") for subject, look in _NEEDED.items()]
-        others = [_attempt(subject, look, "optional") for subject, look in _OPTIONAL.items()]
+        optional = _OPTIONAL | ({"releases": _releases} if args.online else {})
+        others = [_attempt(subject, look, "optional") for subject, look in optional.items()]
     broken = [one.subject for one in needed if one.state == "missing"]
     findings = [*needed, *others, _checks(broken)]
     if args.json:
@@ -123,6 +130,14 @@ def _megatron() -> Finding:
         return Finding("megatron-core", "missing", str(error))
     version = versions.megatron_core_version()
     return Finding("megatron-core", "ok", version, versions.unreleased(version))
+
+
+def _releases() -> Finding:
+    newer = index.newer_patches()
+    if not newer:
+        return Finding("releases", "ok", f"none is newer than {' and '.join(versions.SUPPORTED)}")
+    found = ", ".join(f"{newest} (tested: {version})" for version, newest in newer.items())
+    return Finding("releases", "optional", found, "checked like its series")
 
 
 def _options() -> Finding:
