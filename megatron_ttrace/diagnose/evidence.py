@@ -42,6 +42,10 @@ CHANCE = 10.0
 _DISTINCT = 64
 """Distinct values of a part from which on there are enough of them."""
 
+_STRETCHES, _SAMPLE, _SIGMAS = 8, 16, 4.0
+"""Stretches of a part in each of which what is left must not be correlated with the values, the
+elements that each has at least, and standard errors of a correlation."""
+
 _OTHERS = 8.0
 """Bits of the choice of one tensor among all that could be in another's place."""
 
@@ -147,6 +151,7 @@ class Evidence:
         explained: the share of a part's error that may be left.
         chosen: bits of the choices made so far among repairs that could have been applied.
         distinct: how many different values the reference has in the part of each failing rank.
+        gain: how many times larger the repairs so far have made the rounding of the values.
         numbers: of the job that it may have been multiplied or divided by, by name.
     """
 
@@ -167,6 +172,7 @@ class Evidence:
     explained: float = EXPLAINED
     chosen: float = 0.0
     distinct: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    gain: float = 1.0
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -232,16 +238,42 @@ class Evidence:
         self.work.spend(count)
         return relative_error(Sums(n=count, diff=diff, reference=size), self.tolerance.rms)
 
-    def repairs(self, repair: Callable[[FailedPart], Pieces | None], free: int = 0) -> bool:
+    def repairs(
+        self,
+        repair: Callable[[FailedPart], Pieces | None],
+        free: int = 0,
+        gain: Callable[[FailedPart], float] = lambda part: 1.0,
+    ) -> bool:
         """Whether a repair makes every failing part right, and explains it.
 
-        ``free`` numbers were fitted to each part.
+        ``free`` numbers were fitted to each part. ``gain`` is what :func:`gain_of` gives for a
+        repair that divides.
         """
         return bool(self.parts) and all(
             (pieces := repair(part)) is not None
-            and self.error(part, pieces) <= self.limit(part, free)
+            and self.error(part, pieces) <= self.limit(part, free, gain=gain(part))
+            and self._is_rounding(part, pieces, self.gain * gain(part))
             for part in self.parts
         )
+
+    def _is_rounding(self, part: FailedPart, pieces: Pieces, gain: float) -> bool:
+        """Whether what a repair leaves can be rounding that it made ``gain`` times larger.
+
+        Rounding has nothing to do with the values: of ``n`` elements, its correlation with them is
+        about ``1 / sqrt(n)``. What is left of a wrong factor is a multiple of the values.
+        """
+        if gain == 1:
+            return True
+        limit = RIGHT * self.tolerance.value
+        sides = [flat(one).double() for one in (pieces, self.expected(part))]
+        count = min(_STRETCHES, max(1, len(sides[0]) // _SAMPLE))
+        for values, right in zip(*(side.chunk(count) for side in sides), strict=True):
+            left, size = values - right, float(torch.linalg.vector_norm(right))
+            along = abs(float(torch.dot(left, right)))
+            noise = _SIGMAS / math.sqrt(len(left)) * float(torch.linalg.vector_norm(left))
+            if along > size * max(limit * size, noise):
+                return False
+        return True
 
     @property
     def is_right(self) -> bool:
@@ -255,14 +287,17 @@ class Evidence:
             for part in self.parts
         )
 
-    def limit(self, part: FailedPart, free: int = 0, bits: float = 0.0) -> float:
+    def limit(self, part: FailedPart, free: int = 0, bits: float = 0.0, gain: float = 1.0) -> float:
         """The largest error that a repair may leave in a part; negative if none can explain it.
 
         ``free`` and ``bits`` as for :meth:`share`. Equal values count as one: what repairs one of
-        them repairs all.
+        them repairs all. The tolerance is what rounding may do to the values as they were held; a
+        repair that makes them ``gain`` times larger makes that part of them larger, too. The share
+        of the error that may be left is the same.
         """
         left = self.share(self.distinct[part.rank] - free, bits)
-        return min(RIGHT * self.tolerance.value, left * self.errors[part.rank])
+        rounding = RIGHT * self.tolerance.value * self.gain * gain
+        return min(rounding, left * self.errors[part.rank])
 
     def share(self, values: int, bits: float = 0.0) -> float:
         """The share of an error that a repair may leave; negative if none can explain it.
@@ -343,6 +378,16 @@ class Evidence:
                 shared = axis, at.pop()
                 break
         return FailingRanks(failing, len(holders), len(self.meshes), shared)
+
+
+def gain_of(divisor: float) -> float:
+    """How many times larger a division makes rounding.
+
+    Rounding has a part that does not depend on the size of a value: that of the larger numbers
+    which it is a difference or sum of. The other part is proportional to the value, and has its
+    usual size once the value has.
+    """
+    return max(1.0, 1 / abs(divisor)) if divisor else 1.0
 
 
 def axes_of(name: str) -> tuple[str, ...]:

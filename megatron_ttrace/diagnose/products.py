@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, gain_of
 from megatron_ttrace.diagnose.sources import normed
 from megatron_ttrace.trace.findings import CastOperand, Cause, ProductFactors
 from megatron_ttrace.trace.records import Kind
@@ -50,7 +50,9 @@ def _factors(evidence: Evidence) -> dict[int, float]:
         pairs = zip(part.pieces, _added(part, bias), strict=True)
         return [(piece - b) / own[part.rank] + b for piece, b in pairs]
 
-    return own if all(own.values()) and evidence.repairs(divide, free=1) else {}
+    if not all(own.values()):
+        return {}
+    return own if evidence.repairs(divide, 1, lambda part: gain_of(own[part.rank])) else {}
 
 
 def _added(part: FailedPart, bias: torch.Tensor | None) -> list[torch.Tensor]:

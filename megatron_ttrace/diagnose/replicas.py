@@ -17,8 +17,8 @@ from megatron_ttrace.trace.findings import Cause, Finding, PartialSums, WrongCop
 def reduced(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
     """Sum, or average, over ranks whose values differ along some axes only.
 
-    A rank whose copy passed was not kept: the reference's slice is its value. Copies that agree are
-    no partial sums: their sum is a multiple of them.
+    A rank that passes has the whole sum: nothing can be added to it. Copies that agree are not
+    partial sums: their sum is a multiple of them.
     """
     for axes in axis_combinations(evidence.axes):
         groups = {part.rank: _group(evidence, part, axes) for part in evidence.parts}
@@ -58,10 +58,9 @@ def _sum(
     total = [torch.zeros_like(piece, dtype=torch.float64) for piece in part.pieces]
     for rank in group:
         other = failing.get(rank)
-        if other is not None and _region(other) != _region(part):
+        if other is None or _region(other) != _region(part):
             return None
-        values = other.pieces if other is not None else evidence.expected(part)
-        for into, piece in zip(total, values, strict=True):
+        for into, piece in zip(total, other.pieces, strict=True):
             into += piece
     evidence.work.spend(len(group) * sum(piece.numel() for piece in total))
     return [piece.float() for piece in total]

@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations, dot
+from megatron_ttrace.diagnose.evidence import (
+    Evidence,
+    FailedPart,
+    axis_combinations,
+    dot,
+    gain_of,
+)
 from megatron_ttrace.mcore.roles import INNER_ATTENTION
 from megatron_ttrace.trace.findings import (
     Cause,
@@ -63,7 +69,9 @@ def factor(evidence: Evidence) -> ConstantFactor | None:
     return tested(
         evidence,
         constant_factor(evidence, found),
-        lambda ratio, free: evidence.repairs(functools.partial(_divided, ratio), free),
+        lambda ratio, free: evidence.repairs(
+            functools.partial(_divided, ratio), free, lambda part: gain_of(ratio)
+        ),
     )
 
 
@@ -114,6 +122,7 @@ def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
                 seen.add(ratio)
                 after = evidence.repaired(functools.partial(_divided, ratio))
                 if after is not None:
+                    after = dataclasses.replace(after, gain=evidence.gain * gain_of(ratio))
                     yield constant_factor(evidence, ratio), after
 
 
@@ -159,7 +168,7 @@ def factor_per_rank(evidence: Evidence) -> RankFactors | None:
     def divide(part: FailedPart) -> list[torch.Tensor] | None:
         return [p / own[part.rank] for p in part.pieces] if own[part.rank] else None
 
-    if len(own) < 2 or not evidence.repairs(divide, free=1):
+    if len(own) < 2 or not evidence.repairs(divide, 1, lambda part: gain_of(own[part.rank])):
         return None
     return RankFactors(Cause.FACTOR, factors=tuple(sorted(own.items())))
 

@@ -10,7 +10,7 @@ from megatron_ttrace.diagnose import replicas, shares, sources
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.findings import Cause, ConstantFactor
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, explain, hint, meshes, text, values
 
@@ -91,6 +91,15 @@ def test_some_copies() -> None:
     assert explain(evidence) is None
     found = replicas.some_copies(evidence)
     assert "rank 3 holds a wrong copy, the copies on ranks 0..2 are right" in text(found)
+
+
+def test_right_replica_is_not_added() -> None:
+    """A replica that is too small beside one that passes is no partial sum: it is too small."""
+    reference = values(64, 8)
+    held = {0: reference, 1: reference / 5}
+    found = explain(evidence_of(reference, meshes(2, tp=2), held, key=NORM))
+    assert isinstance(found, ConstantFactor)
+    assert found.ratio == pytest.approx(0.2)
 
 
 def _linear(batches: int) -> tuple[dict[TraceKey, torch.Tensor], list[torch.Tensor]]:

@@ -78,6 +78,24 @@ def test_factor_is_tested() -> None:
     assert scaling.factor(evidence) is None
 
 
+@pytest.mark.parametrize(("noise", "is_factor"), [(0.25, True), (0.8, False)])
+def test_a_larger_value_has_larger_rounding(noise: float, is_factor: bool) -> None:
+    """Multiplying by five multiplies rounding by five; more than that is another fault.
+
+    ``noise`` is in tolerances, of the values before the repair.
+    """
+    tolerance, reference = 5e-2, values(32, 32)
+    rounding = noise * tolerance * values(32, 32, seed=3)
+
+    def held(_: int, right: torch.Tensor) -> torch.Tensor:
+        return right / 5 + rounding
+
+    evidence = evidence_of(reference, meshes(1), held, tolerance=tolerance)
+    found = scaling.factor(evidence)
+    assert (found is not None) is is_factor
+    assert found is None or found.ratio == pytest.approx(0.2, rel=0.02)
+
+
 def test_softmax_scale() -> None:
     """A head dim of 16 and a query gradient of a quarter: the scale was applied twice."""
     key = dataclasses.replace(
