@@ -42,7 +42,7 @@ CHANCE = 10.0
 _DISTINCT = 64
 """Distinct values of a part from which on there are enough of them."""
 
-_STRETCHES, _SAMPLE, _SIGMAS = 8, 16, 4.0
+_STRETCHES, _SAMPLE, _SIGMAS = 8, 64, 4.0
 """Stretches of a part in each of which what is left must not be correlated with the values, the
 elements that each has at least, and standard errors of a correlation."""
 
