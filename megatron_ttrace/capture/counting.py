@@ -27,7 +27,7 @@ from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.counted import Counted, Counting, Runs, Statistic
+from megatron_ttrace.trace.counted import Counted, Counting, Hyperparameters, Runs, Statistic
 
 _GRADIENTS = ("main_grad", "grad", "decoupled_grad")
 _IN_BUCKETS = ("main_grad", "main_grad_copy_in_grad_buffer")
@@ -70,6 +70,7 @@ class Tally:
         self._optimizer = optimizer
         self._attempt = attempt
         self._parts = Parts(mesh)
+        self._groups: list[Hyperparameters] = []
         self._countings: list[tuple[Counting, float | torch.Tensor]] = []
         self._orders: dict[Statistic, Counter[Runs]] = {one: Counter() for one in Statistic}
         self._reducing = Reducing(chunks, self._gradients, attempt)
@@ -87,7 +88,9 @@ class Tally:
                 held.append(self._parts.number(place, *span, numel))
         countings = [dataclasses.replace(one, value=float(value)) for one, value in self._countings]
         countings += filter(None, [self._attempt(self._reducing.counting)])
-        return Counted(iteration, tuple(self._parts.found), tuple(held), tuple(countings))
+        return Counted(
+            iteration, tuple(self._parts.found), tuple(held), tuple(countings), tuple(self._groups)
+        )
 
     def _gradients(self) -> Memory:
         """Know where this rank's own gradients are."""
@@ -193,10 +196,13 @@ class Tally:
         gathered: dict[Any, Terms] = {group: Counter() for group in groups or ()}
         for group in inner.param_groups:
             over = statistics.gathered_over(leaf, groups, group)
-            terms = gathered.setdefault(over, Counter())
+            terms: Terms = Counter()
             for parameter in group["params"]:
                 if any(getattr(parameter, name, None) is not None for name in _GRADIENTS[1:]):
                     terms.update(flow.of(parameter))
+            gathered.setdefault(over, Counter()).update(terms)
+            parts, _ = flow.added(terms)
+            self._groups.append(Hyperparameters(parts, statistics.hyperparameters(group)))
         total = gathered.pop(None, Counter())
         sharded = parts_of(getattr(leaf, "model_chunks", ()))
         for over, terms in gathered.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -26,7 +27,14 @@ from megatron_ttrace.trace.counted import (
     Term,
     ranks_of,
 )
-from megatron_ttrace.trace.findings import Cause, Finding, Miscounted, Note, Remark
+from megatron_ttrace.trace.findings import (
+    Cause,
+    Finding,
+    Miscounted,
+    Note,
+    OtherHyperparameters,
+    Remark,
+)
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Reason, TraceKey, Verdict
 
 _CAUSES = {
@@ -119,6 +127,17 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
                             reason=_CAUSES[cause],
                         )
                     )
+        others = _other_hyperparameters(trusted.get(iteration), now)
+        key = TraceKey(iteration, STEP_LEVEL, Kind.HYPERPARAMETERS, Kind.HYPERPARAMETERS)
+        if not others and any(one.stepped for one in now.values()):
+            verdicts.append(verdict_of(key, (), Outcome.PASS, now))
+        for name, each in others.items():
+            here = dataclasses.replace(key, name=name)
+            other = OtherHyperparameters(Cause.HYPERPARAMETERS, values=tuple(each))
+            note = Note(Remark.HYPERPARAMETERS, text=wording.hyperparameters_text(other.values))
+            findings[here] = other
+            ranks = sorted({rank for found in each.values() for rank in found})
+            verdicts.append(verdict_of(here, (), Outcome.DIVERGED, ranks, note))
     return Judgement(tuple(verdicts), findings, tuple(not_judged))
 
 
@@ -355,6 +374,34 @@ def _other_norms(reference: Counted | None, ranks: Mapping[int, Counted]) -> Wro
                 _, at = found.setdefault((Cause.OTHER_NORM, name), (Coverage(1, 1), []))
                 at.append(rank)
     return found
+
+
+def _other_hyperparameters(
+    reference: Counted | None, ranks: Mapping[int, Counted]
+) -> dict[str, dict[tuple[str, float, float], list[int]]]:
+    """Hyper-parameters that are not the reference's: by parameter, with both values, the ranks.
+
+    Only those are compared that both optimizers have.
+    """
+    trusted = _hyperparameters(reference) if reference is not None else {}
+    found: dict[str, dict[tuple[str, float, float], list[int]]] = {}
+    for rank, one in ranks.items():
+        for name, ours in _hyperparameters(one).items():
+            theirs = trusted.get(name, {})
+            for what, value in ours.items():
+                right = theirs.get(what, value)
+                if value != right and not (math.isnan(value) and math.isnan(right)):
+                    found.setdefault(name, {}).setdefault((what, value, right), []).append(rank)
+    return found
+
+
+def _hyperparameters(one: Counted) -> dict[str, dict[str, float]]:
+    """Those of each parameter that is stepped."""
+    return {
+        one.parts[term.number].name: dict(group.values)
+        for group in one.stepped
+        for term in group.parts
+    }
 
 
 def _norms(one: Counted) -> dict[str, float]:

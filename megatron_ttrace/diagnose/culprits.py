@@ -48,7 +48,7 @@ _SURFACING = 5.0
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 _REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
 _SPECIAL = dict.fromkeys([(Kind.METRIC, LEFT), (Kind.BUFFER, LOADS)], Grounds.LEFT_OVER)
-_UPDATED = (*MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
+_UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 
 

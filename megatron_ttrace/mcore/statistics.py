@@ -27,6 +27,12 @@ REDUCE_SCATTER = "dist_reduce_scatter_func"
 KERNELS = "multi_tensor_applier"
 """What these functions call kernels through that PyTorch's dispatcher does not see."""
 
+_HYPERPARAMETERS = (
+    *("lr", "max_lr", "min_lr", "lr_mult", "is_decoupled_lr", "weight_decay", "wd_mult"),
+    *("betas", "eps", "momentum", "nesterov"),
+)
+"""What a parameter group says of how its parameters are updated; the rest is bookkeeping."""
+
 LAYER_WISE = "LayerWiseDistributedOptimizer"
 """Of megatron/core/optimizer/layer_wise_optimizer.py: it gives whole parameters to ranks."""
 
@@ -73,6 +79,18 @@ def leaves_and_groups(
         yield optimizer, groups
     for one in chained or ():
         yield from leaves_and_groups(one, groups)
+
+
+def hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """The numbers that a parameter group has for the update of its parameters, by name."""
+    found = []
+    for name in _HYPERPARAMETERS:
+        value = group.get(name)
+        if isinstance(value, (tuple, list)):
+            found += [(f"{name}[{number}]", float(one)) for number, one in enumerate(value)]
+        elif value is not None:
+            found.append((name, float(value)))
+    return tuple(found)
 
 
 def gathered_over(leaf: Any, groups: LayerWise | None, parameters: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_ttrace.report.wording import STATISTICS, runs
+from megatron_ttrace.report.wording import STATISTICS, hyperparameters_text, runs
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
@@ -439,6 +439,11 @@ def _miscounted(finding: f.Miscounted) -> Said:
     return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
 
 
+def _hyperparameters(finding: f.OtherHyperparameters) -> Said:
+    text = f"the optimizer steps it with {hyperparameters_text(finding.values)}"
+    return text, "the parameter group that it was put into, or the schedule of this group"
+
+
 _OVERWRITTEN = "the input saved for backward was overwritten before it was used"
 
 _RENDERERS: dict[type, Callable[[Any], Said]] = {
@@ -485,6 +490,7 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.WrongMasks: _masks,
     f.BlockWeight: _blocks,
     f.Miscounted: _miscounted,
+    f.OtherHyperparameters: _hyperparameters,
 }
 
 

@@ -25,6 +25,8 @@ _FOLD = 3
 UNMEASURED_MARGIN = 1e9
 """Stands for a failure without a number (a missing layer, NaN) where infinity cannot be shown."""
 
+_PER_STEP = (Kind.COUNTED, Kind.HYPERPARAMETERS, Kind.METRIC)
+"""One verdict for the step, if it passes."""
 _STEPWISE = (Kind.TOKENS, Kind.LOSS, Kind.GRAD_NORM, Kind.METRIC)
 _LAYER = re.compile(r"^((?:[^.]+\.)*?)layers\.\d+(?=\.|$)", re.DOTALL)
 _NUMBER = re.compile(r"(?<=\blayers\.)\d{1,9}(?=\.|$)")
@@ -172,7 +174,7 @@ def _places(verdicts: Sequence[Verdict]) -> list[Place]:
                 kind = Kind.PARAM_DELTA
             elif kind is Kind.INITIAL:
                 kind = Kind.PARAM
-            elif kind in (Kind.COUNTED, Kind.METRIC) and not verdict.verdict.is_failure:
+            elif kind in _PER_STEP and not verdict.verdict.is_failure:
                 layer, tail = WHOLE_STEP, kind.value
             known[key] = layer, Column(verdict.direction, tail, kind)
         places.append(known[key])

@@ -323,6 +323,13 @@ def not_judged_text(statistic: Statistic, why: str) -> str:
     return f"which elements are in {STATISTICS[statistic]} is not judged: {clean(why)} is unknown"
 
 
+def hyperparameters_text(values: Iterable[tuple[str, float, float]]) -> str:
+    """``lr 0.005 instead of 0.001``."""
+    return ", ".join(
+        f"{clean(name)} {ours:.7g} instead of {right:.7g}" for name, ours, right in values
+    )
+
+
 _NOTES = {
     Remark.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
     "allgather can); its layer is judged as a whole",
@@ -364,6 +371,7 @@ _NOTES = {
     Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
     Remark.COUNTED_TWICE: "elements are counted up to {limit:.0f} times in {text}",
     Remark.NEVER_COUNTED: "elements are never counted in {text}",
+    Remark.HYPERPARAMETERS: "the optimizer steps it with {text}",
     Remark.OTHER_NORM: "clipped by the norm of other parameters than in the reference",
 }
 

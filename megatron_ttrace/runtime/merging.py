@@ -132,7 +132,16 @@ def _both(one: Counted, other: Counted) -> Counted:
     )
     held = (*one.held, *(renamed[number] for number in other.held))
     mine = tuple(map(_flat, one.countings))
-    return Counted(one.iteration, tuple(parts), tuple(dict.fromkeys(held)), (*mine, *theirs))
+    stepped = tuple(
+        dataclasses.replace(group, parts=_renamed(group.parts, renamed)) for group in other.stepped
+    )
+    return Counted(
+        one.iteration,
+        tuple(parts),
+        tuple(dict.fromkeys(held)),
+        (*mine, *theirs),
+        (*one.stepped, *stepped),
+    )
 
 
 def _renamed(terms: Iterable[Term], numbers: Sequence[int]) -> tuple[Term, ...]:

@@ -102,6 +102,14 @@ class Counting:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """The hyper-parameters with which an optimizer steps some ``parts``, by name."""
+
+    parts: Terms
+    values: tuple[tuple[str, Annotated[float, Bounds(nan=True)]], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Counted:
     """Everything that a rank counted in one traced step; ``held``: its trainable parameters."""
 
@@ -109,6 +117,7 @@ class Counted:
     parts: tuple[Annotated[Part, LISTED], ...]
     held: tuple[Count, ...]
     countings: tuple[Annotated[Counting, LISTED], ...]
+    stepped: tuple[Annotated[Hyperparameters, LISTED], ...] = ()
 
 
 def encode(counted: Iterable[Counted]) -> list[Any]:
@@ -118,6 +127,10 @@ def encode(counted: Iterable[Counted]) -> list[Any]:
 
 def decode(message: Any) -> tuple[Counted, ...]:
     """The inverse of :func:`encode`. Raises ``CodecError`` on a foreign message."""
+    if isinstance(message, list):  # traces of older versions have no hyper-parameters
+        message = [
+            [*one, []] if isinstance(one, list) and len(one) == 4 else one for one in message
+        ]
     found: tuple[Counted, ...] = codec.decode(tuple[Annotated[Counted, LISTED], ...], message)
     for one in found:
         _require_numbers(one)
@@ -129,6 +142,9 @@ def _require_numbers(one: Counted) -> None:
     parts = len(one.parts)
     if any(number >= parts for number in one.held):
         raise CodecError(f"held: there are {parts} parts")
+    for group in one.stepped:
+        if any(term.number >= parts for term in group.parts):
+            raise CodecError(f"stepped: there are {parts} parts")
     for counting in one.countings:
         added = [(made.parts, made.sums) for made in counting.made]
         for earlier, (own, sums) in enumerate((*added, (counting.parts, counting.sums))):
@@ -146,6 +162,7 @@ _SPANS = codec.decoder(_Spans)
 _SUMS = codec.decoder(tuple[tuple[Runs, Count, _Spans, _Spans], ...])
 _PARTS = codec.decoder(tuple[tuple[_Name, tuple[Count, ...]], ...])
 _NUMBERS = codec.decoder(tuple[int, ...])
+_HYPERPARAMETERS = codec.decoder(tuple[tuple[str, Annotated[float, Bounds(nan=True)]], ...])
 _VALUES = codec.decoder(tuple[Statistic, Annotated[float, Bounds(nan=True)], str])
 
 Once = Callable[[Callable[[Any], Any], Any], Any]
@@ -194,6 +211,7 @@ def compact(one: Counted) -> list[Any]:
             ]
             for counting in one.countings
         ],
+        [[_spans(group.parts), codec.encode(group.values)] for group in one.stepped],
     ]
 
 
@@ -204,7 +222,7 @@ def expanded(message: Any, once: Once = _plainly) -> Counted:
         message: JSON.
         once: reads a part of it, or knows it from another message.
     """
-    iteration, pieces, held, countings = _fields(message, 4)
+    iteration, pieces, held, countings, stepped = _fields(message, 5)
     parts: list[Part] = []
     for piece in _fields(pieces):
         own, ranks, listed = _fields(piece, 3)
@@ -216,6 +234,7 @@ def expanded(message: Any, once: Once = _plainly) -> Counted:
         tuple(parts),
         tuple(term.number for term in _terms(once(_SPANS, held), len(parts))),
         tuple(_counting(one, len(parts), once) for one in _fields(countings)),
+        tuple(_hyperparameters(one, len(parts), once) for one in _fields(stepped)),
     )
     _require_numbers(found)
     return found
@@ -249,6 +268,11 @@ def _counting(message: Any, known: int, once: Once) -> Counting:
         value,
         unknown,
     )
+
+
+def _hyperparameters(message: Any, known: int, once: Once) -> Hyperparameters:
+    parts, values = _fields(message, 2)
+    return Hyperparameters(_terms(once(_SPANS, parts), known), once(_HYPERPARAMETERS, values))
 
 
 def _spans(terms: Iterable[Term]) -> list[list[int]]:

@@ -80,6 +80,7 @@ class Cause(StrEnum):
     COUNTED_TWICE = "counted_twice"
     NEVER_COUNTED = "never_counted"
     OTHER_NORM = "other_norm"
+    HYPERPARAMETERS = "hyperparameters"
 
 
 class Remark(StrEnum):
@@ -122,6 +123,7 @@ class Remark(StrEnum):
     COUNTED_TWICE = "counted_twice"
     NEVER_COUNTED = "never_counted"
     OTHER_NORM = "other_norm"
+    HYPERPARAMETERS = "hyperparameters"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -524,6 +526,13 @@ class Miscounted(Finding):
     least: int
     most: int
     names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherHyperparameters(Finding):
+    """The optimizer steps a parameter with other hyper-parameters: name, value, reference's."""
+
+    values: tuple[tuple[str, float, float], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

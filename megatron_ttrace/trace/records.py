@@ -37,6 +37,7 @@ class Kind(StrEnum):
     MAIN_GRAD = "main_grad"
     COUNTED = "counted"
     GRAD_NORM = "grad_norm"
+    HYPERPARAMETERS = "hyperparameters"
     PARAM_DELTA = "param_delta"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
@@ -71,6 +72,7 @@ _DIRECTION = {
         Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
         Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.COUNTED, Kind.GRAD_NORM),
         Direction.UPDATE: (
+            Kind.HYPERPARAMETERS,
             Kind.PARAM_DELTA,
             Kind.EXP_AVG,
             Kind.EXP_AVG_SQ,

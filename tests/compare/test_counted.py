@@ -12,13 +12,14 @@ from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace.counted import (
     Counted,
     Counting,
+    Hyperparameters,
     Part,
     Statistic,
     Sum,
     Term,
     runs_of,
 )
-from megatron_ttrace.trace.findings import Cause, Miscounted
+from megatron_ttrace.trace.findings import Cause, Miscounted, OtherHyperparameters
 from megatron_ttrace.trace.records import Outcome, Reason
 
 NORM, WEIGHT, HALVES = "norm.weight", "fc.weight", ((0, 2), (2, 2))
@@ -242,3 +243,33 @@ def test_what_need_not_be_counted(boxes: list[Box], needed: list[Box], same: boo
         assert coverage(shape, _stacked(some), needed) == coverage(shape, some, needed)
     ranks = [Box((rank, 0), (1, 4), (0, 0)) for rank in range(3)]
     assert _stacked(ranks) == [Box((0, 0), (3, 4), (0, 0))]
+
+
+def stepped(*values: tuple[str, float], parts: tuple[int, ...] = (0,)) -> Hyperparameters:
+    """A parameter group with some parts of a rank."""
+    return Hyperparameters(tuple(map(Term, parts)), values)
+
+
+def test_hyperparameters_of_each_parameter() -> None:
+    """A parameter in a wrong group is named with both values; other groupings do not matter."""
+    reference = Counted(
+        *(1, (norm(), weight(0)), (0, 1), ()),
+        (stepped(("lr", 1e-3), ("weight_decay", 0.0)), stepped(("lr", 1e-3), parts=(1,))),
+    )
+    eps = "eps", 1.0
+    right, wrong = (
+        Counted(1, (weight(0), norm()), (0, 1), (), (stepped(("lr", lr), eps, parts=(0, 1)),))
+        for lr in (1e-3, 5e-3)
+    )
+    found = judge([reference], {0: [right], 1: [right]})
+    assert [(one.name, one.verdict) for one in found.verdicts] == [
+        ("hyperparameters", Outcome.PASS)
+    ]
+    found = judge([reference], {0: [right], 1: [wrong]})
+    assert {(one.name, one.ranks) for one in found.verdicts if one.verdict.is_failure} == {
+        (NORM, (1,)),
+        (WEIGHT, (1,)),
+    }
+    assert set(found.findings.values()) == {
+        OtherHyperparameters(Cause.HYPERPARAMETERS, values=(("lr", 5e-3, 1e-3),))
+    }

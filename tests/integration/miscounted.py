@@ -141,6 +141,21 @@ def sums_and_counts_kept():
     MoEMetricsTracker.clear = lambda self: None
 
 
+def another_group():
+    """The second rank steps norms and biases with five times the learning rate."""
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    grouped = optimizers._get_param_groups
+
+    def grouping(*args, **more):
+        groups = grouped(*args, **more)
+        for group in groups:
+            if group["wd_mult"] == 0 and int(os.environ["RANK"]) == 1:
+                group["max_lr"] *= 5
+        return groups
+
+    optimizers._get_param_groups = grouping
+
+
 def gradients_kept():
     """Gradients are not zeroed when a step begins."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer

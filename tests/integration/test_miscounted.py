@@ -50,6 +50,16 @@ def test_a_reduction(tmp_path):
     assert wrong == list(dict.fromkeys(one.name for one in verdicts if one.kind is Kind.MAIN_GRAD))
 
 
+def test_hyperparameters(tmp_path):
+    """Parameters in a group with another learning rate: the group is named, with both values."""
+    summary, verdicts = check("another_group", TP, tmp_path)
+    assert {one.cause for one in summary.culprits} == {Cause.HYPERPARAMETERS}
+    assert len({one.group for one in summary.culprits}) == 1
+    wrong = [one for one in verdicts if one.kind is Kind.HYPERPARAMETERS]
+    assert "decoder.final_layernorm.weight" in {one.name for one in wrong}
+    assert {one.ranks for one in wrong} == {(1,)}
+
+
 def test_what_a_step_leaves(tmp_path):
     """Faults that change the second step only show in what the first one leaves behind."""
     biased = (

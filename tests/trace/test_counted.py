@@ -13,6 +13,7 @@ from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.counted import (
     Counted,
     Counting,
+    Hyperparameters,
     Part,
     Statistic,
     Sum,
@@ -87,7 +88,8 @@ def records(draw):
             )
         )
     held = tuple(term.number for term in terms(len(parts)))
-    return Counted(draw(st.integers(0, 9)), tuple(parts), held, tuple(countings))
+    groups = [Hyperparameters(tuple(map(Term, held)), (("lr", draw(st.floats(0, 1))),))]
+    return Counted(draw(st.integers(0, 9)), tuple(parts), held, tuple(countings), tuple(groups))
 
 
 @settings(max_examples=40)

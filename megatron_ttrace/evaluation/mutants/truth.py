@@ -33,7 +33,7 @@ _KINDS = {
     Phase.GRADIENTS: {Kind.INITIAL, Kind.PARAM, Kind.MAIN_GRAD, Kind.COUNTED, Kind.BUFFER},
     Phase.OPTIMIZER: {
         *(Kind.COUNTED, Kind.GRAD_NORM, Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ),
-        *(Kind.PARAM, Kind.METRIC),
+        *(Kind.PARAM, Kind.METRIC, Kind.HYPERPARAMETERS),
     },
     Phase.LOGGING: {Kind.METRIC},
 }
@@ -107,7 +107,7 @@ _UNSUMMED = {C.PARTIAL, C.COPY, C.WEIGHTS, C.NEVER_COUNTED, C.OTHER_NORM}
 """Each rank keeps its own summand: replicas differ, or a share of a gradient or norm is missing."""
 _MISPLACED = {C.OFFSET, C.ORDER, C.HALVES, C.ROWS}
 """Parts of a tensor are those of another rank, or in another order."""
-_SCALED = {*_FACTOR, C.WEIGHTS, C.ADDEND, C.SOFTMAX_SCALE}
+_SCALED = {*_FACTOR, C.WEIGHTS, C.ADDEND, C.SOFTMAX_SCALE, C.HYPERPARAMETERS}
 """A tensor, or one of the terms that it is the sum of, is multiplied."""
 _SHIFTED = {
     *_MISPLACED,
