@@ -95,8 +95,12 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
             if why := next((c.unknown for c in countings if c.unknown), ""):
                 not_judged[statistic, why] = None
                 continue
-            step = _Step(now, statistic)
-            wrong = step.wrong(_names_in(trusted.get(iteration), statistic))
+            wrong: Wrong = {}
+            evaluations = {rank: _evaluations(one, statistic) for rank, one in now.items()}
+            for number in range(max(map(len, evaluations.values()))):
+                step = _Step(now, statistic, {r: each[number:] for r, each in evaluations.items()})
+                for what, found in step.wrong(_names_in(trusted.get(iteration), statistic)).items():
+                    wrong.setdefault(what, found)
             if statistic is Statistic.CLIPPED:
                 wrong |= _other_norms(trusted.get(iteration), now)
             key = TraceKey(iteration, STEP_LEVEL, Kind.COUNTED, statistic, statistic.number)
@@ -149,11 +153,18 @@ _REMARKS = {
 
 
 class _Step:
-    """One statistic of one traced step, on all ranks."""
+    """One evaluation of one statistic of one traced step, on all ranks."""
 
-    def __init__(self, ranks: Mapping[int, Counted], statistic: Statistic) -> None:
+    def __init__(
+        self,
+        ranks: Mapping[int, Counted],
+        statistic: Statistic,
+        evaluations: Mapping[int, Sequence[Sequence[Counting]]],
+    ) -> None:
+        """Prepare; of each rank's ``evaluations`` the first one is judged."""
         self._ranks = ranks
         self._statistic = statistic
+        self._result = {rank: each[0] if each else () for rank, each in evaluations.items()}
         self._sums: dict[tuple[Runs, int], dict[int, tuple[Counting, Sum]]] = {}
         for rank, one in ranks.items():
             for counting in _of(one, statistic):
@@ -195,7 +206,7 @@ class _Step:
     def _coverage(self, rank: int) -> dict[str, Coverage]:
         """How often a rank's result has the elements that it should have, by parameter."""
         one = self._ranks[rank]
-        countings = _of(one, self._statistic)
+        countings = self._result[rank]
         if not countings:
             return {}
         own = [(term.number, term.times) for c in countings for term in c.parts]
@@ -336,6 +347,27 @@ def _add(total: Held, more: Held, times: int) -> None:
 
 def _of(one: Counted, statistic: Statistic) -> list[Counting]:
     return [counting for counting in one.countings if counting.statistic is statistic]
+
+
+def _evaluations(one: Counted, statistic: Statistic) -> list[list[Counting]]:
+    """The computations of a statistic, apart where the same ones are made again.
+
+    A norm may be computed once to be logged and once to clip by: no element is in either twice. An
+    update or a reduction that is repeated is made twice.
+    """
+    found = _of(one, statistic)
+    if statistic.is_local or not found:
+        return [found] if found else []
+    content = [
+        (c.parts, c.sums, tuple((made.group, made.parts, made.sums) for made in c.made))
+        for c in found
+    ]
+    size = next(
+        size
+        for size in range(1, len(found) + 1)
+        if len(found) % size == 0 and content == content[:size] * (len(found) // size)
+    )
+    return [found[at : at + size] for at in range(0, len(found), size)]
 
 
 def _names(one: Counted, counting: Counting) -> Iterator[str]:

@@ -49,6 +49,7 @@ from megatron_ttrace.trace.findings import (
     BeforeStep,
     Cause,
     Explanation,
+    FailingRanks,
     Finding,
     LossShare,
     Miscounted,
@@ -139,6 +140,9 @@ class Explainer:
         if verdict.key in self._told and verdict.key not in self._shares:
             return self._told[verdict.key]
         found = Explanation(self._counted.get(verdict.key))
+        if found.finding is not None:
+            world = len(self._meshes)
+            found = dataclasses.replace(found, ranks=FailingRanks(verdict.ranks, world, world))
         try:
             if found.finding is None:
                 found = self._explain(verdict)

@@ -58,6 +58,34 @@ def test_once_each() -> None:
     assert not found.findings
 
 
+def norms(at: int, *parts: tuple[int, ...], group: range = range(2)) -> Counted:
+    """Tensor-parallel rank ``at`` computes the norm more than once, each time over some parts."""
+    countings = tuple(
+        Counting(
+            Statistic.GRAD_NORM,
+            (Sum(runs_of(group), number, tuple(map(Term, one))),),
+            (),
+            (Term(0),),
+        )
+        for number, one in enumerate(parts)
+    )
+    return Counted(1, (norm(), weight(at % 2)), (0, 1), countings)
+
+
+def test_two_norms() -> None:
+    """One norm is logged, another one clipped by: each has every element once."""
+    found = judge((), {0: [norms(0, (0, 1), (0, 1))], 1: [norms(1, (1,), (1,))]})
+    assert [one.verdict for one in found.verdicts] == [Outcome.PASS]
+
+
+def test_one_norm_of_several_parts() -> None:
+    """Chained optimizers each have a part of one norm; an element in two of them counts twice."""
+    found = judge((), {0: [norms(0, (0,), (1,))], 1: [norms(1, (), (1,))]})
+    assert [one.verdict for one in found.verdicts] == [Outcome.PASS]
+    found = judge((), {0: [norms(0, (0,), (0, 1))], 1: [norms(1, (), (1,))]})
+    assert failures(found) == {NORM: (Reason.COUNTED_TWICE, (0, 1))}
+
+
 def test_a_replica_twice() -> None:
     """Both tensor-parallel ranks put the layer norm in."""
     found = judge((), {0: [rank(0, range(2))], 1: [rank(1, range(2))]})
