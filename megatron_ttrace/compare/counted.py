@@ -205,7 +205,6 @@ class _Step:
 
     def _coverage(self, rank: int) -> dict[str, Coverage]:
         """How often a rank's result has the elements that it should have, by parameter."""
-        one = self._ranks[rank]
         countings = self._result[rank]
         if not countings:
             return {}
