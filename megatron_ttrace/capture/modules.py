@@ -24,6 +24,7 @@ A sink that isolates replaces each captured tensor after it was handed over
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -125,7 +126,7 @@ class ModuleTap:
         self._follow_tokens(state, name, module)
         before, after = [], []
         if is_root:
-            before.append(guarded(self._root_begins))
+            before.append(guarded(self._root_begins, names))
             after.append(guarded(self._root_ends))
         if is_root or not spans:
             before.append(guarded(self._begins, name))
@@ -163,8 +164,16 @@ class ModuleTap:
             self._on_error(error)
             return None
 
-    def _root_begins(self, state: ChunkState, *_: Any) -> None:
+    def _root_begins(
+        self, state: ChunkState, names: Names, module: torch.nn.Module, args: Any, kwargs: Any
+    ) -> None:
         state.begins()
+        if not names.inputs:
+            _, *parameters = inspect.signature(type(module).forward).parameters
+            given = zip(parameters, args, strict=False)
+            names.inputs.extend(
+                name for name, value in (*given, *kwargs.items()) for _ in _leaves(value)
+            )
 
     def _root_ends(
         self, state: ChunkState, module: torch.nn.Module, args: Any, kwargs: Any, output: Any

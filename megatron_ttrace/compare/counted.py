@@ -99,8 +99,7 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
             evaluations = {rank: _evaluations(one, statistic) for rank, one in now.items()}
             for number in range(max(map(len, evaluations.values()))):
                 step = _Step(now, statistic, {r: each[number:] for r, each in evaluations.items()})
-                for what, found in step.wrong(_names_in(trusted.get(iteration), statistic)).items():
-                    wrong.setdefault(what, found)
+                wrong = step.wrong(_names_in(trusted.get(iteration), statistic)) | wrong
             if statistic is Statistic.CLIPPED:
                 wrong |= _other_norms(trusted.get(iteration), now)
             key = TraceKey(iteration, STEP_LEVEL, Kind.COUNTED, statistic, statistic.number)

@@ -7,7 +7,7 @@ the first stage that has any is the answer.
 
 Megatron's own initial values, which nothing of the traced step comes from, are examined separately.
 
-- start: a parameter or a token differs before anything was computed;
+- start: a parameter, a token or an input of the model differs before anything was computed;
 - missing: a module or parameter of the reference exists nowhere in the candidate;
 - forward: all of a module's inputs pass, an output fails, and no module inside it explains that;
 - backward: all of its output gradients pass, an input gradient fails;
@@ -136,7 +136,7 @@ def _one_per_module(
         before, alike = _around(verdict, verdicts)
         culprits.append(
             Culprit(
-                name=module,
+                name=f"{ROOT}.{why.argument}" if why.argument else module,
                 kind=verdict.kind,
                 direction=direction,
                 reason=explanations.reason_text(grounds, verdict, before, alike),
@@ -219,6 +219,10 @@ def _start(verdicts: Sequence[Verdict]) -> list[_Origin]:
         _Origin(verdict, verdict.name, Grounds.START)
         for verdict in _failures(verdicts, Kind.TOKENS, Kind.PARAM)
         if verdict.verdict not in _ABSENT and verdict.direction is Direction.START
+    ] or [
+        _Origin(verdict, f"{ROOT}.{verdict.index}", Grounds.MODEL_INPUT)
+        for verdict in _failures(verdicts, Kind.INPUT)
+        if verdict.name == ROOT and verdict.verdict not in _ABSENT
     ]
 
 

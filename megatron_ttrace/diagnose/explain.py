@@ -37,6 +37,7 @@ from megatron_ttrace.diagnose.evidence import (
 from megatron_ttrace.diagnose.losses import Separate, Share
 from megatron_ttrace.diagnose.search import Found, alternative, repeated, search
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.mcore.numbers import numbers
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
@@ -155,11 +156,18 @@ class Explainer:
                 found,
                 where=ran.where(verdict, found.finding, self._ledger, alone=found.alike is None),
                 collectives=ran.cite(verdict, found.finding, self._ledger),
+                argument=self._argument(verdict),
             )
         except Exception as error:  # noqa: BLE001 - so is what ran
             self._failed(f"what ran in {verdict.key}", error)
         self._told[verdict.key] = found
         return found
+
+    def _argument(self, verdict: Verdict) -> str:
+        """The name of an input of the model."""
+        names = self._ledger.sources.inputs
+        is_input = verdict.kind is Kind.INPUT and verdict.name == ROOT
+        return names[verdict.index] if is_input and verdict.index < len(names) else ""
 
     def separate(self, shares: Separate) -> None:
         """Find the losses' shares of the unexplained gradients; these can be explained again.
@@ -244,8 +252,8 @@ class Explainer:
             return None
         entry = self._reference.entry(key)
         reference = self._reference.tensor(entry)
-        if not reference.is_floating_point():
-            return None
+        if not reference.is_floating_point() and key.kind not in (Kind.TOKENS, Kind.INPUT):
+            return None  # choices
         microbatches = codec.decode(int, self._reference.meta.get("microbatches", 1))
         ranks = self._meshes[0].size("dp") if self._meshes else 1
         evidence = Evidence(

@@ -95,7 +95,8 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
     if place := places.by_hand(finding):
         return place
     sources = ledger.sources
-    if verdict.kind in (Kind.TOKENS, Kind.LOSS):
+    is_input = verdict.kind is Kind.INPUT and verdict.name == ROOT
+    if is_input or verdict.kind in (Kind.TOKENS, Kind.LOSS):
         return sources.step
     norms = [
         one.where

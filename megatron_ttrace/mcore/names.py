@@ -34,6 +34,7 @@ class Names:
             multi-token prediction, a later pipeline stage has its own embedding for the shifted
             tokens.
         unused: parameters that no forward pass reads; they are not in ``parameters``.
+        inputs: names of what the model is given, by position; filled when it runs.
     """
 
     modules: dict[str, torch.nn.Module]
@@ -42,6 +43,7 @@ class Names:
     spans: frozenset[str]
     repeated: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()
+    inputs: list[str] = dataclasses.field(default_factory=list, compare=False)
 
 
 _WRAPPERS = {

@@ -150,8 +150,10 @@ def sources_of(
     """
     codes: dict[ModuleCode, int] = {}
     modules: dict[str, int] = {}
+    inputs: list[str] = []
     places: dict[type, str] = {}
     for names in chunks:
+        inputs = inputs or names.inputs
         for name, module in names.modules.items():
             kind = type(module)
             if kind not in places:
@@ -170,4 +172,5 @@ def sources_of(
         class_place(leaf, "step_with_ready_grads") or class_place(leaf, "step"),
         function_place(finalize),
         function_place(step),
+        inputs=tuple(inputs),
     )

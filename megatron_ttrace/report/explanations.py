@@ -24,6 +24,7 @@ Said = tuple[str, str]
 _GROUNDS = {
     Grounds.INITIAL: "wrong before anything was computed",
     Grounds.START: "differs before anything was computed",
+    Grounds.MODEL_INPUT: "the data and the parameters pass, what the model is called with does not",
     Grounds.ABSENT: "{note}",
     Grounds.ABSENT_MODULE: "{note}: {name}, and likewise every parameter of this module",
     Grounds.OUTPUT: "all its inputs pass, its output does not",

@@ -193,6 +193,7 @@ class Sources(Record):
         finalize: what reduces the gradients after the last microbatch.
         step: the training script's forward step, which reads the batch and computes the loss.
         metrics: what reports each number that is logged, by its name.
+        inputs: names of what the model is given, by position.
     """
 
     modules: dict[str, Count] = dataclasses.field(default_factory=dict)
@@ -201,6 +202,7 @@ class Sources(Record):
     finalize: str = ""
     step: str = ""
     metrics: dict[str, str] = dataclasses.field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
 
     def of(self, module: str) -> ModuleCode | None:
         """The code of a module, or of the innermost known module that contains it."""

@@ -22,6 +22,7 @@ class Grounds(StrEnum):
 
     INITIAL = "initial"
     START = "start"
+    MODEL_INPUT = "model_input"
     ABSENT = "absent"
     ABSENT_MODULE = "absent_module"
     OUTPUT = "output"
@@ -564,6 +565,7 @@ class Explanation:
         collectives: what the ledger says about the module.
         other: another repair that passed and is nearly as simple.
         observed: a pattern of the error that no repair was tested for.
+        argument: the name of what the model is given, if it is that.
     """
 
     finding: Finding | None = None
@@ -573,3 +575,4 @@ class Explanation:
     collectives: Citation | None = None
     other: Finding | None = None
     observed: Finding | None = None
+    argument: str = ""

@@ -286,7 +286,12 @@ class Culprit(Record):
                 for one in verdicts
                 if one.verdict.is_failure
                 and (one.kind, one.index) == (self.kind, self.index)
-                and (one.name == self.name or one.name.startswith(inside))
+                and (
+                    one.name == self.name
+                    or one.name.startswith(inside)
+                    # An input of the model has the name of its argument.
+                    or (self.direction is Direction.START and self.name.startswith(f"{one.name}."))
+                )
             ),
             key=lambda one: (
                 (one.iteration, one.microbatch) == (self.iteration, self.microbatch),
