@@ -394,7 +394,7 @@ def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
         if v.name in unknown
     ]
     first: dict[str, Verdict] = {}
-    for verdict in sorted(_failures(verdicts, *_UPDATED), key=_made):
+    for verdict in sorted(_failures(verdicts, *_UPDATED), key=lambda v: _UPDATED.index(v.kind)):
         first.setdefault(verdict.name, verdict)
     # Without their gradients the norm is wrong, and with it every clipped update.
     return (
@@ -409,10 +409,6 @@ def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
             for v in _failures(verdicts, Kind.METRIC)
         ]
     )
-
-
-def _made(verdict: Verdict) -> int:
-    return _UPDATED.index(verdict.kind)
 
 
 def _born(

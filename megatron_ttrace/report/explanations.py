@@ -440,11 +440,7 @@ def _miscounted(finding: f.Miscounted) -> Said:
     return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
 
 
-def _hyperparameters(finding: f.OtherHyperparameters) -> Said:
-    text = f"the optimizer steps it with {hyperparameters_text(finding.values)}"
-    return text, "the parameter group that it was put into, or the schedule of this group"
-
-
+_GROUP = "its parameter group, or the schedule of this group"
 _OVERWRITTEN = "the input saved for backward was overwritten before it was used"
 
 _RENDERERS: dict[type, Callable[[Any], Said]] = {
@@ -491,7 +487,7 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.WrongMasks: _masks,
     f.BlockWeight: _blocks,
     f.Miscounted: _miscounted,
-    f.OtherHyperparameters: _hyperparameters,
+    f.OtherHyperparameters: lambda it: (hyperparameters_text(it.values), _GROUP),
 }
 
 

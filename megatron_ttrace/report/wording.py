@@ -324,10 +324,9 @@ def not_judged_text(statistic: Statistic, why: str) -> str:
 
 
 def hyperparameters_text(values: Iterable[tuple[str, float, float]]) -> str:
-    """``lr 0.005 instead of 0.001``."""
-    return ", ".join(
-        f"{clean(name)} {ours:.7g} instead of {right:.7g}" for name, ours, right in values
-    )
+    """``the optimizer steps it with lr 0.005 instead of 0.001``."""
+    each = (f"{clean(name)} {ours:.7g} instead of {right:.7g}" for name, ours, right in values)
+    return f"the optimizer steps it with {', '.join(each)}"
 
 
 _NOTES = {
@@ -371,7 +370,7 @@ _NOTES = {
     Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
     Remark.COUNTED_TWICE: "elements are counted up to {limit:.0f} times in {text}",
     Remark.NEVER_COUNTED: "elements are never counted in {text}",
-    Remark.HYPERPARAMETERS: "the optimizer steps it with {text}",
+    Remark.HYPERPARAMETERS: "{text}",
     Remark.OTHER_NORM: "clipped by the norm of other parameters than in the reference",
 }
 
