@@ -13,7 +13,7 @@ from megatron_ttrace.processes import signals
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 COMMANDS = (
     "megatron_ttrace.cli.check",
@@ -36,11 +36,7 @@ COMMANDS = (
 EVALUATION = (
     "megatron_ttrace.cli.bugs",
     "megatron_ttrace.cli.matrix",
-    "megatron_ttrace.cli.mutants",
     "megatron_ttrace.cli.nightly",
-    "megatron_ttrace.cli.plant",
-    "megatron_ttrace.cli.baselines",
-    "megatron_ttrace.cli.growth",
 )
 """The same, of ``ttrace eval``; without ``eval`` they are found too, but not listed."""
 OVERVIEW = """\
@@ -103,18 +99,22 @@ def _overview(_: argparse.Namespace) -> int:
     return 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    build: Callable[[Sequence[str]], argparse.ArgumentParser] = build_parser,
+) -> int:
     """Run a command and return its exit code.
 
     Args:
         argv: the words of the command. ``None``: this process is the command, and its arguments,
             signals and standard streams are handled.
+        build: makes the parser of a command line.
     """
     if argv is not None:
-        return _guarded(argv)
+        return _guarded(argv, build)
     signals.install()
     streams.steady()
-    code = _guarded(None)
+    code = _guarded(None, build)
     _leave(code)
     return code
 
@@ -136,13 +136,15 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _guarded(argv: Sequence[str] | None) -> int:
+def _guarded(
+    argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser]
+) -> int:
     """Run a command; every other end than its own answer is one line, and never exit code 1."""
     from megatron_ttrace.errors import ExitCode, TTraceError
 
     parsing = True
     try:
-        args = build_parser(sys.argv[1:] if argv is None else list(argv)).parse_args(argv)
+        args = build(sys.argv[1:] if argv is None else list(argv)).parse_args(argv)
         args.began = _began(argv is None)
         parsing = False
         with signals.orderly():

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ttrace.evaluation.mutants.score import BARS
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
+from tests.assay.mutants.score import BARS
 
 VERSIONS = {"megatron-core": "0.19.2", "torch": "2.15.0"}
 OPTIONS = {"parts": "bugs matrix mutants", "bugs": "all"}

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tests.assay``: how good is the checker? Mutants, planted errors, other tools' rules.
+
+Exit codes are those of ``ttrace``; ``python -m tests.assay COMMAND --help`` has examples.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_ttrace import __main__
+from megatron_ttrace.cli import command
+from tests.assay import plant
+from tests.assay.baselines import cli as baselines
+from tests.assay.mutants import cli as mutants
+
+
+def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The command line."""
+    del words
+    parser = command.Parser(
+        prog="python -m tests.assay",
+        description="Evaluate the checker itself.",
+        epilog="example:\n  python -m tests.assay mutants run --count 20",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in (mutants, plant, baselines):
+        module.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    return __main__.main(argv, build_parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

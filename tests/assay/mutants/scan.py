@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find all single faults in Megatron's parallel code, and choose a sample of them.
+
+Source is read; nothing is imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.evaluation.bugs.patching import functions
+from tests.assay.mutants.operators import OPERATORS
+from tests.assay.mutants.records import Mutant
+from tests.assay.mutants.source import Source, span_of
+
+_CLASS = re.compile(r"\b[A-Z]\w*(?=\.)")
+PACKAGES = (
+    "megatron.core.tensor_parallel",
+    "megatron.core.distributed",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.moe",
+    "megatron.core.optimizer",
+    "megatron.core.ssm",
+    "megatron.core.transformer.transformer_layer",
+)
+"""Packages, or single modules."""
+
+
+def scan() -> list[Mutant]:
+    """All mutants of the installed Megatron, in the order of its source.
+
+    Raises:
+        TTraceError: when there is no Megatron.
+    """
+    return [
+        mutant
+        for module, path in modules()
+        for mutant in scan_source(module, path.read_text(encoding="utf-8"))
+    ]
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Names and files of all modules below :data:`PACKAGES`.
+
+    Raises:
+        TTraceError: when there is no Megatron.
+    """
+    root = _root()
+    return [
+        (_name(path.relative_to(root)), path)
+        for package in PACKAGES
+        for place in [root.joinpath(*package.split(".")[2:])]
+        for path in (place.with_suffix(".py"), *sorted(place.rglob("*.py")))
+        if path.is_file() and (path.name != "__init__.py" or path.stat().st_size > 0)
+    ]
+
+
+def autograd_files() -> list[Path]:
+    """All files with autograd functions: classes that other code hands numbers to.
+
+    Raises:
+        TTraceError: when there is no Megatron.
+    """
+    return [
+        path
+        for path in sorted(_root().rglob("*.py"))
+        if "autograd.Function)" in path.read_text(encoding="utf-8")
+    ]
+
+
+def _root() -> Path:
+    spec = importlib.util.find_spec("megatron.core")
+    if spec is None or spec.origin is None:
+        raise TTraceError("megatron-core is not installed: see ttrace doctor")
+    return Path(spec.origin).parent
+
+
+def _name(path: Path) -> str:
+    """A package's ``__init__.py`` has the package's name; with another it would be a copy."""
+    parts = ("megatron.core", *path.with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def scan_source(module: str, text: str) -> Iterator[Mutant]:
+    """The mutants of one module: every operator on every node inside a function."""
+    source = Source(module, text)
+    seen: Counter[str] = Counter()
+    for qualname, function in functions(source.tree):
+        # Only what runs when the function does: no decorators, defaults or annotations.
+        for node in (node for statement in function.body for node in ast.walk(statement)):
+            for name, operator in OPERATORS.items():
+                for target, replacement in operator(node, source):
+                    yield _mutant(source, qualname, name, target, replacement, seen)
+
+
+def _mutant(
+    source: Source,
+    qualname: str,
+    operator: str,
+    target: ast.AST,
+    replacement: str,
+    seen: Counter[str],
+) -> Mutant:
+    fragment = source.of(target)
+    around = source.statement(target)
+    statement = "" if around is None else ast.unparse(around).split("\n", 1)[0]
+    words = (source.module, qualname, operator, statement, fragment, replacement)
+    # Without white space, so that a line break does not change the id.
+    content = "\n".join("".join(word.split()) for word in words)
+    # Where a function has the same statement twice, the number tells them apart.
+    number = seen[content]
+    seen[content] += 1
+    digest = _sha256(f"{content}\n{number}")[:6]
+    place = source.module.removeprefix("megatron.core.")
+    return Mutant(
+        id=f"{place}:{qualname}:{operator}:{digest}",
+        module=source.module,
+        qualname=qualname,
+        operator=operator,
+        span=span_of(target),
+        fragment=fragment,
+        replacement=replacement,
+        statement=statement,
+        classes=() if around is None else _classes(around, source),
+    )
+
+
+def _classes(statement: ast.stmt, source: Source) -> tuple[str, ...]:
+    """Classes whose attributes are used near a statement, or in what finds a name used there."""
+    branch = source.parent(statement)
+    near = branch if isinstance(branch, ast.If) else statement
+    names = {node.id for node in ast.walk(near) if isinstance(node, ast.Name)}
+    text = "\n".join([ast.unparse(near), *(source.finder(name) for name in sorted(names))])
+    return tuple(sorted(set(_CLASS.findall(text))))
+
+
+def sample(mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
+    """Choose ``count`` mutants, one of each stratum in turn; the same for the same seed.
+
+    A stratum is a package and an operator. Within it, mutants are ordered by a hash of seed and id:
+    one that a release of Megatron adds or removes does not change the order of the others.
+    """
+    strata: dict[tuple[str, str], list[Mutant]] = defaultdict(list)
+    for mutant in mutants:
+        strata[mutant.operator, mutant.package].append(mutant)
+    decks = [
+        sorted(strata[key], key=lambda mutant: _sha256(f"{seed} {mutant.id}"))
+        for key in sorted(strata)
+    ]
+    rounds = max(map(len, decks), default=0)
+    dealt = [deck[turn] for turn in range(rounds) for deck in decks if turn < len(deck)]
+    return dealt[:count]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
