@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# One nightly run: known bugs, healthy configurations, mutants. All arguments go to `ttrace nightly`.
+# One nightly run: known bugs, healthy configurations, recipes. Arguments go to `ttrace eval nightly`.
 #
 #   launch/nightly.sh                      everything
 #   launch/nightly.sh --minutes 60         as much as fits in an hour
@@ -11,7 +11,7 @@
 #   0 2 * * * /path/to/megatron_ttrace/launch/nightly.sh > /tmp/ttrace-nightly.log 2>&1 || cat /tmp/ttrace-nightly.log
 #
 # Results are kept in $TTRACE_NIGHTLY_DIR (default: ttrace-out/nightly of the checkout):
-# history.sqlite, trend.html, logs. TTRACE_NIGHTLY_PULL=1 updates the checkout first. If the previous
+# nights.jsonl, logs. TTRACE_NIGHTLY_PULL=1 updates the checkout first. If the previous
 # night is still running, this one ends with exit code 2.
 #
 # exit code: 0 all good, 1 a healthy job diverged, 2 a bug was missed or could not run
@@ -48,5 +48,5 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Ranks must not hold the lock: the night ends when this script does.
 code=0
-"${ttrace[@]}" nightly --directory "$DIR" "$@" 9>&- || code=$?
+"${ttrace[@]}" eval nightly --directory "$DIR" "$@" 9>&- || code=$?
 exit "$code"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a night consists of, for the runner, the history, the page and W&B."""
+"""What a night consists of, for the runner, the history and W&B."""
 
 from __future__ import annotations
 
@@ -16,28 +16,25 @@ class NightPart(StrEnum):
 
     BUGS = "bugs"
     MATRIX = "matrix"
-    PLANTED = "planted"
-    MUTANTS = "mutants"
+    RECIPES = "recipes"
 
 
 class State(StrEnum):
     """The result of a case."""
 
     GOOD = "good"
-    """A known bug was found at its place; a healthy job was found equivalent; planted errors of a
-    size were found or not, as they should; a mutant was killed, or is proven harmless."""
+    """A known bug was found at its place, or a healthy job or recipe is equivalent."""
     MISSED = "missed"
-    """A known bug, a mutant or planted errors were not found, not where expected, or explained
-    wrongly."""
+    """A known bug was not found, not where expected, or explained wrongly."""
     ALARM = "false alarm"
-    """A healthy job was found diverged."""
+    """A healthy job or a recipe diverged."""
     BROKEN = "could not run"
     """There is no result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NightCase:
-    """One bug, healthy job, mutant, or size of planted errors.
+    """One bug, healthy job, or recipe's small job.
 
     Attributes:
         part: that it belongs to.
@@ -78,7 +75,6 @@ class Night:
         options: of the command, those that choose what is run.
         cases: in the order in which they ran.
         gaps: parts that are missing or incomplete.
-        scores: of a whole part, e.g. ``mutation score``.
     """
 
     began: str
@@ -87,7 +83,6 @@ class Night:
     options: Mapping[str, str]
     cases: tuple[NightCase, ...]
     gaps: tuple[Gap, ...] = ()
-    scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def bad(self) -> tuple[NightCase, ...]:

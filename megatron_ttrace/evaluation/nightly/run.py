@@ -22,15 +22,13 @@ from pathlib import Path
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation.nightly import rows
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
+from megatron_ttrace.evaluation.recipes.run import RESULTS
 from megatron_ttrace.mcore import provenance, versions
 from megatron_ttrace.processes import logs
 from megatron_ttrace.processes.tether import tethered
 
 QUICK_BUGS = ("01", "11")
 QUICK_MATRIX = ("dp2/gpt/fp32",)
-PLANTED = ("tp2-sp-pp2-zero/gpt/fp32", "dp2-zero/llama/bf16")
-_ERRORS = "1000"
-_TAIL = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,9 +38,9 @@ class Options:
     Attributes:
         parts: to run.
         bugs: ids; empty for all.
-        bugs_flags: further arguments of ``ttrace bugs run``, e.g. ``--bf16``.
+        bugs_flags: further arguments of ``ttrace eval bugs run``, e.g. ``--bf16``.
         matrix: name patterns; empty for all.
-        mutants: size of the sample; ``None`` for the command's own.
+        recipes: a Megatron-LM checkout with training configurations, or ``None``.
         seconds: time limit of the night, or ``None``.
     """
 
@@ -50,7 +48,7 @@ class Options:
     bugs: tuple[str, ...] = ()
     bugs_flags: tuple[str, ...] = ()
     matrix: tuple[str, ...] = ()
-    mutants: int | None = None
+    recipes: Path | None = None
     seconds: float | None = None
 
     def described(self) -> dict[str, str]:
@@ -60,7 +58,7 @@ class Options:
             "bugs": " ".join(self.bugs) or "all",
             "bugs flags": " ".join(self.bugs_flags),
             "matrix": " ".join(self.matrix) or "all",
-            "mutants": str(self.mutants or "default"),
+            "recipes": str(self.recipes or "none"),
         }
 
 
@@ -76,7 +74,6 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
     directory.mkdir(parents=True, exist_ok=True)
     cases: list[NightCase] = []
     gaps: list[Gap] = []
-    scores: dict[str, float] = {}
     for part in NightPart:
         if part not in options.parts:
             gaps.append(Gap(part, "switched off", by_choice=True))
@@ -90,11 +87,10 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
         with contextlib.suppress(FileNotFoundError):
             step.results.unlink()
         reason, code = _execute(step, left)
-        found, more = _read(part, step.results)
+        found = _read(part, step.results)
         if code == ExitCode.COULD_NOT_CHECK and any(one.state is not State.GOOD for one in found):
             reason = ""  # the cases say why
         cases += found
-        scores |= more
         if reason or not found:
             gaps.append(Gap(part, reason or "it ran nothing"))
         say(f"{part}: {len(found)} cases{f', {reason}' if reason else ''}")
@@ -105,7 +101,6 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
         options=options.described(),
         cases=tuple(cases),
         gaps=tuple(gaps),
-        scores=scores,
     )
 
 
@@ -127,14 +122,8 @@ def _step(part: NightPart, options: Options, directory: Path) -> _Step:
     if part is NightPart.MATRIX:
         # Its results are its output.
         return _Step(("matrix", *(options.matrix or ("--all",)), "--json", *work), log, log)
-    if part is NightPart.PLANTED:
-        jobs = (word for name in PLANTED for word in ("--job", name))
-        today = f"{datetime.datetime.now(datetime.UTC):%Y%m%d}"
-        chosen = ("--trials", _ERRORS, "--seed", today, "--json")
-        return _Step(("plant", *jobs, *chosen, *work), log, log)
-    results = directory / "mutants.json"
-    count = ("--count", str(options.mutants)) if options.mutants else ()
-    return _Step(("mutants", "run", *count, "--json", str(results), *work), log, results)
+    results = directory / part / RESULTS
+    return _Step(("recipes", str(options.recipes), *work), log, results)
 
 
 def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
@@ -159,37 +148,24 @@ def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    reason = "" if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED) else _told(step.log, code)
-    return reason, code
+    finished = code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED)
+    return "" if finished else f"{logs.how_it_ended(code)} (see {step.log})", code
 
 
-def _told(log: Path, code: int) -> str:
-    lines = logs.text_of(log).strip().splitlines()
-    ours = [line.removeprefix("ttrace: ") for line in lines if line.startswith("ttrace: ")]
-    last = ours[-1:] or lines[-_TAIL:]
-    return f"{logs.how_it_ended(code)}: {' / '.join(last)} (log: {log})"
-
-
-def _read(part: NightPart, output: Path) -> tuple[list[NightCase], dict[str, float]]:
-    """The cases that a part finished, and its scores; incomplete and foreign lines are skipped."""
-    text = logs.text_of(output)
+def _read(part: NightPart, output: Path) -> list[NightCase]:
+    """The cases that a part finished; incomplete and foreign lines are skipped."""
     cases: list[NightCase] = []
-    broken = contextlib.suppress(ValueError, KeyError, TypeError)
-    if part is NightPart.MUTANTS:
-        with broken:
-            return rows.mutants(json.loads(text))
-    read = _ROWS[part]
-    for line in text.splitlines():
+    for line in logs.text_of(output).splitlines():
         if line.startswith("{"):
-            with broken:
-                cases.append(read(json.loads(line)))
-    return cases, {}
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                cases.append(_ROWS[part](json.loads(line)))
+    return cases
 
 
 _ROWS = {
     NightPart.BUGS: rows.known_bug,
     NightPart.MATRIX: rows.configuration,
-    NightPart.PLANTED: rows.planted,
+    NightPart.RECIPES: rows.recipe,
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One W&B run per night: one row per case, scores to plot, an alert if a case is bad."""
+"""One W&B run per night: one row per case, and an alert if a case is bad."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ COLUMNS = ("part", "case", "state", "reached", "margin", "seconds", "note")
 _WARNING = "ttrace: WARNING: W&B logging failed, the night itself is complete"
 
 
-def log(night: Night, said: Sequence[str], page: Path, *, directory: Path, online: bool) -> str:
+def log(night: Night, said: Sequence[str], *, directory: Path, online: bool) -> str:
     """Log a night and return one line that says where the run is. Never raises.
 
     Args:
         night: to log.
         said: what is wrong and what changed, for the alert.
-        page: the trend page to attach.
         directory: where an offline run is kept.
         online: whether the run may be sent to the server.
     """
@@ -34,7 +33,7 @@ def log(night: Night, said: Sequence[str], page: Path, *, directory: Path, onlin
             TOTAL_SECONDS,
             lambda: own_run(
                 wandb,
-                lambda run: _log(wandb, run, night, said, page),
+                lambda run: _log(wandb, run, night, said),
                 directory=directory,
                 project="ttrace-nightly",
                 job_type="ttrace-nightly",
@@ -46,11 +45,8 @@ def log(night: Night, said: Sequence[str], page: Path, *, directory: Path, onlin
         return f"{_WARNING}: {type(error).__name__}: {clean(error, 300)}"
 
 
-def _log(wandb: Any, run: Any, night: Night, said: Sequence[str], page: Path) -> None:
-    data: dict[str, Any] = {"ttrace_nightly": wandb.Table(columns=list(COLUMNS), data=_rows(night))}
-    if page.is_file():
-        data["ttrace_trend"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
-    run.log(data)
+def _log(wandb: Any, run: Any, night: Night, said: Sequence[str]) -> None:
+    run.log({"ttrace_nightly": wandb.Table(columns=list(COLUMNS), data=_rows(night))})
     run.summary.update(summary_fields(night))
     if night.bad:
         level = wandb.AlertLevel.ERROR
@@ -64,7 +60,6 @@ def summary_fields(night: Night) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "nightly/exit_code": int(night.exit_code),
         "nightly/seconds": night.seconds,
-        **{f"nightly/{name.replace(' ', '_')}": value for name, value in night.scores.items()},
     }
     for part in NightPart:
         for state in State:

@@ -6,10 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
-from tests.assay.mutants.score import BARS
 
 VERSIONS = {"megatron-core": "0.19.2", "torch": "2.15.0"}
-OPTIONS = {"parts": "bugs matrix mutants", "bugs": "all"}
+OPTIONS = {"parts": "bugs matrix recipes", "bugs": "all"}
 
 
 def case(
@@ -48,14 +47,9 @@ def month(days: int = 12) -> list[Night]:
                 case(NightPart.MATRIX, "dp2/gpt/bf16", state=State.ALARM, margin=1.3)
                 if day == 4
                 else case(NightPart.MATRIX, "dp2/gpt/bf16", margin=0.3),
-                *(
-                    case(NightPart.MUTANTS, f"distributed.x:lost-mark:{number}", marks="diverged")
-                    for number in range(20)
-                ),
                 day=day,
                 versions={**VERSIONS, "torch": "2.16.0" if missed else "2.15.0"},
-                scores={"silent mutants killed": 0.95 + day / 1000},
-                gaps=(Gap(NightPart.MUTANTS, "switched off", by_choice=True),) if day == 2 else (),
+                gaps=(Gap(NightPart.RECIPES, "switched off", by_choice=True),) if day == 2 else (),
             )
         )
     return found
@@ -94,46 +88,5 @@ def matrix_row(**changes: Any) -> dict[str, Any]:
         "worst": "decoder.final_layernorm main_grad.0",
         "seconds": 3.0,
         "why": "",
-        **changes,
-    }
-
-
-def planted_row(**changes: object) -> dict:
-    """A row of ``ttrace plant --job ... --json``."""
-    row: dict = {"job": "tp2", "shape": "noise", "size": 2.0, "trials": 10}
-    return row | {"found": 1.0, "right_rank": 1.0, "met": True} | changes
-
-
-def mutant_row(**changes: Any) -> dict[str, Any]:
-    """One of those in the file that ``ttrace mutants run --json FILE`` writes."""
-    return {
-        "id": "tensor_parallel.mappings:dropped:_reduce:1",
-        "fate": "diverged",
-        "explanation": None,
-        "inert": False,
-        "why": "",
-        "trials": [{"layout": "tp2", "fate": "diverged", "seconds": 2.5, "told": "linear_proj"}],
-        "right_module": True,
-        "cause_true": None,
-        **changes,
-    }
-
-
-def mutants_report(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The whole file."""
-    return {
-        "run": len(rows),
-        "score": 1.0,
-        "silent_score": 1.0,
-        "with_inert": 1.0,
-        "right_module": 1.0,
-        "cause_told": 1.0,
-        "cause_true": 1.0,
-        "wrong": 0,
-        "bars": BARS,
-        "seeds": {"20261122": {}},
-        "unhealthy": {},
-        "passed": True,
-        "mutants": list(rows),
         **changes,
     }

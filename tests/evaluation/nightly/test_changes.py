@@ -19,8 +19,8 @@ def test_worse() -> None:
 
 
 def test_the_same_name_in_two_parts() -> None:
-    """A bug and a mutant may be called alike."""
-    then = night(case(name="x"), case(NightPart.MUTANTS, "x", State.MISSED))
+    """A bug and a recipe may be called alike."""
+    then = night(case(name="x"), case(NightPart.RECIPES, "x", State.MISSED))
     assert changes.compare(then, then).worse == ()
 
 

@@ -6,7 +6,7 @@ import pytest
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightPart, State
 from tests.evaluation.nightly.synthetic import case, night
 
-SWITCHED_OFF = Gap(NightPart.MUTANTS, "switched off", by_choice=True)
+SWITCHED_OFF = Gap(NightPart.RECIPES, "switched off", by_choice=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what the commands print to cases."""
 
+import json
 import math
 
 import pytest
@@ -8,13 +9,8 @@ import pytest
 from megatron_ttrace.evaluation.bugs import catalogue, suite
 from megatron_ttrace.evaluation.nightly import rows
 from megatron_ttrace.evaluation.nightly.records import State
-from tests.evaluation.nightly.synthetic import (
-    bug_row,
-    matrix_row,
-    mutant_row,
-    mutants_report,
-    planted_row,
-)
+from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
+from tests.evaluation.nightly.synthetic import bug_row, matrix_row
 
 
 def test_rows_made_by_hand_are_like_those_of_the_suite() -> None:
@@ -85,49 +81,18 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "state", "note"),
+    ("changes", "state"),
     [
-        ({}, State.GOOD, "linear_proj"),
-        ({"fate": "crashed"}, State.GOOD, "linear_proj"),
-        ({"fate": "survived"}, State.MISSED, "without an explanation"),
-        # A hole that is explained is a hole.
-        ({"fate": "survived", "explanation": "unseen", "why": "a hole"}, State.MISSED, "a hole"),
-        ({"fate": "survived", "explanation": "dormant", "why": "p"}, State.MISSED, "p"),
-        ({"fate": "survived", "inert": True}, State.GOOD, "no job trains differently with it"),
-        ({"fate": "survived", "explanation": "equivalent", "why": "p"}, State.GOOD, "p"),
-        ({"explanation": "equivalent", "why": "no number depends"}, State.ALARM, "but was found"),
-        ({"cause_true": False}, State.MISSED, "linear_proj"),
-        ({"right_module": False}, State.GOOD, "linear_proj"),
+        ({}, State.GOOD),
+        ({"answer": "refused by Megatron"}, State.GOOD),
+        ({"answer": "diverged"}, State.ALARM),
+        ({"answer": "diverged", "finding": "MLA"}, State.GOOD),
+        ({"answer": "cannot be checked"}, State.BROKEN),
     ],
 )
-def test_mutant(changes: dict, state: State, note: str) -> None:
-    """State, marks and note of a mutant."""
-    (found,), scores = rows.mutants(mutants_report(mutant_row(**changes)))
-    assert found.state is state
-    assert note in found.note
-    assert ("wrong cause" in found.marks) == ("cause_true" in changes)
-    assert ("wrong module" in found.marks) == ("right_module" in changes)
-    assert scores["silent mutants killed"] == 1.0
-    assert scores["mutants seed"] == 20261122
-
-
-@pytest.mark.parametrize("size", [2.0, None])
-def test_planted(size: float | None) -> None:
-    """Errors that should have been found, or not been flagged."""
-    found = rows.planted(planted_row(size=size, met=False, found=0.5))
-    assert found.state is State.MISSED
-    assert found.name == f"tp2: noise of {'2 tolerances' if size else 'its own size'}"
-    assert found.marks == "50.0% found, right rank 100.0%"
-
-
-def test_scores_below_their_bars() -> None:
-    """Each is a case of its own; so is a job that fails without a mutant."""
-    report = mutants_report(
-        mutant_row(), silent_score=0.9, cause_true=0.5, unhealthy={"tp2": "diverged"}
-    )
-    states = {one.name: one.state for one in rows.mutants(report)[0][1:]}
-    assert states == {
-        "silent mutants killed": State.MISSED,
-        "cause true": State.MISSED,
-        "tp2": State.BROKEN,
-    }
+def test_recipe(changes: dict, state: State) -> None:
+    """A recipe must be equivalent, show a finding, or be refused by Megatron itself."""
+    row = JobRow(key="1a2b", answer=Answer.EQUIVALENT, ranks=2, tensors=9, why="why").to_json()
+    found = rows.recipe(json.loads(json.dumps(row)) | changes)
+    assert (found.name, found.state) == ("1a2b", state)
+    assert "why" in found.note

@@ -3,7 +3,6 @@
 
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 import time
@@ -15,13 +14,8 @@ from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation.nightly import run as runner
 from megatron_ttrace.evaluation.nightly.records import NightPart, State
 from megatron_ttrace.evaluation.nightly.run import Options
-from tests.evaluation.nightly.synthetic import (
-    bug_row,
-    matrix_row,
-    mutant_row,
-    mutants_report,
-    planted_row,
-)
+from megatron_ttrace.evaluation.recipes.run import RESULTS, Answer, JobRow
+from tests.evaluation.nightly.synthetic import bug_row, matrix_row
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 def play(monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
     """Let a part's process run a Python program instead of the command it would run.
 
-    A program finds the file for its results in ``results``.
+    A program finds the file for its results in ``results``, its directory in ``directory``.
     """
     real = runner.subprocess.Popen
 
@@ -38,7 +32,8 @@ def play(monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
             return real(command, **more)
         words = command[command.index("megatron_ttrace") + 1 :]
         results = [words[n + 1] for n, word in enumerate(words) if word in ("--rows", "--json")]
-        program = f"results = {results[-1:]!r}\n{programs[words[0]]}"
+        work = words[words.index("--directory") + 1]
+        program = f"results = {results[-1:]!r}\ndirectory = {work!r}\n{programs[words[0]]}"
         return real([sys.executable, "-c", program], **more)
 
     monkeypatch.setattr(runner.subprocess, "Popen", start)
@@ -49,23 +44,24 @@ def rows_program(rows: list[dict], code: int = 0) -> str:
 
 
 MATRIX = f"print({json.dumps(matrix_row())!r})"
-PLANTED = f"print({json.dumps(planted_row())!r})"
-MUTANTS = f"open(results[0], 'w').write({json.dumps(mutants_report(mutant_row()))!r})"
+RECIPE = JobRow(key="1a2b", answer=Answer.EQUIVALENT, ranks=2).to_json()
+RECIPES = (
+    "import os; os.makedirs(directory, exist_ok=True); "
+    f"open(directory + '/{RESULTS}', 'a').write({json.dumps(RECIPE)!r})"
+)
 
 
 def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parts, their cases and scores."""
-    play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, plant=PLANTED, mutants=MUTANTS)
-    night = runner.run(Options(), tmp_path, lambda line: None)
+    """All parts and their cases."""
+    play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, recipes=RECIPES)
+    night = runner.run(Options(recipes=tmp_path), tmp_path, lambda line: None)
     assert [(case.part, case.state) for case in night.cases] == [
         (NightPart.BUGS, State.GOOD),
         (NightPart.MATRIX, State.GOOD),
-        (NightPart.PLANTED, State.GOOD),
-        (NightPart.MUTANTS, State.GOOD),
+        (NightPart.RECIPES, State.GOOD),
     ]
     assert night.exit_code == ExitCode.EQUIVALENT
     assert night.gaps == ()
-    assert night.scores["mutation score"] == 1.0
     assert night.versions["torch"]
 
 
@@ -75,13 +71,13 @@ def test_a_missed_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, bugs=rows_program([missed], code=2))
     night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
-    assert [gap.by_choice for gap in night.gaps] == [True, True, True]
+    assert [gap.by_choice for gap in night.gaps] == [True, True]
 
 
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("print('ttrace: megatron-core is not installed'); exit(2)", "is not installed"),
+        ("print('ttrace: megatron-core is not installed'); exit(2)", "bugs.log"),
         ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
         ("raise SystemExit(7)", "exit code 7"),
         ("pass", "it ran nothing"),
@@ -91,12 +87,12 @@ def test_a_part_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
 ) -> None:
     """The others run; the night says why one is missing, and is not good."""
-    play(monkeypatch, bugs=program, matrix=MATRIX, plant=PLANTED, mutants=MUTANTS)
-    night = runner.run(Options(), tmp_path, lambda line: None)
+    play(monkeypatch, bugs=program, matrix=MATRIX, recipes=RECIPES)
+    night = runner.run(Options(recipes=tmp_path), tmp_path, lambda line: None)
     (gap,) = night.gaps
     assert gap.part is NightPart.BUGS
     assert reason in gap.reason
-    assert len(night.cases) == 3
+    assert len(night.cases) == 2
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
 
 
@@ -149,7 +145,7 @@ def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - began < 20
     reasons = {gap.part: gap.reason for gap in night.gaps}
     assert "time limit of the night" in reasons[NightPart.BUGS]
-    assert reasons[NightPart.MATRIX] == reasons[NightPart.MUTANTS] == "no time was left for it"
+    assert reasons[NightPart.MATRIX] == reasons[NightPart.RECIPES] == "no time was left for it"
     state = Path(f"/proc/{pid.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
@@ -170,18 +166,16 @@ def ttrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     ("words", "message"),
     [
         (["--quick", "--no-bugs", "--no-matrix"], "nothing is left to run"),
-        (["--mutants", "0"], "--mutants 0"),
+        (["--recipes", "no/such"], "--recipes no/such: no such directory"),
         (["--minutes", "0"], "--minutes 0"),
-        (["--nights", "0"], "--nights 0"),
-        (["--show"], "no history yet"),
-        (["--history", "FILE/x"], "the history cannot be stored there"),
+        (["--directory", "FILE/x"], "not writable"),
     ],
 )
 def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
     """One line, exit code 2."""
     (tmp_path / "file").write_text("")
     words = [word.replace("FILE", str(tmp_path / "file")) for word in words]
-    done = ttrace(*words, "--directory", str(tmp_path / "out"))
+    done = ttrace("--directory", str(tmp_path / "out"), *words)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -192,7 +186,7 @@ def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
     "parts", [["matrix"], pytest.param(["bugs", "matrix"], marks=pytest.mark.nightly)]
 )
 def test_the_command(tmp_path: Path, parts: list[str]) -> None:
-    """Parts for real: kept, drawn, logged offline, and shown again."""
+    """Parts for real: kept, and logged offline."""
     out = tmp_path / "out"
     words = ["--quick", "--bug", "11", "--directory", str(out)]
     words += [] if "bugs" in parts else ["--no-bugs"]
@@ -200,13 +194,8 @@ def test_the_command(tmp_path: Path, parts: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"all good: {len(parts)} case" in done.stdout
     assert "offline run" in done.stdout
-    assert ("11 sp-layernorm" in (out / "trend.html").read_text()) == ("bugs" in parts)
-    with sqlite3.connect(out / "history.sqlite") as db:
-        kept = db.execute("SELECT part, state, margin FROM cases ORDER BY number").fetchall()
-    assert [row[:2] for row in kept] == [(part, "good") for part in parts]
-    assert kept[-1][2] < 1
-    assert len(kept) == 1 or kept[0][2] > 5
-    (out / "trend.html").unlink()
-    again = ttrace("--show", "--directory", str(out))
-    assert again.returncode == 0
-    assert (out / "trend.html").is_file()
+    lines = [json.loads(line) for line in (out / "nights.jsonl").read_text().splitlines()]
+    cases = [line for line in lines if line["part"]]
+    assert [(line["part"], line["state"]) for line in cases] == [(part, "good") for part in parts]
+    assert cases[-1]["margin"] < 1
+    assert len(cases) == 1 or cases[0]["margin"] > 5

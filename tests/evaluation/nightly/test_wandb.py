@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ttrace.evaluation.nightly import changes, trend
+from megatron_ttrace.evaluation.nightly import changes
 from megatron_ttrace.evaluation.nightly import wandb as sink
 from megatron_ttrace.evaluation.nightly.records import Night
 from tests.evaluation.nightly.synthetic import month
@@ -32,14 +32,11 @@ def logged(
     nights: list[Night], directory: Path
 ) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """The table, the summary fields and the alerts of a night that was logged offline."""
-    page = directory / "trend.html"
-    trend.write(page, nights)
     said = changes.lines(nights[-1], nights[0])
-    line = sink.log(nights[-1], said, page, directory=directory, online=False)
+    line = sink.log(nights[-1], said, directory=directory, online=False)
     assert "offline run" in line
     (folder,) = (directory / "wandb").glob("offline-run-*")
     (table,) = (folder / "files/media/table").glob("ttrace_nightly_*.table.json")
-    assert list((folder / "files/media/html").glob("ttrace_trend_*.html"))
     (path,) = folder.glob("*.wandb")
     fields: dict[str, Any] = {}
     alerts = []
@@ -54,7 +51,7 @@ def logged(
 
 @pytest.mark.slow
 def test_a_bad_night(tmp_path: Path) -> None:
-    """A row per case, scores, and one alert that says what changed."""
+    """A row per case, summary fields, and one alert that says what changed."""
     table, fields, alerts = logged(month(3), tmp_path)
     assert table["columns"] == list(sink.COLUMNS)
     assert len(table["data"]) == len(month(3)[-1].cases)
@@ -62,7 +59,6 @@ def test_a_bad_night(tmp_path: Path) -> None:
     assert fields["nightly/exit_code"] == 2
     assert fields["nightly/bugs/missed"] == 1
     assert fields["nightly/weakest_culprit_margin"] == pytest.approx(5.3)
-    assert fields["nightly/silent_mutants_killed"] == pytest.approx(0.953)
     (alert,) = alerts
     assert alert.title == "ttrace nightly: 1 missed"
     assert "torch: 2.15.0 -> 2.16.0" in alert.text
@@ -83,6 +79,6 @@ def test_it_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("no\nspace")
 
     monkeypatch.setattr(sink, "own_run", fail)
-    line = sink.log(month(1)[0], [], tmp_path / "none.html", directory=tmp_path, online=False)
+    line = sink.log(month(1)[0], [], directory=tmp_path, online=False)
     assert line.startswith("ttrace: WARNING: W&B logging failed")
     assert "\n" not in line
