@@ -36,7 +36,7 @@ def test_arguments_go_in_and_the_exit_code_comes_out(tmp_path: Path, code: int) 
     fake = program(tmp_path / "ttrace", f'echo "$PWD|$OMP_NUM_THREADS|$*"; exit {code}')
     done = night(tmp_path, "--matrix", "tp2 *", TTRACE=str(fake), OMP_NUM_THREADS="1")
     assert done.returncode == code, done.stderr
-    assert done.stdout == f"{ROOT}|1|nightly --directory {tmp_path / 'out'} --matrix tp2 *\n"
+    assert done.stdout == f"{ROOT}|1|eval nightly --directory {tmp_path / 'out'} --matrix tp2 *\n"
 
 
 def test_the_active_environment_is_used(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_slurm(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert said.read_text().splitlines() == [
         "sbatch --begin=tomorrow launch/nightly.slurm",
-        f"nightly --directory {tmp_path / 'out'} --minutes 150",
+        f"eval nightly --directory {tmp_path / 'out'} --minutes 150",
     ]
 
 
