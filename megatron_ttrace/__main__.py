@@ -114,6 +114,10 @@ def main(
         return _guarded(argv, build)
     signals.install()
     streams.steady()
+    if "TTRACE_END_FILE" in os.environ:
+        from megatron_ttrace.trace import ends
+
+        ends.begin()
     code = _guarded(None, build)
     _leave(code)
     return code
@@ -190,6 +194,12 @@ def _tell(text: str) -> None:
 
     if os.environ.get(DEBUG):
         traceback.print_exc()
+    try:
+        from megatron_ttrace.trace import ends
+
+        ends.write(ends.EndRecord(code=2, at=0, message=text))
+    except Exception:  # noqa: BLE001, S110 - the error may be that this cannot be imported
+        pass
     # Some errors quote the last lines of a log, which is foreign text.
     lines = "\n".join(map(_clean, text.splitlines()))
     print(f"ttrace: {lines}", file=sys.stderr, flush=True)

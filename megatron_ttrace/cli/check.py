@@ -15,6 +15,7 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
 from megatron_ttrace.runtime import api
+from megatron_ttrace.trace import ends
 
 _EPILOG = """\
 examples:
@@ -96,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
             )
             if line := wandb.left_offline(report.directory, began):
                 terminal.say(console, line)
-    return max((int(report.verdict.exit_code) for report in reports), key=_SEVERITY.index)
+    code = max((int(report.verdict.exit_code) for report in reports), key=_SEVERITY.index)
+    for reason in filter(None, (report.summary.reason for report in reports)):
+        ends.write(ends.EndRecord(code=code, at=0, message=reason))
+    return code
 
 
 _SEVERITY = (ExitCode.EQUIVALENT, ExitCode.COULD_NOT_CHECK, ExitCode.DIVERGED)

@@ -14,6 +14,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
 from megatron_ttrace.runtime import api
+from megatron_ttrace.trace import ends
 
 _EPILOG = """\
 examples:
@@ -212,4 +213,6 @@ def _shown(
     )
     if args.json:
         print(json.dumps(report.summary.to_json(), indent=1))
+    if reason := report.summary.reason:
+        ends.write(ends.EndRecord(code=report.verdict.exit_code, at=0, message=reason))
     return int(report.verdict.exit_code)

@@ -84,16 +84,9 @@ def kept(args: argparse.Namespace, found: Command, say: command.Say) -> api.Repo
     Raises:
         TTraceError: when the run has no complete trace.
     """
-    from megatron_ttrace.processes.job import NoAnswerError
-
     args.ttrace_save_candidate = True
-    try:
-        report = jobs.checked(args, found, say, settle=False)
-    except NoAnswerError as error:
-        # Too many unchecked tensors are no reason not to keep them.
-        if (undecided := api.undecided(error.directory, error.run)) is None:
-            raise
-        report = undecided
+    # Too many unchecked tensors are no reason not to keep them.
+    report = jobs.checked(args, found, say, settle=False)
     reference = report.directory / "reference"
     if reference.is_symlink():
         # An entry of the cache may be removed at any time.

@@ -93,7 +93,25 @@ def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     """Run ``script`` as ``__main__`` of this process.
 
     With ``--ttrace`` among its arguments, our flags are added to Megatron's parser on its import.
+    What it raises is left as a record (``trace/ends.py``), and raised.
     """
+    from megatron_ttrace.mcore import failures
+    from megatron_ttrace.trace import ends
+
+    ends.begin()
+    try:
+        _run(script, arguments, path)
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if code:
+            failures.record(leaving, code)
+        raise
+    except Exception as error:
+        failures.record(error, 1)
+        raise
+
+
+def _run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[:] = path
     if "--ttrace" in arguments:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.processes.tether import tethered
+from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.sanitise import log_line
 
 _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
@@ -45,30 +47,30 @@ def ttrace(
     """Run ``ttrace WORDS``, or another module of ours, which ends with this process.
 
     Returns:
-        Its exit code, and what it said last: its error, if it had one.
+        Its exit code, and why it failed: its own record, or the last it printed.
     """
-    process = subprocess.Popen(
-        # Not with the current directory on its path, as `ttrace` has not.
-        tethered([interpreter, "-P", "-m", module, *words]),
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    errors: list[str] = []
-    last = ""
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            last = line.strip() or last
-            if errors or line.startswith("ttrace: "):
-                errors.append(line.rstrip())
-            elif line.startswith("[") and not quiet:
-                print(log_line(line), file=sys.stderr, flush=True)
-        code = process.wait()
-    finally:
-        process.kill()
-        process.wait()
-    return code, "\n".join(errors).removeprefix("ttrace: ") or last or f"exit code {code}"
+    with tempfile.TemporaryDirectory(prefix="ttrace-end-") as home:
+        file = Path(home) / "end.json"
+        process = subprocess.Popen(
+            # Not with the current directory on its path, as `ttrace` has not.
+            tethered([interpreter, "-P", "-m", module, *words]),
+            env={**environment, **ends.announced(file)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        last = ""
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                last = line.strip() or last
+                if line.startswith("[") and not quiet:
+                    print(log_line(line), file=sys.stderr, flush=True)
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        record = ends.read(file)
+    return code, (record.reason if record else "") or last or f"exit code {code}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_ttrace.processes.progress import OF_REFERENCE, Echo
 from megatron_ttrace.processes.tether import tethered
 from megatron_ttrace.processes.waiting import Patience, Waited
+from megatron_ttrace.trace import ends
 
 _OF_LAUNCHERS = (
     *("TORCHELASTIC_", "TTRACE_FORKSERVER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"),
@@ -55,7 +56,7 @@ def start(
     with log.open("w", encoding="utf-8") as output:
         return subprocess.Popen(
             tethered(command),
-            env=environment,
+            env={**environment, **ends.announced(ends.file_of(log))},
             # A group in the background that reads from the terminal is stopped.
             stdin=subprocess.DEVNULL,
             stdout=output,

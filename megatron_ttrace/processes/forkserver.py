@@ -27,6 +27,7 @@ from megatron_ttrace.mcore import preload as megatron
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.processes import signals, tether
+from megatron_ttrace.trace import ends
 
 _VARIABLE = "TTRACE_FORKSERVER"
 _MARGIN_SECONDS = 10.0
@@ -77,6 +78,7 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
+    environment = {**environment, **ends.announced(ends.file_of(log))}
     with signals.deferred():
         child = os.fork()
         if not child:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import re
 import signal
 import sys
 import time
@@ -19,36 +19,24 @@ from megatron_ttrace.processes.logs import (
     died_of,
     how_it_ended,
     port_was_taken,
+    record_of,
     tail,
-    text_of,
     unwritable,
-    usage_error,
 )
 from megatron_ttrace.processes.progress import OF_REFERENCE, Echo, Progress
 from megatron_ttrace.processes.waiting import OutOfTimeError, Patience
 from megatron_ttrace.resources import launch_dir
 from megatron_ttrace.trace import shared
-from megatron_ttrace.trace.records import Summary
+from megatron_ttrace.trace.records import Result, Summary
 
-__all__ = ["Job", "NoAnswerError", "OutOfTimeError", "prepare", "run"]
+__all__ = ["Job", "OutOfTimeError", "prepare", "run"]
 
-_OURS = re.compile(r"^ttrace: (.*)$")
 _MARGIN_SECONDS = 10.0
 _UNBIDDEN = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
 """Signals that no process sends itself when another rank is lost."""
-_EXCEPTION = 1
-"""Python's exit code after an exception. A rank without a summary that ends with it crashed."""
-
-
-class NoAnswerError(TTraceError):
-    """The ranks of a run ended without a verdict; ``directory`` may hold a report of it."""
-
-    def __init__(self, message: str, directory: Path, run: str) -> None:
-        super().__init__(message)
-        self.directory = directory
-        self.run = run
+_DIVERGED = int(ExitCode.DIVERGED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +190,9 @@ def _believed(
 ) -> Summary:
     """The answer of a run whose ranks ended with ``codes``.
 
-    All ranks must have ended with 0, or all with 1, and the summary of this very run must be
-    intact, belong to the verdicts beside it, and say the same.
+    All ranks must have ended with the same code, and the summary of this very run must be intact,
+    belong to the verdicts beside it, and say the same. (Ranks that could not check end with 2, with
+    a summary or without one.)
 
     Raises:
         TTraceError: otherwise.
@@ -211,8 +200,13 @@ def _believed(
     from megatron_ttrace.report import files
 
     answers = set(codes)
+    if answers == {int(ExitCode.COULD_NOT_CHECK)}:
+        with contextlib.suppress(TTraceError):
+            summary = files.answer_of(directory, run_id)
+            if summary.verdict is Result.COULD_NOT_CHECK:
+                return summary
     if answers not in ({int(ExitCode.EQUIVALENT)}, {int(ExitCode.DIVERGED)}):
-        raise NoAnswerError(_why(codes, logs, observed), directory, run_id)
+        raise TTraceError(_why(codes, logs, observed))
     if not (directory / files.SUMMARY).exists():
         raise TTraceError(_why(codes, logs, observed))
     summary = files.answer_of(directory, run_id)
@@ -268,7 +262,7 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
     """One reason out of many logs and exit codes.
 
     In this order: processes that are stopped; ranks that were killed from outside, or crashed
-    before any other rank gave up; our own messages; the error of the rank that failed first. Ranks
+    before any other rank gave up; the rank that failed first, and not because of another. Ranks
     that we ended are never the reason.
     """
     observed = observed or ranks.Observed()
@@ -285,33 +279,45 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
                 f"rank {end.rank} {how_it_ended(end.code)}; its last lines, from {log}:\n"
                 f"{tail(log)}"
             )
-    silent = {rank: _fell_silent(rank, logs, observed) for rank in range(len(codes))}
-    crashes = [silent[rank] for rank, code in enumerate(codes) if code == _EXCEPTION]
-    for rank, code in enumerate(codes):
-        # A rank that reports a lost connection after another rank crashed is not the cause.
-        if code == ExitCode.COULD_NOT_CHECK and silent[rank] <= min(crashes, default=silent[rank]):
-            log = ranks.log_of(logs, rank)
-            refused = usage_error(log)
-            if refused:
-                return f"rank {rank} failed: {refused} (log: {log})"
-            reason = _told(log)
-            if reason:
-                return reason
-    failed = [(rank, code) for rank, code in enumerate(codes) if code not in (0, None)]
+    failed = [rank for rank, code in enumerate(codes) if code not in (0, None)]
     if failed:
-        # The others fail when they lose their connection to it: the first to fall silent is it.
-        rank, code = min(failed, key=lambda one: silent[one[0]])
-        log = ranks.log_of(logs, rank)
-        how = how_it_ended(code or 0)
-        died = died_of(log)
-        if died:
-            how = how if code is not None and code < 0 else "failed"
-            return f"rank {rank} {how}: {died} (log: {log})"
-        full = unwritable(log)
-        if full:
-            return f"rank {rank} {how}: {log} cannot be written ({full})"
-        return f"rank {rank} {how}; its last lines, from {log}:\n{tail(log)}"
+        first = min(failed, key=lambda rank: _order(rank, codes, logs, observed))
+        # Where all ranks fail alike, the first number says so best.
+        alike = (rank for rank in failed if _kind(rank, codes, logs) == _kind(first, codes, logs))
+        rank = min(alike)
+        return _failure(rank, codes[rank] or 0, ranks.log_of(logs, rank))
     return f"the job ended without a result; its last lines:\n{tail(ranks.log_of(logs, 0))}"
+
+
+def _kind(rank: int, codes: Sequence[int | None], logs: Path) -> object:
+    record = record_of(ranks.log_of(logs, rank))
+    return codes[rank], dataclasses.replace(record, at=0) if record else rank
+
+
+def _order(
+    rank: int, codes: Sequence[int | None], logs: Path, observed: ranks.Observed
+) -> tuple[bool, int]:
+    """Sorts the rank that failed by itself, and first, before those that failed because of it."""
+    record = record_of(ranks.log_of(logs, rank))
+    if record is not None:
+        return record.follows, record.at
+    # Without a record, exit code 1 is that of a rank whose check diverged, or of os._exit.
+    return codes[rank] == _DIVERGED, _fell_silent(rank, logs, observed)
+
+
+def _failure(rank: int, code: int, log: Path) -> str:
+    record = record_of(log)
+    if record is not None and record.reason:
+        if not record.error:
+            return record.reason
+        return f"rank {rank} failed: {record.reason} (log: {log})"
+    died = died_of(log)
+    if died:
+        how = how_it_ended(code) if code < 0 else "failed"
+        return f"rank {rank} {how}: {died} (log: {log})"
+    if full := unwritable(log):
+        return f"rank {rank} {how_it_ended(code)}: {log} cannot be written ({full})"
+    return f"rank {rank} {how_it_ended(code)}; its last lines, from {log}:\n{tail(log)}"
 
 
 def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:
@@ -325,18 +331,4 @@ def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:
 
 def _aborted(end: ranks.End, log: Path) -> bool:
     """Whether an exception ended this rank: perhaps a lost connection to another rank."""
-    return -end.code == signal.SIGABRT and bool(died_of(log))
-
-
-def _told(log: Path) -> str:
-    """Our last message on a rank, with the indented lines that belong to it."""
-    lines = text_of(log).splitlines()
-    starts = [number for number, line in enumerate(lines) if _OURS.match(line)]
-    if not starts:
-        return ""
-    block = [lines[starts[-1]].removeprefix("ttrace: ")]
-    for line in lines[starts[-1] + 1 :]:
-        if not line.startswith("  "):
-            break
-        block.append(line)
-    return "\n".join(block)
+    return record_of(log) is not None or (-end.code == signal.SIGABRT and bool(died_of(log)))

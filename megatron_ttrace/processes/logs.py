@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a process failed, from its log and exit code."""
+"""Why a process failed: its own record, else the end of its log, and its exit code.
+
+Only a process that left no record (``trace/ends.py``) is judged by its log: it was killed, aborted
+in C++, called ``os._exit``, or argparse refused its arguments.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,9 @@ import re
 import signal
 from pathlib import Path
 
+from megatron_ttrace.trace import ends
+from megatron_ttrace.trace.ends import EndRecord
+
 _TAIL = 12
 
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit): ?(.*)$")
@@ -16,6 +23,8 @@ _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _USAGE = re.compile(r"^[^\s:]+: (error: .+)$")
 _LONGEST = 500
+_END_BYTES = 1 << 18
+"""Bytes of a log that are read, at its end."""
 _PROBE = bytes(1 << 16)
 
 
@@ -31,21 +40,32 @@ def how_it_ended(code: int) -> str:
     return f"was killed by signal {-code} ({name}{guess})"
 
 
-def text_of(log: Path) -> str:
-    """All of a log; empty without one."""
-    return log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+def end_of(log: Path, most: int = _END_BYTES) -> str:
+    """The end of a log, from the beginning of a line; empty without one."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(size - most, 0))
+        text = file.read(most).decode(errors="replace")
+    return text if size <= most else text.partition("\n")[2] or text
+
+
+def record_of(log: Path) -> EndRecord | None:
+    """What the process that wrote a log left about its end."""
+    return ends.read(ends.file_of(log))
+
+
+def reason_of(log: Path) -> str:
+    """Why the process that wrote a log failed, in its own words; empty without any."""
+    record = record_of(log)
+    return (record.reason if record else "") or died_of(log)
 
 
 def died_of(log: Path) -> str:
     """The last exception of a log, or the error of its command line."""
     lines = _lines(log)
     return (_raised(lines) or usage_error(log) or _looks_raised(lines))[:_LONGEST]
-
-
-def refusal(log: Path) -> str:
-    """The last line if it is one of ours: why a run of ours did not go on."""
-    last = (_lines(log) or [""])[-1]
-    return last.removeprefix("ttrace: ")[:_LONGEST] if last.startswith("ttrace: ") else ""
 
 
 def unwritable(log: Path) -> str:
@@ -76,7 +96,7 @@ def usage_error(log: Path) -> str:
 
 
 def _lines(log: Path) -> list[str]:
-    return [line for line in text_of(log).splitlines() if line.strip()]
+    return [line for line in end_of(log).splitlines() if line.strip()]
 
 
 def _raised(lines: list[str]) -> str:
@@ -117,5 +137,5 @@ def tail(log: Path, lines: int = _TAIL) -> str:
 def port_was_taken(log: Path) -> bool:
     """Whether a run failed because another process took its port after it was chosen."""
     with contextlib.suppress(OSError):
-        return "EADDRINUSE" in text_of(log)
+        return "EADDRINUSE" in end_of(log)
     return False

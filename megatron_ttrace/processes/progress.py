@@ -15,6 +15,7 @@ from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 EVERY_SECONDS = 4.5
 """The longest silence: with the time between two ticks, less than 5 s."""
 _TICK_SECONDS = 0.25
+_LINE_BYTES = 1 << 16
 _OURS = "ttrace: "
 NOTICE = "notice: "
 """What a line starts with, after our name, that is true from now on, and nothing that begins."""
@@ -78,6 +79,7 @@ class Echo:
         self._say = say
         self._start = _OURS + start
         self._offset = 0
+        self._skips = False  # inside of a line that is too long to be ours
 
     def flush(self) -> None:
         """Repeat the lines that were completed since the last call."""
@@ -85,8 +87,11 @@ class Echo:
             if os.fstat(log.fileno()).st_size < self._offset:
                 self._offset = 0  # another process has begun the log again
             log.seek(self._offset)
-            while (line := log.readline()).endswith(b"\n"):
+            while (line := log.readline(_LINE_BYTES)).endswith(b"\n") or len(line) == _LINE_BYTES:
                 self._offset += len(line)
+                skips, self._skips = self._skips, not line.endswith(b"\n")
+                if skips or self._skips:
+                    continue
                 text = line.decode(errors="replace").rstrip()
                 if text.startswith(self._start):
                     self._say(clean(text.removeprefix(_OURS), NOTE_LIMIT))

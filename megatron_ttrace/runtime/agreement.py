@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.errors import ExitCode, TTraceError, one_line
+from megatron_ttrace.mcore import failures
 from megatron_ttrace.runtime import channel
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import codec, ends
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.1
 _CROWD = 10
@@ -51,6 +52,7 @@ class Cause:
         what: what it was doing.
         why: the error, in one line (a reference's last lines may follow).
         of_everyone: whether the reason concerns the whole job, not this rank.
+        lost: whether the rank only lost its connection to the others.
     """
 
     rank: int
@@ -58,6 +60,7 @@ class Cause:
     what: str
     why: str
     of_everyone: bool = False
+    lost: bool = False
 
     @property
     def line(self) -> str:
@@ -416,7 +419,8 @@ class Ranks:
     def _lost(self, error: BaseException) -> EndError:
         why = "lost the connection to the job's key-value store (rank 0 or the launcher ended)"
         del error
-        return EndError(Cause(self.rank, socket.gethostname(), "agreeing with other ranks", why))
+        what = "agreeing with other ranks"
+        return EndError(Cause(self.rank, socket.gethostname(), what, why, lost=True))
 
     def _cause(self, error: BaseException, what: str) -> Cause:
         ours = isinstance(error, TTraceError)
@@ -429,10 +433,29 @@ class Ranks:
         )
 
 
-def say_end(cause: Cause, rank: int) -> None:
-    """Print why the job ends, on rank 0 and on the rank that failed."""
+def say_end(
+    cause: Cause, rank: int, error: BaseException | None = None, ending: str = "; the job ends"
+) -> None:
+    """Leave the record of why this rank ends; rank 0 and the rank that failed print it, too.
+
+    Args:
+        cause: of the end.
+        rank: this rank.
+        error: what announced the cause; an exception of this rank's is its cause.
+        ending: of the line that is printed.
+    """
+    code, follows = int(ExitCode.COULD_NOT_CHECK), rank != cause.rank or cause.lost
+    origin = error.__cause__ if error is not None else None
+    while isinstance(origin, TTraceError) and origin.__cause__ is not None:
+        origin = origin.__cause__
+    if origin is not None and not isinstance(origin, TTraceError):
+        found = failures.record_of(origin, code, follows=follows)
+        if found.frames:  # else the cause says which part of the check failed
+            ends.write(found)
     if rank in (0, cause.rank):
-        print(f"ttrace: {cause.line}; the job ends", file=sys.stderr, flush=True)
+        ends.tell(f"{cause.line}{ending}", code, follows=follows)
+    else:
+        ends.write(ends.EndRecord(code=code, at=0, message=cause.line, follows=follows))
     sys.stdout.flush()
 
 

@@ -122,8 +122,6 @@ def check(
         TTraceError: when there is no report: a script that does not exist, a flag with a wrong
             value, a directory in use, a rank that crashed. The message says what to do.
     """
-    from megatron_ttrace.processes.job import NoAnswerError
-
     before = argparse.Namespace(
         ttrace_dir=os.fspath(directory),
         ttrace_timeout=timeout,
@@ -132,20 +130,15 @@ def check(
     words = ["ttrace", "check", "--nproc-per-node", str(nproc_per_node), "--ttrace-dir"]
     words += [str(directory), "--", os.fspath(script), *arguments]
     recorded = {provenance.COMMAND: provenance.command_line(words)}
-    try:
-        return run_check(
-            Path(script),
-            arguments,
-            before,
-            nproc=nproc_per_node,
-            environment={**recorded, **(environment or {})},
-            fork=fork,
-            say=progress,
-        )
-    except NoAnswerError as error:
-        if (report := undecided(error.directory, error.run)) is None:
-            raise
-        return report
+    return run_check(
+        Path(script),
+        arguments,
+        before,
+        nproc=nproc_per_node,
+        environment={**recorded, **(environment or {})},
+        fork=fork,
+        say=progress,
+    )
 
 
 def compare(
@@ -398,7 +391,7 @@ def run_check(
     check again, isolated, where the first check leaves doubt.
 
     Raises:
-        TTraceError: when there is no answer, or it is "could not check".
+        TTraceError: when there is no report.
     """
     if not 1 <= nproc <= flags.MOST_RANKS:
         raise TTraceError(f"--nproc-per-node {nproc}: give 1 to {flags.MOST_RANKS} ranks")
@@ -476,15 +469,3 @@ def words_of(ours: argparse.Namespace) -> list[str]:
         # One word, so that a value that starts with dashes is not taken for a flag.
         words += [flag] if value is True else [f"{flag}={value}"]
     return words
-
-
-def undecided(directory: Path, run: str) -> Report | None:
-    """The report of a run whose ranks failed, if it is complete and says "could not check"."""
-    from megatron_ttrace.report import files
-
-    try:
-        if files.answer_of(directory, run).verdict is not Result.COULD_NOT_CHECK:
-            return None
-        return load_report(directory)
-    except TTraceError:
-        return None

@@ -19,7 +19,8 @@ from typing import Any
 from megatron_ttrace import cpu
 from megatron_ttrace.cpu import helpers_cpp
 from megatron_ttrace.errors import DEBUG, ExitCode, TTraceError, one_line
-from megatron_ttrace.mcore import flags, inputs, provenance
+from megatron_ttrace.mcore import failures, flags, inputs, provenance
+from megatron_ttrace.trace import ends
 
 _enabled = False
 _said: set[str] = set()
@@ -61,19 +62,21 @@ def exits_on_user_error(*, unexpected: bool = False) -> Iterator[None]:
         unexpected: whether other errors are turned too. Python's own exit code for them is 1, which
             would mean that the run diverged.
     """
+    code = int(ExitCode.COULD_NOT_CHECK)
     try:
         yield
         return
     except TTraceError as error:
-        line = str(error)
+        ends.tell(str(error), code)
     except Exception as error:
         if not unexpected:
             raise
         if os.environ.get(DEBUG):
             traceback.print_exception(error)
-        line = f"could not start: {one_line(error)} (set {DEBUG}=1 for the traceback)"
-    print(f"ttrace: {line}", file=sys.stderr, flush=True)
-    raise SystemExit(int(ExitCode.COULD_NOT_CHECK))
+        if (found := failures.record_of(error, code)).frames:
+            ends.write(found)
+        ends.tell(f"could not start: {one_line(error)} (set {DEBUG}=1 for the traceback)", code)
+    raise SystemExit(code)
 
 
 def _is_checked() -> bool:
@@ -103,6 +106,7 @@ def _wrap_parse_args() -> None:
                 parser = extra_args_provider(parser)
             return flags.add_arguments(parser)
 
+        ends.enter(ends.Phase.ARGUMENTS)
         with exits_on_user_error(unexpected=_is_checked()):
             args: argparse.Namespace = original(with_ours, *rest, **kwargs)
             return _prepare(args)

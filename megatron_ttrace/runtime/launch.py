@@ -31,7 +31,7 @@ from megatron_ttrace.mcore.reference_arguments import overrides_of
 from megatron_ttrace.mcore.reference_layout import Layout
 from megatron_ttrace.processes import forkserver, ranks
 from megatron_ttrace.processes.child import environment_of, run_subprocess
-from megatron_ttrace.processes.logs import died_of, how_it_ended, port_was_taken, refusal, tail
+from megatron_ttrace.processes.logs import how_it_ended, port_was_taken, reason_of, record_of, tail
 from megatron_ttrace.processes.progress import OF_REFERENCE, Echo
 from megatron_ttrace.processes.waiting import OutOfTimeError
 from megatron_ttrace.runtime.separation import Separation
@@ -369,7 +369,7 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
         if code == 0 or not port_was_taken(log):
             break
     if code != 0:
-        died = (died_of(log) or refusal(log)) if code > 0 else ""
+        died = reason_of(log) if code > 0 else ""
         if died:
             raise TTraceError(f"the reference run failed: {died} (log: {log})")
         raise TTraceError(
@@ -401,9 +401,14 @@ def _run_ranks(
     else:
         code, rank = _start_ranks(count, command, folder, own, timeout)
     if code > 0 and all(log.is_file() for log in logs):
-        # The others write that they lost their connection to it: the first to fall silent is it.
-        return code, min(logs, key=lambda log: log.stat().st_mtime_ns)
+        return code, min(logs, key=_failed_at)
     return code, logs[rank]
+
+
+def _failed_at(log: Path) -> tuple[bool, int]:
+    """Sorts the rank that failed first, and not because of another, before all others."""
+    record = record_of(log)
+    return (record.follows, record.at) if record else (True, log.stat().st_mtime_ns)
 
 
 def _start_ranks(

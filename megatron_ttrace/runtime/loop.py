@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.errors import DEBUG, ExitCode, TTraceError
 from megatron_ttrace.mcore.flags import Settings
-from megatron_ttrace.runtime.agreement import Cause, EndError, GivenUpError, Ranks, say_end
+from megatron_ttrace.runtime.agreement import EndError, GivenUpError, Ranks, say_end
+from megatron_ttrace.trace import ends
 
 if TYPE_CHECKING:
     from megatron_ttrace.runtime.session import Session
@@ -69,6 +70,7 @@ class _Watch:
         return Ranks(self._settings.timeout)
 
     def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ends.enter(ends.Phase.BUILDING)
         session = self._attempt("preparing the check", self._make_session)
         result = original(*args, **kwargs)
         if session is not None:
@@ -79,6 +81,7 @@ class _Watch:
 
     def around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._step += 1
+        ends.enter(ends.Phase.STEPS)
         step = functools.partial(original, *args, **kwargs)
         session = self._session
         if session is not None and self._alone("checking", lambda: session.traces(self._step)):
@@ -122,11 +125,11 @@ class _Watch:
             return self._ranks.together(what, work)
         except EndError as error:
             _show(error)
-            say_end(error.cause, self._ranks.rank)
+            say_end(error.cause, self._ranks.rank, error)
             self._leave(ExitCode.COULD_NOT_CHECK)
         except GivenUpError as error:
             _show(error)
-            self._give_up(error.cause)
+            self._give_up(error)
         return None
 
     def _alone[T](self, what: str, work: Callable[[], T]) -> T | None:
@@ -141,17 +144,19 @@ class _Watch:
 
         return self._attempt(what, fail)
 
-    def _give_up(self, cause: Cause) -> None:
+    def _give_up(self, error: GivenUpError) -> None:
+        cause = error.cause
         judged = self._session is not None and self._session.judged
         self._session = None
         stops = self._settings.exit_after or self._settings.role == "reference"
+        if stops:
+            say_end(cause, self._ranks.rank, error, ending="")
+            self._leave(ExitCode.COULD_NOT_CHECK)
         if self._ranks.rank in (0, cause.rank):
-            ending = "" if stops else "; training goes on, UNCHECKED"
+            ending = "; training goes on, UNCHECKED"
             if judged:
                 ending = "; the verdict stands, training goes on"
             print(f"ttrace: {cause.line}{ending}", file=sys.stderr, flush=True)
-        if stops:
-            self._leave(ExitCode.COULD_NOT_CHECK)
 
     def _leave(self, code: int) -> None:
         """End this process with the contract's exit code, without Megatron's shutdown.
@@ -163,8 +168,7 @@ class _Watch:
             try:
                 self._ranks.meet("leaving")
             except (GivenUpError, EndError) as error:
-                if self._ranks.rank in (0, error.cause.rank):
-                    print(f"ttrace: {error}", file=sys.stderr, flush=True)
+                say_end(error.cause, self._ranks.rank, error, ending="")
                 code = ExitCode.COULD_NOT_CHECK
         self._ranks.farewell()
         sys.stdout.flush()

@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import provenance
 from megatron_ttrace.mcore.flags import split
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.report import files
 from megatron_ttrace.resources import launch_dir
 from megatron_ttrace.runtime import PRELOADED
-from megatron_ttrace.trace.records import Summary, Verdict
+from megatron_ttrace.trace.records import Result, Summary, Verdict
 
 NO_WANDB = "--ttrace-no-wandb"
 
@@ -102,4 +103,7 @@ class Runner:
         # must not see which known bug or mutant is evaluated.
         command = {provenance.COMMAND: provenance.command_line(job.checking())}
         job = dataclasses.replace(job, environment={**job.environment, **command})
-        return Checked(job, jobs.run(job, fork=self.forks, say=say))
+        summary = jobs.run(job, fork=self.forks, say=say)
+        if summary.verdict is Result.COULD_NOT_CHECK:
+            raise TTraceError(summary.reason)
+        return Checked(job, summary)

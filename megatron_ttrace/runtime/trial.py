@@ -22,7 +22,7 @@ from megatron_ttrace.mcore.reference_layout import Layout
 from megatron_ttrace.mcore.shrink import documents, plan
 from megatron_ttrace.mcore.shrink.given import Given
 from megatron_ttrace.processes.child import environment_of, run_subprocess
-from megatron_ttrace.processes.logs import how_it_ended, refusal
+from megatron_ttrace.processes.logs import how_it_ended, reason_of
 from megatron_ttrace.runtime.requirements import SHRUNK
 from megatron_ttrace.trace import cleaning, shared
 from megatron_ttrace.trace.store import TraceReader
@@ -74,7 +74,7 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
             f"a reference (report: {home / 'report.html'})"
         )
     if code:
-        why = refusal(log) or how_it_ended(code)
+        why = reason_of(log) or how_it_ended(code)
         raise TTraceError(f"{said}: could not be checked on a shrunk job: {why} (log: {log})")
     divided = sharding.divided(TraceReader(home / "candidate"))
     cleaning.remove_tensors(home, own=True)

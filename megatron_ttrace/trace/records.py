@@ -448,6 +448,12 @@ class Summary(Record):
     collective_findings: tuple[LedgerFinding, ...] = ()
 
     @property
+    def reason(self) -> str:
+        """Why the run could not be checked: the last notice; empty if there is an answer."""
+        undecided = self.verdict is Result.COULD_NOT_CHECK and self.notices
+        return self.notices[-1] if undecided else ""
+
+    @property
     def leaves_doubt(self) -> bool:
         """Whether a module is blamed for its result and no cause was found.
 

@@ -47,7 +47,7 @@ REFERENCE_LOGS = "reference-logs"
 _TRACES = ("candidate", "start", f"{ISOLATED}/candidate", ISOLATED)
 _OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
 _OF_SHARES = re.compile(rf"{_OF_A_TRACE.pattern}|overrides\.json")
-_OF_LOGS = re.compile(r"rank-\d+\.log|.*\.request\.json")
+_OF_LOGS = re.compile(r"rank-\d+\.(log|end\.json|wait\.json)|.*\.request\.json")
 
 _run = ""
 _held: dict[Path, list[Lock]] = {}
@@ -198,6 +198,7 @@ def clean_up(directory: Path) -> None:
     for name in ("reference", "replay", "layout"):
         _unlink(directory / f"{name}.log")
         _unlink(directory / f"{name}.request.json")
+        _unlink(directory / f"{name}.end.json")
     for folder in directory.glob(f"{SHARES}*"):
         remove_listed(folder, _OF_SHARES)
     remove_traces(directory)

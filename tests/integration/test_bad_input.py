@@ -75,6 +75,15 @@ def test_a_layout_megatron_refuses(tmp_path: Path) -> None:
     refused(check(tmp_path, nproc=2, job=job), "rank")
 
 
+def test_data_that_do_not_exist(tmp_path: Path) -> None:
+    """The exception that ended the job, where it was raised, and nothing that Python ignored."""
+    job = [word for word in TINY if word != "--mock-data"]
+    done = check(tmp_path, job=[*job, "--data-path", "/no/such/text"])
+    line = refused(done, ".idx and .bin files cannot be found")
+    assert ", at megatron/core/datasets/" in line
+    assert done.stderr.count("cannot be found") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "nproc", "words"),
     [

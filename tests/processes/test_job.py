@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One answer, or one reason from many logs."""
 
+import json
 import os
+import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,8 @@ from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.processes import ranks
 from megatron_ttrace.processes.job import Job
 from megatron_ttrace.report import files
+from megatron_ttrace.trace import codec, ends
+from megatron_ttrace.trace.ends import EndRecord, Frame
 from megatron_ttrace.trace.records import Result
 
 TRACEBACK = """\
@@ -37,21 +41,75 @@ def why(tmp_path, codes, *logs):
     return jobs._why(codes, tmp_path)
 
 
-def test_our_own_words_first(tmp_path):
-    """A rank that could not check says why, with the lines that belong to it."""
-    found = why(
-        tmp_path,
-        [2, 1],
-        "ttrace: making the reference\nother output\nttrace: it failed: do this\n  a detail\nend\n",
-        TRACEBACK,
-    )
+def leave(tmp_path, rank, at, message, **more):
+    """The record of a rank that failed at a time; one without an exception's type is ours."""
+    record = EndRecord(code=2, at=at, message=message, **more)
+    file = ends.file_of(ranks.log_of(tmp_path, rank))
+    file.write_text(json.dumps(codec.encode(record)))
+
+
+def test_what_a_rank_reports(tmp_path):
+    """A rank that could not check leaves the reason, with details in further lines."""
+    leave(tmp_path, 0, 1, "it failed: do this\n  a detail")
+    found = why(tmp_path, [2, 1], "ttrace: making the reference\nttrace: tracing\n", TRACEBACK)
     assert found == "it failed: do this\n  a detail"
 
 
-def test_a_crash_before_our_own_words(tmp_path):
+def test_a_line_of_ours_is_no_reason(tmp_path):
+    """Ranks that end with exit code 2 and no record: the log is shown, and not interpreted."""
+    found = why(tmp_path, [2, 2], "ttrace: building the model\n", "")
+    assert found.startswith(("rank 1 failed with exit code 2", "rank 0 failed"))
+
+
+def test_a_crash_before_a_lost_connection(tmp_path):
     """A rank that crashed is the cause; the one that then lost its connection is not."""
-    found = why(tmp_path, [1, 2], TRACEBACK, "ttrace: lost the connection to the store\n")
-    assert "world size (2) is not divisible by 3" in found
+    leave(tmp_path, 1, 1, "lost the connection to the store", follows=True)
+    leave(tmp_path, 0, 2, "heads do not divide", error="AssertionError")
+    found = why(tmp_path, [1, 2], "", "")
+    assert found.startswith("rank 0 failed: AssertionError: heads do not divide (log: ")
+
+
+def test_the_first_of_several_failures(tmp_path):
+    """Both failed by themselves: the first in time, with its place and a known finding."""
+    leave(tmp_path, 0, 2, "second", error="ValueError")
+    place = Frame("megatron/training/training.py", 7, "train")
+    known = {"finding": 32, "advice": "add --eval-interval 1000"}
+    leave(tmp_path, 1, 1, "first", error="TypeError", frames=(place,), **known)
+    assert why(tmp_path, [1, 1], "", "") == (
+        "rank 1 failed: TypeError: first, at megatron/training/training.py:7 in train "
+        "[finding 32 of docs/findings.md: add --eval-interval 1000] "
+        f"(log: {ranks.log_of(tmp_path, 1)})"
+    )
+
+
+def test_what_is_printed_after_an_exception(tmp_path):
+    """The exception that ended the rank, not one that Python ignored while it ended."""
+    code = (
+        "class Index:\n"
+        "    def __init__(self, path):\n"
+        "        raise FileNotFoundError(f'no {path}.idx')\n"
+        "    def __del__(self):\n"
+        "        self.file\n"
+        "Index('text')\n"
+    )
+    with pytest.raises(TTraceError) as caught:
+        jobs.run(job(tmp_path, code), fork=False)
+    script = tmp_path / "train.py"
+    log = ranks.log_of(tmp_path / "out" / "logs", 0)
+    assert "Exception ignored" in log.read_text()
+    assert str(caught.value) == (
+        f"rank 0 failed: FileNotFoundError: no text.idx, at {script}:3 in __init__ (log: {log})"
+    )
+
+
+def test_a_rank_that_never_stops_printing(tmp_path):
+    """Its log is read from the end: the launcher needs no memory for it."""
+    code = "import os\nprint('x' * 100, flush=True)\nos.truncate(1, 1 << 29)\nos.lseek(1, 0, 2)\n"
+    code += "print('\\nRuntimeError: last words', flush=True)\nos._exit(3)\n"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TTraceError, match="RuntimeError: last words"):
+        jobs.run(job(tmp_path, code), fork=False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
 def test_megatrons_own_words(tmp_path):
@@ -102,7 +160,7 @@ def test_killed_without_last_words(tmp_path):
 def test_a_crash_and_who_lost_it(tmp_path, crash_first):
     """A rank that lost its connection to a crashed one is not the cause; an earlier failure is."""
     ranks.log_of(tmp_path, 0).write_text("step 1\n")
-    ranks.log_of(tmp_path, 1).write_text("ttrace: rank 1: lost the connection; the job ends\n")
+    leave(tmp_path, 1, 0, "rank 1: lost the connection", follows=crash_first)
     ends = [ranks.End(0, -signal.SIGSEGV, 1), ranks.End(1, 2, 2)]
     observed = ranks.Observed(ends=ends if crash_first else ends[::-1])
     found = jobs._why([-signal.SIGSEGV, 2], tmp_path, observed)
@@ -154,7 +212,10 @@ def job(tmp_path, code, **others):
     return Job(script, ("--lr", "1"), others.pop("nproc", 1), tmp_path / "out", **others)
 
 
-@pytest.mark.parametrize(("result", "code"), [(Result.EQUIVALENT, 0), (Result.DIVERGED, 1)])
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [(Result.EQUIVALENT, 0), (Result.DIVERGED, 1), (Result.COULD_NOT_CHECK, 2)],
+)
 def test_an_answer(tmp_path, result, code):
     """The summary that the ranks wrote, with the wall time; our lines are echoed."""
     said = []

@@ -189,7 +189,7 @@ def test_a_command_line_error(tmp_path: Path) -> None:
 
 def test_an_assertion_without_words(tmp_path: Path) -> None:
     """For an error without text, the line that raised it."""
-    with pytest.raises(TTraceError, match=r"^rank 0 failed: AssertionError: assert 1 == 2 "):
+    with pytest.raises(TTraceError, match=r"^rank 0 failed: AssertionError: assert 1 == 2, at "):
         jobs.run(job(tmp_path, "assert 1 == 2", nproc=1), fork=False)
 
 

@@ -155,7 +155,8 @@ def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
 def _read(part: NightPart, output: Path) -> list[NightCase]:
     """The cases that a part finished; incomplete and foreign lines are skipped."""
     cases: list[NightCase] = []
-    for line in logs.text_of(output).splitlines():
+    text = output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
+    for line in text.splitlines():
         if line.startswith("{"):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 cases.append(_ROWS[part](json.loads(line)))

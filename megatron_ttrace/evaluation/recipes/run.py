@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.known import finding_of
-from megatron_ttrace.processes.logs import usage_error
+from megatron_ttrace.processes.logs import record_of, usage_error
 from megatron_ttrace.trace.records import Outcome, Result
 
 RESULTS = "jobs.jsonl"
 """One line per finished job, below the working directory."""
 
-_FRAME = re.compile(r'File "([^"]+)", line [0-9]+, in (\S+)')
 _VALIDATING = frozenset({"validate_args", "__post_init__", "finalize", "validate_yaml"})
 """Functions in which Megatron judges its arguments."""
 
@@ -86,19 +84,12 @@ def jobs_of(recipes: Iterable[Recipe]) -> dict[str, SmallJob]:
 
 
 def refused(folder: Path) -> bool:
-    """Whether Megatron's own parser or validation ended the job, in the candidate.
-
-    The frames of the last traceback tell: no text of a message is read.
-    """
+    """Whether Megatron's own parser or validation ended the job, in the candidate."""
     for log in sorted((folder / "logs").glob("*.log")):
-        if usage_error(log):
-            return True
-        text = log.read_text(encoding="utf-8", errors="replace")
-        head, found, trace = text.rpartition("Traceback (most recent call last)")
-        del head
-        frames = _FRAME.findall(trace) if found else []
-        if any(
-            name in _VALIDATING and "/megatron/" in file.replace("\\", "/") for file, name in frames
+        record = record_of(log)
+        frames = record.frames if record else ()
+        if usage_error(log) or any(
+            frame.function in _VALIDATING and frame.file.startswith("megatron/") for frame in frames
         ):
             return True
     return False

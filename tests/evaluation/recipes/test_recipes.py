@@ -14,6 +14,7 @@ from megatron_ttrace.evaluation.recipes import collect, known
 from megatron_ttrace.evaluation.recipes import run as running
 from megatron_ttrace.evaluation.recipes.collect import Kind
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, RecipeRow
+from megatron_ttrace.trace import codec, ends
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = {
@@ -123,18 +124,20 @@ def test_refusals_are_megatrons_own(tmp_path):
     """Told by where it was raised, never by what it says."""
     logs = tmp_path / "logs"
     logs.mkdir()
-    frames = (
-        'Traceback (most recent call last):\n  File "{file}", line 3, in {name}\nValueError: x\n'
-    )
+    log = logs / "rank0.log"
+    log.write_text("ValueError: x\n")
     for file, name, by_megatron in (
-        ("/site/megatron/training/arguments.py", "validate_args", True),
-        ("/site/megatron/core/transformer/transformer_config.py", "__post_init__", True),
-        ("/site/megatron/core/tensor_parallel/layers.py", "forward", False),
-        ("/site/megatron_ttrace/runtime/entry.py", "__post_init__", False),
+        ("megatron/training/arguments.py", "validate_args", True),
+        ("megatron/core/transformer/transformer_config.py", "__post_init__", True),
+        ("megatron/core/tensor_parallel/layers.py", "forward", False),
+        ("pretrain.py", "__post_init__", False),
     ):
-        (logs / "rank0.log").write_text(frames.format(file=file, name=name))
+        frames = (ends.Frame("megatron/core/utils.py", 1, "check"), ends.Frame(file, 3, name))
+        record = ends.EndRecord(code=1, at=1, message="x", error="ValueError", frames=frames)
+        ends.file_of(log).write_text(json.dumps(codec.encode(record)))
         assert running.refused(tmp_path) is by_megatron
-    (logs / "rank0.log").write_text("x.py: error: unrecognized arguments: --no-such-flag\n")
+    ends.file_of(log).unlink()
+    log.write_text("x.py: error: unrecognized arguments: --no-such-flag\n")
     assert running.refused(tmp_path)
 
 

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process of ours ended, in its own words: a record that whoever started it reads.
+
+The starting process names a file in the environment (:func:`announced`). The process that ends
+writes it once (:func:`write`): the first reason is the cause, whatever fails after it. A process
+that is killed or aborts leaves no record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+VARIABLE = "TTRACE_END_FILE"
+MOST_FRAMES = 16
+_MOST_LINES = 20
+_MOST_BYTES = 1 << 20
+
+
+class Phase(enum.StrEnum):
+    """How far a run had come."""
+
+    STARTING = "starting"
+    ARGUMENTS = "reading the arguments"
+    BUILDING = "building the model"
+    STEPS = "in the training steps"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """A place in the code: a file as it is shown, a line, a function."""
+
+    file: str
+    line: Count
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecord:
+    """How a process ended.
+
+    Attributes:
+        code: its exit code.
+        at: when it failed, in nanoseconds since the epoch.
+        message: the exception's, in one line, or what we report (its details in further lines).
+        error: the type of the exception; empty for a message of ours.
+        frames: where it was raised, innermost first: code of Megatron and of the script.
+        phase: how far the run had come.
+        follows: whether it ended because another rank did.
+        finding: the number of a known fault of Megatron's in docs/findings.md; 0 for none.
+        advice: what helps against that.
+    """
+
+    code: int
+    at: Count
+    message: str = ""
+    error: str = ""
+    frames: tuple[Frame, ...] = ()
+    phase: Phase = Phase.STARTING
+    follows: bool = False
+    finding: Count = 0
+    advice: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why, in one line; of a message of ours with its details. Empty if nothing is known."""
+        if not self.error:
+            lines = self.message.splitlines()[:_MOST_LINES]
+            return "\n".join(clean(line, NOTE_LIMIT) for line in lines)
+        message = self.message.rstrip(". ")
+        text = clean(f"{self.error}: {message}" if message else self.error, NOTE_LIMIT)
+        where = f", at {clean(self.frames[0], NOTE_LIMIT)}" if self.frames else ""
+        known = f" [finding {self.finding} of docs/findings.md: {self.advice}]"
+        return text + where + (known if self.finding else "")
+
+
+class _State:
+    """Of this process."""
+
+    file: Path | None = None
+    phase = Phase.STARTING
+
+
+def file_of(log: Path) -> Path:
+    """The record of the process that writes a log."""
+    return log.with_suffix(".end.json")
+
+
+def announced(file: Path) -> dict[str, str]:
+    """The environment of a process that is to leave its record in ``file``; an old one goes."""
+    file.unlink(missing_ok=True)
+    return {VARIABLE: str(file.absolute())}
+
+
+def begin() -> None:
+    """At the start of a process: take the place of the record, which no child inherits."""
+    file = os.environ.pop(VARIABLE, "")
+    _State.file, _State.phase = Path(file) if file else None, Phase.STARTING
+
+
+def enter(phase: Phase) -> None:
+    """A part of the run begins."""
+    _State.phase = phase
+
+
+def is_awaited() -> bool:
+    """Whether another process reads how this one ends."""
+    return _State.file is not None
+
+
+def write(record: EndRecord) -> None:
+    """Leave a record, if one is awaited and there is none; never raises."""
+    if _State.file is None or _State.file.exists():
+        return
+    record = dataclasses.replace(
+        record,
+        at=record.at or time.time_ns(),
+        phase=_State.phase,
+        frames=record.frames[:MOST_FRAMES],
+    )
+    aside = _State.file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        aside.write_text(json.dumps(codec.encode(record)), encoding="utf-8")
+        aside.replace(_State.file)
+    except (OSError, ValueError):
+        _State.file = None
+
+
+def tell(message: str, code: int = 2, *, follows: bool = False) -> None:
+    """Print why this process ends, and leave it as the record.
+
+    A process that reads the record reports it: then the line is no progress to be repeated.
+    """
+    start = "ttrace ends" if is_awaited() else "ttrace"
+    print(f"{start}: {message}", file=sys.stderr, flush=True)
+    write(EndRecord(code=code, at=0, message=message, follows=follows))
+
+
+def read(file: Path) -> EndRecord | None:
+    """The record in a file, ``None`` if there is none that is intact."""
+    try:
+        return codec.decode(EndRecord, codec.parse(codec.read(file, _MOST_BYTES)))
+    except (OSError, ValueError):
+        return None

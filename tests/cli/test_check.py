@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace check`` without an answer: the report all the same, with the right reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.__main__ import main
+
+UNDECIDED = """
+import pathlib, sys
+from megatron_ttrace.report import files
+from megatron_ttrace.trace.records import Result, Summary
+
+directory = pathlib.Path(sys.argv[sys.argv.index("--ttrace-dir") + 1])
+print("ttrace: building the model", flush=True)
+files.write_verdicts(directory / files.VERDICTS, [])
+summary = Summary(Result.COULD_NOT_CHECK, {}, (), {}, {}, {}, notices=("9 of 10 unchecked",))
+files.write_summary(directory / files.SUMMARY, summary)
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("words", [("check",), ("check", "--json"), ("record",)])
+def test_too_many_unchecked_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """The report with its notice; the last line of progress is no reason."""
+    script = tmp_path / "train.py"
+    script.write_text(UNDECIDED)
+    more = ["--no-fork", "--ttrace-dir", str(tmp_path / "out"), "--", str(script)]
+    code = main([*words, *more])
+    out, errors = capsys.readouterr()
+    assert not [line for line in errors.splitlines() if line.startswith("ttrace: ")]
+    if words == ("record",):
+        assert (code, "could not check" in out) == (0, True)
+    elif words == ("check",):
+        assert (code, "9 of 10 unchecked" in out) == (2, True)
+    else:
+        assert (code, json.loads(out)["verdict"]) == (2, "could not check")
