@@ -143,7 +143,8 @@ class Done:
     def lines(self, ending: str) -> list[set[str]]:
         """What each rank said of ours that ends so."""
         return [
-            set(re.findall(rf"^ttrace: (.*); {ending}$", log, re.MULTILINE)) for log in self.logs
+            set(re.findall(rf"^ttrace(?: ends)?: (.*); {ending}$", log, re.MULTILINE))
+            for log in self.logs
         ]
 
 

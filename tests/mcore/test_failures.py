@@ -4,7 +4,6 @@
 import json
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ VERSION = "MAJOR = 0\nMINOR = 19\nPATCH = 2\n"
 
 
 @pytest.fixture
-def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is Megatron's, for files that a test writes."""
     folder = tmp_path / "site" / "megatron"
     for name in ("core", "training"):
@@ -28,7 +27,7 @@ def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         module.__spec__ = types.SimpleNamespace(origin=module.__file__)  # type: ignore[assignment]
         monkeypatch.setitem(sys.modules, f"megatron.{name}", module)
     (folder / "core" / "package_info.py").write_text(VERSION)
-    yield folder
+    return folder
 
 
 def raised(file: Path, code: str, name: str = "fail") -> BaseException:

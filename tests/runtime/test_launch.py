@@ -2,6 +2,7 @@
 """References are built aside, renamed into place, shared, and never changed."""
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from megatron_ttrace.processes import ranks
 from megatron_ttrace.runtime import launch, trial
 from megatron_ttrace.runtime.launch import Order
 from megatron_ttrace.runtime.separation import Separation
+from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -303,8 +305,14 @@ def test_a_reference_on_two_ranks(
         logs.mkdir(exist_ok=True)
         for rank, code in enumerate(codes):
             log = ranks.log_of(logs, rank)
-            log.write_text(f"ttrace: {'no room' if code == 2 else 'lost another rank'}")
-            os.utime(log, ns=(rank, rank))
+            log.write_text("ttrace: tracing")
+            record = ends.EndRecord(
+                code=code or 0,
+                at=1 - rank,
+                message="no room" if code == 2 else "lost another rank",
+                follows=code != 2,
+            )
+            ends.file_of(log).write_text(json.dumps(codec.encode(record)))
             if code:
                 observed.ends.insert(0, ranks.End(rank, code, 0))
         seal(Path(orders[0].directory), {"fingerprint": NAME})

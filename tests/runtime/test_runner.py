@@ -2,14 +2,30 @@
 """The runner of small jobs, without running one."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
 
+from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import provenance
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.runtime import PRELOADED
 from megatron_ttrace.runtime.runner import Case, Runner
+from megatron_ttrace.trace.records import Result, Summary
+
+
+def answer(job, fork, result=Result.EQUIVALENT):
+    """The summary of a job that was not run."""
+    return Summary(result, {}, (), {"fork": fork}, {}, {}, notices=("too few tensors",))
+
+
+def test_a_case_without_an_answer(asked, tmp_path, monkeypatch):
+    """The reason is the report's own."""
+    undecided = functools.partial(answer, result=Result.COULD_NOT_CHECK)
+    monkeypatch.setattr(jobs, "run", lambda job, *, fork, say: undecided(job, fork))
+    with pytest.raises(TTraceError, match=r"^too few tensors$"):
+        Runner(tmp_path).run(Case(name="one", arguments=()))
 
 
 @pytest.fixture
@@ -22,7 +38,7 @@ def asked(monkeypatch):
         return True
 
     monkeypatch.setattr(jobs, "prepare", prepare)
-    monkeypatch.setattr(jobs, "run", lambda job, *, fork, say: (job, fork))
+    monkeypatch.setattr(jobs, "run", lambda job, *, fork, say: answer(job, fork))
     return calls
 
 
@@ -35,7 +51,7 @@ def test_a_case_becomes_a_job(asked, tmp_path):
     found = runner.run(case)
     [(device, script, modules)] = asked
     assert (device, script.name, modules) == ("cpu", "pretrain_gpt.py", PRELOADED)
-    assert found.summary == (found.job, True)
+    assert found.summary.config == {"fork": True}
     environment = dict(found.job.environment)
     assert json.loads(environment.pop(provenance.COMMAND)) == found.job.checking()
     assert dataclasses.replace(found.job, environment=environment) == jobs.Job(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of a reference's layout on a shrunk job: which job it is, and what its answers mean."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_layout import Layout
 from megatron_ttrace.mcore.shrink.given import Given
 from megatron_ttrace.runtime import trial
+from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.records import Kind
 from tests.runtime import kept
 
@@ -29,7 +31,10 @@ def started(tmp_path, monkeypatch):
 
     def run(command, environment, log, timeout):
         found.update(command=command, environment=environment, timeout=timeout)
-        log.write_text(found["says"])
+        log.write_text("ttrace: tracing the step\n")
+        if found["says"]:
+            record = ends.EndRecord(code=found["code"], at=1, message=found["says"])
+            ends.file_of(log).write_text(json.dumps(codec.encode(record)))
         if not found["code"]:
             kept.run(tmp_path / trial.FOLDER, kept.tensors())
         return found["code"]
@@ -73,7 +78,7 @@ def test_the_job(tmp_path, started):
     ("code", "says", "message"),
     [
         (1, "", "not equivalent to one device, so it cannot be a reference"),
-        (2, "ttrace: no space left", "could not be checked on a shrunk job: no space left"),
+        (2, "no space left", "could not be checked on a shrunk job: no space left"),
         (2, "", "could not be checked on a shrunk job: failed with exit code 2"),
         (-9, "", "could not be checked on a shrunk job: was killed by signal 9"),
     ],
