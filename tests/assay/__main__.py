@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_ttrace import __main__
 from megatron_ttrace.cli import command
-from tests.assay import plant
+from tests.assay import plant, same
 from tests.assay.baselines import cli as baselines
 from tests.assay.mutants import cli as mutants
 
@@ -26,7 +26,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (mutants, plant, baselines):
+    for module in (mutants, plant, baselines, same):
         module.add_parser(subparsers)
     return parser
 
