@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.assay same BEFORE AFTER``: do two versions of the checker give the same answers?
+"""``python -m tests.assay same BEFORE AFTER``: do two versions of the checker answer alike?
 
-Both directories hold the reports of the same jobs, for instance of ``ttrace eval matrix --all`` with
-each version. Compared are the verdict of each run, its culprits with their causes, and the verdict
-of each tensor; not numbers that depend on timing, nor texts.
+Both directories hold reports of the same jobs, for instance of ``ttrace eval matrix --all`` with
+each version. The verdict of each run, its culprits with their causes and the verdict of each tensor
+are compared; texts and times are not.
 """
 
 import argparse
