@@ -32,6 +32,10 @@ _TASKS = {"-n": "tasks", "--ntasks": "tasks", "-N": "nodes", "--nodes": "nodes",
 _TASKS |= {"--ntasks-per-node": "per node"}
 
 
+class NoScriptError(TTraceError):
+    """A command without a training script."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     """A training command.
@@ -93,7 +97,7 @@ def parse(
         else _words(list(words), context)
     )
     if found is None:
-        raise TTraceError(
+        raise NoScriptError(
             f"no training script in this command: give one, e.g. ttrace check -- {EXAMPLE}"
         )
     return found
