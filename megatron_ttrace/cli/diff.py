@@ -15,6 +15,7 @@ from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace import ends
+from megatron_ttrace.trace.sanitise import in_one_line
 
 _EPILOG = """\
 examples:
@@ -166,7 +167,7 @@ def _kept(
     found = record.parsed(what)
     if like is not None:
         found = _padded_like(like, found)
-    say(f"{who}: {what}")
+    say(f"{who}: {in_one_line(what)}")
     record.run_apart(what, found, folder, options=options or (), quiet=say is command.silent)
     return folder
 

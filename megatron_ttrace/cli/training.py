@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
-from megatron_ttrace.mcore.command_line import EXAMPLE, Command, ShellScript, parse
+from megatron_ttrace.mcore.command_line import (
+    EXAMPLE,
+    Command,
+    ShellScript,
+    is_launcher,
+    parse,
+)
 
 if TYPE_CHECKING:
     from megatron_ttrace.mcore.shrink.plan import Job
@@ -58,11 +65,13 @@ def command_of(args: argparse.Namespace) -> Command:
         return recipe_file.read(args.recipe)
     if not words:
         raise TTraceError(f"no script given: ttrace {args.command} -- {EXAMPLE}")
-    found = _as_script(words) or parse(words)
+    found = _as_script(words) or parse(words, os.environ)
     if isinstance(found, ShellScript):
         from megatron_ttrace.processes import shell_script
 
         found = shell_script.resolve(found)
+    if found.uncounted and not getattr(args, "nproc_per_node", None):
+        raise TTraceError(f"{found.uncounted} leaves the number of ranks open: give the number")
     try:
         flags.path(found.script)
     except argparse.ArgumentTypeError as error:
@@ -70,15 +79,24 @@ def command_of(args: argparse.Namespace) -> Command:
     return found
 
 
-def _as_script(words: list[str]) -> Command | None:
-    """A script by whatever name, if there is such a file in this place."""
+def _as_script(words: list[str]) -> Command | ShellScript | None:
+    """A script by whatever name, if there is such a file in this place; launchers are none."""
     try:
-        known = Path(words[0]).suffix != ".sh" and flags.path(words[0]).is_file()
+        path = flags.path(words[0])
+        if is_launcher(words[0]) or path.suffix == ".sh" or not path.is_file():
+            return None
+        with path.open("rb") as file:
+            first = file.read(512).splitlines()[:1]
     except (argparse.ArgumentTypeError, OSError) as error:
         if len(words) == 1 and len(words[0].split()) > 1:
             return None  # the text of a whole command
         raise TTraceError(f"the script {error}") from error
-    return Command(words[0], tuple(words[1:])) if known else None
+    line = first[0] if first else b""
+    if b"\0" in line:
+        return None  # a program
+    if line.startswith(b"#!") and b"python" not in line:
+        return ShellScript(tuple(words))
+    return Command(words[0], tuple(words[1:]))
 
 
 def checking(command: Command, job: Job, prefix: Path) -> list[str]:

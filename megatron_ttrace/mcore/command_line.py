@@ -2,8 +2,8 @@
 """The training script, its arguments and the number of ranks in a command as users have it.
 
 ``torchrun``, ``python -m torch.distributed.run``, ``srun`` and the like, environment assignments
-and wrappers before them, or a whole paste with line continuations. Nothing is run and no file is
-read: a shell script is recognised, and someone else must run it.
+and wrappers before them, or one text with all of it on several lines. Nothing is run and no file is
+read: a shell script is recognised, and ``processes/shell_script.py`` reads it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron_ttrace.errors import TTraceError
 
@@ -30,6 +30,11 @@ _TORCHRUN_SWITCHES = frozenset(
 _PYTHON_VALUES = ("-X", "-W")
 _TASKS = {"-n": "tasks", "--ntasks": "tasks", "-N": "nodes", "--nodes": "nodes", "-np": "tasks"}
 _TASKS |= {"--ntasks-per-node": "per node"}
+# Those of accelerate and deepspeed.
+_TASKS |= {"--num-processes": "tasks", "--num-machines": "nodes"}
+_TASKS |= {"--num-gpus": "per node", "--num-nodes": "nodes"}
+_LAUNCHERS = frozenset("accelerate deepspeed horovodrun mpiexec mpirun ray srun".split())
+"""Launchers that may be scripts of Python themselves, apart from torchrun's."""
 
 
 class NoScriptError(TTraceError):
@@ -47,6 +52,7 @@ class Command:
         ranks: how many ranks it starts in all, or ``None`` if that is not said.
         nodes: on how many machines.
         unset: variables that it must not inherit.
+        uncounted: what leaves the number of ranks to the machine, if something does.
     """
 
     script: str
@@ -55,6 +61,7 @@ class Command:
     ranks: int | None = None
     nodes: int = 1
     unset: tuple[str, ...] = ()
+    uncounted: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +91,13 @@ def parse(
     """Find the training script in a command.
 
     Args:
-        words: the command as a shell splits it, or one word with the whole text.
+        words: the command as a shell splits it, or one word with the whole text. A line of a text
+            that begins with ``-`` continues the command.
         environment: values of variables that a text mentions.
 
     Raises:
-        TTraceError: when there is no training script in it.
+        NoScriptError: when there is no training script in it.
+        TTraceError: when a part of it is not understood.
     """
     context = _Context()
     found = (
@@ -103,29 +112,71 @@ def parse(
     return found
 
 
+def is_launcher(word: str) -> bool:
+    """Whether a program, maybe given by its path, starts training scripts."""
+    name = os.path.basename(word)
+    known = {*_TORCHRUN, *_SHELLS, *_PREFIXES, *_LAUNCHERS}
+    return name in known or bool(_PYTHON.fullmatch(name))
+
+
 def _text(
     text: str, context: _Context, environment: Mapping[str, str]
 ) -> Command | ShellScript | None:
-    """A paste: the first of its statements that has a training script."""
-    statement: list[str] = []
-    for token in [*_tokens(text), None]:
-        if token is not None:
+    """The one command of a text, after assignments.
+
+    Raises:
+        TTraceError: when there are other commands, or parts that only a shell could evaluate.
+    """
+    found = None
+    for statement in _statements(_tokens(text)):
+        words = []
+        for word in statement:
             known = {**environment, **context.environment}
-            statement.append(
-                "".join(_expand(part, known) if live else part for part, live in token)
+            words.append("".join(_expand(part, known) if live else part for part, live in word))
+        before = words
+        while before and (before[0] == "export" or _ASSIGNMENT.fullmatch(before[0])):
+            before = before[1:]
+        if before and (found is not None or before[0][0] in "({"):
+            raise TTraceError(
+                f"several commands in one text, at {' '.join(words)[:40]!a}: give the training "
+                "command alone, with its arguments on lines that begin with -"
             )
-            continue
-        found = _words(statement, context)
-        if found is not None:
-            return found
-        statement = []
-    return None
+        found = _words(words, context) or found
+        if before and found is None:
+            raise NoScriptError(
+                f"no training script in this command: {' '.join(words)[:40]!a}; give the "
+                f"training command alone, e.g. ttrace check -- {EXAMPLE}"
+            )
+    return found
+
+
+def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
+    """The text after ``bash -c``: the first of its statements that has a training script.
+
+    Raises:
+        TTraceError: when a line begins with ``-``: for a shell, that is another command.
+    """
+    found = None
+    for statement in _statements(_tokens(text, lines=True)):
+        known = context.environment
+        words = [
+            "".join(_expand(part, known, strict=False) if live else part for part, live in word)
+            for word in statement
+        ]
+        if words[0].startswith("-"):
+            raise TTraceError(
+                f"a line of the text after -c begins with {words[0][:40]!a}: for the shell this is "
+                "another command; end the line before it with a backslash"
+            )
+        found = found or _words(words, context)
+    return found
 
 
 _TOKEN = re.compile(
-    r"""(?P<skip> [ \t\r]+ | \\\r?\n )
+    r"""(?P<skip> [ \t\r]+ | \\[ \t]*\r?\n )
     | (?P<comment> (?<![^\s;&|]) \#[^\n]* )
     | (?P<redirection> (?:(?<!\S)[0-9])? (?:&>>?|>>?&?|<) [ \t]* (?:[^\s;&|<>]+)? )
+    | (?P<more> (?: \n [ \t\r]* (?:\#[^\n]*)? )+ (?= - ) )
     | (?P<end> [;&|\n] )
     | '(?P<single> [^']* )'
     | "(?P<double> (?:[^"\\]|\\.)* )"
@@ -139,8 +190,23 @@ type _Word = list[tuple[str, bool]]
 """Pieces of a word, and whether variables within are replaced."""
 
 
-def _tokens(text: str) -> list[_Word | None]:
+def _statements(tokens: Iterable[_Word | None]) -> Iterator[list[_Word]]:
+    """Words up to each end of a statement, where there are any."""
+    statement: list[_Word] = []
+    for token in [*tokens, None]:
+        if token is not None:
+            statement.append(token)
+        elif statement:
+            yield statement
+            statement = []
+
+
+def _tokens(text: str, *, lines: bool = False) -> list[_Word | None]:
     """The words of a text; ``None`` where a statement ends. Redirections and comments go.
+
+    Args:
+        text: what a shell would read.
+        lines: whether every line ends a statement, even if the next one begins with ``-``.
 
     Raises:
         TTraceError: when a quote is not closed.
@@ -157,27 +223,47 @@ def _tokens(text: str) -> list[_Word | None]:
             )
         at = match.end()
         kind = match.lastgroup or ""
-        if kind in ("skip", "comment", "redirection", "end"):
+        if kind in ("skip", "comment", "redirection", "more", "end"):
             if word is not None:
                 found.append(word)
             word = None
-            if kind == "end":
+            if kind == "end" or (kind == "more" and lines):
                 found.append(None)
             continue
-        piece = match[kind]
+        pieces = [(match[kind], kind in ("double", "plain"))]
         if kind == "double":
-            piece = re.sub(r'\\\n|\\(["\\$`])', lambda one: one[1] or "", piece)
-        word = [*(word or []), (piece, kind in ("double", "plain"))]
+            parts = re.split(r'(\\["\\$`\n])', match[kind])
+            # Every second part is escaped.
+            pieces = [
+                (part[1:].strip("\n") if number % 2 else part, not number % 2)
+                for number, part in enumerate(parts)
+            ]
+        word = [*(word or []), *pieces]
     return found if word is None else [*found, word]
 
 
-def _expand(word: str, known: Mapping[str, str]) -> str:
-    """``$NAME`` and ``${NAME}``, where the name is known."""
-    return re.sub(
-        r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))",
-        lambda match: known.get(match[1] or match[2], match[0]),
-        word,
-    )
+_EXPANSION = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[({@*#?0-9!$-])|`")
+
+
+def _expand(word: str, known: Mapping[str, str], *, strict: bool = True) -> str:
+    """``$NAME`` and ``${NAME}``.
+
+    Raises:
+        TTraceError: if ``strict``, when a name is not known, or only a shell could evaluate it.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in known and not strict:
+            return match[0]
+        if name not in known:
+            raise TTraceError(
+                f"{word[match.start() :][:40]!a} has no value here: put the value into the "
+                "command, or use double quotes, in which the shell does"
+            )
+        return known[name]
+
+    return _EXPANSION.sub(value, word)
 
 
 def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
@@ -200,10 +286,10 @@ def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
         return ShellScript(tuple(words), dict(context.environment))
     if name.endswith(".py"):
         return _command(words, context, None)
-    return _launched(rest, context)
+    return _launched(name, rest, context)
 
 
-def _launched(words: list[str], context: _Context) -> Command | ShellScript | None:
+def _launched(launcher: str, words: list[str], context: _Context) -> Command | ShellScript | None:
     """The command behind a launcher or wrapper whose own options are not known: srun, nsys, ..."""
     for at, word in enumerate(words):
         name = os.path.basename(word)
@@ -213,7 +299,10 @@ def _launched(words: list[str], context: _Context) -> Command | ShellScript | No
             or name.endswith((".py", ".sh"))
         ):
             _read_tasks(words[:at], context)
-            return _words(words[at:], context)
+            found = _words(words[at:], context)
+            if launcher == "accelerate" and isinstance(found, Command) and found.ranks is None:
+                return dataclasses.replace(found, uncounted="accelerate launch without a number")
+            return found
     return None
 
 
@@ -224,15 +313,17 @@ def _read_tasks(options: list[str], context: _Context) -> None:
             name, value = word[:2], word[2:]  # -N2
         elif not equals:
             value = options[at + 1] if at + 1 < len(options) else ""
+        name = name.replace("_", "-")
         if name in _TASKS and value.isdigit():
             context.tasks[_TASKS[name]] = int(value)
 
 
-def _torchrun(words: list[str], context: _Context) -> Command | None:
+def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | None:
     options: dict[str, str] = {}
     at = 0
     while at < len(words) and words[at].startswith("-"):
-        name, equals, value = words[at].lstrip("-").replace("_", "-").partition("=")
+        name, equals, value = words[at].lstrip("-").partition("=")
+        name = name.replace("_", "-")
         if not equals and name not in _TORCHRUN_SWITCHES:
             at += 1
             value = words[at] if at < len(words) else ""
@@ -240,19 +331,28 @@ def _torchrun(words: list[str], context: _Context) -> Command | None:
         at += 1
     if {"m", "module"} & set(options):
         raise TTraceError(f"{' '.join(words[at : at + 1])} is run as a module: give its file")
-    per_node = _number(options.get("nproc-per-node", "1"))
+    count = options.get("nproc-per-node", "1")
+    per_node = _number(count)
     nodes = _number(options.get("nnodes", "1").split(":")[-1]) or 1
     nodes = max(nodes, context.tasks.get("nodes", 1))
     if at >= len(words):
         return None
-    return _command(words[at:], context, per_node and per_node * nodes, nodes)
+    ranks = per_node and per_node * nodes
+    uncounted = "" if per_node else f"--nproc-per-node {count}"
+    if "no-python" not in options:
+        found: Command | ShellScript | None = _command(words[at:], context, ranks, nodes)
+    else:
+        found = _words(words[at:], context)
+    if isinstance(found, Command):
+        return dataclasses.replace(found, ranks=ranks, nodes=nodes, uncounted=uncounted)
+    return found
 
 
 def _number(text: str) -> int | None:
     return int(text) if text.isdigit() and int(text) else None
 
 
-def _python(words: list[str], context: _Context) -> Command | None:
+def _python(words: list[str], context: _Context) -> Command | ShellScript | None:
     at = 0
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "-m":
@@ -271,7 +371,7 @@ def _shell(words: list[str], context: _Context) -> Command | ShellScript | None:
         at += 1
         if not words[at - 1].startswith("--") and "c" in words[at - 1]:
             inner = words[at] if at < len(words) else ""
-            return _text(inner, context, {})
+            return _inner_text(inner, context)
     return ShellScript(tuple(words[at:]), dict(context.environment)) if at < len(words) else None
 
 

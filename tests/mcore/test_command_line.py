@@ -20,7 +20,6 @@ WORDS = st.lists(
 LAUNCHERS = {
     "torchrun --nproc-per-node 8 --nnodes=2 --master_addr localhost": (16, 2),
     "torchrun --nproc_per_node=4 --standalone": (4, 1),
-    "torchrun --standalone --nproc-per-node auto": (None, 1),
     "torchrun --nnodes 1:4 --nproc-per-node 8 --tee 3 --redirects 3": (32, 4),
     "python -m torch.distributed.run --nproc-per-node 2": (2, 1),
     "python3.12 -u -X dev -m torch.distributed.launch --nproc_per_node 2": (2, 1),
@@ -60,15 +59,93 @@ def test_a_whole_paste(arguments):
     lines = " \\\n    ".join(
         ["torchrun --nproc-per-node 2 pretrain_gpt.py", *map(shlex.quote, arguments)]
     )
-    text = f"# train\nexport A=1\nexport B=2; cd /x && {lines} 2>&1 | tee log.txt\n"
+    text = f"# train\nexport A=1\nexport B=2; {lines} > log.txt 2>&1 &\n"
     found = parse([text])
     assert found == Command("pretrain_gpt.py", tuple(arguments), {"A": "1", "B": "2"}, 2, 1)
 
 
 def test_what_a_paste_assigns_is_used():
-    """Other variables stay as they are."""
-    found = parse(["P=/data\npython x.py --a $P/b --c ${P}x --d $Q ${H}"], {"H": "home"})
-    assert found.arguments == ("--a", "/data/b", "--c", "/datax", "--d", "$Q", "home")
+    """And what the environment has; nothing else is."""
+    text = "P=/data\npython x.py --a $P/b --c ${P}x --d '$Q' \"\\$P\" ${H}"
+    found = parse([text], {"H": "home"})
+    assert found.arguments == ("--a", "/data/b", "--c", "/datax", "--d", "$Q", "$P", "home")
+
+
+LINES = [
+    "--a 1\n--b 2\n--c",
+    "--a 1 \\\n  --b 2 \\ \n --c\n",
+    "--a 1\r\n--b 2 \\\r\n--c\r\n",
+    "\n\n  --a 1 # one\n\n # two\n\t--b 2\n#\n--c\n\n",
+    "--a\\\n 1 --b\n-- 2 --c",
+]
+
+
+@pytest.mark.parametrize("lines", LINES)
+def test_every_line_of_a_text(lines):
+    """A line that begins with ``-`` continues the command, whatever is between."""
+    found = parse([f"torchrun --nproc-per-node 2 pretrain_gpt.py {lines}"])
+    words = [word for word in found.arguments if word != "--"]
+    assert (words, found.ranks) == (["--a", "1", "--b", "2", "--c"], 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cd /x; python x.py -a",
+        "cd /x && python x.py -a",
+        "python x.py -a | tee log",
+        "python x.py -a\n0.5 data",
+        "python x.py -a\npython x.py -b",
+        "python x.py -a || python x.py -b",
+        "set -e\npython x.py -a",
+        "( python x.py -a )",
+        "ls\n-l",
+        "python x.py $(cat job.txt)",
+        "python x.py `cat job.txt`",
+        "python x.py -a $UNKNOWN",
+        "python x.py -a ${A:-1}",
+    ],
+)
+def test_what_a_text_must_not_have(text):
+    """Other commands and what only a shell could evaluate are refused, not dropped."""
+    with pytest.raises(TTraceError, match=r"alone|has no value here") as raised:
+        parse([text])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_line_that_a_shell_loses():
+    """After ``bash -c`` a line is a command, also one that begins with ``-``."""
+    with pytest.raises(TTraceError, match="a line of the text after -c"):
+        parse(["bash", "-c", "torchrun x.py --a 1\n--b 2"])
+
+
+@pytest.mark.parametrize("count", ["gpu", "auto", "cpu"])
+def test_ranks_that_the_machine_decides(count):
+    """They are not one."""
+    found = parse(["torchrun", "--standalone", "--nproc-per-node", count, "x.py", "-a"])
+    assert (found.ranks, found.uncounted) == (None, f"--nproc-per-node {count}")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "nodes"),
+    [
+        ("accelerate launch --num_processes 2 --mixed_precision bf16", 2, 1),
+        (".venv/bin/accelerate launch --multi_gpu --num-processes=8 --num_machines 2", 8, 2),
+        ("deepspeed --num_gpus 4 --num_nodes 2", 8, 2),
+        ("torchrun --nproc-per-node 2 --no-python python -u", 2, 1),
+        ("torchrun --nproc_per_node=2 --no_python .venv/bin/python3.12", 2, 1),
+        (".venv/bin/torchrun --nproc-per-node 2", 2, 1),
+    ],
+)
+def test_more_launchers(launcher, ranks, nodes):
+    """The number of ranks of launchers with options of their own."""
+    found = parse([*launcher.split(), "dir/pretrain_gpt.py", "-a"])
+    assert found == Command("dir/pretrain_gpt.py", ("-a",), {}, ranks, nodes)
+
+
+def test_accelerate_without_a_number():
+    """Its configuration file, which is not read, would decide."""
+    assert parse("accelerate launch x.py -a".split()).uncounted
 
 
 def test_a_shell_within():

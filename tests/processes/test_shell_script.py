@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -216,8 +217,16 @@ def read(place, text):
         return shell_script.resolve(ShellScript((str(script),)), place)
     finally:
         assert tree(place.parent) == before
-        running = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
-        assert not [words for words in running if words and str(script) in words]
+        deadline = time.monotonic() + 10  # what was killed may take a moment to go
+        while running(str(script)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not running(str(script))
+
+
+def running(word):
+    """The processes with a word in their commands."""
+    found = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    return [words for words in found if words and word in words]
 
 
 @pytest.mark.parametrize("text", STARTS.values(), ids=STARTS)
