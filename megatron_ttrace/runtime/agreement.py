@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -295,6 +296,11 @@ class Ranks:
             yield
         finally:
             over.set()
+
+    @classmethod
+    def waiting_code(cls) -> CodeType:
+        """The code in which a rank waits for the others."""
+        return cls._await.__code__
 
     def farewell(self) -> None:
         """Let rank 0, which may hold the store, leave last."""

@@ -27,6 +27,7 @@ from megatron_ttrace.trace import ends
 
 if TYPE_CHECKING:
     from megatron_ttrace.runtime.session import Session
+    from megatron_ttrace.runtime.stall import Watchdog
 
 
 def install(args: argparse.Namespace, settings: Settings) -> None:
@@ -63,6 +64,7 @@ class _Watch:
         self._settings = settings
         self._session: Session | None = None
         self._step = 0
+        self._watchdog: Watchdog | None = None
 
     @functools.cached_property
     def _ranks(self) -> Ranks:
@@ -72,11 +74,15 @@ class _Watch:
     def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ends.enter(ends.Phase.BUILDING)
         session = self._attempt("preparing the check", self._make_session)
+        if session is not None and not session.is_reference:
+            self._watch_for_stalls()
         result = original(*args, **kwargs)
         if session is not None:
             model, optimizer, scheduler = result
             self._session = session
             self._attempt("preparing the check", lambda: session.begin(model, optimizer, scheduler))
+            if self._watchdog is not None and self._session is not None:
+                self._watchdog.knows(session.model.names, session.model.mesh)
         return result
 
     def around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +99,21 @@ class _Watch:
                 self._leave(code)
             if session.finished:
                 self._session = None
+                self._stop_watching()
         return step()
+
+    def _watch_for_stalls(self) -> None:
+        from megatron_ttrace.runtime.stall import Watchdog
+
+        ranks, settings = self._ranks, self._settings
+        if ranks.size > 1:
+            folder = settings.directory / "logs"
+            ends_check = settings.exit_after
+            self._watchdog = Watchdog(folder, ranks.rank, ranks.size, ends_check=ends_check)
+
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
     def _make_session(self) -> Session:
         from megatron.training import get_args
@@ -148,6 +168,7 @@ class _Watch:
         cause = error.cause
         judged = self._session is not None and self._session.judged
         self._session = None
+        self._stop_watching()
         stops = self._settings.exit_after or self._settings.role == "reference"
         if stops:
             say_end(cause, self._ranks.rank, error, ending="")

@@ -47,7 +47,7 @@ REFERENCE_LOGS = "reference-logs"
 _TRACES = ("candidate", "start", f"{ISOLATED}/candidate", ISOLATED)
 _OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
 _OF_SHARES = re.compile(rf"{_OF_A_TRACE.pattern}|overrides\.json")
-_OF_LOGS = re.compile(r"rank-\d+\.(log|end\.json|wait\.json)|.*\.request\.json")
+_OF_LOGS = re.compile(r"rank-\d+\.(log|(end|wait)\.(json|\d+\.tmp))|.*\.request\.json")
 
 _run = ""
 _held: dict[Path, list[Lock]] = {}

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this process does at the moment, seen from another thread.
+
+Nothing is hooked: the frames of the thread that trains show in which function of
+``torch.distributed`` it is, with which tensors and group, and what called it. No tensor is read.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import threading
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.mcore import sources
+from megatron_ttrace.mcore.groups import group_name
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.waits import Doing, Wait
+
+
+class _Call(NamedTuple):
+    """Arguments of a function: tensors of the same size on all ranks, and the other rank."""
+
+    agreed: str = ""
+    peer: str = ""
+
+
+_CALLS = {
+    "all_reduce": _Call("tensor"),
+    "all_reduce_coalesced": _Call("tensors"),
+    "broadcast": _Call("tensor"),
+    "reduce": _Call("tensor"),
+    "all_gather": _Call("tensor"),
+    "all_gather_into_tensor": _Call("input_tensor"),
+    "_all_gather_base": _Call("input_tensor"),
+    "reduce_scatter": _Call("output"),
+    "reduce_scatter_tensor": _Call("output"),
+    "_reduce_scatter_base": _Call("output"),
+    "gather": _Call("tensor"),
+    "scatter": _Call("tensor"),
+    "all_to_all": _Call(),
+    "all_to_all_single": _Call(),
+    "barrier": _Call(),
+    "send": _Call("tensor", "dst"),
+    "recv": _Call("tensor", "src"),
+}
+"""Functions of torch/distributed/distributed_c10d.py that wait."""
+
+_HOOKS = tuple(f"{Path(__file__).parents[1] / room}{os.sep}" for room in ("capture", "cpu"))
+
+
+def state(
+    meeting: CodeType, modules: Mapping[Any, str], mesh: Mesh | None
+) -> tuple[Hashable, Wait | None]:
+    """What the main thread does: a value that changes while it makes progress, and where it is.
+
+    Args:
+        meeting: code in which it waits for other ranks between parts of a check.
+        modules: canonical names.
+        mesh: the layout, once it is known.
+
+    Returns:
+        Where it is is ``None`` while it runs other code of this package.
+    """
+    frames = sys._current_frames()
+    frame = frames.get(threading.main_thread().ident or 0)
+    stack = list(_outwards(frame))
+    if stack and sources.enters_autograd(stack[0].f_code):
+        # On a GPU, autograd runs the backward pass on threads of its own.
+        for ident, other in frames.items():
+            inner = list(_outwards(other))
+            if ident != threading.get_ident() and any(_is_megatrons(one) for one in inner):
+                stack = [*inner, *stack]
+                break
+    kept = next((n for n, one in enumerate(stack) if one.f_code is meeting), -1) + 1
+    place = tuple((id(one.f_code), one.f_lasti) for one in stack[kept:])
+    return place, Wait(doing=Doing.MEETING) if kept else _wait(stack, modules, mesh)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_megatrons(frame: FrameType) -> bool:
+    return sources.in_megatron(frame.f_code.co_filename)
+
+
+def _wait(stack: list[FrameType], modules: Mapping[Any, str], mesh: Mesh | None) -> Wait | None:
+    call = where = module = None
+    for frame in stack:
+        code = frame.f_code
+        if code.co_filename == dist.distributed_c10d.__file__ and code.co_name in _CALLS:
+            call = frame
+        elif where is None and _is_megatrons(frame):
+            where = frame
+        elif code.co_name == "_call_impl" and module is None:
+            module = modules.get(frame.f_locals.get("self"))
+        elif call is None and where is None and _decides(code.co_filename):
+            return None
+    place = "" if where is None else sources.shown(where.f_code, where.f_lineno or 0)
+    if call is None:
+        waits = where is not None and where is stack[0] and _called(where) == "wait"
+        doing = Doing.HANDLE if waits else Doing.OTHER
+        return Wait(doing=doing, module=module or "", where=place)
+    name, values = call.f_code.co_name, call.f_locals
+    group: Any = values.get("group") or dist.distributed_c10d._get_default_group()
+    members = tuple(dist.get_process_group_ranks(group))
+    described = group_name(group.group_desc or "", members, mesh) if mesh else ""
+    kind = _CALLS[name]
+    if kind.peer and isinstance(values.get(kind.peer), int):
+        members = tuple(sorted({dist.get_rank(), values[kind.peer]}))
+    tensors = list(_tensors(values.get(kind.agreed)))
+    return Wait(
+        doing=Doing.COLLECTIVE,
+        operation=name,
+        group=described,
+        members=members,
+        communicator=group.group_name,
+        dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+        elements=sum(tensor.numel() for tensor in tensors) if tensors else -1,
+        module=module or "",
+        where=place,
+    )
+
+
+def _decides(file: str) -> bool:
+    """Whether it is code of this package that is no hook and no kernel."""
+    return sources.is_own(file) and not file.startswith(("<", *_HOOKS))
+
+
+def _called(frame: FrameType) -> str:
+    """The name of the method that a frame is calling."""
+    last = ""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            last = str(instruction.argval)
+    return last
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

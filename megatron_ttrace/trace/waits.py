@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where ranks wait that make no progress, and whether they can still go on.
+
+Each rank that is stuck leaves a small record in the run's directory; one rank reads them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.codec import Rank
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+_MOST_BYTES = 1 << 16
+_MOST_GROUPS = 4
+_MOST_RANKS = 8
+
+
+class Doing(enum.StrEnum):
+    """What a thread does that makes no progress."""
+
+    COLLECTIVE = "collective"
+    """It waits in a call of ``torch.distributed``."""
+    HANDLE = "handle"
+    """It waits for a communication that was started earlier."""
+    MEETING = "meeting"
+    """It waits for the other ranks between two parts of a check."""
+    OTHER = "other"
+    """It computes, or is in a call that is not known."""
+    ENDED = "ended"
+    """The rank that judges has ended the check."""
+
+
+class Mismatch(enum.StrEnum):
+    """Why ranks that wait for each other never go on."""
+
+    SIZES = "their sizes differ"
+    ORDER = "their order differs"
+    ABSENT = "not all ranks of the group take part"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Where one rank waits.
+
+    Attributes:
+        doing: what it does.
+        operation: the function of ``torch.distributed``, for instance ``all_reduce``.
+        group: what the group is called; empty if that is not known.
+        members: global ranks of the group, or the two ranks of a message.
+        communicator: PyTorch's name of the group.
+        dtype: of the tensors.
+        elements: of the tensors whose size all members must have in common; -1 if none must.
+        module: the innermost module that runs.
+        where: the code that called, innermost of Megatron's.
+    """
+
+    doing: Doing
+    operation: str = ""
+    group: str = ""
+    members: tuple[Rank, ...] = ()
+    communicator: str = ""
+    dtype: str = ""
+    elements: int = -1
+    module: str = ""
+    where: str = ""
+
+    @property
+    def text(self) -> str:
+        """In words, without the rank."""
+        if self.doing is Doing.MEETING:
+            return "waits for the others after its part of the step"
+        place = (f", module {self.module}" if self.module else "") + (
+            f", at {self.where}" if self.where else ""
+        )
+        if self.doing is Doing.HANDLE:
+            return clean(f"waits for an asynchronous communication{place}", NOTE_LIMIT)
+        if self.doing is not Doing.COLLECTIVE:
+            return clean(f"is busy{place}", NOTE_LIMIT)
+        size = f" of {self.elements:,} {self.dtype} elements" if self.elements >= 0 else ""
+        over = f"{self.group} group, " if self.group else ""
+        group = f" ({over}ranks {_listed(self.members)})"
+        return clean(f"waits in {self.operation}{size}{group}{place}", NOTE_LIMIT)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stall:
+    """Ranks that make no progress; ``mismatch`` if they never will."""
+
+    waits: Mapping[int, Wait]
+    mismatch: Mismatch | None
+
+    @property
+    def text(self) -> str:
+        """One line; ranks that wait at the same place are named together."""
+        alike: dict[str, list[int]] = {}
+        for rank, wait in sorted(self.waits.items()):
+            alike.setdefault(wait.text, []).append(rank)
+        parts = [
+            f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} {text}"
+            if len(ranks) == 1
+            else f"ranks {_listed(ranks)}: each {text}"
+            for text, ranks in list(alike.items())[:_MOST_GROUPS]
+        ]
+        return "; ".join(parts)
+
+
+def judge(waits: Mapping[int, Wait], size: int) -> Stall:
+    """What is known of ranks that make no progress.
+
+    Ranks never go on only if all of them wait in communications, and there is no collective that
+    all members of its group have joined alike: that one would end, and release others.
+
+    Args:
+        waits: of the ranks that make no progress.
+        size: number of ranks.
+    """
+    waiting = {rank: wait for rank, wait in waits.items() if wait.doing is not Doing.OTHER}
+    joined = {r: wait for r, wait in waiting.items() if wait.doing is Doing.COLLECTIVE}
+    if len(waiting) < size or not joined:
+        return Stall(waits, None)
+    found = [_mismatch(wait, waits) for wait in joined.values()]
+    if None in found:
+        return Stall(waits, None)
+    order = list(Mismatch)
+    return Stall(waits, min((one for one in found if one), key=order.index))
+
+
+def _mismatch(wait: Wait, waits: Mapping[int, Wait]) -> Mismatch | None:
+    """Why a collective does not end; ``None`` if all of its members have joined it."""
+    others = [waits[rank] for rank in wait.members]
+    if any(other.communicator != wait.communicator for other in others):
+        return Mismatch.ABSENT
+    if wait.operation in ("send", "recv"):
+        return None if {other.operation for other in others} == {"send", "recv"} else Mismatch.ORDER
+    if any(other.operation != wait.operation for other in others):
+        return Mismatch.ORDER
+    if any((other.elements, other.dtype) != (wait.elements, wait.dtype) for other in others):
+        return Mismatch.SIZES
+    return None
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:_MOST_RANKS])) + (", ..." if len(ranks) > _MOST_RANKS else "")
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.wait.json"
+
+
+def write(folder: Path, rank: int, wait: Wait | None) -> None:
+    """Leave where a rank waits; ``None``: it goes on. Never raises."""
+    file = _file(folder, rank)
+    with contextlib.suppress(OSError):
+        if wait is None:
+            file.unlink(missing_ok=True)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(f".{os.getpid()}.tmp")
+        aside.write_text(json.dumps(codec.encode(wait)), encoding="utf-8")
+        aside.replace(file)
+
+
+def read(folder: Path, rank: int) -> Wait | None:
+    """Where a rank waits; ``None`` if it goes on."""
+    try:
+        return codec.decode(Wait, codec.parse(codec.read(_file(folder, rank), _MOST_BYTES)))
+    except (OSError, ValueError):
+        return None
