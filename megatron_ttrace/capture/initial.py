@@ -59,7 +59,10 @@ def initial_values(model: TracedModel) -> list[Initial]:
 def uninitialised(args: MegatronArguments, *, is_loaded: bool) -> str:
     """Why a run's initial values say nothing; empty when they do."""
     if is_loaded:
-        return "the run starts from a checkpoint: initial values are not judged"
+        return (
+            "the run starts from a checkpoint: its weights are compared with what one device "
+            "loads; the optimizer's moments and initial values are not judged"
+        )
     if not getattr(args, "perform_initialization", True):
         return "--no-initialization: initial values are not judged"
     return ""

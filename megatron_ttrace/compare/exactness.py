@@ -75,7 +75,9 @@ def must_be_equal(key: TraceKey, job: Arithmetic, *, later: bool = False) -> boo
     """
     if not (job.deterministic and job.same_code):
         return False
-    if key.kind is Kind.TOKENS or (key.kind is Kind.PARAM and key.index == 0 and not later):
+    if key.kind in (Kind.TOKENS, Kind.LOADED):
+        return True
+    if key.kind is Kind.PARAM and key.index == 0 and not later:
         return True
     if job.is_single:
         return True

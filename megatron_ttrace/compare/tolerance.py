@@ -279,7 +279,8 @@ def few_samples(samples: int) -> float:
 
 def is_exact(key: TraceKey) -> bool:
     """Whether the tensor is given, not computed: equal to the last bit or wrong."""
-    return key.kind is Kind.TOKENS or (key.kind is Kind.PARAM and key.index == 0)
+    given = Kind.TOKENS, Kind.LOADED
+    return key.kind in given or (key.kind is Kind.PARAM and key.index == 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

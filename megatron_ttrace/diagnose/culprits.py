@@ -29,9 +29,12 @@ from megatron_ttrace.report.ledger import citation_text
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation, Grounds
 from megatron_ttrace.trace.records import (
+    AGREED,
     LEFT,
     LOADS,
+    MAIN,
     MOMENTS,
+    ONE_DEVICE,
     STEP_LEVEL,
     Culprit,
     Direction,
@@ -47,6 +50,11 @@ _SURFACING = 5.0
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 _REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
+_LOADED = {
+    ONE_DEVICE: Grounds.LOADED,
+    MAIN: Grounds.LOADED_MAIN,
+    AGREED: Grounds.LOADED_AGREED,
+}
 _SPECIAL = dict.fromkeys([(Kind.METRIC, LEFT), (Kind.BUFFER, LOADS)], Grounds.LEFT_OVER)
 _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
@@ -79,15 +87,15 @@ def localise(
         failing iteration, in execution order; one per module, with its worst tensor. Empty when
         nothing failed.
     """
-    # The traced step starts from other values: nothing in it is a consequence of initial ones.
-    steps = [verdict for verdict in verdicts if verdict.kind is not Kind.INITIAL]
+    # The traced step starts from other values: nothing in it is a consequence of these.
+    steps = [verdict for verdict in verdicts if verdict.kind not in (Kind.INITIAL, Kind.LOADED)]
     # Where several stages claim a layer, they hold initial values of different layers.
     claimed = {v.name for v in _failures(steps, Kind.PARAM) if v.verdict is Outcome.EXTRA}
     initial = [
         _Origin(verdict, owner(verdict.name), Grounds.INITIAL)
         for verdict in _failures(verdicts, Kind.INITIAL)
         if verdict.name not in claimed
-    ]
+    ] + _loaded(verdicts)
     failed = _failures(steps)
     first = min((verdict.iteration for verdict in failed), default=0)
     now = [verdict for verdict in steps if verdict.iteration == first]
@@ -212,6 +220,17 @@ def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[_Origin]:
         ]
         + (_counted(verdicts) if direction is Direction.GRADIENT and not absent else [])
     )
+
+
+def _loaded(verdicts: Sequence[Verdict]) -> list[_Origin]:
+    """Parameters that were loaded wrongly; of main weights, those whose weights are right."""
+    failed = _failures(verdicts, Kind.LOADED)
+    wrong = {verdict.name for verdict in failed if verdict.index != MAIN}
+    return [
+        _Origin(verdict, owner(verdict.name), _LOADED[verdict.index])
+        for verdict in failed
+        if verdict.index != MAIN or verdict.name not in wrong
+    ]
 
 
 def _start(verdicts: Sequence[Verdict]) -> list[_Origin]:

@@ -23,6 +23,11 @@ Said = tuple[str, str]
 
 _GROUNDS = {
     Grounds.INITIAL: "wrong before anything was computed",
+    Grounds.LOADED: "loaded from the checkpoint, {name} is not what one device loads from it",
+    Grounds.LOADED_MAIN: "loaded from the checkpoint, the optimizer's main weights of {name} do "
+    "not round to the weights",
+    Grounds.LOADED_AGREED: "loaded from the checkpoint, {name} differs from the optimizer's main "
+    "weights, or between ranks that hold the same part",
     Grounds.START: "differs before anything was computed",
     Grounds.MODEL_INPUT: "the data and the parameters pass, what the model is called with does not",
     Grounds.ABSENT: "{note}",

@@ -172,7 +172,7 @@ def _places(verdicts: Sequence[Verdict]) -> list[Place]:
             kind = verdict.kind
             if kind is Kind.PARAM and verdict.direction is Direction.UPDATE:
                 kind = Kind.PARAM_DELTA
-            elif kind is Kind.INITIAL:
+            elif kind in (Kind.INITIAL, Kind.LOADED):
                 kind = Kind.PARAM
             elif kind in _PER_STEP and not verdict.verdict.is_failure:
                 layer, tail = WHOLE_STEP, kind.value

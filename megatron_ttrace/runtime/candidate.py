@@ -38,10 +38,11 @@ from megatron_ttrace.runtime.comparison import (
 from megatron_ttrace.runtime.recording import Recording
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
+from megatron_ttrace.runtime.start import loaded
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
 from megatron_ttrace.trace import cleaning, shared
 from megatron_ttrace.trace.captured import Batch
-from megatron_ttrace.trace.records import TraceKey
+from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.start import StartValues
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
@@ -90,9 +91,18 @@ class CandidateSession(Session):
             )
             self.start, self.start_step = directory, started.step
             self._find_reference(started)
+            self._compare_loaded()
         if self.not_initial:
             self._notice(self.not_initial)
         self.comparison.initial(self.settings.iterations[0], self.initial)
+
+    def _compare_loaded(self) -> None:
+        """Compare what every rank has loaded with what one device loads."""
+        first, reference = self.settings.iterations[0], self.comparison.reference
+        with self.comparison.step(first, layout_of(self.model, self.args), (), ()) as sink:
+            loaded.compare(self.model, reference, first, sink)
+        if unverified := loaded.notice(reference):
+            self._notice(unverified)
 
     @property
     def comparison(self) -> Comparison:
@@ -309,6 +319,8 @@ class CandidateSession(Session):
                 budget=self.budget,
             )
             comparison.initial(self.settings.iterations[0], self.initial)
+            before = self.comparison.findings()
+            comparison.take(one for one in before if one.key.kind is Kind.LOADED)
             return comparison
 
         # All ranks rehearse or none: the end of a rehearsal waits for all.

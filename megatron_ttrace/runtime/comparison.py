@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,10 @@ class Comparison:
                     sums=dataclasses.astuple(one.moments),
                 )
                 self._writer.add(entry, None)
+
+    def take(self, found: Iterable[Measured]) -> None:
+        """Take what another comparison with this reference has measured."""
+        self._measured += found
 
     @contextmanager
     def step(

@@ -46,6 +46,7 @@ from megatron_ttrace.runtime.launch import Order
 from megatron_ttrace.runtime.perturb import perturbed
 from megatron_ttrace.runtime.separation import FACTOR, Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
+from megatron_ttrace.runtime.start.loaded import OneDevice
 from megatron_ttrace.trace import counted
 from megatron_ttrace.trace.budget import require_space
 from megatron_ttrace.trace.counted import Counted
@@ -80,6 +81,7 @@ class ReferenceSession(Session):
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
         self._seconds = 0.0
+        self._loaded: OneDevice | None = None
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
@@ -89,6 +91,8 @@ class ReferenceSession(Session):
             self.start, self.start_step = Path(started.directory), started.step
             started.resume(self.args, scheduler)
         super().begin(chunks, optimizer, scheduler)
+        if started and self._order.separation is None:
+            self._loaded = OneDevice(started.source, self.model, self.args)
 
     @property
     def is_loaded(self) -> bool:
@@ -112,6 +116,9 @@ class ReferenceSession(Session):
             key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
             sums = dataclasses.astuple(one.moments)
             writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
+        if self._loaded is not None:
+            self.equal_start()
+            self._loaded.write(writer, self.settings.iterations[0])
         moved: dict[TraceKey, Moved] = {}
         for block, served in self._batches(iterator, count):
             moved |= self._block(block, count, run, served, writer)
@@ -133,6 +140,7 @@ class ReferenceSession(Session):
                 "logs": logged.is_found(),
                 "seconds": self._seconds,
                 "layout": None if layout is None else dataclasses.asdict(layout),
+                **(self._loaded.meta if self._loaded else {}),
                 **self._arithmetic(),
             },
         )

@@ -19,6 +19,7 @@ from megatron_ttrace.mcore import (
     versions,
 )
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.runtime import low_precision
@@ -29,10 +30,7 @@ SHRUNK = "TTRACE_SHRUNK"
 
 def starts_from_checkpoint(args: MegatronArguments) -> bool:
     """Whether this run starts from a checkpoint."""
-    from megatron.training.checkpointing import checkpoint_exists
-
-    paths = (args.load, getattr(args, "pretrained_checkpoint", None))
-    return any(path is not None and checkpoint_exists(path) for path in paths)
+    return loading.directory_of(args) is not None
 
 
 def isolates(args: MegatronArguments, settings: Settings) -> bool:
@@ -45,6 +43,12 @@ def require(args: MegatronArguments, settings: Settings) -> None:
     for why in decisions.refusals(args):
         raise TTraceError(why)
     _require_layout(args, settings)
+    lacks = loading.missing(args)
+    if lacks and settings.exit_after and not loading.is_first_start(args):
+        raise TTraceError(
+            f"{lacks}: Megatron would start from random weights: give the directory of a "
+            "checkpoint, or omit the option"
+        )
     if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
         raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
     if getattr(args, "use_torch_fsdp2", False) and getattr(
@@ -150,6 +154,8 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
         for word in sys.argv[1:]
         if re.match("--[a-z]", word) and not decisions.option_of(word.partition("=")[0])
     )
+    if lacks := loading.missing(args):
+        found.append(f"nothing was loaded: {lacks}; the check starts from generated values")
     if isolates(args, settings) and not settings.isolate:
         found.append(low_precision.NOTICE)
     if options := balancing.depends_on_layout(args):

@@ -21,6 +21,9 @@ class Grounds(StrEnum):
     """Why a tensor is taken for the origin of the error."""
 
     INITIAL = "initial"
+    LOADED = "loaded"
+    LOADED_MAIN = "loaded_main"
+    LOADED_AGREED = "loaded_agreed"
     START = "start"
     MODEL_INPUT = "model_input"
     ABSENT = "absent"

@@ -26,6 +26,7 @@ class Kind(StrEnum):
     """What a traced tensor is. Order is the order in which a training step produces them."""
 
     INITIAL = "initial"
+    LOADED = "loaded"
     TOKENS = "tokens"
     PARAM = "param"
     INPUT = "input"
@@ -67,7 +68,7 @@ class Direction(StrEnum):
 _DIRECTION = {
     kind: direction
     for direction, kinds in {
-        Direction.START: (Kind.INITIAL, Kind.TOKENS, Kind.PARAM),
+        Direction.START: (Kind.INITIAL, Kind.LOADED, Kind.TOKENS, Kind.PARAM),
         Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.LOSS),
         Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
         Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.COUNTED, Kind.GRAD_NORM),
@@ -164,6 +165,12 @@ _RUN_ID = re.compile(r"[0-9a-f]{16}")
 SCORES, CHOICE, KEPT = 0, 1, 2
 """Indices of a router's ``routing`` tensors: scores that experts are chosen by, the choice, and
 what is left of it within the experts' capacity."""
+
+
+ONE_DEVICE, MAIN, AGREED = 0, 1, 2
+"""Indices of a ``loaded`` parameter: the weights, which must be what one device loads from the
+checkpoint; the optimizer's main weights, rounded, which must equal these; and weights that one
+device cannot load, which must be the main weights that the candidate has loaded."""
 
 
 VALUE, ELEMENTS, CHOSEN, LOSS, LEFT = 0, 1, 2, 3, 4

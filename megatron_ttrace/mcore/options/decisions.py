@@ -161,7 +161,8 @@ QUIET = MappingProxyType(
             exit_duration_in_mins exit_interval fault_injector_num_ranks fault_injector_ranks
             flight_recorder_dump_path gpu_sniff_test_interval load logits_save_dir
             moe_routing_trace_path non_persistent_ckpt_type non_persistent_save_interval
-            result_rejected_tracker_filename save save_activations_interval save_dgrads_interval
+            pretrained_checkpoint result_rejected_tracker_filename save save_activations_interval
+            save_dgrads_interval
             save_params_interval save_tokens_per_expert_interval save_wgrads_interval
             tensorboard_dir check_weight_hash_across_dp_replicas_interval
             """,

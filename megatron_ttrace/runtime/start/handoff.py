@@ -2,10 +2,10 @@
 """A start that is not generated: with ``--load``, the candidate's loaded state is the common start.
 
 Not every checkpoint format reshards to one device, optimizer states least of all. So every rank of
-the candidate writes its own boxes of what it loaded, and the reference assembles them. Written are
-the optimizer's main parameters (the model's are casts of them), Adam's moments, and buffers (the
-biases of routers). A rank whose copy differs from the others' is found by comparing start
-parameters.
+the candidate writes its own boxes of what it loaded, and the reference assembles them: the
+optimizer's main weights (the model's are casts of them), Adam's moments, and buffers (the biases of
+routers). What every rank loaded is compared (``runtime/start/loaded.py``) before it is overwritten
+with this common start.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
+from megatron_ttrace.mcore.checkpoints import loading
+from megatron_ttrace.mcore.checkpoints.loading import Source
 from megatron_ttrace.mcore.optimizer import layer_wise, owned_by
-from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.start.moments import set_step
@@ -36,7 +38,8 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 def write(model: TracedModel, directory: Path) -> str:
     """Write this rank's part of the state; returns a digest of it.
 
-    If all data-parallel ranks hold the same state, the first one writes it.
+    If all data-parallel ranks hold the same state, the first one writes it; of an expert's, the
+    first of the ranks that have this expert.
     """
     writer = TraceWriter(directory, model.mesh.rank)
     marks = hashlib.sha256()
@@ -68,7 +71,7 @@ def write(model: TracedModel, directory: Path) -> str:
         elif part is not None and part.range is not None:
             is_mine = True
         else:
-            is_mine = not (model.mesh.at("dp") or model.mesh.at("cp"))
+            is_mine = not any(model.mesh.at(axis) for axis in reduced_over(place.name))
         if not is_mine:
             continue
         where = place.flat(*part.range) if part is not None and part.range else place
@@ -157,6 +160,7 @@ class Started:
         consumed_train_samples: of the data.
         schedule: steps of the learning rate's schedule.
         content: a digest of the state.
+        source: the checkpoint; on rank 0.
     """
 
     directory: str
@@ -165,6 +169,7 @@ class Started:
     consumed_train_samples: int
     schedule: int
     content: str
+    source: Source | None = None
 
     def resume(self, args: MegatronArguments, scheduler: Scheduler) -> None:
         """Continue at its position in the data and in the schedule."""
@@ -193,6 +198,7 @@ def hand_over(
         consumed_train_samples=args.consumed_train_samples,
         schedule=scheduler.num_steps,
         content=fingerprint.digest({"ranks": digests}),
+        source=loading.source_of(args) if ranks.rank == 0 else None,
     )
     ranks.from_one(
         0, told, lambda: seal(directory, {"role": "start", **dataclasses.asdict(started)})

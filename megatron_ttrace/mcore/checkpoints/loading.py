@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint that a job starts from: whether there is one, and its weights on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ttrace.errors import one_line
+from megatron_ttrace.mcore.arguments import MegatronArguments
+
+_NAME = "iter_{:07d}"
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint that a candidate has loaded.
+
+    Attributes:
+        directory: of its iterations.
+        iteration: the one that was loaded; ``None`` for a release.
+        format: Megatron's ``--ckpt-format``.
+        files: a digest of its files' names, sizes and dates.
+        why_not: why one device cannot load the same; empty if that can be tried.
+    """
+
+    directory: str
+    iteration: int | None
+    format: str
+    files: str
+    why_not: str = ""
+
+
+def directory_of(args: MegatronArguments) -> str | None:
+    """The directory that Megatron loads from (``load_checkpoint``); ``None`` without one."""
+    for path in (args.load, getattr(args, "pretrained_checkpoint", None)):
+        if path is not None and not _flaw(path, args):
+            return str(path)
+    return None
+
+
+def missing(args: MegatronArguments) -> str:
+    """Why nothing is loaded although the job names a checkpoint; empty if that is not so.
+
+    Megatron then starts from random weights.
+    """
+    load, pretrained = args.load, getattr(args, "pretrained_checkpoint", None)
+    # Those have directories of their own, and names that only Megatron knows.
+    if getattr(args, "non_persistent_ckpt_type", None) or directory_of(args):
+        return ""
+    if pretrained is not None:
+        return f"--pretrained-checkpoint {pretrained} {_flaw(pretrained, args)}"
+    return f"--load {load} {_flaw(load, args)}" if load is not None else ""
+
+
+def is_first_start(args: MegatronArguments) -> bool:
+    """Whether the job loads what it will save: the first time there is nothing yet."""
+    save = getattr(args, "save", None)
+    given = args.load is not None and save is not None and not getattr(args, "ckpt_step", None)
+    return given and os.path.realpath(str(args.load)) == os.path.realpath(str(save))
+
+
+def _flaw(path: str, args: MegatronArguments) -> str:
+    """Why there is no checkpoint to load in a directory; empty if there is."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    step = getattr(args, "ckpt_step", None)
+    if "://" in str(path):
+        return "" if step or checkpoint_exists(path) else "has no checkpoint"
+    home = Path(path)
+    try:
+        names = os.listdir(home)
+        if step:
+            iteration = _NAME.format(step)
+            return "" if iteration in names else f"has no iteration {step} ({iteration})"
+        if _TRACKER not in names:
+            return f"has no checkpoint ({_TRACKER} is missing)"
+        (home / _TRACKER).read_bytes()
+    except FileNotFoundError:
+        return "does not exist"
+    except NotADirectoryError:
+        return "is not a directory"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return ""
+
+
+def source_of(args: MegatronArguments) -> Source | None:
+    """The checkpoint that this job has loaded; ``None`` without one."""
+    directory = directory_of(args)
+    if directory is None:
+        return None
+    why_not = ""
+    if getattr(args, "non_persistent_ckpt_type", None):
+        why_not = "--non-persistent-ckpt-type: it may not be the one that was loaded"
+    elif getattr(args, "moe_use_upcycling", False):
+        why_not = "--moe-use-upcycling: its weights become those of experts"
+    elif any(getattr(args, name, False) for name in ("fp8_param_gather", "fp4_param_gather")):
+        why_not = "weights that are kept in few bits have a scale on each rank"
+    iteration = _iteration(directory, args)
+    files = _files(Path(directory, "release" if iteration is None else _NAME.format(iteration)))
+    return Source(
+        str(Path(directory).absolute()),
+        iteration,
+        str(getattr(args, "ckpt_format", "torch")),
+        files,
+        why_not,
+    )
+
+
+def _iteration(directory: str, args: MegatronArguments) -> int | None:
+    """Megatron's own ``read_metadata`` is a collective, and this is asked on one rank."""
+    if step := getattr(args, "ckpt_step", None):
+        return int(step)
+    written = Path(directory, _TRACKER).read_text(encoding="utf-8").strip()
+    return int(written) if written.isdecimal() else None
+
+
+def _files(folder: Path) -> str:
+    marks = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            marks.update(f"{path.name}/{status.st_size}/{status.st_mtime_ns};".encode())
+    return marks.hexdigest()
+
+
+def load_weights(
+    source: Source,
+    chunks: Sequence[torch.nn.Module],
+    weights: Iterable[torch.Tensor],
+    args: MegatronArguments,
+) -> str:
+    """Let Megatron load a checkpoint into the model of a job of one device, without its optimizer.
+
+    Args:
+        source: the checkpoint.
+        chunks: of the model.
+        weights: of the model. What is not in the checkpoint becomes NaN.
+        args: of this process.
+
+    Returns:
+        Why it could not be loaded; empty when it was.
+    """
+    if source.why_not:
+        return source.why_not
+    from megatron.training import checkpointing
+
+    with torch.no_grad():
+        for weight in weights:
+            weight.fill_(math.nan)
+    own = dict(vars(args))
+    how = {
+        "load": source.directory,
+        "ckpt_step": source.iteration,
+        "ckpt_format": source.format,
+        "pretrained_checkpoint": None,
+        "finetune": True,
+        "no_load_optim": True,
+        "no_load_rng": True,
+        "exit_on_missing_checkpoint": False,
+    }
+    load: Any = checkpointing.load_checkpoint
+    try:
+        vars(args).update(how)
+        load(list(chunks), None, None)
+    except SystemExit:
+        return "Megatron ended the process: the reason is in the reference's log"
+    except Exception as error:  # noqa: BLE001 - whatever a format that does not reshard raises
+        return f"Megatron: {one_line(error)}"
+    finally:
+        vars(args).clear()
+        vars(args).update(own)
+    return ""
