@@ -23,18 +23,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_ttrace.diagnose.groups import Groups, group_of
+from megatron_ttrace.diagnose.start import loaded
 from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.report import explanations
 from megatron_ttrace.report.ledger import citation_text
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation, Grounds
 from megatron_ttrace.trace.records import (
-    AGREED,
     LEFT,
     LOADS,
-    MAIN,
     MOMENTS,
-    ONE_DEVICE,
     STEP_LEVEL,
     Culprit,
     Direction,
@@ -50,11 +48,6 @@ _SURFACING = 5.0
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 _REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
-_LOADED = {
-    ONE_DEVICE: Grounds.LOADED,
-    MAIN: Grounds.LOADED_MAIN,
-    AGREED: Grounds.LOADED_AGREED,
-}
 _SPECIAL = dict.fromkeys([(Kind.METRIC, LEFT), (Kind.BUFFER, LOADS)], Grounds.LEFT_OVER)
 _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
@@ -95,7 +88,8 @@ def localise(
         _Origin(verdict, owner(verdict.name), Grounds.INITIAL)
         for verdict in _failures(verdicts, Kind.INITIAL)
         if verdict.name not in claimed
-    ] + _loaded(verdicts)
+    ]
+    initial += [_Origin(v, owner(v.name), grounds) for v, grounds in loaded(verdicts)]
     failed = _failures(steps)
     first = min((verdict.iteration for verdict in failed), default=0)
     now = [verdict for verdict in steps if verdict.iteration == first]
@@ -220,17 +214,6 @@ def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[_Origin]:
         ]
         + (_counted(verdicts) if direction is Direction.GRADIENT and not absent else [])
     )
-
-
-def _loaded(verdicts: Sequence[Verdict]) -> list[_Origin]:
-    """Parameters that were loaded wrongly; of main weights, those whose weights are right."""
-    failed = _failures(verdicts, Kind.LOADED)
-    wrong = {verdict.name for verdict in failed if verdict.index != MAIN}
-    return [
-        _Origin(verdict, owner(verdict.name), _LOADED[verdict.index])
-        for verdict in failed
-        if verdict.index != MAIN or verdict.name not in wrong
-    ]
 
 
 def _start(verdicts: Sequence[Verdict]) -> list[_Origin]:

@@ -25,7 +25,7 @@ from megatron_ttrace.trace.collectives import (
 )
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding, LossShare
-from megatron_ttrace.trace.records import Direction, Kind, Verdict
+from megatron_ttrace.trace.records import MAIN, Direction, Kind, Verdict
 
 _PHASES = {
     Direction.FORWARD: Phase.FORWARD,
@@ -98,6 +98,9 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
     is_input = verdict.kind is Kind.INPUT and verdict.name == ROOT
     if is_input or verdict.kind in (Kind.TOKENS, Kind.LOSS):
         return sources.step
+    if verdict.kind is Kind.LOADED:
+        code = sources.of(verdict.name.rpartition(".")[0])
+        return code.described if code and verdict.index != MAIN else ""
     norms = [
         one.where
         for one in _of(ledger, verdict, Phase.OPTIMIZER)

@@ -15,8 +15,11 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.diagnose.absent import layer_in, stages_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.report import wording
-from megatron_ttrace.trace.findings import Cause, Note, OtherDivision, Remark
+from megatron_ttrace.trace.findings import Cause, Grounds, Note, OtherDivision, Remark
 from megatron_ttrace.trace.records import (
+    AGREED,
+    MAIN,
+    ONE_DEVICE,
     STEP_LEVEL,
     Direction,
     Kind,
@@ -36,6 +39,23 @@ _OTHER_START = (
     Outcome.SHAPE,
     Outcome.UNCOVERED,
 )
+
+_LOADED = {
+    ONE_DEVICE: Grounds.LOADED,
+    MAIN: Grounds.LOADED_MAIN,
+    AGREED: Grounds.LOADED_AGREED,
+}
+
+
+def loaded(verdicts: Iterable[Verdict]) -> list[tuple[Verdict, Grounds]]:
+    """Parameters that were loaded wrongly; of main weights, those whose weights are right."""
+    failed = [one for one in verdicts if one.kind is Kind.LOADED and one.verdict.is_failure]
+    wrong = {verdict.name for verdict in failed if verdict.index != MAIN}
+    return [
+        (verdict, _LOADED[verdict.index])
+        for verdict in failed
+        if verdict.index != MAIN or verdict.name not in wrong
+    ]
 
 
 def is_start(key: TraceKey) -> bool:

@@ -162,8 +162,12 @@ def sources_of(
                 # A layer that Megatron takes from elsewhere: the module that calls it.
                 outer = modules.get(name.rpartition(".")[0])
                 place = "" if outer is None else list(codes)[outer].forward
-            built = class_place(kind, "__init__")
-            code = dataclasses.replace(functions(name), forward=place, built=built)
+            code = dataclasses.replace(
+                functions(name),
+                forward=place,
+                built=class_place(kind, "__init__"),
+                described=class_place(kind, "sharded_state_dict"),
+            )
             modules.setdefault(name, codes.setdefault(code, len(codes)))
     leaf = type(next(leaves_of(optimizer)))
     return Sources(

@@ -23,11 +23,9 @@ Said = tuple[str, str]
 
 _GROUNDS = {
     Grounds.INITIAL: "wrong before anything was computed",
-    Grounds.LOADED: "loaded from the checkpoint, {name} is not what one device loads from it",
-    Grounds.LOADED_MAIN: "loaded from the checkpoint, the optimizer's main weights of {name} do "
-    "not round to the weights",
-    Grounds.LOADED_AGREED: "loaded from the checkpoint, {name} differs from the optimizer's main "
-    "weights, or between ranks that hold the same part",
+    Grounds.LOADED: "as loaded from the checkpoint, {name} is not what one device loads from it",
+    Grounds.LOADED_MAIN: "as loaded, the optimizer's main weights of {name} are not its weights",
+    Grounds.LOADED_AGREED: "as loaded, {name} is not the optimizer's main weights on every rank",
     Grounds.START: "differs before anything was computed",
     Grounds.MODEL_INPUT: "the data and the parameters pass, what the model is called with does not",
     Grounds.ABSENT: "{note}",
@@ -36,12 +34,10 @@ _GROUNDS = {
     Grounds.OUTPUT_WITHOUT_INPUTS: "it has no traced inputs, and its output fails",
     Grounds.BETWEEN_MODULES: "this input fails although all outputs before it pass",
     Grounds.LOSS: "every module's output passes, the reported loss does not",
-    Grounds.FIRST_ABSENT_GRADIENT: "forward passes, and this is the first gradient that was not "
-    "computed",
+    Grounds.FIRST_ABSENT_GRADIENT: "forward passes, this is the first gradient not computed",
     Grounds.JUMP: "its output is off by many times more than its inputs: the largest jump within a "
     "module whose inputs pass",
-    Grounds.GRAD_INPUT: "forward passes and so do its output gradients, its input gradient does "
-    "not",
+    Grounds.GRAD_INPUT: "forward and its output gradients pass, its input gradient does not",
     Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS: "the backward pass starts here",
     Grounds.FIRST_GRADIENT: "forward passes, and this is the first gradient of the backward pass "
     "that fails",

@@ -171,6 +171,7 @@ class ModuleCode:
         scaler: ``backward`` of the autograd function that adds the gradient of a further loss.
         output: ``forward`` of its own last autograd function, not of one of a module inside it.
         built: its class's constructor.
+        described: its class's description for checkpoints.
     """
 
     forward: str = ""
@@ -180,6 +181,7 @@ class ModuleCode:
     scaler: str = ""
     output: str = ""
     built: str = ""
+    described: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

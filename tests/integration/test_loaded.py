@@ -4,8 +4,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from megatron_ttrace.trace.records import MAIN, ONE_DEVICE
 from tests.integration.jobs import SCRIPT, TINY, torchrun, ttrace
 

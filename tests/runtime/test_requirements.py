@@ -102,6 +102,63 @@ def test_accepted(given, asked, monkeypatch):
     requirements.require(arguments(**given), settings(**asked))
 
 
+ABSENT = [
+    ({"load": "there"}, "--load there does not exist"),
+    ({"load": "empty"}, "--load empty has no checkpoint"),
+    ({"load": "file"}, "--load file is not a directory"),
+    ({"load": "full", "ckpt_step": 7}, "has no iteration 7"),
+    ({"pretrained_checkpoint": "there"}, "--pretrained-checkpoint there does not exist"),
+    ({"load": "first", "pretrained_checkpoint": "there"}, "--pretrained-checkpoint there"),
+]
+
+
+def checkpoints(home):
+    """A directory with a checkpoint of iteration 3, one without, and a file."""
+    (home / "empty").mkdir()
+    (home / "file").touch()
+    (home / "full" / "iter_0000003").mkdir(parents=True)
+    (home / "full" / "latest_checkpointed_iteration.txt").write_text("3")
+
+
+@pytest.mark.parametrize(("given", "words"), ABSENT)
+def test_an_absent_checkpoint_is_refused(given, words, tmp_path, monkeypatch):
+    """Megatron would start from random weights; training that goes on is not refused its check."""
+    monkeypatch.chdir(tmp_path)
+    checkpoints(tmp_path)
+    with pytest.raises(TTraceError, match=words) as refused:
+        requirements.require(arguments(**given), settings(exit_after=True))
+    assert "\n" not in str(refused.value)
+    requirements.require(arguments(**given), settings())
+    assert len(told_of_loading(given, settings())) == 1
+
+
+def told_of_loading(given, chosen):
+    """The notices that nothing was loaded; others are about pytest's own options."""
+    told = requirements.notices(arguments(**given), chosen)
+    return [one for one in told if one.startswith("nothing was loaded")]
+
+
+PRESENT = [
+    ({"load": "first", "save": "./first"}, 1),
+    ({"load": "full"}, 0),
+    ({"load": "full", "ckpt_step": 3}, 0),
+    ({"load": "first", "pretrained_checkpoint": "full"}, 0),
+    ({"load": "full", "pretrained_checkpoint": "there"}, 0),
+    ({"load": "first", "non_persistent_ckpt_type": "local"}, 0),
+]
+
+
+@pytest.mark.parametrize(("given", "notices"), PRESENT)
+def test_a_first_start_is_checked(given, notices, tmp_path, monkeypatch):
+    """A job that loads what it saves has nothing the first time: there is a notice."""
+    monkeypatch.chdir(tmp_path)
+    checkpoints(tmp_path)
+    requirements.require(arguments(**given), settings(exit_after=True))
+    assert len(told_of_loading(given, settings(exit_after=True))) == notices
+    starts = requirements.starts_from_checkpoint(arguments(**given))
+    assert starts == ("full" in given.values())
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_low_precision_isolates_and_says_so(asks, monkeypatch):
     """There is a notice unless the user requested isolation."""
