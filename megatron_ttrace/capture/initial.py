@@ -60,8 +60,8 @@ def uninitialised(args: MegatronArguments, *, is_loaded: bool) -> str:
     """Why a run's initial values say nothing; empty when they do."""
     if is_loaded:
         return (
-            "the run starts from a checkpoint: its weights are compared with what one device "
-            "loads; the optimizer's moments and initial values are not judged"
+            "the run starts from a checkpoint: initial values and the optimizer's loaded moments "
+            "are not judged"
         )
     if not getattr(args, "perform_initialization", True):
         return "--no-initialization: initial values are not judged"

@@ -4,12 +4,15 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from megatron_ttrace.trace.records import MAIN, ONE_DEVICE
 from tests.integration.jobs import SCRIPT, TINY, torchrun, ttrace
 
 SCRIPT_WITH_FAULTS = Path(__file__).with_name("misloaded.py")
 SAVED = ("--ckpt-format", "torch_dist", "--train-iters", 1)
 SAVING = (*SAVED, "--save", "ck", "--save-interval", 1)
+PARTS = ("weight", "bias")
 MODEL = ("--bf16", "--swiglu", "--untie-embeddings-and-output-weights")
 BUCKETS = (
     "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --overlap-grad-reduce "
@@ -65,9 +68,7 @@ def test_weights_of_other_ranks(tmp_path: Path) -> None:
     assert {one["index"] for one in loaded} == {ONE_DEVICE, MAIN}
 
 
-PARTS = ("weight", "bias")
-
-
+@pytest.mark.nightly
 def test_main_weights_of_other_places(tmp_path: Path) -> None:
     """Megatron saves shifted main weights (megatron-core 0.19); its weights are right."""
     save(tmp_path, 2, *BUCKETS)

@@ -17,6 +17,7 @@ import torch
 from megatron_ttrace.errors import one_line
 from megatron_ttrace.mcore.arguments import MegatronArguments
 
+_LONGEST = 120
 _NAME = "iter_{:07d}"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -176,7 +177,7 @@ def load_weights(
     except SystemExit:
         return "Megatron ended the process: the reason is in the reference's log"
     except Exception as error:  # noqa: BLE001 - whatever a format that does not reshard raises
-        return f"Megatron: {one_line(error)}"
+        return f"Megatron: {one_line(error)[:_LONGEST]}"
     finally:
         vars(args).clear()
         vars(args).update(own)

@@ -101,6 +101,6 @@ def notice(reference: TraceReader) -> str:
     what = f"the checkpoint has no {names}" if found.weights else found.why
     rest = "these" if found.weights else "weights"
     return (
-        f"not verified: that the weights are those of the checkpoint; one device cannot load it "
-        f"({what}). Of {rest}, only the agreement of ranks and of main weights was verified"
+        f"not verified: whether the loaded weights are the checkpoint's, because one device cannot "
+        f"load it ({what}). Of {rest}, only the agreement of ranks and main weights was verified"
     )
