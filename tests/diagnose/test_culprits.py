@@ -8,15 +8,7 @@ import pytest
 
 from megatron_ttrace.diagnose.culprits import localise, owner
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, PartialSums
-from megatron_ttrace.trace.records import (
-    MAIN,
-    ONE_DEVICE,
-    STEP_LEVEL,
-    Direction,
-    Kind,
-    Outcome,
-    Verdict,
-)
+from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Outcome, Verdict
 
 LAYERS = ("decoder.layers.0", "decoder.layers.1")
 LEAVES = (
@@ -56,26 +48,6 @@ def verdict(
         placement="Replicate",
         shape=(2,),
     )
-
-
-def test_what_was_loaded_is_apart_from_the_step():
-    """A wrong load is a culprit beside the step's own; main weights if the weights are right."""
-    embedding, output = "embedding.weight", "output_layer.weight"
-    wrong = Outcome.DIVERGED
-    verdicts = [
-        verdict(embedding, Kind.LOADED, wrong, index=ONE_DEVICE),
-        verdict(embedding, Kind.LOADED, wrong, index=MAIN, margin=9.0),
-        verdict(output, Kind.LOADED, index=ONE_DEVICE),
-        verdict(output, Kind.LOADED, wrong, index=MAIN),
-        verdict("decoder", Kind.OUTPUT, wrong),
-    ]
-    culprits = localise(verdicts, lambda _: Explanation())
-    assert [(one.name, one.direction, one.index) for one in culprits] == [
-        ("embedding", Direction.START, ONE_DEVICE),
-        ("output_layer", Direction.START, MAIN),
-        ("decoder", Direction.FORWARD, 0),
-    ]
-    assert len({one.reason for one in culprits}) == 3
 
 
 ACTIVATIONS = (Kind.TOKENS, Kind.INPUT, Kind.OUTPUT, Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)

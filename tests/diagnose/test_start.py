@@ -6,7 +6,16 @@ import pytest
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.diagnose import start
 from megatron_ttrace.diagnose.culprits import localise
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Reason, TraceKey
+from megatron_ttrace.trace.records import (
+    MAIN,
+    ONE_DEVICE,
+    STEP_LEVEL,
+    Direction,
+    Kind,
+    Outcome,
+    Reason,
+    TraceKey,
+)
 from tests.diagnose.evidence_by_hand import meshes
 from tests.diagnose.test_culprits import after, run, verdict
 
@@ -91,3 +100,23 @@ def test_a_part_that_is_taken_for_the_whole(taken, found) -> None:
 def test_ranks_that_take_different_shapes_are_not_explained() -> None:
     """One mark is lost on all ranks."""
     assert start.other_division((8,), [(4,), (8,)], meshes(2, tp=2), ("tp",)) is None
+
+
+def test_what_was_loaded_is_apart_from_the_step() -> None:
+    """A wrong load is a culprit beside the step's own; main weights if the weights are right."""
+    embedding, output = "embedding.weight", "output_layer.weight"
+    wrong = Outcome.DIVERGED
+    verdicts = [
+        verdict(embedding, Kind.LOADED, wrong, index=ONE_DEVICE),
+        verdict(embedding, Kind.LOADED, wrong, index=MAIN, margin=9.0),
+        verdict(output, Kind.LOADED, index=ONE_DEVICE),
+        verdict(output, Kind.LOADED, wrong, index=MAIN),
+        verdict("decoder", Kind.OUTPUT, wrong),
+    ]
+    culprits = localise(verdicts)
+    assert [(one.name, one.direction, one.index) for one in culprits] == [
+        ("embedding", Direction.START, ONE_DEVICE),
+        ("output_layer", Direction.START, MAIN),
+        ("decoder", Direction.FORWARD, 0),
+    ]
+    assert len({one.reason for one in culprits}) == 3
