@@ -18,7 +18,7 @@ JOBS ?= 2
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit test-versions lint format nightly bench gpu gpu-wheels clean
+.PHONY: help venv demo test unit test-versions lint format docs nightly bench gpu gpu-wheels clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -43,14 +43,18 @@ test-versions: venv ## selected tests with every supported megatron-core release
 	    $(PYTEST) -m "not nightly" $(RELEASE_TESTS); \
 	done
 
-lint: venv ## run ruff and mypy
+lint: venv ## run ruff and mypy, and build the documentation strictly
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 format: venv ## fix style with ruff
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
+
+docs: venv ## serve the documentation on this machine, at 127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs serve
 
 nightly: venv ## all tests, including the long ones
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600
