@@ -35,6 +35,7 @@ TOP_LEVEL = {
     "docs",
     "launch",
     "megatron_ttrace",
+    "mkdocs.yml",
     "patches",
     "pyproject.toml",
     "requirements",
