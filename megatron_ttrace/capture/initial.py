@@ -8,10 +8,13 @@ import dataclasses
 import torch
 
 from megatron_ttrace.capture.step import TracedModel, has_positions
+from megatron_ttrace.compare.checksum import checksum
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.moments import Moments, moments_of
+from megatron_ttrace.mcore import quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.plan import describe
 
@@ -34,6 +37,8 @@ def initial_values(model: TracedModel) -> list[Initial]:
     Tables of positions are left out: their parts are no samples of one distribution.
     """
     held = [(place, data) for _, place, data in model.held()]
+    states = [quiet.state_of_divided(experts=experts) for experts in (False, True)]
+    drawn_from = [0 if state is None else checksum(state) for state in states]
     for names in model.names:
         for name, buffer in names.buffers.items():
             if buffer.is_floating_point() and not has_positions(name, names):
@@ -50,7 +55,7 @@ def initial_values(model: TracedModel) -> list[Initial]:
                     place.logical_shape,
                     describe(place.placement),
                     boxes,
-                    sum(pieces, Moments()),
+                    sum(pieces, Moments(state=drawn_from[is_within_experts(place.name)])),
                 )
             )
     return found

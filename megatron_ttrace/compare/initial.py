@@ -48,9 +48,13 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Twin:
-    """A part that is bitwise equal to another; ``is_near``: to one of the same weight."""
+    """A part that is bitwise equal to another; ``is_near``: to one of the same weight.
+
+    ``one_state``: the ranks that hold the two had the same random state after drawing them.
+    """
 
     is_near: bool
+    one_state: bool
     note: Note
 
 
@@ -167,7 +171,9 @@ def _judge(
         return found
     if near := [region for region, twin in equal.items() if twin.is_near]:
         ranks = sorted(rank for region in near for rank in parts[region].ranks)
-        return _Finding(Outcome.DIVERGED, equal[near[0]].note, ranks, reason=Reason.TWIN)
+        drawn = all(equal[region].one_state for region in near)
+        reason = Reason.RANDOM_STATE if drawn else Reason.TWIN
+        return _Finding(Outcome.DIVERGED, equal[near[0]].note, ranks, reason=reason)
     if equal and found.outcome is Outcome.PASS:
         # Each of two layers with the same values is right by itself, so both pass, with a note.
         note = next(iter(equal.values())).note
@@ -276,10 +282,15 @@ def _constant(reference: Moments, total: Moments, parts: Parts) -> _Finding:
 
 
 def cause(verdict: Verdict) -> Cause | None:
-    """The sort of a failure, if it was tested."""
-    if verdict.reason in (Reason.RANDOM_STATE, Reason.TWIN):
+    """The sort of a failure, if it was tested.
+
+    Equal parts were drawn from one state only if their ranks have one; else something may have
+    overwritten one with the other, and nothing shows what.
+    """
+    if verdict.reason is Reason.RANDOM_STATE:
         return Cause.RANDOM_STATE
-    return None if verdict.verdict is Outcome.REPLICA_CONFLICT else Cause.INITIAL_VALUES
+    unknown = verdict.verdict is Outcome.REPLICA_CONFLICT or verdict.reason is Reason.TWIN
+    return None if unknown else Cause.INITIAL_VALUES
 
 
 def _samples(*moments: Moments) -> tuple[Sample, ...]:
@@ -289,7 +300,7 @@ def _samples(*moments: Moments) -> tuple[Sample, ...]:
 
 
 def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected]) -> Twins:
-    """Random parts that are bitwise equal to another part: both were drawn from one state.
+    """Random parts that are bitwise equal to another part.
 
     Parameters that are equal in the reference as well are meant to be. Experts of a layer count as
     one weight.
@@ -308,16 +319,19 @@ def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected
             continue
         for where, rank in equal.items():
             weight = without_number(where[0].name)
-            near, other, at = max(
+            near, other, there, at = max(
                 (
-                    (without_number(key.name) == weight, key, at)
+                    (without_number(key.name) == weight, key, region, at)
                     for (key, region), at in equal.items()
                     if (key, region) != where
                 ),
                 key=lambda one: one[0],
             )
             text = "another part of it" if other == where[0] else other.name
-            found[where] = _Twin(near, Note(Remark.SAME_START, ranks=(rank, at), text=text))
+            states = {parts[key][region].own.state for key, region in (where, (other, there))}
+            one_state = rank != at and len(states) == 1 and 0 not in states
+            note = Note(Remark.SAME_START, ranks=(rank, at), text=text)
+            found[where] = _Twin(near, one_state, note)
     return found
 
 

@@ -19,7 +19,10 @@ _CHUNK = 1 << 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums over values, in float64; ``checksum`` is of their bits."""
+    """Sums over values, in float64; ``checksum`` is of their bits.
+
+    ``state`` is a checksum of the random state that they may have been drawn from, 0 if unknown.
+    """
 
     n: Count = 0
     sum: float = 0.0
@@ -30,10 +33,13 @@ class Moments:
     most: float = -math.inf
     nonfinite: Count = 0
     checksum: Word = 0
+    state: Word = 0
 
     @classmethod
     def of(cls, values: Any) -> Moments:
         """The inverse of ``dataclasses.astuple``, also as JSON. Raises ``CodecError``."""
+        if isinstance(values, list | tuple) and len(values) == 9:
+            values = (*values, 0)  # of an older version
         return codec.decode_list(cls, values)
 
     def __add__(self, other: Moments) -> Moments:
@@ -47,6 +53,7 @@ class Moments:
             max(self.most, other.most),
             self.nonfinite + other.nonfinite,
             joined(self.checksum, other.checksum),
+            self.state or other.state,
         )
 
     @property

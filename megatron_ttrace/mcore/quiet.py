@@ -134,6 +134,19 @@ def _accept(*args: Any, **kwargs: Any) -> None:
     """Accept every result; the check judges them."""
 
 
+def state_of_divided(*, experts: bool) -> torch.Tensor | None:
+    """The random state that a rank draws divided parameters from; ``None`` without one.
+
+    Ranks with different parts have different seeds (megatron/core/tensor_parallel/random.py).
+    """
+    from megatron.core.tensor_parallel import random as states
+
+    tracker = states.get_cuda_rng_tracker()
+    name = "expert-parallel-rng" if experts else "model-parallel-rng"
+    found = tracker.get_states().get(name) if tracker.is_initialized() else None
+    return found if torch.is_tensor(found) else None
+
+
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Restore random states, so that the real step draws the numbers that a rehearsal drew."""

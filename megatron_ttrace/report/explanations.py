@@ -13,7 +13,7 @@ from megatron_ttrace.report.wording import STATISTICS, hyperparameters_text, run
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
-from megatron_ttrace.trace.records import Kind, Verdict
+from megatron_ttrace.trace.records import Kind, Reason, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
 _OTHERS = 4
@@ -126,6 +126,7 @@ def reason_text(
         note=verdict.note or "absent",
         index=statistic_text(verdict),
     )
+    text += f"; {verdict.note}" * (verdict.reason is Reason.TWIN)
     if before is not None:
         text += f"; the tensor before it ({before.name} {before.kind}.{before.index}) passes"
     if len(alike) > 1:
@@ -441,7 +442,6 @@ def _miscounted(finding: f.Miscounted) -> Said:
     return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
 
 
-_GROUP = "its parameter group, or the schedule of this group"
 _OVERWRITTEN = "the input saved for backward was overwritten before it was used"
 
 _RENDERERS: dict[type, Callable[[Any], Said]] = {
@@ -488,7 +488,7 @@ _RENDERERS: dict[type, Callable[[Any], Said]] = {
     f.WrongMasks: _masks,
     f.BlockWeight: _blocks,
     f.Miscounted: _miscounted,
-    f.OtherHyperparameters: lambda it: (hyperparameters_text(it.values), _GROUP),
+    f.OtherHyperparameters: lambda it: (hyperparameters_text(it.values), "its parameter group"),
 }
 
 
