@@ -17,6 +17,7 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.diagnose.control import controlled
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.losses import Separate
@@ -27,6 +28,7 @@ from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
+from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
@@ -119,10 +121,14 @@ def conclude(
         counted=coverage.findings,
     )
     verdicts = explainer.started(verdicts)
-    culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
+    # With isolation nothing is computed from a wrong tensor.
+    explain: Callable[[Verdict], Explanation] = explainer.explain
+    if not config.isolate:
+        explain = controlled(explainer.explain, verdicts, tolerances)
+    culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
     if separate is not None and explainer.unexplained:
         explainer.separate(separate)
-        culprits = tuple(localise(verdicts, explainer.explain, isolated=config.isolate))
+        culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]

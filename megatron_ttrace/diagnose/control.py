@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controls a cause: what it says must also show elsewhere, or it is not reported.
+
+A repair is tested on one tensor. If the cause that it stands for were true, other tensors would
+differ as well: those computed from it, the norm that has an element twice, the update made with
+another learning rate. Where all of these pass, something else made the tensor look as it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.findings import Explanation, Finding, Miscounted, OtherHyperparameters
+from megatron_ttrace.trace.records import (
+    MOMENTS,
+    STEP_LEVEL,
+    Direction,
+    Kind,
+    Outcome,
+    Verdict,
+)
+
+Explain = Callable[[Verdict], Explanation]
+
+_FAR = 25.0
+"""Margin of an error that does not fall below the tolerance where the tensor is used."""
+_RATE = "lr"
+_READ = {
+    Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.LOSS),
+    Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT, Kind.MAIN_GRAD),
+}
+"""What is computed from an activation, or from the gradient of one."""
+_FROM_GRADIENT = (Kind.GRAD_NORM, *MOMENTS, Kind.PARAM_DELTA)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """At least one of these tensors differs by the relative error ``change`` or more."""
+
+    verdicts: tuple[Verdict, ...]
+    change: float = math.inf
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether some of them were judged, and all of these pass and would not with the change."""
+        judged = [one for one in self.verdicts if one.verdict is not Outcome.UNCHECKED]
+        return bool(judged) and all(
+            one.verdict is Outcome.PASS and 2 * (one.tolerance or 0.0) < self.change
+            for one in judged
+        )
+
+
+def controlled(explain: Explain, verdicts: Sequence[Verdict], tolerances: Tolerances) -> Explain:
+    """``explain`` without findings that measured verdicts contradict.
+
+    Args:
+        explain: finds out about the cause of a failure.
+        verdicts: of all tensors, in the reference's execution order.
+        tolerances: of the reference, with the sizes of its tensors.
+    """
+    places = {verdict.key: number for number, verdict in enumerate(verdicts)}
+
+    def explained(verdict: Verdict) -> Explanation:
+        why = explain(verdict)
+        if why.finding is None or verdict.key not in places:
+            return why
+        later = verdicts[places[verdict.key] + 1 :]
+        found = (
+            *_of_finding(verdict, why.finding, verdicts, tolerances),
+            Prediction(tuple(_users(verdict, verdicts, later))),
+        )
+        if not any(one.is_contradicted for one in found):
+            return why
+        return dataclasses.replace(why, finding=None, other=None, alike=None)
+
+    return explained
+
+
+def _users(
+    verdict: Verdict, verdicts: Sequence[Verdict], later: Sequence[Verdict]
+) -> Iterator[Verdict]:
+    """What is computed from a tensor that is far off, as far as this follows from the order."""
+    if verdict.margin is None or verdict.margin < _FAR:
+        return
+    if verdict.kind is Kind.MAIN_GRAD:
+        for one in verdicts:
+            own = one.name == verdict.name or one.kind is Kind.GRAD_NORM
+            if one.iteration == verdict.iteration and one.kind in _FROM_GRADIENT and own:
+                yield one
+    elif verdict.microbatch != STEP_LEVEL:
+        for one in later:
+            place = one.iteration, one.microbatch
+            if one.kind in _READ.get(verdict.direction, ()) and place in (
+                (verdict.iteration, verdict.microbatch),
+                (verdict.iteration, STEP_LEVEL),
+            ):
+                yield one
+
+
+def _of_finding(
+    verdict: Verdict, finding: Finding, verdicts: Sequence[Verdict], tolerances: Tolerances
+) -> Iterator[Prediction]:
+    """What follows from the numbers of a finding."""
+    now = [one for one in verdicts if one.iteration == verdict.iteration]
+    if isinstance(finding, OtherHyperparameters):
+        changes = [
+            abs(ours / right - 1) for name, ours, right in finding.values if name == _RATE and right
+        ]
+        updates = (v for v in now if (v.kind, v.name) == (Kind.PARAM_DELTA, verdict.name))
+        yield Prediction(tuple(updates), max(changes, default=0.0))
+    if isinstance(finding, Miscounted) and finding.statistic is Statistic.GRAD_NORM:
+        # Of a part of a parameter it is not known how large it is.
+        again = finding.most - 1 if finding.least == finding.most else 0
+        sizes = {v.name: _size(v, tolerances) for v in now if v.kind is Kind.MAIN_GRAD}
+        total = sum(sizes.values())
+        more = again * sum(sizes.get(name, 0.0) for name in finding.names)
+        change = abs(math.sqrt(max(0.0, 1 + more / total)) - 1) if total else 0.0
+        yield Prediction(tuple(v for v in now if v.kind is Kind.GRAD_NORM), change)
+
+
+def _size(verdict: Verdict, tolerances: Tolerances) -> float:
+    """The sum of squares of a tensor of the reference."""
+    return float(tolerances.of(verdict.key).rms ** 2 * math.prod(verdict.shape))
