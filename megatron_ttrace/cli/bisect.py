@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,6 +154,7 @@ class _Checks:
 
 def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> int:
     from megatron_ttrace.processes.worktrees import Checkout
+    from megatron_ttrace.trace import owned
 
     script = Path(found.script)
     if not script.is_file():
@@ -162,7 +162,8 @@ def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> i
     checkout = Checkout(args.checkout or script.resolve().parent)
     commits = checkout.between(checkout.commit(good), checkout.commit(bad))
     say = command.silent if args.quiet or args.json else command.progress()
-    args.directory.mkdir(parents=True, exist_ok=True)
+    owned.require(args.directory, ["trees"])
+    owned.make(args.directory, ignored=True)
     quiet = say is command.silent
     interpreter = apart.interpreter_of(args.command_words[1:])
     checks = _Checks(checkout, found, interpreter, args.directory, args.against, quiet)
@@ -177,7 +178,7 @@ def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> i
     try:
         where = first_bad(len(commits), check)
     finally:
-        shutil.rmtree(args.directory / "trees", ignore_errors=True)
+        owned.discard(args.directory / "trees")
     if where is None:
         why = checks.skipped.get(commits[-1], "it is equivalent")
         raise TTraceError(f"BAD does not diverge, so there is nothing to find: {why}")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from contextlib import ExitStack
 
@@ -78,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.recipes import pull
     from megatron_ttrace.processes.worktrees import Checkout
     from megatron_ttrace.report import review
+    from megatron_ttrace.trace import owned
     from megatron_ttrace.trace.sanitise import log_line
 
     if not args.checkout.is_dir():
@@ -96,13 +96,14 @@ def run(args: argparse.Namespace) -> int:
         tell(f"uncommitted changes are not checked, only {head[:12]}")
     inside = folder.relative_to(checkout.root)
     directory = args.directory.absolute()
+    owned.require(directory, pull.NAMES)
     try:
         with ExitStack() as stack:
             request = pull.Pull(checkout, inside, directory, head, base, args.quiet, stack)
             todo = pull.plan(request, folder, args.places, args.max_ranks, tell)
             code, found = pull.check(request, todo, tell)
     finally:
-        shutil.rmtree(directory / "trees", ignore_errors=True)
+        owned.discard(directory / "trees")
     if args.format == "gitlab":
         print(review.code_quality(found))
     show = review.workflow_command if args.format == "github" else review.text

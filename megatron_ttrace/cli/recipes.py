@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         "recipes": [dataclasses.asdict(row) for row in rows],
     }
     if not args.dry_run:
-        (directory / "recipes.json").write_text(json.dumps(table, indent=1), encoding="utf-8")
+        owned.write(directory / "recipes.json", [json.dumps(table, indent=1)])
     if args.json:
         print(json.dumps(table))
     else:

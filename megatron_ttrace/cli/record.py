@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
 from megatron_ttrace.processes import apart
 from megatron_ttrace.runtime import api
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.sanitise import in_one_line
 
 _EPILOG = """\
@@ -91,8 +91,8 @@ def kept(args: argparse.Namespace, found: Command, say: command.Say) -> api.Repo
     if reference.is_symlink():
         # An entry of the cache may be removed at any time.
         target = reference.resolve()
-        reference.unlink()
-        shutil.copytree(target, reference)
+        owned.remove(reference)
+        owned.copy(target, reference)
     return report
 
 
@@ -124,7 +124,7 @@ def run_apart(
         TTraceError: when there is no trace, with the reason.
     """
     if (folder / "candidate").is_dir():
-        shutil.rmtree(folder / "candidate")
+        owned.remove(folder / "candidate")
     words = ["record", "--nproc-per-node", str(jobs.ranks_of(found))]
     words += ["--ttrace-dir", str(folder.resolve()), "--ttrace-no-wandb", *options]
     words += ["--", found.script]

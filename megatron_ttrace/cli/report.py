@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     summary, verdicts = report.summary, report.verdicts
     for path, sink in ((args.html, html), (args.junit, junit)):
         if path is not None:
-            sink.write(path, summary, verdicts, files.run_of(args.directory))
+            page = sink.render(summary, verdicts, files.run_of(args.directory))
+            files.write_named(path, page)
     try:
         if args.json:
             print(json.dumps(_machine(summary, verdicts), indent=2, allow_nan=False), flush=True)

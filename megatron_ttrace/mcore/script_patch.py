@@ -9,16 +9,13 @@ the ends of the file, and everything else keeps its bytes.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 from megatron_ttrace import resources
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import versions
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import codec, owned
 
 _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 _MOST_BYTES = 16 << 20
@@ -158,17 +155,8 @@ def write(checkout: Checkout, content: bytes) -> bool:
     """
     if content == checkout.content:
         return False
-    target = checkout.script.resolve()
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            shutil.copymode(target, name)
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+        owned.replace_named(checkout.script, content)
     except OSError as error:
         raise TTraceError(
             f"{checkout.script}: cannot be written: {error.strerror or error}"

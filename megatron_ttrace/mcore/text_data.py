@@ -22,6 +22,7 @@ import numpy
 from numpy.typing import NDArray
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace import owned
 
 EOD = 256
 """The token after a document: the first number above those of bytes."""
@@ -169,9 +170,9 @@ def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool =
             raise TTraceError("nothing to write: all input files are empty")
         builder.finalize(str(folder / "idx"))
         # An old index must never exist beside new data.
-        idx_path.unlink(missing_ok=True)
-        os.replace(folder / "bin", bin_path)
-        os.replace(folder / "idx", idx_path)
+        owned.remove(idx_path)
+        owned.take(folder / "bin", bin_path)
+        owned.take(folder / "idx", idx_path)
     return Corpus(prefix=prefix, documents=count, tokens=tokens)
 
 
@@ -224,7 +225,9 @@ def _holds(prefix: Path, documents: Sequence[bytes]) -> bool:
 def _own_folder_beside(prefix: Path) -> Iterator[Path]:
     """A folder on the file system of ``prefix``, so that moving files out of it is atomic."""
     try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
+        owned.make(prefix.parent)
+        files = (f"{prefix.name}.bin", f"{prefix.name}.idx")
+        owned.require(prefix.parent, files)
         with tempfile.TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent) as folder:
             yield Path(folder)
     except OSError as error:

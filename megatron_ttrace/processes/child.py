@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_ttrace.processes.progress import OF_REFERENCE, Echo
 from megatron_ttrace.processes.tether import tethered
 from megatron_ttrace.processes.waiting import Patience, Waited
-from megatron_ttrace.trace import ends
+from megatron_ttrace.trace import ends, owned
 
 _OF_LAUNCHERS = (
     *("TORCHELASTIC_", "TTRACE_FORKSERVER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"),
@@ -53,7 +53,7 @@ def start(
     command: Sequence[str], environment: dict[str, str], log: Path, group: int | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a process that dies with this one; ``group`` 0 gives it a process group of its own."""
-    with log.open("w", encoding="utf-8") as output:
+    with open(owned.create(log, owned.PRIVATE_FILE), "wb") as output:
         return subprocess.Popen(
             tethered(command),
             env={**environment, **ends.announced(ends.file_of(log))},

@@ -27,7 +27,7 @@ from megatron_ttrace.mcore import preload as megatron
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.processes import signals, tether
-from megatron_ttrace.trace import ends
+from megatron_ttrace.trace import ends, owned
 
 _VARIABLE = "TTRACE_FORKSERVER"
 _MARGIN_SECONDS = 10.0
@@ -99,7 +99,7 @@ def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: 
         os.setpgid(0, 0)
         # A group in the background that reads from the terminal is stopped.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        output = owned.create(log, owned.PRIVATE_FILE)
         for stream in (1, 2):
             os.dup2(output, stream)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -142,16 +142,16 @@ class Requests:
     def poll(self) -> tuple[list[str], list[tuple[dict[str, str], Path]]] | None:
         """The next request, if there is one: a command, and environment and log of each rank."""
         try:
-            message = self._ours.recv(1 << 20)
+            message, files, _, _ = socket.recv_fds(self._ours, 16, 1)
         except BlockingIOError:
             return None
         if not message:
             return None
-        path = Path(message.decode())
         try:
-            request: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            path.unlink()
-        except (OSError, ValueError) as error:
+            with open(files[0], "rb") as file:
+                file.seek(0)
+                request: dict[str, Any] = json.loads(file.read())
+        except (OSError, ValueError, LookupError) as error:
             raise TTraceError(f"the request for a reference run was lost: {error}") from error
         return request["command"], [(own, Path(log)) for own, log in request["ranks"]]
 
@@ -210,13 +210,15 @@ def request_ranks(
         TTraceError: when there is no answer within ``timeout`` seconds and a margin, in which the
             parent should have ended the process.
     """
-    # Command lines can be larger than a packet: the packet names a file.
+    # Command lines can be larger than a packet, and environments hold secrets: the packet carries
+    # a file in memory, which no other user can open and which no kill leaves behind.
     log = each[0][1]
-    order = log.with_suffix(".request.json")
     asked = [(dict(environment), str(own)) for environment, own in each]
-    order.write_text(json.dumps({"command": list(command), "ranks": asked}), encoding="utf-8")
     with socket.socket(fileno=os.dup(int(os.environ[_VARIABLE]))) as line:
-        line.send(str(order).encode())
+        with open(os.memfd_create("ttrace-request"), "wb") as file:
+            file.write(json.dumps({"command": list(command), "ranks": asked}).encode())
+            file.flush()
+            socket.send_fds(line, [b"reference"], [file.fileno()])
         # Not ``settimeout``: that would make the socket, which ranks share, non-blocking for all.
         wait = None if timeout is None else timeout + _MARGIN_SECONDS
         if not select.select([line], [], [], wait)[0]:

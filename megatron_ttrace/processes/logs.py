@@ -13,7 +13,8 @@ import re
 import signal
 from pathlib import Path
 
-from megatron_ttrace.trace import ends
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.ends import EndRecord
 
 _TAIL = 12
@@ -71,10 +72,9 @@ def died_of(log: Path) -> str:
 def unwritable(log: Path) -> str:
     """Why nothing can be appended to a log, so that its last lines are missing; "" if it can."""
     try:
-        # Opening a FIFO that nobody reads would wait.
-        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        return error.strerror or str(error)
+        file = owned.append(log, owned.PRIVATE_FILE)
+    except (OSError, TTraceError) as error:
+        return getattr(error, "strerror", None) or str(error)
     size = os.fstat(file).st_size
     try:
         missing = len(_PROBE) - os.write(file, _PROBE)
@@ -83,7 +83,7 @@ def unwritable(log: Path) -> str:
         return error.strerror or str(error)
     finally:
         with contextlib.suppress(OSError):
-            os.ftruncate(file, size)
+            owned.shorten(file, size)
         os.close(file)
     return ""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.processes import child, forkserver, signals
 from megatron_ttrace.processes.waiting import Patience, Waited
+from megatron_ttrace.trace import owned
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
@@ -87,7 +88,7 @@ def run_ranks(
         OutOfTimeError: when ``patience`` has run out.
         TTraceError: when a rank cannot be started.
     """
-    logs.mkdir(parents=True, exist_ok=True)
+    owned.make(logs, owned.PRIVATE_FOLDER)
     job = _Job(fork, observed or Observed())
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     base = child.environment_of(nproc, {**threads, **(environment or {}), **job.environment})

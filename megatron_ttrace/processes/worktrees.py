@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
@@ -126,7 +126,12 @@ class Checkout:
 
     @contextmanager
     def at(self, commit: str, folder: Path) -> Iterator[Path]:
-        """A worktree of a commit in ``folder``, which is removed afterwards."""
+        """A worktree of a commit in ``folder``, which is removed afterwards.
+
+        Raises:
+            ForeignError: when the directory that holds it was not made for worktrees.
+        """
+        owned.make(folder.parent, whole=True)
         self._remove(folder)
         self._git("worktree", "add", "--detach", "--force", str(folder), commit)
         try:
@@ -135,10 +140,11 @@ class Checkout:
             self._remove(folder)
 
     def _remove(self, folder: Path) -> None:
+        if os.path.lexists(folder):
+            owned.wipe(folder)
         # Not pruned: others of the user's may be missing for a while.
         with suppress(TTraceError):
             self._git("worktree", "remove", "--force", str(folder))
-        shutil.rmtree(folder, ignore_errors=True)
 
     def _git(self, *words: str) -> str:
         # In a git hook, git's variables name another repository. No hook of the user's runs here.

@@ -9,14 +9,12 @@ as ``run.id``. The summary also holds the checksum of the verdicts, and of its o
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.collectives import Collective
 from megatron_ttrace.trace.records import Summary, Verdict
@@ -45,37 +43,36 @@ def write_atomically(path: Path, pieces: Iterable[str]) -> None:
     A reader, or a job killed by its scheduler, never sees half a file.
 
     Raises:
-        TTraceError: when the directory cannot be written.
+        TTraceError: when the directory cannot be written, or the name is that of something else.
     """
-    temporary: str | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp ignores the process's mask, but reports are for others to read too.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-        temporary = None
+        owned.make(path.parent, ignored=True)
+        owned.write(path, pieces)
     except OSError as error:
         raise _unwritable("write", path, error) from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+
+
+def write_named(path: Path, text: str) -> None:
+    """Write a file that the user named as an output, whatever it was before.
+
+    Raises:
+        TTraceError: when it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        owned.replace_named(path, text.encode())
+    except OSError as error:
+        raise TTraceError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def remove(path: Path) -> None:
     """Remove a file that is about to be written anew.
 
     Raises:
-        TTraceError: when it is there and cannot be removed.
+        TTraceError: when it is there and cannot be removed, or is not ours.
     """
     try:
-        path.unlink(missing_ok=True)
+        owned.remove(path)
     except OSError as error:
         raise _unwritable("replace", path, error) from error
 

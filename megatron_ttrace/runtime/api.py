@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags, inputs, provenance, reference_layout
 from megatron_ttrace.processes import signals
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def diff(
     assert tested.candidate is not None, "in_order requires a candidate"
     folder = Path(output)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        owned.make(folder, ignored=True)
         aside = tempfile.TemporaryDirectory(prefix=".against-", dir=folder)
     except OSError as error:
         raise TTraceError(

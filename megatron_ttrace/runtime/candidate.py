@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start import loaded
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
-from megatron_ttrace.trace import cleaning, shared
+from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.start import StartValues
@@ -332,7 +331,7 @@ class CandidateSession(Session):
             alone = self._answer(comparison, findings, settings).summary
             spent = {"isolated": time.monotonic() - began}
             found[0] = found[0].settled(alone, spent)
-            shutil.rmtree(folder, ignore_errors=True)
+            owned.discard(folder)
 
         self.ranks.from_one(dist.get_world_size() - 1, "judging with modules isolated", judge)
 

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ from megatron_ttrace.processes.progress import OF_REFERENCE, Echo
 from megatron_ttrace.processes.waiting import OutOfTimeError
 from megatron_ttrace.runtime.separation import Separation
 from megatron_ttrace.runtime.start.handoff import Started
-from megatron_ttrace.trace import codec, shared
+from megatron_ttrace.trace import cleaning, codec, owned, shared
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.sealing import CHECKSUM
 from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
@@ -148,7 +147,7 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
         _say(f"using the reference made earlier ({name}): all layouts of a job have the same")
         return checksum
     try:
-        home.parent.mkdir(parents=True, exist_ok=True)
+        owned.make(home.parent, owned.PRIVATE_FOLDER, ignored=True)
         lock = Lock(home.parent / f".{home.name}.lock")
         if not _wait(lock, name, patience):
             return None
@@ -160,14 +159,16 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
                 return checksum
             if flaw:
                 _say(f"the reference made earlier cannot be used: {flaw}")
-            _require_ours(home)
+            owned.require(home.parent, [home.name])
+            if not home.is_symlink():
+                owned.require(home)
             _sweep(home.parent, home.name)
             aside = home.parent / f".{home.name}{_BUILDING}{shared.run_id()}"
             try:
                 make(aside)
                 return _move(aside, home, name)
             finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                owned.discard(aside)
         finally:
             lock.release()
     except OSError as error:
@@ -207,24 +208,13 @@ def _wait(lock: Lock, name: str, patience: float) -> bool:
     return True
 
 
-def _require_ours(home: Path) -> None:
-    """Refuse to replace a directory that is not a reference."""
-    if home.is_symlink() or not home.exists():
-        return
-    names = os.listdir(home) if home.is_dir() else ["a file"]
-    if names and not {META, ORDER} & set(names):
-        raise TTraceError(
-            f"{home} is not a ttrace reference: remove it, or choose another directory"
-        )
-
-
 def _sweep(parent: Path, own: str) -> None:
     """Remove what killed builds left behind, unless locked; ``own`` is locked by this process."""
-    for path in [*parent.glob(f".*{_BUILDING}*"), *parent.glob(f".*{_OLD}*")]:
+    for path in filter(cleaning.is_unfinished, parent.iterdir()):
         name = path.name[1:].partition(_BUILDING)[0].partition(_OLD)[0]
         lock = Lock(parent / f".{name}.lock")
         if name == own or lock.acquire():
-            shutil.rmtree(path, ignore_errors=True)
+            owned.discard(path)
             lock.release()
 
 
@@ -241,17 +231,17 @@ def _move(aside: Path, home: Path, name: str) -> str:
         )
     old = home.with_name(f".{home.name}{_OLD}{shared.run_id()}")
     if home.is_symlink():
-        home.unlink()
+        owned.remove(home)
     elif home.exists():
-        home.rename(old)
+        owned.move(home, old)
     try:
-        aside.rename(home)
+        owned.move(aside, home)
     except OSError:
         # On a file system without locks another process may have been faster.
         checksum, _ = _look(home, name)
         if not checksum:
             raise
-    shutil.rmtree(old, ignore_errors=True)
+    owned.discard(old)
     return checksum
 
 
@@ -263,7 +253,7 @@ def _make(
     settings: Settings,
     started: Started | None,
 ) -> None:
-    home.mkdir()
+    owned.make(home, owned.PRIVATE_FOLDER)
     order = Order(
         overrides=overrides_of(args),
         fingerprint=name,
@@ -331,7 +321,7 @@ def replayed(
     log = settings.directory / _REPLAY_LOG
     _say(f"replaying the reference to tell its losses apart (log: {log})")
     home = settings.directory / f"{shared.SHARES}{shared.run_id()}"
-    home.mkdir()
+    owned.make(home, owned.PRIVATE_FOLDER)
     try:
         order = Order(
             overrides=overrides_of(args),
@@ -345,7 +335,7 @@ def replayed(
         _run(order, settings, log, settings.timeout / 2)
         yield home
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        owned.discard(home)
 
 
 def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
@@ -391,7 +381,7 @@ def _run_ranks(
     logs = [ranks.log_of(folder, rank) for rank in range(count)]
     own = {shared.VARIABLE: shared.run_id()}
     if forkserver.available():
-        folder.mkdir(exist_ok=True)
+        owned.make(folder, owned.PRIVATE_FOLDER)
         base = environment_of(count, own)
         each = [
             ({**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
@@ -447,20 +437,12 @@ def _program() -> list[str]:
 
 
 def _link(directory: Path, home: Path) -> None:
-    """Make ``directory`` a link to ``home``, whatever it was before."""
+    """Make ``directory`` a link to ``home``, if it is ours or absent."""
     try:
         target = home.resolve()
         if directory.is_symlink() and directory.readlink() == target:
             return
-        link = directory.with_name(f".{directory.name}{_OLD}link-{shared.run_id()}")
-        link.unlink(missing_ok=True)
-        link.symlink_to(target, target_is_directory=True)
-        if directory.is_dir() and not directory.is_symlink():
-            _require_ours(directory)
-            old = directory.with_name(f".{directory.name}{_OLD}{shared.run_id()}")
-            directory.rename(old)
-            shutil.rmtree(old, ignore_errors=True)
-        link.replace(directory)
+        owned.link(directory, target)
     except OSError as error:
         raise TTraceError(
             f"{directory} cannot be written ({error.strerror or error}): "

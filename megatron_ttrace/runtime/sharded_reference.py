@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from megatron_ttrace.runtime.comparison import layout_of
 from megatron_ttrace.runtime.perturb import Spread, perturbed
 from megatron_ttrace.runtime.reference_run import ReferenceSession
 from megatron_ttrace.runtime.session import DataIterator
-from megatron_ttrace.trace import counted
+from megatron_ttrace.trace import counted, owned
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
@@ -94,7 +93,7 @@ class ShardedReferenceSession(ReferenceSession):
         def merge() -> None:
             merging.merge(shards, stages, to)
             to.close()
-            shutil.rmtree(shards)
+            owned.remove(shards)
 
         self.ranks.from_one(self.ranks.size - 1, "merging the shards", merge)
 

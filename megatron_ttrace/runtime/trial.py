@@ -9,7 +9,6 @@ equivalent is the reference made; how it divided each tensor is how the referenc
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 
 from megatron_ttrace.compare import sharding
@@ -24,7 +23,7 @@ from megatron_ttrace.mcore.shrink.given import Given
 from megatron_ttrace.processes.child import environment_of, run_subprocess
 from megatron_ttrace.processes.logs import how_it_ended, reason_of
 from megatron_ttrace.runtime.requirements import SHRUNK
-from megatron_ttrace.trace import cleaning, shared
+from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.store import TraceReader
 
 FOLDER = "layout"
@@ -78,7 +77,7 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
         raise TTraceError(f"{said}: could not be checked on a shrunk job: {why} (log: {log})")
     divided = sharding.divided(TraceReader(home / "candidate"))
     cleaning.remove_tensors(home, own=True)
-    shutil.rmtree(prefix.parent, ignore_errors=True)
+    owned.discard(prefix.parent)
     return divided
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find and remove what checks have left in a directory: runs, and references that runs share.
 
-Only directories with our marks are found, and in them only files with our names are removed. A link
-is never followed.
+Only what is recorded as ours is found and removed (``trace/owned.py``). A link is never followed.
 """
 
 from __future__ import annotations
@@ -15,19 +14,12 @@ from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.locks import Lock
-from megatron_ttrace.trace.sealing import CHECKSUM
 from megatron_ttrace.trace.store import META
 
-REFERENCE = "reference"
 _ORDER = "overrides.json"
-_OF_A_REFERENCE = re.compile(
-    r"meta\.json.*|overrides\.json|(rank-\d+\.\d+|start\.\d+)\.safetensors"
-    r"|(rank-\d+\.index|tolerances)\.jsonl|.*\.tmp"
-)
-_LEFT = re.compile(r"\.[\w.-]+\.(building|old)-(link-)?[0-9a-f]{16}")
-_MARKS = (shared.LOCK, shared.RANKS, shared.MARK, f".{REFERENCE}.lock")
+_LEFT = re.compile(r"\.[\w.-]+\.(building|old)-[0-9a-f]{16}")
 
 
 class Sort(StrEnum):
@@ -68,7 +60,7 @@ def _below(folder: Path) -> Iterator[Left]:
     if sort is not None:
         yield _left(folder, sort)
     # A run may hold others: those that it was compared with.
-    own = {REFERENCE, "candidate", "start", "logs"} if sort is Sort.RUN else set()
+    own = set(shared.NAMES) if sort is Sort.RUN else set()
     if sort in (Sort.REFERENCE, Sort.UNFINISHED):
         return
     try:
@@ -81,25 +73,20 @@ def _below(folder: Path) -> Iterator[Left]:
 
 
 def _sort_of(folder: Path) -> Sort | None:
-    names = {META, _ORDER, shared.MARK}
-    there = {name for name in names if _is_file(folder / name)}
-    if shared.MARK in there:
-        return Sort.RUN
-    if _LEFT.fullmatch(folder.name) and _ORDER in there:
-        return Sort.UNFINISHED
-    if {META, _ORDER} <= there and _is_sealed(folder / META):
-        return Sort.REFERENCE
-    return None
+    try:
+        recorded = owned.recorded(folder)
+        if shared.MARK in recorded and owned.is_ours(folder / shared.MARK):
+            return Sort.RUN
+        if is_unfinished(folder):
+            return Sort.UNFINISHED
+    except OSError:
+        return None
+    return Sort.REFERENCE if {META, _ORDER} <= recorded else None
 
 
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
-def _is_sealed(path: Path) -> bool:
-    """Whether a ``meta.json`` begins like ours."""
-    with path.open("rb") as file:
-        return CHECKSUM.encode() in file.read(200)
+def is_unfinished(folder: Path) -> bool:
+    """Whether this is the directory of a build that ended, or is still going on."""
+    return _LEFT.fullmatch(folder.name) is not None and owned.is_ours(folder)
 
 
 def _left(folder: Path, sort: Sort) -> Left:
@@ -129,8 +116,8 @@ def remove(one: Left) -> bool:
     if not lock.acquire():
         return False
     try:
-        shared.remove_listed(one.path, _OF_A_REFERENCE)
-        lock.path.unlink(missing_ok=True)
+        owned.remove(one.path)
+        owned.discard(lock.path)
     finally:
         lock.release()
     return True
@@ -141,23 +128,13 @@ def _remove_run(folder: Path) -> bool:
     try:
         if not all(lock.acquire() for lock in locks):
             return False
-        shared.clean_up(folder)
-        remove_reference(folder)
-        for name in _MARKS:
-            (folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+        for name in shared.NAMES:
+            owned.discard(folder / name)
+        owned.leave(folder)
     finally:
         for lock in locks:
             lock.release()
     return True
-
-
-def remove_reference(folder: Path) -> None:
-    """Remove a run's own reference; of a shared one, the link to it. Raises ``OSError``."""
-    home = folder / REFERENCE
-    if home.is_symlink() or (home / META).is_file():
-        shared.remove_listed(home, _OF_A_REFERENCE)
 
 
 def remove_tensors(folder: Path, *, own: bool) -> None:
@@ -165,11 +142,12 @@ def remove_tensors(folder: Path, *, own: bool) -> None:
 
     Args:
         folder: of the run.
-        own: whether its reference belongs to it; one that was given by the user stays.
+        own: whether its reference belongs to it; one that was given by the user stays. Of a shared
+            one, only the link is removed.
 
     Raises:
         OSError: when a file cannot be removed.
     """
     shared.remove_traces(folder)
     if own:
-        remove_reference(folder)
+        owned.discard(folder / shared.REFERENCE)

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
@@ -100,7 +100,7 @@ def file_of(log: Path) -> Path:
 
 def announced(file: Path) -> dict[str, str]:
     """The environment of a process that is to leave its record in ``file``; an old one goes."""
-    file.unlink(missing_ok=True)
+    owned.remove(file)
     return {VARIABLE: str(file.absolute())}
 
 
@@ -130,11 +130,10 @@ def write(record: EndRecord) -> None:
         phase=_State.phase,
         frames=record.frames[:MOST_FRAMES],
     )
-    aside = _State.file.with_suffix(f".{os.getpid()}.tmp")
     try:
-        aside.write_text(json.dumps(codec.encode(record)), encoding="utf-8")
-        aside.replace(_State.file)
-    except (OSError, ValueError):
+        text = json.dumps(codec.encode(record))
+        owned.write(_State.file, [text], owned.PRIVATE_FILE, sealed=False)
+    except (OSError, ValueError, owned.ForeignError):
         _State.file = None
 
 

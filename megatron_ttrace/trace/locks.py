@@ -17,8 +17,11 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatron_ttrace.trace import owned
+
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NOTE_LIMIT = 4096
+_ATTEMPTS = 10
 
 _open: set[int] = set()
 
@@ -53,9 +56,7 @@ class Lock:
         Raises:
             OSError: when the file cannot be created.
         """
-        # Signing would overwrite the target of a symbolic link.
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        handle = os.open(self.path, flags, 0o666)
+        handle = self._opened()
         try:
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -70,17 +71,33 @@ class Lock:
         _open.add(handle)
         return True
 
+    def _opened(self) -> int:
+        # A FIFO that nobody reads would make an open for writing alone fail, or wait.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(self.path, flags)
+            # Another process may create it at the same time.
+            with contextlib.suppress(owned.ForeignError):
+                return owned.create_new(self.path)
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path))
+
     def sign(self) -> None:
-        """Write into the file who holds the lock. Raises ``OSError``, e.g. on a full disk."""
+        """Write into the file who holds the lock. Raises ``OSError``, e.g. on a full disk.
+
+        A lock of another program, or with another name (a hard link), is only locked.
+        """
         assert self._handle is not None
+        if not owned.is_ours(self.path) or os.fstat(self._handle).st_nlink != 1:
+            return
         note = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         text = json.dumps(note).encode()
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, text, 0)
+        # As long as the largest, so that nothing of an older note is left.
+        os.pwrite(self._handle, text.ljust(_NOTE_LIMIT // 8), 0)
         os.fsync(self._handle)
 
     def holder(self) -> str:
@@ -88,8 +105,10 @@ class Lock:
         from megatron_ttrace.trace.sanitise import clean
 
         try:
-            with self.path.open("rb") as file:
-                note = json.loads(file.read(_NOTE_LIMIT))
+            # Opening a FIFO that nobody writes to would wait.
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(self.path, flags), "rb", buffering=0) as file:
+                note = json.loads(file.read(_NOTE_LIMIT) or b"")
             pid, host, date = int(note["pid"]), str(note["host"]), str(note["date"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return "another process"

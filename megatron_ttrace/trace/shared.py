@@ -3,7 +3,8 @@
 
 A run has an id of 16 hexadecimal digits, which is in each of its files. ``ttrace check`` generates
 it and passes it to the ranks in the environment (:data:`VARIABLE`); under ``torchrun`` or Slurm,
-rank 0 generates it. The directory contains:
+rank 0 generates it. All files are recorded
+(``trace/owned.py``), and whatever else is in the directory stays. It contains:
 
 - ``.lock``: an exclusive lock of the launcher (or of rank 0), held until it ends. Forked children
   close their copies, so a stray process never blocks the next run.
@@ -20,10 +21,11 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.locks import Lock
 
 MARK = ".ttrace-run"
@@ -39,15 +41,22 @@ _ID = re.compile("[0-9a-f]{16}")
 SHARES = ".shares-"
 """Begin of the name of a directory of losses' shares, which its run removes."""
 
+REFERENCE = "reference"
+LOGS = "logs"
 _REPORTS = ("summary.json", "verdicts.jsonl", "collectives.jsonl", "report.html", "junit.xml")
 ISOLATED = "isolated"
 """Folder in a run's directory: of a rehearsal with modules isolated, while it is judged."""
 REFERENCE_LOGS = "reference-logs"
 """Folder in a run's directory: logs of a reference's ranks, if there are several."""
-_TRACES = ("candidate", "start", f"{ISOLATED}/candidate", ISOLATED)
-_OF_A_TRACE = re.compile(r"meta\.json.*|rank-\d+\..*|.*\.tmp")
-_OF_SHARES = re.compile(rf"{_OF_A_TRACE.pattern}|overrides\.json")
-_OF_LOGS = re.compile(r"rank-\d+\.(log|(end|wait)\.(json|\d+\.tmp))|.*\.request\.json")
+_TRACES = ("candidate", "start", ISOLATED)
+_OF_LOGS = (
+    *("reference.log", "replay.log", "layout.log", LOGS, REFERENCE_LOGS),
+    *("reference.end.json", "replay.end.json", "layout.end.json"),
+    *("reference.wait.json", "replay.wait.json", "layout.wait.json"),
+)
+NAMES = (*_REPORTS, *_TRACES, *_OF_LOGS, MARK, REFERENCE)
+"""What a run writes into its directory, and removes from it before."""
+_TEMPORARY = re.compile(rf"\.({'|'.join(map(re.escape, (*_REPORTS, MARK)))})\.[0-9a-f]{{16}}")
 
 _run = ""
 _held: dict[Path, list[Lock]] = {}
@@ -85,10 +94,12 @@ class Claim:
         lock: on the directory.
     """
 
-    def __init__(self, directory: Path, run: str, clean: Callable[[Path], None]) -> None:
+    def __init__(
+        self, directory: Path, run: str, names: Sequence[str], clean: Callable[[Path], None]
+    ) -> None:
         with _writing(directory):
             self.run = run
-            self.lock = lock_of(directory)
+            self.lock = _lock_of_ours(directory, names)
             try:
                 self.lock.sign()
                 clean(directory)
@@ -111,25 +122,29 @@ def claim(directory: Path) -> Claim:
     """Take a directory for a new run and remove what an earlier run left in it.
 
     Raises:
-        TTraceError: when another run uses it, or it cannot be written.
+        TTraceError: when another run uses it, it cannot be written, or something else in it has one
+            of our names.
     """
     run = secrets.token_hex(8)
 
     def clean(directory: Path) -> None:
         _await_ranks(directory)
         clean_up(directory)
-        _mark(directory, run)
+        owned.compact(directory)
+        owned.write(directory / MARK, [run])
 
-    return Claim(directory, run, clean)
+    return Claim(directory, run, NAMES, clean)
 
 
 def require_free(directory: Path) -> None:
     """Refuse a directory that another run uses, before anything slow is done.
 
     Raises:
-        TTraceError: when it is in use, or cannot be written.
+        TTraceError: when it is in use, cannot be written, or something else in it has one of our
+            names.
     """
-    lock_of(directory).release()
+    with _writing(directory):
+        _lock_of_ours(directory, NAMES).release()
 
 
 def claim_report(directory: Path, run: str) -> Claim:
@@ -142,7 +157,21 @@ def claim_report(directory: Path, run: str) -> Claim:
     Raises:
         TTraceError: when a run uses the directory, or it cannot be written.
     """
-    return Claim(directory, run, _remove_reports)
+    return Claim(directory, run, _REPORTS, _remove_reports)
+
+
+def _lock_of_ours(directory: Path, names: Sequence[str]) -> Lock:
+    """The lock on a directory in which nothing else has one of our names."""
+    if not os.path.lexists(directory / LOCK):
+        # Before the lock's file is left in a directory that is refused.
+        owned.require(directory, names)
+    lock = lock_of(directory)
+    try:
+        owned.require(directory, names)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
 
 
 def lock_of(directory: Path) -> Lock:
@@ -152,7 +181,7 @@ def lock_of(directory: Path) -> Lock:
         TTraceError: when another run uses it, or it cannot be written.
     """
     with _writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        owned.make(directory, ignored=True)
         lock = Lock(directory / LOCK)
         if not lock.acquire():
             raise TTraceError(
@@ -195,47 +224,24 @@ def _await_ranks(directory: Path) -> None:
 def clean_up(directory: Path) -> None:
     """Remove the files of an earlier run, but not its reference. Raises ``OSError``."""
     _remove_reports(directory)
-    for name in ("reference", "replay", "layout"):
-        _unlink(directory / f"{name}.log")
-        _unlink(directory / f"{name}.request.json")
-        _unlink(directory / f"{name}.end.json")
+    for name in _OF_LOGS:
+        owned.remove(directory / name)
     for folder in directory.glob(f"{SHARES}*"):
-        remove_listed(folder, _OF_SHARES)
+        owned.discard(folder)
     remove_traces(directory)
-    for name in ("logs", REFERENCE_LOGS):
-        remove_listed(directory / name, _OF_LOGS)
 
 
 def remove_traces(directory: Path) -> None:
     """Remove the candidate's tensors, and the state that it started from. Raises ``OSError``."""
     for name in _TRACES:
-        remove_listed(directory / name, _OF_A_TRACE)
+        owned.remove(directory / name)
 
 
 def _remove_reports(directory: Path) -> None:
     """Remove the report of an earlier run, half-written files too. Raises ``OSError``."""
     for name in _REPORTS:
-        _unlink(directory / name)
-        for half in directory.glob(f".{name}.*"):
-            _unlink(half)
-
-
-def _unlink(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        raise IsADirectoryError(0, f"{path.name} is a directory")
-    path.unlink(missing_ok=True)
-
-
-def remove_listed(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove our files in a folder, and the folder unless it holds others."""
-    if folder.is_symlink() or folder.is_file():
-        folder.unlink()
-    elif folder.is_dir():
-        for path in folder.iterdir():
-            if names.fullmatch(path.name):
-                _unlink(path)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+        owned.remove(directory / name)
+    owned.remove_files(directory, lambda name: _TEMPORARY.fullmatch(name) is not None)
 
 
 def prepare(directory: Path) -> str:
@@ -282,16 +288,9 @@ def require(directory: Path, mark: str) -> None:
     )
 
 
-def _mark(directory: Path, run: str) -> None:
-    """Write a run's id to a new file: an existing one may be a link or a FIFO."""
-    _unlink(directory / MARK)
-    with (directory / MARK).open("x", encoding="utf-8") as file:
-        file.write(run)
-
-
 def _marked(directory: Path) -> str:
     try:
-        file = os.open(directory / MARK, os.O_RDONLY | os.O_NONBLOCK)
+        file = os.open(directory / MARK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return ""
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
@@ -24,7 +25,8 @@ _FILE_BYTES = 256 << 20
 def write_moments(directory: Path, moments: Mapping[str, torch.Tensor]) -> None:
     """Write moments by name, before the trace is sealed; no file has much more than 256 MB."""
     for number, part in enumerate(_parts(moments)):
-        save_file(part, directory / f"start.{number:04d}.safetensors")
+        with owned.written_by_others(directory / f"start.{number:04d}.safetensors") as path:
+            save_file(part, path)
 
 
 def _parts(moments: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:

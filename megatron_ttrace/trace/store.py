@@ -44,7 +44,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, brief, encode, read_index
@@ -82,9 +82,8 @@ ERRORS_OF_NOISE = (
 
 def atomic_write(path: Path, text: str) -> None:
     """Write a small file so that readers see either all of it or none of it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    # A damaged one is made again: it needs no seal.
+    owned.write(path, [text], sealed=False)
 
 
 class TraceWriter:
@@ -106,7 +105,7 @@ class TraceWriter:
         self._awaits_gpu = False
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-        directory.mkdir(parents=True, exist_ok=True)
+        owned.make(directory)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -164,7 +163,8 @@ class TraceWriter:
 def _write(chunk: dict[str, torch.Tensor], path: Path, awaits_gpu: bool) -> None:
     if awaits_gpu:
         torch.cuda.synchronize()
-    save_file(chunk, path)
+    with owned.written_by_others(path) as temporary:
+        save_file(chunk, temporary)
 
 
 def seal(directory: Path, meta: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.processes.child import free_port
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import owned, shared
 from tests.integration.jobs import SCRIPT, TINY, environment
 
 
@@ -54,27 +54,36 @@ def test_not_writable(tmp_path: Path) -> None:
 
 def left_by_a_run(directory: Path) -> list[Path]:
     """What a run leaves, and files of somebody else in the same places."""
-    ours = [
+    files = [
         *("summary.json", "verdicts.jsonl", "report.html", "junit.xml", "reference.log"),
-        *(".summary.json.abc", "logs/rank-00000.log", "logs/rank-00000.request.json"),
-        *("candidate/meta.json", "candidate/rank-00000.index.jsonl", "candidate/meta.json.7.tmp"),
-        *("candidate/rank-00000.0000.safetensors", "start/meta.json", "replay.log"),
-        *(".shares-7/overrides.json", ".shares-7/rank-00000.index.jsonl"),
+        *("logs/rank-00000.log", ".shares-7/overrides.json", ".shares-7/rank-00000.index.jsonl"),
+        *("candidate/meta.json", "candidate/rank-00000.index.jsonl", "replay.log"),
+        *("candidate/rank-00000.0000.safetensors", "start/meta.json", "reference/meta.json"),
+        f".summary.json.{'7' * 16}",
     ]
-    theirs = ["logs/train.log", "reference/meta.json", "notes.txt"]
-    for name in [*ours, *theirs]:
+    theirs = ["logs/train.log", "candidate/rank-0.foo", "logs/x.tmp", ".old-x/a", "notes.txt"]
+    for name in files:
+        owned.make((directory / name).parent)
+        os.close(owned.create(directory / name))
+    for name in theirs:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text("")
-    return [directory / name for name in theirs]
+    return [directory / name for name in [*theirs, "reference/meta.json"]]
+
+
+def files_of(directory: Path) -> set[Path]:
+    """All files, without our manifests."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return {path for path in found if not owned.MANIFEST.match(path.name)}
 
 
 def test_a_claimed_directory(tmp_path: Path) -> None:
     """What an earlier run left is gone, other files stay; nobody else can claim it meanwhile."""
     kept = left_by_a_run(tmp_path)
     with shared.claim(tmp_path) as held:
-        found = {path for path in tmp_path.rglob("*") if path.is_file()}
-        assert found == {*kept, *(tmp_path / n for n in (".lock", ".ranks", shared.MARK))}
-        assert not (tmp_path / "candidate").exists()
+        ours = {tmp_path / name for name in (".lock", ".ranks", shared.MARK)}
+        assert files_of(tmp_path) == {*kept, *ours}
+        assert not (tmp_path / "start").exists()
         assert len(held.run) == 16
         left_by_a_run(tmp_path)
         says = rf"is in use by another check \(process {os.getpid()} on "
@@ -94,14 +103,27 @@ def test_a_claimed_directory(tmp_path: Path) -> None:
     shared.require_free(tmp_path)
 
 
+def test_manifests_do_not_pile_up(tmp_path: Path) -> None:
+    """However often a directory is used, few of them are in it."""
+    for _ in range(3):
+        with shared.claim(tmp_path / "out"):
+            owned._tokens.clear()  # as another process
+            owned.write(tmp_path / "out" / "summary.json", ["{}"])
+    found = [path for path in (tmp_path / "out").iterdir() if owned.MANIFEST.match(path.name)]
+    assert len(found) <= 3
+
+
 def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
-    """A link to another candidate goes, what it points to stays."""
+    """A link of ours to another directory goes, what it points to stays; another's is refused."""
     left_by_a_run(tmp_path / "other")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "candidate").symlink_to(tmp_path / "other" / "candidate")
+    owned.link(tmp_path / "out" / "candidate", tmp_path / "other" / "candidate")
     shared.claim(tmp_path / "out").release()
     assert not (tmp_path / "out" / "candidate").is_symlink()
     assert (tmp_path / "other" / "candidate" / "meta.json").exists()
+    (tmp_path / "out" / "candidate").symlink_to(tmp_path / "other" / "candidate")
+    with pytest.raises(TTraceError, match="candidate exists and was not written by ttrace"):
+        shared.claim(tmp_path / "out")
 
 
 def in_a_process(directory: Path, code: str, **more: str) -> subprocess.Popen[str]:
@@ -129,7 +151,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 def test_ranks_of_a_launcher(tmp_path: Path) -> None:
     """They believe the id in their environment if the directory does, and clean nothing."""
     with shared.claim(tmp_path) as held:
-        (tmp_path / "summary.json").write_text("")
+        owned.write(tmp_path / "summary.json", [""])
         code = "print(shared.prepare(directory), shared.run_id())"
         rank = in_a_process(tmp_path, code, TTRACE_RUN_ID=held.run)
         assert line_of(rank) == f"{held.run} {held.run}"

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.processes.worktrees import Checkout, Hunk
+from megatron_ttrace.trace import owned
 
 
 def git(folder, *words):
@@ -38,10 +39,10 @@ def test_a_worktree(home, tmp_path):
     """It holds the commit's files and is gone afterwards; the checkout is as it was."""
     before = git(home, "status", "--porcelain", "--branch")
     checkout = Checkout(home)
-    with checkout.at(checkout.commit("HEAD~1"), tmp_path / "tree") as root:
+    with checkout.at(checkout.commit("HEAD~1"), tmp_path / "trees" / "tree") as root:
         assert (root / "a.py").read_text().splitlines()[16] == "line 16"
         assert (root / "a.py").read_text().splitlines()[8] == "changed 1"
-    assert not (tmp_path / "tree").exists()
+    assert not (tmp_path / "trees" / "tree").exists()
     assert git(home, "worktree", "list").count("\n") == 0
     assert git(home, "status", "--porcelain", "--branch") == before
     assert (home / "a.py").read_text() == "being edited\n"
@@ -51,8 +52,9 @@ def test_one_that_was_left_behind(home, tmp_path):
     """A killed search is no obstacle."""
     checkout = Checkout(home)
     for _ in range(2):
-        git(home, "worktree", "add", "--detach", "--force", tmp_path / "tree", "HEAD")
-        with checkout.at(checkout.commit("HEAD"), tmp_path / "tree"):
+        owned.make(tmp_path / "trees", whole=True)
+        git(home, "worktree", "add", "--detach", "--force", tmp_path / "trees" / "tree", "HEAD")
+        with checkout.at(checkout.commit("HEAD"), tmp_path / "trees" / "tree"):
             pass
 
 

@@ -4,6 +4,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,11 +22,11 @@ from megatron_ttrace.processes import ranks
 from megatron_ttrace.runtime import launch, trial
 from megatron_ttrace.runtime.launch import Order
 from megatron_ttrace.runtime.separation import Separation
-from megatron_ttrace.trace import codec, ends
+from megatron_ttrace.trace import codec, ends, owned
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, atomic_write, seal
 
 NAME = "0123456789abcdef"
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a")
@@ -42,7 +43,6 @@ class Maker:
     def __call__(self, aside: Path) -> None:
         """Stands in for the reference run."""
         self.made += 1
-        aside.mkdir()
         writer = TraceWriter(aside, 0)
         writer.add(Entry(KEY, (4,), "float32"), torch.full((4,), self.value))
         writer.close()
@@ -64,8 +64,9 @@ def value_of(home: Path) -> float:
 
 
 def visible(folder: Path) -> list[str]:
-    """The content of a folder, without locks."""
-    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".lock"))
+    """The content of a folder, without locks and manifests."""
+    others = re.compile(rf".*\.lock|{owned.MANIFEST.pattern}|{owned.IGNORE}")
+    return sorted(p.name for p in folder.iterdir() if not others.fullmatch(p.name))
 
 
 def test_made_once(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     Maker(1.0)(entry)
     seal(entry, {"role": "reference", "fingerprint": "other"})
     link.parent.mkdir()
-    link.symlink_to(entry)
+    owned.link(link, entry)
     before = {path.name: path.read_bytes() for path in entry.iterdir()}
     assert obtain(link, Maker(2.0))
     assert not link.is_symlink()
@@ -140,9 +141,9 @@ def test_somebody_elses_directory(tmp_path: Path) -> None:
     home = tmp_path / "reference"
     home.mkdir()
     (home / "thesis.tex").write_text("")
-    with pytest.raises(TTraceError, match="is not a ttrace reference"):
+    with pytest.raises(TTraceError, match="was not written by ttrace: choose another"):
         obtain(home, Maker())
-    with pytest.raises(TTraceError, match="is not a ttrace reference"):
+    with pytest.raises(TTraceError, match="was not written by ttrace: choose another"):
         launch._link(home, tmp_path / "cache")
     assert (home / "thesis.tex").exists()
 
@@ -152,8 +153,8 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     home = tmp_path / NAME
 
     def fail(aside: Path) -> None:
-        aside.mkdir()
-        (aside / "overrides.json").write_text("{}")
+        owned.make(aside)
+        atomic_write(aside / "overrides.json", "{}")
         raise TTraceError("the reference run failed")
 
     with pytest.raises(TTraceError, match="the reference run failed"):
@@ -164,14 +165,19 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 def test_leftovers_of_killed_builds(tmp_path: Path) -> None:
     """Leftovers are removed, except those of an entry that is being built."""
-    left = [f".{NAME}.building-1", f".{NAME}.old-1", ".dead.building-1", ".alive.building-1"]
-    for name in left:
+    run = "1" * 16
+    left = [f".{NAME}.building-{run}", f".{NAME}.old-{run}", f".dead.building-{run}"]
+    foreign = [f".vim.old-{run}", ".vim.old-2023", ".alive.building-2"]
+    for name in [*left, f".alive.building-{run}"]:
+        owned.make(tmp_path / name)
+        owned.write(tmp_path / name / "half", "")
+    for name in foreign:
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("")
     alive = Lock(tmp_path / ".alive.lock")
     assert alive.acquire()
     obtain(tmp_path / NAME, Maker())
-    assert visible(tmp_path) == [".alive.building-1", NAME]
+    assert visible(tmp_path) == sorted([f".alive.building-{run}", NAME, *foreign])
     alive.release()
 
 
@@ -239,14 +245,14 @@ def test_without_locks_the_faster_one_wins(tmp_path: Path, monkeypatch: pytest.M
     def slowly(aside: Path) -> None:
         Maker(2.0)(aside)
 
-    rename = Path.rename
+    move = owned.move
 
-    def late(path: Path, target: Path) -> Path:
+    def late(path: Path, target: Path) -> None:
         if target == home and not home.exists():
             Maker(1.0)(home)
-        return rename(path, target)
+        move(path, target)
 
-    monkeypatch.setattr(Path, "rename", late)
+    monkeypatch.setattr(owned, "move", late)
     assert obtain(home, slowly)
     assert value_of(home) == 1.0
     assert visible(tmp_path) == [NAME]

@@ -4,11 +4,11 @@ import os
 import pytest
 import torch
 
-from megatron_ttrace.trace import cleaning, shared
+from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.cleaning import Sort
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceWriter, seal
+from megatron_ttrace.trace.store import Entry, TraceWriter, atomic_write, seal
 
 
 def reference(folder):
@@ -17,7 +17,7 @@ def reference(folder):
     writer.add(Entry.of(TraceKey(1, 0, Kind.OUTPUT, "m", 0), torch.ones(4)), torch.ones(4))
     writer.close()
     for name in ("overrides.json", "tolerances.jsonl", "start.0000.safetensors"):
-        (folder / name).write_text("{}")
+        atomic_write(folder / name, "{}")
     seal(folder, {"fingerprint": folder.name})
 
 
@@ -27,14 +27,14 @@ def home(tmp_path):
     home = tmp_path / "home"
     with shared.claim(home / "run"):
         pass
-    (home / "run" / "report.html").write_text("<html>")
-    (home / "run" / "candidate").mkdir()
-    (home / "run" / "candidate" / "rank-00000.index.jsonl").write_text("{}")
+    owned.write(home / "run" / "report.html", ["<html>"])
+    owned.make(home / "run" / "candidate")
+    atomic_write(home / "run" / "candidate" / "rank-00000.index.jsonl", "{}")
     reference(home / "run" / "reference")
     reference(home / "cache" / "abc")
     unfinished = home / "cache" / f".def.building-{'0' * 16}"
-    unfinished.mkdir()
-    (unfinished / "overrides.json").write_text("{}")
+    owned.make(unfinished)
+    atomic_write(unfinished / "overrides.json", "{}")
     (home / "own").mkdir()
     (home / "own" / "meta.json").write_text("{}")
     (home / "own" / "overrides.json").write_text("{}")
@@ -60,7 +60,8 @@ def test_all_of_it_is_removed(home):
     assert all(cleaning.remove(one) for one in cleaning.find(home))
     assert cleaning.find(home) == []
     assert sorted(path.name for path in home.iterdir()) == ["cache", "own"]
-    assert list((home / "cache").iterdir()) in ([], [home / "cache" / ".def.lock"])
+    left = {name for name in os.listdir(home / "cache") if not owned.MANIFEST.match(name)}
+    assert left <= {".def.lock"}
     assert sorted(os.listdir(home / "own")) == ["meta.json", "overrides.json"]
 
 
@@ -69,7 +70,8 @@ def test_the_files_of_others_stay(home):
     for folder in ("run", "run/candidate", "run/reference", "cache/abc"):
         (home / folder / "notes.txt").write_text("mine")
     assert all(cleaning.remove(one) for one in cleaning.find(home))
-    left = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+    files = [path for path in home.rglob("*") if path.is_file()]
+    left = {str(one.relative_to(home)) for one in files if not owned.MANIFEST.match(one.name)}
     assert left - {"cache/.def.lock"} == {
         "cache/abc/notes.txt",
         "own/meta.json",
@@ -87,8 +89,7 @@ def test_links_are_not_followed(home, tmp_path):
     (home / "link").symlink_to(elsewhere, target_is_directory=True)
     with shared.claim(home / "second"):
         pass
-    (home / "second" / "reference").symlink_to(elsewhere / "abc", target_is_directory=True)
-    (home / "second" / "candidate").symlink_to(elsewhere / "abc", target_is_directory=True)
+    owned.link(home / "second" / "reference", elsewhere / "abc")
     found = cleaning.find(home)
     assert not [one for one in found if one.path.is_relative_to(home / "link")]
     assert all(cleaning.remove(one) for one in found)

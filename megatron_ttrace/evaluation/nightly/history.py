@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
+from megatron_ttrace.trace import owned
 
 FILE = "nights.jsonl"
 
@@ -22,8 +24,8 @@ def prepare(path: Path) -> None:
         TTraceError: when that fails.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        owned.make(path.parent, ignored=True)
+        os.close(owned.append(path))
     except OSError as error:
         raise TTraceError(f"{path} is not writable ({error.strerror})") from error
 
@@ -34,7 +36,7 @@ def append(path: Path, night: Night) -> None:
     del head["cases"]
     lines = [{**head, "part": None, "exit_code": int(night.exit_code)}]
     lines += [{"began": night.began, **dataclasses.asdict(case)} for case in night.cases]
-    with path.open("a", encoding="utf-8") as file:
+    with open(owned.append(path), "a", encoding="utf-8") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in lines)
 
 

@@ -26,6 +26,7 @@ from megatron_ttrace.evaluation.recipes.run import RESULTS
 from megatron_ttrace.mcore import provenance, versions
 from megatron_ttrace.processes import logs
 from megatron_ttrace.processes.tether import tethered
+from megatron_ttrace.trace import owned
 
 QUICK_BUGS = ("01", "11")
 QUICK_MATRIX = ("dp2/gpt/fp32",)
@@ -71,7 +72,7 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
         say: called with each line of progress.
     """
     began, clock = datetime.datetime.now().astimezone(), time.monotonic()
-    directory.mkdir(parents=True, exist_ok=True)
+    owned.make(directory, ignored=True)
     cases: list[NightCase] = []
     gaps: list[Gap] = []
     for part in NightPart:
@@ -84,8 +85,7 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
             continue
         say(f"{part}")
         step = _step(part, options, directory)
-        with contextlib.suppress(FileNotFoundError):
-            step.results.unlink()
+        owned.remove(step.results)
         reason, code = _execute(step, left)
         found = _read(part, step.results)
         if code == ExitCode.COULD_NOT_CHECK and any(one.state is not State.GOOD for one in found):
@@ -132,7 +132,7 @@ def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
     It and its ranks end with this process, so that none survives a night that is stopped.
     """
     command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *step.arguments]
-    with step.log.open("w", encoding="utf-8") as file:
+    with open(owned.create(step.log), "wb") as file:
         process = subprocess.Popen(
             tethered(command),
             stdin=subprocess.DEVNULL,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from megatron_ttrace.processes.worktrees import Checkout, Hunk
 from megatron_ttrace.report import table, wording
 from megatron_ttrace.report.review import Annotation, Level
 from megatron_ttrace.runtime import api
-from megatron_ttrace.trace import changes
+from megatron_ttrace.trace import changes, owned
 from megatron_ttrace.trace.records import Culprit, Result
 from megatron_ttrace.trace.sanitise import clean, in_one_line
 
@@ -33,6 +32,9 @@ _PLACE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+)")
 _MOST = 10
 """Annotations of one kind that GitHub shows of a step."""
 _RECORDS = "reached.json"
+_RAN = "ran.jsonl"
+NAMES = ("trees", _RECORDS, _RAN)
+"""What is replaced in the working directory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Pull:
 
     def _tree(self, name: str, commit: str) -> Path:
         tree = (self.directory / "trees" / name).resolve()
-        tree.parent.mkdir(parents=True, exist_ok=True)
+        owned.make(self.directory, ignored=True)
         return self._stack.enter_context(self._checkout.at(commit, tree))
 
     def _check(self, job: SmallJob, root: Path, commit: str) -> Checked:
@@ -144,7 +146,7 @@ class Pull:
         if not script.is_file():
             return Checked(Result.COULD_NOT_CHECK, why=f"{script.name}: no such script")
         folder = self.directory / "checks" / commit[:12] / job.key
-        log = self.directory / "ran.jsonl"
+        log = self.directory / _RAN
         references = (self.directory / "references").resolve()
         cached = set(os.listdir(references)) if references.is_dir() else set()
         prefix = documents.write(self.directory / "data" / "text", (documents.SFT,))
@@ -191,7 +193,7 @@ class Pull:
         references = self.directory / "references"
         for name in os.listdir(references) if references.is_dir() else ():
             if name not in self.used and (references / name / "meta.json").is_file():
-                shutil.rmtree(references / name, ignore_errors=True)
+                owned.discard(references / name)
         for name in self.records.references.keys() - self.used:
             del self.records.references[name]
         self.records.save(self.directory / _RECORDS)

@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.report.files import write_atomically
-from megatron_ttrace.trace import changes, codec
+from megatron_ttrace.trace import changes, codec, owned
 
 Files = dict[str, dict[str, str]]
 """Path below the checkout -> function -> digest of its body; for ``""`` of the rest of the file."""
@@ -43,7 +43,7 @@ def record(log: Path, root: Path) -> None:
     Raises:
         TTraceError: when other tools use all places of ``sys.monitoring``.
     """
-    log.unlink(missing_ok=True)
+    os.close(owned.create(log))
     inside = f"{root}{os.sep}"
     monitoring = sys.monitoring
     tool = next((tool for tool in range(6) if monitoring.get_tool(tool) is None), None)
@@ -55,7 +55,7 @@ def record(log: Path, root: Path) -> None:
         if code.co_filename.startswith(inside):
             file = code.co_filename.removeprefix(inside)
             words = json.dumps([os.getpid(), file, code.co_qualname])
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
             os.write(output, f"{words}\n".encode())
             os.close(output)
         return monitoring.DISABLE

@@ -15,6 +15,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.known import finding_of
 from megatron_ttrace.processes.logs import record_of, usage_error
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.records import Outcome, Result
 
 RESULTS = "jobs.jsonl"
@@ -112,13 +113,13 @@ def run(
     Yields:
         Each result, as soon as it is written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    owned.make(directory, ignored=True)
     file = directory / RESULTS
     finished = read_results(file)
     waiting = [job for job in jobs if job.key not in finished]
     for job in waiting[:limit]:
         row = check(job)
-        with file.open("a", encoding="utf-8") as out:
+        with open(owned.append(file), "a", encoding="utf-8") as out:
             print(json.dumps(row.to_json()), file=out, flush=True)
         yield row
 

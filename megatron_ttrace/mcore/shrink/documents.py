@@ -21,6 +21,7 @@ import numpy as np
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import text_data
 from megatron_ttrace.mcore.versions import quiet_imports
+from megatron_ttrace.trace import owned
 
 SFT = "--sft"
 
@@ -87,7 +88,7 @@ def _chats(prefix: Path) -> Path:
 
 def _write_chats(folder: Path) -> None:
     """Conversations of uneven length, one to four in a sample, and a tokenizer of characters."""
-    folder.mkdir(parents=True, exist_ok=True)
+    owned.make(folder)
     numbers = {token: number for number, token in enumerate((*_SPECIAL, *string.printable))}
     added = [
         {"id": numbers[token], "content": token, "special": True}
@@ -107,10 +108,10 @@ def _write_chats(folder: Path) -> None:
         "eos_token": _SPECIAL[1],
         "chat_template": _TEMPLATE,
     }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(configuration), encoding="utf-8")
+    owned.write(folder / "tokenizer.json", [json.dumps(tokenizer)])
+    owned.write(folder / "tokenizer_config.json", [json.dumps(configuration)])
     lines = [json.dumps({"messages": messages}) for messages in _conversations()]
-    (folder / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    owned.write(folder / "chats.jsonl", ["\n".join(lines)])
 
 
 def _conversations() -> Iterator[list[dict[str, str]]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.start.moments import set_step
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
@@ -189,7 +189,7 @@ def hand_over(
 ) -> Started:
     """Write the state that was loaded; called on all ranks."""
     told = "handing over the loaded state"
-    ranks.from_one(0, told, lambda: shutil.rmtree(directory, ignore_errors=True))
+    ranks.from_one(0, told, lambda: owned.remove(directory))
     digests = ranks.exchange(told, lambda: write(model, directory), device)
     started = Started(
         directory=str(directory.resolve()),
