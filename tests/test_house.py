@@ -248,7 +248,57 @@ def front_door_is_for_users(known: Modules) -> list[str]:
     return found
 
 
+_CHANGES = frozenset(
+    {
+        *("rmtree", "unlink", "rmdir", "removedirs", "rename", "renames", "move", "ftruncate"),
+        *("truncate", "symlink", "symlink_to", "hardlink_to", "mkstemp", "copytree", "copyfile"),
+        *("write_text", "write_bytes", "touch"),
+    }
+)
+_BY_OS = frozenset({"remove", "replace", "link"})
+"""Functions of ``os``; other classes have methods of these names."""
+_TEMPORARY = {
+    "evaluation.recipes.collect": {"symlink_to"},
+    "processes.shell_script": {"write_text"},
+}
+"""In a directory of ``tempfile.TemporaryDirectory``."""
+
+
+def files_change_in_one_module(known: Modules) -> list[str]:
+    """Only ``trace/owned.py`` creates, replaces and removes files: it knows whose they are."""
+    found = []
+    for name, text in known.items():
+        if name in ("trace.owned", "trace.manifests"):
+            continue
+        for node in nodes(text):
+            if isinstance(node, ast.Attribute):
+                own = ast.unparse(node.value)
+                changes = node.attr in _CHANGES - _TEMPORARY.get(name, set()) and own != "owned"
+                if changes or (own == "os" and node.attr in {*_BY_OS, "O_TRUNC", "O_CREAT"}):
+                    found.append(f"{name}: {own}.{node.attr}")
+            if isinstance(node, ast.Call) and _opens_for_writing(node):
+                found.append(f"{name}: {ast.unparse(node)[:60]}")
+    return found
+
+
+def _opens_for_writing(call: ast.Call) -> bool:
+    """``path.open("w")``, and ``open(path, "w")`` unless of a descriptor that was opened before."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "open":
+        modes = call.args[:1]
+    elif isinstance(call.func, ast.Name) and call.func.id == "open":
+        first = call.args[0]
+        descriptor = isinstance(first, ast.Call) or isinstance(getattr(first, "value", 0), int)
+        modes = [] if descriptor and not isinstance(first, ast.Name) else call.args[1:2]
+    else:
+        return False
+    modes += [word.value for word in call.keywords if word.arg == "mode"]
+    return any(
+        isinstance(mode, ast.Constant) and set(str(mode.value)) & set("wax+") for mode in modes
+    )
+
+
 RULES = [
+    files_change_in_one_module,
     front_door_is_for_users,
     unknown_rooms,
     upwards,
@@ -269,6 +319,11 @@ def test_rule(rule) -> None:
 
 
 BROKEN = [
+    (files_change_in_one_module, {"trace.a": "import shutil\nshutil.rmtree('a')\n"}),
+    (files_change_in_one_module, {"trace.a": "def f(path):\n    path.unlink()\n"}),
+    (files_change_in_one_module, {"trace.a": "import os\nos.replace('a', 'b')\n"}),
+    (files_change_in_one_module, {"trace.a": "open('a', 'w')\n"}),
+    (files_change_in_one_module, {"trace.a": "def f(path):\n    path.open('ab')\n"}),
     (front_door_is_for_users, {"trace.a": "def f():\n    from megatron_ttrace import check\n"}),
     (front_door_is_for_users, {"trace.a": "import megatron_ttrace\nmegatron_ttrace.check('a')\n"}),
     (unknown_rooms, {"attic.box": ""}),

@@ -15,6 +15,7 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _run(args: argparse.Namespace) -> int:
     flags = ("--ttrace-isolate",) if args.isolate else ()
     variant = suite.Variant(args.model, args.size, args.bf16, args.seed, flags)
     rows = []
-    with args.rows.open("w", encoding="utf-8") if args.rows else nullcontext() as file:
+    with owned.open_named(args.rows, "w") if args.rows else nullcontext() as file:
         for row in suite.run(chosen, variant, args.directory, command.progress()):
             rows.append(row)
             if file is not None:

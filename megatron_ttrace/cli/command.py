@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
+from megatron_ttrace.trace import owned
 
 type Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 type Say = Callable[[str], None]
@@ -178,6 +179,6 @@ def require_writable(flag: str, file: Path | None) -> None:
     """
     try:
         if file is not None:
-            file.touch()
+            owned.open_named(file, "a").close()
     except OSError as error:
         raise TTraceError(f"{flag} {file} is not writable ({error.strerror})") from error

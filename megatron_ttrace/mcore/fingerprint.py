@@ -11,14 +11,16 @@ import functools
 import hashlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.mcore import cyclic, fim, packed, provenance, versions
+from megatron_ttrace.mcore import cyclic, disclosure, fim, packed, provenance, versions
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.disclosure import is_shown
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.reference_arguments import overrides_of
@@ -55,6 +57,13 @@ _HARMLESS_PREFIXES = (
 )
 _LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
 """What is computed only if it is logged is compared if it is."""
+_DERIVED = frozenset(
+    {
+        *("params_dtype", "skipped_train_samples", "virtual_pipeline_model_parallel_size"),
+        *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+    }
+)
+"""What Megatron computes from its options, and the report may show."""
 _HARMLESS = {
     "rank",
     "local_rank",
@@ -82,7 +91,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
     """Everything the reference of this candidate depends on, as JSON values."""
     derived = {**vars(args), **SINGLE_DEVICE, **QUIET, **overrides_of(args)}
     arguments = {
-        name: _plain(value)
+        name: disclosure.identity(_plain(value), allowed=name in _DERIVED or is_shown(name))
         for name, value in sorted(derived.items())
         if name not in _HARMLESS
         and (name in _LOGGED or not name.startswith(_HARMLESS_PREFIXES))
@@ -95,7 +104,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "iterations": list(settings.iterations),
             "init": settings.init,
             "seeds": settings.seeds,
-            "reference_args": settings.reference_args,
+            "reference_args": _arguments(settings.reference_args),
             "reference_layout": str(settings.reference_layout or ""),
             "device": _device(),
             FIM_BY_SAMPLE: fim.is_by_sample(args, settings),
@@ -167,6 +176,14 @@ def _plain(value: Any) -> Any:
     text = str(value)
     # An object that prints its address has no value to compare.
     return type(value).__name__ if " at 0x" in text else text
+
+
+def _arguments(words: str) -> list[str]:
+    """Arguments as far as they may be shown, and a digest of all of them."""
+    if not words.strip():
+        return []
+    whole = disclosure.identity(words, allowed=False)
+    return [*disclosure.command(shlex.split(words)), str(whole)]
 
 
 def _device() -> str:

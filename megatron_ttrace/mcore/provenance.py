@@ -8,7 +8,6 @@ import getpass
 import hashlib
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -17,8 +16,8 @@ from pathlib import Path
 
 from megatron_ttrace import __version__
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import disclosure, versions
 from megatron_ttrace.mcore import script as scripts
-from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.records import Code, Run
@@ -38,10 +37,6 @@ _NUMERIC_PREFIXES = (
     *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "FLASH_", "MKL_", "NVTE_", "ONEDNN_"),
     *("TORCH_ALLOW_TF32", "TORCH_CUDNN_", "TORCHINDUCTOR_"),
 )
-_SECRET = re.compile(r"(?i)(token|secret|password|passwd|credential|api[_-]?key|_key)s?$")
-_SECRET_FLAG = re.compile(
-    r"(?i)^--?[\w-]*((?:access|api|auth|bearer|hf|wandb)[-_]?(?:token|key)|secret|password)(=|$)"
-)
 
 _began = ""
 _environment: dict[str, str] = {}
@@ -59,7 +54,7 @@ def begin() -> None:
 
 
 def command_line(words: Sequence[str] = ()) -> str:
-    """A command line as a JSON list, without the values of secret flags.
+    """A command line as a JSON list, without values that may be secret (``disclosure.py``).
 
     Args:
         words: of the command; by default this process's.
@@ -67,7 +62,7 @@ def command_line(words: Sequence[str] = ()) -> str:
     if not words:
         as_ttrace = os.path.basename(sys.argv[0] or "") == "ttrace"
         words = sys.argv if as_ttrace else sys.orig_argv
-    return json.dumps(_without_secrets(list(words)))
+    return json.dumps(disclosure.command(words))
 
 
 def require_found() -> None:
@@ -113,15 +108,20 @@ def collect(args: MegatronArguments) -> Run:
         host=socket.gethostname(),
         user=_user(),
         date=_began,
-        environment=_chosen(_environment, _NAMES, _PREFIXES),
+        environment=disclosure.environment(_chosen(_environment, _NAMES, _PREFIXES)),
         seed=int(args.seed),
     )
 
 
 def numeric_environment() -> dict[str, str]:
-    """Variables that can change numbers on a single device."""
+    """Variables that can change numbers on a single device: values, or digests of them."""
     begin()
-    return _chosen(_environment, _NUMERIC_NAMES, _NUMERIC_PREFIXES)
+    chosen = _chosen(_environment, _NUMERIC_NAMES, _NUMERIC_PREFIXES)
+    shown = disclosure.environment(chosen)
+    return {
+        name: str(disclosure.identity(value, allowed=shown[name] != disclosure.HIDDEN))
+        for name, value in chosen.items()
+    }
 
 
 def commit_of(file: Path) -> tuple[str, bool]:
@@ -168,23 +168,8 @@ def _chosen(
     return {
         name: value
         for name, value in sorted(environment.items())
-        if (name in names or name.startswith(prefixes))
-        and name not in _INTERNAL
-        and not _SECRET.search(name)
+        if (name in names or name.startswith(prefixes)) and name not in _INTERNAL
     }
-
-
-def _without_secrets(words: list[str]) -> list[str]:
-    shown: list[str] = []
-    hidden = False
-    for word in words:
-        match = _SECRET_FLAG.match(word)
-        if hidden and not word.startswith("--"):
-            shown.append("***")
-        else:
-            shown.append(f"{word[: match.end()]}***" if match and match[2] == "=" else word)
-        hidden = match is not None and match[2] == ""
-    return shown
 
 
 def _sha256(file: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags, provenance
+from megatron_ttrace.mcore import disclosure, flags, provenance
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.processes import forkserver, ranks, signals
 from megatron_ttrace.processes.logs import (
@@ -73,7 +73,7 @@ class Job:
         return flags.settings_from_args(ours).timeout
 
     def checking(self) -> list[str]:
-        """The command that checks this job."""
+        """The command that checks this job, without values that may be secret."""
         return self._command(str(self.directory))
 
     def isolating(self) -> list[str]:
@@ -97,7 +97,7 @@ class Job:
     def _command(self, directory: str, *more: str) -> list[str]:
         words = ["ttrace", "check", "--nproc-per-node", str(self.nproc)]
         words += ["--ttrace-dir", directory, *more, *self.flags]
-        return [*words, "--", str(self.script), *self.arguments]
+        return disclosure.command([*words, "--", str(self.script), *self.arguments])
 
 
 def prepare(

@@ -73,8 +73,10 @@ def unwritable(log: Path) -> str:
     """Why nothing can be appended to a log, so that its last lines are missing; "" if it can."""
     try:
         file = owned.append(log, owned.PRIVATE_FILE)
-    except (OSError, TTraceError) as error:
-        return getattr(error, "strerror", None) or str(error)
+    except TTraceError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
     size = os.fstat(file).st_size
     try:
         missing = len(_PROBE) - os.write(file, _PROBE)

@@ -183,6 +183,7 @@ def _settings(wandb: Any) -> Any:
         "silent": True,
         "console": "off",
         "disable_git": True,
+        "x_disable_meta": True,
         "disable_code": True,
         "disable_job_creation": True,
         "x_disable_stats": True,

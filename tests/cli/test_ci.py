@@ -14,6 +14,7 @@ from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.shrink import documents
 from megatron_ttrace.processes import apart
 from megatron_ttrace.runtime import api
+from megatron_ttrace.trace import owned
 from tests.evaluation.recipes.test_recipes import MODEL
 from tests.processes.test_worktrees import git
 from tests.runtime import kept
@@ -75,6 +76,7 @@ def checked(tmp_path, monkeypatch):
 
     def stand_in(interpreter, words, environment, *, quiet, module):
         log, root = map(Path, words[:2])
+        os.close(owned.create(log))
         axis = "tensor" if "--tensor-model-parallel-size" in words else "pipeline"
         file = LAYERS if axis == "tensor" else PIPELINE
         stand_in.asked.append((root.name, axis))

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_ttrace.__main__ import build_parser
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import owned, shared
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def home(tmp_path, monkeypatch):
     """A working directory with a run in ``ttrace-out``."""
     monkeypatch.chdir(tmp_path)
     with shared.claim(tmp_path / "ttrace-out"):
-        (tmp_path / "ttrace-out" / "report.html").write_text("<html>")
+        owned.write(tmp_path / "ttrace-out" / "report.html", ["<html>"])
     return tmp_path
 
 

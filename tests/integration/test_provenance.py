@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.mcore import provenance
+from megatron_ttrace.mcore import disclosure, provenance
 
 
 def git(folder: Path, *words: str) -> str:
@@ -57,7 +57,12 @@ def test_no_secret_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         "TTRACE_CACHE": "/c",
     }
     chosen = provenance._chosen(variables, provenance._NAMES, provenance._PREFIXES)
-    assert chosen == {"NVTE_FUSED_ATTN": "0", "TTRACE_CACHE": "/c"}
+    assert disclosure.environment(chosen) == {
+        "NVTE_FUSED_ATTN": "0",
+        "TORCH_HUB_TOKEN": "***",
+        "TTRACE_API_KEY": "***",
+        "TTRACE_CACHE": "/c",
+    }
     words = ["--hf-token", "hidden", "--wandb-api-key=hidden", "--tokenizer-type", "x"]
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *words])
     assert json.loads(provenance.command_line()) == [

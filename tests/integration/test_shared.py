@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.processes.child import free_port
-from megatron_ttrace.trace import owned, shared
+from megatron_ttrace.trace import manifests, owned, shared
 from tests.integration.jobs import SCRIPT, TINY, environment
 
 
@@ -107,7 +107,7 @@ def test_manifests_do_not_pile_up(tmp_path: Path) -> None:
     """However often a directory is used, few of them are in it."""
     for _ in range(3):
         with shared.claim(tmp_path / "out"):
-            owned._tokens.clear()  # as another process
+            manifests.tokens.clear()  # as another process
             owned.write(tmp_path / "out" / "summary.json", ["{}"])
     found = [path for path in (tmp_path / "out").iterdir() if owned.MANIFEST.match(path.name)]
     assert len(found) <= 3

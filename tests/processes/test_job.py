@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One answer, or one reason from many logs."""
 
+import errno
 import json
 import os
 import resource
@@ -19,7 +20,7 @@ from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.processes import ranks
 from megatron_ttrace.processes.job import Job
 from megatron_ttrace.report import files
-from megatron_ttrace.trace import codec, ends
+from megatron_ttrace.trace import codec, ends, owned
 from megatron_ttrace.trace.ends import EndRecord, Frame
 from megatron_ttrace.trace.records import Result
 
@@ -168,9 +169,14 @@ def test_a_crash_and_who_lost_it(tmp_path, crash_first):
     assert found.startswith(crashed if crash_first else "rank 1: lost the connection")
 
 
-def test_a_log_without_room(tmp_path):
+def test_a_log_without_room(tmp_path, monkeypatch):
     """A rank that could not write to its log: that is the reason."""
-    ranks.log_of(tmp_path, 0).symlink_to("/dev/full")
+    os.close(owned.create(ranks.log_of(tmp_path, 0)))
+
+    def full(handle, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
     found = jobs._why([1], tmp_path)
     assert found.startswith("rank 0 failed with exit code 1: ")
     assert found.endswith("cannot be written (No space left on device)")
@@ -268,7 +274,7 @@ def test_two_at_once(tmp_path):
 def test_an_answer_of_an_earlier_run_is_no_answer(tmp_path):
     """A stale summary is removed before the ranks start."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / files.SUMMARY).write_text("{}")
+    owned.write(tmp_path / "out" / files.SUMMARY, ["{}"])
     with pytest.raises(TTraceError, match="the job ended without a result"):
         jobs.run(job(tmp_path, "pass"), fork=False)
     assert not (tmp_path / "out" / files.SUMMARY).exists()

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ttrace.processes import forkserver, ranks
 from megatron_ttrace.processes.ranks import log_of, run_ranks
+from megatron_ttrace.trace import owned
 
 
 @pytest.fixture(autouse=True)
@@ -148,8 +149,8 @@ def test_an_interrupted_job_leaves_no_ranks(tmp_path):
 
 def test_output_of_both_streams_is_kept(tmp_path):
     """A traceback is written to the rank's log; an old log is overwritten."""
-    (tmp_path / "logs").mkdir()
-    log_of(tmp_path / "logs", 0).write_text("of an earlier run\n")
+    owned.make(tmp_path / "logs")
+    owned.write(log_of(tmp_path / "logs", 0), ["of an earlier run\n"])
     assert run(tmp_path, "print('out'); raise ValueError('err')", nproc=1) == [1]
     text = log(tmp_path, 0)
     assert "out" in text

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.report import files, later, publish
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.records import Summary, Verdict
 
 Check = tuple[Summary, list[Verdict]]
@@ -26,7 +27,7 @@ if sys.argv[2] == "killed":
 def test_the_verdict_comes_first(diverged: Check, tmp_path: Path) -> None:
     """Files of the verdict at once; no page, and none of an earlier check."""
     page = tmp_path / files.HTML
-    page.write_text("of an earlier check")
+    owned.write(page, ["of an earlier check"])
     publish(*diverged, tmp_path, wandb=False, run_id="a" * 16, pages=False)
     assert files.load_report(tmp_path) == diverged
     assert not page.exists()

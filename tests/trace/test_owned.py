@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace import owned, shared
+from megatron_ttrace.trace import manifests, owned, shared
 
 FOREIGN = "exists and was not written by ttrace: choose another"
 OUR_NAMES = shared.NAMES
@@ -41,7 +41,7 @@ def test_what_was_written_is_replaced_and_removed(tmp_path: Path) -> None:
     owned.make(home / "inner")
     owned.write(home / "inner" / "b", ["3"])
     owned.link(home / "link", home / "inner")
-    owned._tokens.clear()
+    manifests.tokens.clear()
     owned.link(home / "link", tmp_path)
     assert (home / "a.json").read_text() == "2"
     assert (home / ".gitignore").read_text() == "*\n"
@@ -191,7 +191,7 @@ def test_nobody_wins_a_race_for_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     """What appears between the look and the write is refused, not replaced."""
     real = owned._place
 
-    def late(folder: owned._Folder, temporary: str, name: str, *, replace: bool) -> None:
+    def late(folder: manifests.Folder, temporary: str, name: str, *, replace: bool) -> None:
         (tmp_path / name).write_text("mine")
         real(folder, temporary, name, replace=replace)
 

@@ -85,7 +85,7 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
             continue
         say(f"{part}")
         step = _step(part, options, directory)
-        owned.remove(step.results)
+        owned.expect(step.results)
         reason, code = _execute(step, left)
         found = _read(part, step.results)
         if code == ExitCode.COULD_NOT_CHECK and any(one.state is not State.GOOD for one in found):

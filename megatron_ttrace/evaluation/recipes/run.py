@@ -14,6 +14,7 @@ from typing import Any
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.known import finding_of
+from megatron_ttrace.mcore import disclosure
 from megatron_ttrace.processes.logs import record_of, usage_error
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.records import Outcome, Result
@@ -163,7 +164,8 @@ class Checker:
         began = time.monotonic()
         variables = [f"{name}={value}" for name, value in job.environment]
         checking = self._runner.job(case).checking()
-        command = shlex.join([*(["env", *variables] if variables else []), *checking])
+        assigned = disclosure.command(["env", *variables]) if variables else []
+        command = shlex.join([*assigned, *checking])
         try:
             found = self._runner.run(case)
             verdicts = found.verdicts()

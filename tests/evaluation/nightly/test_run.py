@@ -15,6 +15,7 @@ from megatron_ttrace.evaluation.nightly import run as runner
 from megatron_ttrace.evaluation.nightly.records import NightPart, State
 from megatron_ttrace.evaluation.nightly.run import Options
 from megatron_ttrace.evaluation.recipes.run import RESULTS, Answer, JobRow
+from megatron_ttrace.trace import owned
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row
 
 ROOT = Path(__file__).parents[3]
@@ -124,7 +125,7 @@ def test_results_of_last_night_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Old files of results are removed first."""
-    (tmp_path / "bugs.jsonl").write_text(json.dumps(bug_row()))
+    owned.write(tmp_path / "bugs.jsonl", [json.dumps(bug_row())])
     play(monkeypatch, bugs="exit(5)")
     night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
     assert night.cases == ()

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files are this package's: manifests in the directories in which it creates any.
+
+Each process that creates something in a directory records it there in a manifest of its own,
+``.ttrace-files-`` and 16 random hexadecimal digits. Its first line repeats the digits and says
+how the directory came to be (:class:`Made`); each further line is a name and a mark: the checksum
+of a file that was written whole, the target of a link, ``""`` for a file that grows (a log), or
+``null`` after its removal. A name is recorded before the file exists, and manifests move with their
+directory and can be copied with it.
+
+A file or link is ours if its directory's manifests record it and the mark fits. A directory is ours
+if we made it; one that existed is used if nothing else is in it. Everything is created exclusively
+and without following links, relative to an open directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron_ttrace.errors import TTraceError
+
+MANIFEST = re.compile(r"\.ttrace-files-([0-9a-f]{16})")
+_PREFIX = ".ttrace-files-"
+_MOST_BYTES = 64 << 20
+"""Of a manifest; larger ones are not ours."""
+_CHUNK = 1 << 20
+GROWS = ""
+TO = "->"
+
+tokens: dict[tuple[int, int], str] = {}
+"""The manifest of this process in a directory, by the directory's device and inode."""
+os.register_at_fork(after_in_child=tokens.clear)
+
+
+class ForeignError(TTraceError):
+    """A name that we need is taken by something that this package did not write."""
+
+    def __init__(self, path: Path, *, changed: bool = False) -> None:
+        what = "was changed after ttrace wrote it: move it away, or"
+        super().__init__(
+            f"{path} {what if changed else 'exists and was not written by ttrace:'} "
+            "choose another --ttrace-dir or --directory"
+        )
+
+
+class Made(enum.Enum):
+    """How a directory came to be."""
+
+    NO = "no"
+    """It existed before."""
+    MADE = "made"
+    WHOLE = "whole"
+    """We made it for another program, whose files in it are ours without a record."""
+
+
+class Folder:
+    """An open directory; all operations are relative to it."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self.path = path
+        self.handle = handle
+        self._records: dict[str, set[str]] | None = None
+        self.made = self.whole = False
+        self.manifests: dict[str, dict[str, str]] = {}
+
+    def names(self) -> list[str]:
+        """Everything in it."""
+        return os.listdir(self.handle)
+
+    def stat(self, name: str) -> os.stat_result | None:
+        """Of an entry, not of what a link points to; ``None`` if there is none."""
+        try:
+            return os.stat(name, dir_fd=self.handle, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    @property
+    def records(self) -> dict[str, set[str]]:
+        """What the manifests record: the marks of each name."""
+        if self._records is None:
+            owners = {os.geteuid(), os.fstat(self.handle).st_uid}
+            self._records = {}
+            for name in self.names():
+                if (match := MANIFEST.fullmatch(name)) is None:
+                    continue
+                made, marks = _parsed(self._content(name, owners), match[1])
+                if marks is None:
+                    continue
+                self.manifests[name] = marks
+                self.made |= made is not Made.NO
+                self.whole |= made is Made.WHOLE
+                for entry, mark in marks.items():
+                    self._records.setdefault(entry, set()).add(mark)
+        return self._records
+
+    def _content(self, name: str, owners: set[int]) -> bytes:
+        """Of a manifest that one of ``owners`` wrote; else empty."""
+        try:
+            handle = os.open(name, _READ, dir_fd=self.handle)
+        except OSError:
+            return b""
+        with open(handle, "rb") as file:
+            found = os.fstat(handle)
+            regular = stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES
+            return file.read() if regular and found.st_uid in owners else b""
+
+    def is_ours(self, name: str) -> bool:
+        """Whether an entry was written by this package."""
+        found = self.stat(name)
+        if found is None:
+            return False
+        if stat.S_ISDIR(found.st_mode):
+            with _entered(self, name) as inside:
+                return inside is not None and (inside.is_made() or inside.holds_only_ours())
+        marks = self.records.get(name, set())
+        if stat.S_ISLNK(found.st_mode):
+            return f"{TO}{os.readlink(name, dir_fd=self.handle)}" in marks
+        if not stat.S_ISREG(found.st_mode):
+            return False
+        return GROWS in marks or (bool(marks) and self._mark(name) in marks)
+
+    def is_made(self) -> bool:
+        """Whether this package made the directory itself."""
+        return bool(self.records is not None and self.made)
+
+    def is_file_of_ours(self, name: str) -> bool:
+        """Whether an entry is a file or a link of ours, but not a manifest."""
+        found = self.stat(name)
+        if found is None or stat.S_ISDIR(found.st_mode) or MANIFEST.fullmatch(name):
+            return False
+        return self.is_ours(name)
+
+    def holds_only_ours(self) -> bool:
+        """Whether everything in the directory is recorded."""
+        records = self.records
+        return all(name in self.manifests or name in records for name in self.names())
+
+    def _mark(self, name: str) -> str:
+        digest = xxhash.xxh3_128()
+        with open(os.open(name, _READ, dir_fd=self.handle), "rb") as file:
+            while piece := file.read(_CHUNK):
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def require(self, name: str) -> bool:
+        """Refuse an entry that is not ours; returns whether there is one."""
+        if self.stat(name) is None:
+            return False
+        if not self.is_ours(name):
+            raise ForeignError(self.path / name, changed=name in self.records)
+        return True
+
+    def begin(self, made: Made) -> str:
+        """The manifest of this process."""
+        found = os.fstat(self.handle)
+        key = found.st_dev, found.st_ino
+        token = tokens.get(key, "")
+        if not token or self.stat(f"{_PREFIX}{token}") is None:
+            token = tokens[key] = secrets.token_hex(8)
+            head = json.dumps({"ttrace": token, "made": made.value})
+            self._append(token, head, os.O_CREAT | os.O_EXCL)
+        return token
+
+    def record(self, name: str, mark: str | None) -> None:
+        """Record what is about to be created under a name, or that it was removed."""
+        self._append(self.begin(Made.NO), json.dumps([name, mark]))
+        if self._records is not None and mark is not None:
+            self._records.setdefault(name, set()).add(mark)
+
+    def _append(self, token: str, line: str, more: int = 0) -> None:
+        # A line that a full disk cut off does not spoil the next one.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | more
+        handle = os.open(f"{_PREFIX}{token}", flags, 0o644, dir_fd=self.handle)
+        try:
+            os.write(handle, (line if more else f"\n{line}").encode())
+        finally:
+            os.close(handle)
+
+    def create(self, name: str, mode: int) -> int:
+        """A new file, which must not exist, open for writing."""
+        if self.stat(name) is not None:
+            raise ForeignError(self.path / name)
+        self.record(name, GROWS)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(name, flags, mode, dir_fd=self.handle)
+        except FileExistsError as error:
+            self.record(name, None)
+            raise ForeignError(self.path / name) from error
+
+    def forget(self, name: str) -> None:
+        """Record the removal of a name wherever it is recorded."""
+        _ = self.records
+        for manifest, marks in self.manifests.items():
+            if name in marks:
+                with contextlib.suppress(OSError):
+                    self._append(manifest.removeprefix(_PREFIX), json.dumps([name, None]))
+        with contextlib.suppress(OSError):
+            self.record(name, None)
+        self._records = None
+        self.manifests = {}
+
+    def remove(self, name: str) -> None:
+        """Remove an entry of ours. Of a directory: what is ours in it, then itself if empty."""
+        if not self.require(name):
+            return
+        found = self.stat(name)
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            with _entered(self, name) as inside:
+                made = inside is not None and inside.is_made()
+                whole = inside is not None and inside.whole
+                empty = inside is not None and not whole and inside.clear()
+            if whole:
+                shutil.rmtree(name, dir_fd=self.handle)
+                return
+            # Something that was put into it meanwhile stays, and so does the directory.
+            with contextlib.suppress(OSError):
+                if made and empty:
+                    os.rmdir(name, dir_fd=self.handle)
+            return
+        os.unlink(name, dir_fd=self.handle)
+        self.forget(name)
+
+    def clear(self) -> bool:
+        """Remove all that is ours; returns whether nothing is left."""
+        for name in self.names():
+            if not MANIFEST.fullmatch(name) and self.is_ours(name):
+                self._clear_entry(name)
+        return self.compact()
+
+    def _clear_entry(self, name: str) -> None:
+        found = self.stat(name)
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            self.remove(name)
+        else:
+            # The manifests are compacted afterwards: no need to record each removal.
+            os.unlink(name, dir_fd=self.handle)
+
+    def compact(self) -> bool:
+        """Merge the manifests, with what still exists; returns whether the directory is empty."""
+        self._records, self.manifests = None, {}
+        there = set(self.names())
+        kept = {name: marks for name, marks in self.records.items() if name in there}
+        old = [*self.manifests]
+        if there != set(old) or not self.made:
+            if len(old) <= 1 and kept.keys() == self.records.keys():
+                return False
+            if kept or self.made:
+                found = os.fstat(self.handle)
+                tokens.pop((found.st_dev, found.st_ino), None)
+                try:
+                    self.begin(Made.MADE if self.made else Made.NO)
+                    for name, marks in kept.items():
+                        for mark in marks:
+                            self.record(name, mark)
+                except OSError:  # a full disk: the old ones are as good
+                    return False
+        for name in old:
+            os.unlink(name, dir_fd=self.handle)
+        self._records, self.manifests = None, {}
+        return not self.names()
+
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def _parsed(content: bytes, token: str) -> tuple[Made, dict[str, str] | None]:
+    """How we made the directory, and the marks; ``None`` if it is not a manifest."""
+    head, *lines = content.split(b"\n")
+    match _json(head):
+        case {"ttrace": str(own), "made": "no" | "made" | "whole" as made} if own == token:
+            pass
+        case _:
+            return Made.NO, None
+    marks: dict[str, str] = {}
+    for line in lines:
+        match _json(line):
+            case [str(name), str(mark)] if name not in ("", ".", "..") and "/" not in name:
+                marks[name] = mark
+            case [str(name), None]:
+                marks.pop(name, None)
+    return Made(made), marks
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Folder]:
+    """A directory; a link to it is followed, because the user named it."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield Folder(path, handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _entered(folder: Folder, name: str) -> Iterator[Folder | None]:
+    """A directory in another one; ``None`` if it cannot be entered."""
+    try:
+        handle = os.open(name, _READ | os.O_DIRECTORY, dir_fd=folder.handle)
+    except OSError:
+        yield None
+        return
+    try:
+        yield Folder(folder.path / name, handle)
+    finally:
+        os.close(handle)
