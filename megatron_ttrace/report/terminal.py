@@ -22,7 +22,9 @@ from megatron_ttrace.trace.records import Culprit, Direction, Outcome, Result, S
 from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean, for_encoding
 
 PIPED_WIDTH = 80
-MIN_WIDTH = 60
+MIN_WIDTH = 24
+_TABLE_WIDTH = 64
+"""Of a page that has room for names and numbers side by side."""
 MAX_WIDTH = 120
 MAX_ROWS = 15
 MAX_CULPRITS = 3
@@ -56,11 +58,7 @@ def render(
     ``isolated`` is its answer, with its directory, if it ran.
     """
     page = _Page(console)
-    page.line(
-        ("ttrace  ", "bold"),
-        (summary.verdict.value, _STYLES[summary.verdict]),
-        (f"  {wording.RESULT_SENTENCES[summary.verdict]}", ""),
-    )
+    page.answer(summary.verdict)
     if summary.verdict is Result.DIVERGED:
         _culprits(page, summary, verdicts)
     _counts(page, summary, verdicts)
@@ -121,17 +119,33 @@ class _Page:
         )
         self.console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
+    def answer(self, verdict: Result) -> None:
+        """The first line, which goes on below where the page is narrow."""
+        word, sentence = verdict.value, wording.RESULT_SENTENCES[verdict]
+        start = ("ttrace  ", "bold"), (word, _STYLES[verdict])
+        if len(f"ttrace  {word}  {sentence}") <= self.width:
+            self.line(*start, (f"  {sentence}", ""))
+            return
+        self.line(*start)
+        for part in Text(sentence).wrap(self.console, self.width - len("ttrace  ")):
+            self.line((f"        {part.plain.rstrip()}", ""))
+
     def field(self, label: str, value: str, style: str = "") -> None:
         """A labelled paragraph."""
         for part in Text(value).wrap(self.console, self.width - _LABEL) or [Text()]:
             self.line((label.ljust(_LABEL), "bold"), (part.plain.rstrip(), style))
             label = ""
 
-    def whole(self, label: str, value: str) -> None:
+    def text(self, value: str, style: str = "") -> None:
+        """A paragraph without a label."""
+        for part in Text(value).wrap(self.console, self.width):
+            self.line((part.plain.rstrip(), style))
+
+    def whole(self, label: str, value: str, style: str = "") -> None:
         """A labelled paragraph with a path, which is not divided, so that it can be copied."""
         width = self.width - _LABEL
         for part in textwrap.wrap(value, width, break_long_words=False, break_on_hyphens=False):
-            self.line((label.ljust(_LABEL), "bold"), (part, ""))
+            self.line((label.ljust(_LABEL), "bold"), (part, style))
             label = ""
 
     def paths(self, label: str, paths: Sequence[Path]) -> None:
@@ -241,15 +255,17 @@ def _layers(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
     rows = table.failing_rows(verdicts, summary.culprits)
     if not rows:
         return
-    width = page.width - 38
+    width = max(page.width - 38, 0)
     page.line()
+    is_table = page.width >= _TABLE_WIDTH
     header = f"{'worst tensor of each layer':<{width}} {'direction':<9}"
-    page.line((f"{header} {'error':>9} {'margin':>8} {'failed':>8}", "bold"))
+    columns = f" {'error':>9} {'margin':>8} {'failed':>8}"
+    page.text(f"{header}{columns}" if is_table else "worst tensor of each layer", "bold")
     for row in rows[:MAX_ROWS]:
         worst = row.group.worst
         kind = f"{worst.kind.value}.{worst.index}" if worst.index else worst.kind.value
         name = f"{clean(worst.name, NAME_LIMIT)} {kind}"
-        if cell_len(name) > width:
+        if cell_len(name) > width or not is_table:
             for part in Text(name).wrap(page.console, page.width):
                 page.line((part.plain.rstrip(), ""))
             name = ""
@@ -257,13 +273,17 @@ def _layers(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
         if worst.rel_err is not None:
             error = wording.share(worst.rel_err)
         failed = f"{row.group.failures}/{row.group.total}"
+        if not is_table:
+            numbers = f"{row.direction.value} {error}, margin {wording.margin_text(worst.margin)}, "
+            page.field("", f"{numbers}{failed} failed")
+            continue
         page.line(
             (f"{set_cell_size(name, width)} {row.direction.value:<9} {error:>9} ", ""),
             (f"{wording.margin_text(worst.margin):>8}", "red"),
             (f" {failed:>8}", ""),
         )
     if len(rows) > MAX_ROWS:
-        page.line((f"and {len(rows) - MAX_ROWS} more rows with failures in {files.HTML}", ""))
+        page.text(f"and {len(rows) - MAX_ROWS} more rows with failures in {files.HTML}")
 
 
 def _isolated(page: _Page, summary: Summary, directory: Path) -> None:
@@ -299,7 +319,7 @@ def _next_steps(
     command = shell_lines(isolating, page.width - _LABEL)
     if not 0 < len(command) <= MAX_COMMAND:
         fresh = clean(shlex.quote(f"{directory}-isolated"), NOTE_LIMIT)
-        page.line((f"{'':{_LABEL}}the same with --ttrace-isolate --ttrace-dir {fresh}", "bold"))
+        page.whole("", f"the same with --ttrace-isolate --ttrace-dir {fresh}", "bold")
         return
     for line in command:
         page.line((f"{'':{_LABEL}}{line}", "bold"))

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import shlex
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
 _POLL_SECONDS = 0.2
 _BUILDING, _OLD = ".building-", ".old-"
 
+SHARED = "TTRACE_CACHE_SHARED"
+"""Environment variable: when set, everybody who can write to the cache is trusted."""
 ORDER = "overrides.json"
 _LOG, _REPLAY_LOG = "reference.log", "replay.log"
 
@@ -119,7 +122,12 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
         _make(aside, name, wanted, args, settings, started)
 
     cache = os.environ.get("TTRACE_CACHE")
-    checksum = _obtain(Path(cache) / name, name, make, settings.timeout) if cache else None
+    mode = 0o777 if os.environ.get(SHARED) else owned.PRIVATE_FOLDER
+    checksum = None
+    if cache and (why := distrusted(Path(cache), name)):
+        _say(f"notice: the cache is not used: {why}, or set {SHARED}=1 to trust all who can")
+    elif cache:
+        checksum = _obtain(Path(cache) / name, name, make, settings.timeout, mode)
     if cache and checksum is not None:
         _link(directory, Path(cache) / name)
     else:
@@ -130,7 +138,35 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
     return str(directory), checksum
 
 
-def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float) -> str | None:
+def distrusted(cache: Path, name: str) -> str:
+    """Why others could change what a run is compared with, and what to do; empty if they cannot.
+
+    Args:
+        cache: directory of all entries; an absent one is made for this user alone.
+        name: of the entry.
+    """
+    if os.environ.get(SHARED):
+        return ""
+    for path in (cache, cache / name, cache / name / META):
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to another user; choose a cache of your own"
+        is_shared = path == cache and found.st_mode & stat.S_ISVTX
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
+            return f"others can write to {path}; chmod go-w it"
+    return ""
+
+
+def _obtain(
+    home: Path,
+    name: str,
+    make: Callable[[Path], None],
+    patience: float,
+    mode: int = owned.PRIVATE_FOLDER,
+) -> str | None:
     """Find the reference with fingerprint ``name`` at ``home``, or make it there.
 
     Args:
@@ -138,6 +174,7 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
         name: its fingerprint.
         make: makes it in a directory that it is given.
         patience: seconds to wait for another run that is making the same one.
+        mode: of the directory that holds it, if that is absent.
 
     Returns:
         The checksum of its ``meta.json``; ``None`` when another run kept it locked too long.
@@ -147,7 +184,7 @@ def _obtain(home: Path, name: str, make: Callable[[Path], None], patience: float
         _say(f"using the reference made earlier ({name}): all layouts of a job have the same")
         return checksum
     try:
-        owned.make(home.parent, owned.PRIVATE_FOLDER, ignored=True)
+        owned.make(home.parent, mode, ignored=True)
         lock = Lock(home.parent / f".{home.name}.lock")
         if not _wait(lock, name, patience):
             return None
@@ -253,7 +290,8 @@ def _make(
     settings: Settings,
     started: Started | None,
 ) -> None:
-    owned.make(home, owned.PRIVATE_FOLDER)
+    # Reports are for others to read, tensors only in a cache that says so.
+    owned.make(home, 0o777 if os.environ.get(SHARED) else owned.PRIVATE_FOLDER)
     order = Order(
         overrides=overrides_of(args),
         fingerprint=name,

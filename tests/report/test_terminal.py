@@ -358,3 +358,14 @@ def test_no_word_of_exactness_where_none_is_expected(healthy: Check) -> None:
     """Tensor parallelism splits every sum."""
     summary = dataclasses.replace(healthy[0], exactness=Exactness(0, 0))
     assert "exactness" not in text_of((summary, healthy[1]))
+
+
+@pytest.mark.parametrize("width", [24, 40, 59, 60, 80, 120])
+@pytest.mark.parametrize("verdict", ["healthy", "diverged"])
+def test_a_narrow_terminal(width: int, verdict: str, request: pytest.FixtureRequest) -> None:
+    """No line is wider than the terminal, except by what is to be copied: names, paths, words."""
+    check = request.getfixturevalue(verdict)
+    text = text_of(check, width=width, force_terminal=True, color_system=None)
+    for line in text.splitlines():
+        assert len(line) <= width or max(map(len, line.split())) > width - 12, line
+    assert check[0].verdict.value in text.splitlines()[0]

@@ -337,3 +337,65 @@ def test_a_reference_on_two_ranks(
         launch._make(home, NAME, {}, cast(Any, None), settings, None)
     assert (orders[0].layout, orders[0].divided) == (layout, divided)
     assert orders[0].overrides == layout.overrides(512)
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "says"),
+    [
+        ("cache", 0o700, ""),
+        ("cache", 0o755, ""),
+        ("cache", 0o1777, ""),
+        ("cache", 0o777, "others can write to"),
+        ("cache", 0o775, "others can write to"),
+        (f"cache/{NAME}", 0o775, "others can write to"),
+        (f"cache/{NAME}", 0o1777, "others can write to"),
+        (f"cache/{NAME}/meta.json", 0o666, "others can write to"),
+    ],
+)
+def test_a_cache_that_others_can_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, mode: int, says: str
+) -> None:
+    """Whoever can change a reference can widen its tolerances."""
+    monkeypatch.delenv(launch.SHARED, raising=False)
+    cache = tmp_path / "cache"
+    assert launch.distrusted(cache, NAME) == ""
+    assert obtain(cache / NAME, Maker())
+    assert cache.stat().st_mode & 0o777 == 0o700
+    (tmp_path / path).chmod(mode)
+    why = launch.distrusted(cache, NAME)
+    assert says in why
+    assert (str(tmp_path / path) in why) == bool(says)
+    monkeypatch.setenv(launch.SHARED, "1")
+    assert launch.distrusted(cache, NAME) == ""
+
+
+def test_a_cache_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not used, unless it is root's."""
+    monkeypatch.delenv(launch.SHARED, raising=False)
+    obtain(tmp_path / "cache" / NAME, Maker())
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    why = launch.distrusted(tmp_path / "cache", NAME)
+    assert ("belongs to another user" in why) == (me != 0)
+
+
+def test_a_distrusted_cache_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run makes its own reference, and a notice says why."""
+    monkeypatch.delenv(launch.SHARED, raising=False)
+    monkeypatch.setenv("TTRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(launch.fingerprint, "identity", lambda args, settings: {})
+    monkeypatch.setattr(launch.fingerprint, "digest", lambda wanted: NAME)
+    make = Maker()
+    monkeypatch.setattr(launch, "_make", lambda aside, *_: make(aside))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    settings = Settings(directory=tmp_path / "out")
+    home, _ = launch.ensure(cast(Any, None), settings, None)
+    assert not Path(home).is_symlink()
+    assert "notice: the cache is not used: others can write to" in capsys.readouterr().out
+    (tmp_path / "cache").chmod(0o700)
+    home, _ = launch.ensure(cast(Any, None), settings, None)
+    assert Path(home).is_symlink()
+    assert make.made == 2
