@@ -37,17 +37,18 @@ _AGAIN = "run the check again"
 _DIRECTORY = "give a directory that a check wrote"
 
 
-def write_atomically(path: Path, pieces: Iterable[str]) -> None:
+def write_atomically(path: Path, pieces: Iterable[str], *, sealed: bool = True) -> None:
     """Write pieces of text to a temporary file beside ``path`` and move it there when complete.
 
-    A reader, or a job killed by its scheduler, never sees half a file.
+    A reader, or a job killed by its scheduler, never sees half a file. ``sealed``: a file that was
+    changed since is not replaced.
 
     Raises:
         TTraceError: when the directory cannot be written, or the name is that of something else.
     """
     try:
         owned.make(path.parent, ignored=True)
-        owned.write(path, pieces)
+        owned.write(path, pieces, sealed=sealed)
     except OSError as error:
         raise _unwritable("write", path, error) from error
 

@@ -112,13 +112,15 @@ def append(path: Path, mode: int = 0o666) -> int:
 
 
 def expect(path: Path) -> None:
-    """Record a file that another of our commands will write; an older one of ours is removed.
+    """Record a file that another of our commands may write; an older one of ours is removed.
+
+    Nothing happens if its directory does not exist.
 
     Raises:
         ForeignError: when something else has this name.
         OSError: when it cannot be removed or recorded.
     """
-    with opened(path.parent) as folder:
+    with contextlib.suppress(FileNotFoundError), opened(path.parent) as folder:
         folder.remove(path.name)
         folder.record(path.name, GROWS)
 

@@ -10,11 +10,10 @@ import contextlib
 import dataclasses
 import enum
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.codec import Rank
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
@@ -158,14 +157,12 @@ def _file(folder: Path, rank: int) -> Path:
 def write(folder: Path, rank: int, wait: Wait | None) -> None:
     """Leave where a rank waits; ``None``: it goes on. Never raises."""
     file = _file(folder, rank)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, owned.ForeignError):
         if wait is None:
-            file.unlink(missing_ok=True)
+            owned.remove(file)
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps(codec.encode(wait)), encoding="utf-8")
-        aside.replace(file)
+        owned.make(folder, owned.PRIVATE_FOLDER)
+        owned.write(file, [json.dumps(codec.encode(wait))], owned.PRIVATE_FILE, sealed=False)
 
 
 def read(folder: Path, rank: int) -> Wait | None:

@@ -204,7 +204,7 @@ class Records:
 
     def save(self, path: Path) -> None:
         """Write them to a file. Raises ``TTraceError`` when that fails."""
-        write_atomically(path, [json.dumps(codec.encode(self))])
+        write_atomically(path, [json.dumps(codec.encode(self))], sealed=False)
 
     def of_job(self, key: str, tree: str, root: Path) -> Files | None:
         """What a job ran in a commit; ``None`` if that is not known.
