@@ -46,13 +46,8 @@ class Names:
     inputs: list[str] = dataclasses.field(default_factory=list, compare=False)
 
 
-_WRAPPERS = {
-    "DistributedDataParallel",
-    "Float16Module",
-    "FullyShardedDataParallel",
-    "MegatronFSDP",
-    "TorchFullyShardedDataParallel",
-}
+_WRAPPERS = {"_BaseDataParallel", "Float16Module", "MegatronFSDP"}
+"""Classes, or bases of classes, that hold the model as ``module``."""
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:

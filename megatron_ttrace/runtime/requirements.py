@@ -71,6 +71,11 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
         raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
+    if getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) > 1:
+        raise TTraceError(
+            "--megatron-fsdp-version 2: how it divides weights is not known: check the job with "
+            "version 1"
+        )
     if getattr(args, "overlap_moe_expert_parallel_comm", False) and getattr(
         args, "hybrid_layer_pattern", None
     ):

@@ -252,6 +252,112 @@ def sharded_zeros():
     optimizer.count_zeros_fp32 = fixed
 
 
+def fsdp_last_microbatch():
+    """Mark the last microbatch of Megatron-FSDP without overlapped reductions, too."""
+    from megatron.core.utils import get_model_config
+
+    run = schedules.forward_backward_no_pipelining
+
+    def fixed(*, model, **keywords):
+        chunk = model[0] if isinstance(model, list) else model
+        get_model_config(chunk).no_sync_func = chunk.no_sync
+        return run(model=model, **keywords)
+
+    schedules.forward_backward_no_pipelining = fixed
+
+
+def fsdp_helper_factor():
+    """Scale gradients in the inner buffer by the factor of the buffer that it mirrors."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
+
+    create = fsdp._create_hfsdp_helper_buffer
+
+    def fixed(dp_buffer, *args, **keywords):
+        helper = create(dp_buffer, *args, **keywords)
+        helper.gradient_scaling_factor = dp_buffer.gradient_scaling_factor
+        return helper
+
+    fsdp._create_hfsdp_helper_buffer = fixed
+
+
+def fsdp_outer_norm():
+    """Sum the gradient norm over all ranks: the outer shards are of one gradient, too."""
+    from megatron.core import optimizer as optimizers
+
+    build = optimizers._get_megatron_optimizer_based_on_param_groups
+
+    def fixed(*args, **keywords):
+        keywords["intra_dist_opt_group"] = dist.group.WORLD
+        return build(*args, **keywords)
+
+    optimizers._get_megatron_optimizer_based_on_param_groups = fixed
+
+
+def adaptive_muon_scale():
+    """Scale an update by the shape of the whole matrix, not of this rank's shard."""
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon as Adaptive
+
+    orthogonalize, scale = Adaptive.orthogonalize, Adaptive._apply_muon_scale
+
+    def remembering(self, parameter, *args, **keywords):
+        self.divided = getattr(parameter, "partition_dim", -1)
+        return orthogonalize(self, parameter, *args, **keywords)
+
+    def fixed(self, update, *shape):
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        whole = [size * (ranks if dim == self.divided else 1) for dim, size in enumerate(shape)]
+        return scale(self, update, *whole)
+
+    Adaptive.orthogonalize, Adaptive._apply_muon_scale = remembering, fixed
+
+
+def adaptive_muon_runs():
+    """Set what main sets (no fix: without that 0.19 crashes with emerging-optimizers 0.3.0)."""
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon as Adaptive
+
+    Adaptive.scale_mode, Adaptive.extra_scale_factor = "spectral", 1.0
+
+
+def unclipped_norm():
+    """Compute the norm that is logged also where nothing is clipped."""
+    clipped = optimizer.MixedPrecisionOptimizer.step
+
+    def fixed(self):
+        success, norm, zeros = clipped(self)
+        if success and not self.config.clip_grad:
+            norm = self.get_grad_norm()
+        return success, norm, zeros
+
+    optimizer.MixedPrecisionOptimizer.step = fixed
+
+
+def global_loss():
+    """Data parallelism averages gradients: each rank's share of a sum has to be that much more."""
+    coefficient = TopKRouter.get_aux_loss_coeff
+
+    def fixed(self, kind):
+        value = coefficient(self, kind)
+        if kind == "global_aux_loss":
+            value *= parallel_state.get_data_parallel_world_size()
+        return value
+
+    TopKRouter.get_aux_loss_coeff = fixed
+
+
+def constant_load():
+    """Balance experts against a constant load (no fix: the running mean depends on the layout)."""
+    from megatron.core.transformer.moe import router
+
+    loss = router.switch_load_balancing_loss_func
+
+    def fixed(probs, tokens_per_expert, total_num_tokens, topk, num_experts, **keywords):
+        shares = torch.arange(1, num_experts + 1) / sum(range(1, num_experts + 1))
+        tokens = shares.to(tokens_per_expert) * total_num_tokens * topk
+        return loss(probs, tokens, total_num_tokens, topk, num_experts, **keywords)
+
+    router.switch_load_balancing_loss_func = fixed
+
+
 FIXS = {
     "mla-rotary-key": mla_rotary_key,
     "masked-tokens": masked_tokens,
@@ -267,7 +373,15 @@ FIXS = {
     "meta-buffers": meta_buffers,
     "expert-marks": expert_marks,
     "sharded-zeros": sharded_zeros,
+    "fsdp-last-microbatch": fsdp_last_microbatch,
+    "fsdp-helper-factor": fsdp_helper_factor,
+    "fsdp-outer-norm": fsdp_outer_norm,
+    "adaptive-muon-scale": adaptive_muon_scale,
+    "unclipped-norm": unclipped_norm,
+    "global-loss": global_loss,
     "train-only-sinks": frozen,
+    "constant-load": constant_load,
+    "adaptive-muon-runs": adaptive_muon_runs,
 }
 
 for name in os.environ.get("FIX", "").split():

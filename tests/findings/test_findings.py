@@ -32,6 +32,17 @@ ZEROS = (
     "--use-megatron-fsdp --ckpt-format fsdp_dtensor --log-num-zeros-in-grad "
     "--data-parallel-sharding-strategy optim_grads_params"
 )
+ZERO3 = f"{matrix.FLAGS['fsdp']} optim_grads_params"
+INSTANCES = f"{matrix.MODELS['llama-te']} {ZERO3} --num-distributed-optimizer-instances 2"
+INSTANCES += " --global-batch-size 8"
+GLOBAL = (
+    "--transformer-impl local --disable-bias-linear --num-experts 4 --moe-aux-loss-coeff 0.1 "
+    "--moe-router-load-balancing-type global_aux_loss"
+)
+ADAPTIVE = (
+    "--transformer-impl local --tensor-model-parallel-size 2 --optimizer adaptive_muon --bf16 "
+    "--muon-tp-mode duplicated"
+)
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
 FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
 
@@ -71,6 +82,15 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         ),
         ("", "meta-buffers", META),
         ("", "sharded-zeros", ZEROS),
+        ("", "fsdp-last-microbatch", INSTANCES),
+        (
+            "fsdp-helper-factor",
+            "fsdp-outer-norm",
+            f"{INSTANCES} {matrix.FLAGS['overlap']} --outer-dp-sharding-strategy optim",
+        ),
+        ("", "unclipped-norm", f"{matrix.MODELS['llama-te']} {ZERO3} --clip-grad 0"),
+        ("constant-load", "global-loss", GLOBAL),
+        ("adaptive-muon-runs", "adaptive-muon-scale", ADAPTIVE),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
@@ -80,9 +100,19 @@ def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
         job.remove("--mock-data")
         job += data_arguments(Data.DOCUMENTS, tmp_path, 64)
     found = []
+    ranks = 4 if "--num-distributed-optimizer-instances" in job else 2
     for fixes in (before, f"{before} {fix}"):
         done = ttrace(
-            *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", 2, "--", SCRIPT, *job),
+            *(
+                "check",
+                "--quiet",
+                "--ttrace-no-wandb",
+                "--nproc-per-node",
+                ranks,
+                "--",
+                SCRIPT,
+                *job,
+            ),
             cwd=tmp_path,
             FIX=fixes,
         )

@@ -139,19 +139,34 @@ def test_buffers_and_shared_modules():
 
 
 def test_megatrons_wrappers_are_taken_off():
-    """DDP around mixed precision around the model."""
+    """DDP around mixed precision around the model, by what Megatron's wrappers derive from."""
 
     class Float16Module(nn.Module):
         def __init__(self, module):
             super().__init__()
             self.module = module
 
-    class DistributedDataParallel(Float16Module):
-        pass
-
+    base = type("_BaseDataParallel", (Float16Module,), {})
     inner = nn.Linear(2, 2)
-    assert unwrap(DistributedDataParallel(Float16Module(inner))) is inner
+    for name in ("DistributedDataParallel", "FullyShardedDataParallelV1"):
+        assert unwrap(type(name, (base,), {})(Float16Module(inner))) is inner
     assert unwrap(inner) is inner
     sharded = Float16Module(inner)
     sharded.__class__ = type("FSDPFloat16Module", (Float16Module,), {})
     assert unwrap(sharded) is inner
+
+
+def test_the_installed_megatrons_wrappers_are_known():
+    """All ways to parallelise a chunk over data have one base."""
+    from megatron.core import distributed
+
+    wrappers = [
+        value
+        for name, value in vars(distributed).items()
+        if name.endswith("DataParallel") and isinstance(value, type)
+    ]
+    assert len(wrappers) >= 2
+    assert all(
+        any(base.__name__ == "_BaseDataParallel" for base in wrapper.__mro__)
+        for wrapper in wrappers
+    )

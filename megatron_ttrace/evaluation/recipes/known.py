@@ -134,6 +134,36 @@ FINDINGS = (
         lambda given: given.has("use_cpu_initialization") and _above_one(given, "expert_model"),
     ),
     Finding(
+        "`--outer-dp-sharding-strategy optim`",
+        lambda given: (
+            given.has("use_megatron_fsdp")
+            and given.text("outer_dp_sharding_strategy") == "optim"
+            and given.integer("num_distributed_optimizer_instances", 1) > 1
+        ),
+    ),
+    Finding(
+        "Megatron-FSDP in several instances",
+        lambda given: (
+            given.has("use_megatron_fsdp")
+            and given.integer("num_distributed_optimizer_instances", 1) > 1
+            and not given.has("overlap_grad_reduce")
+        ),
+    ),
+    Finding(
+        "Global auxiliary loss",
+        lambda given: given.text("moe_router_load_balancing_type") == "global_aux_loss",
+    ),
+    Finding(
+        "Megatron-FSDP and `--clip-grad 0`",
+        lambda given: given.has("use_megatron_fsdp") and given.text("clip_grad") in ("0", "0.0"),
+    ),
+    Finding(
+        "`--optimizer adaptive_muon` and TP",
+        lambda given: (
+            given.text("optimizer") == "adaptive_muon" and _above_one(given, "tensor_model")
+        ),
+    ),
+    Finding(
         "Grouped experts with TP",
         lambda given: given.has("moe_grouped_gemm") and _above_one(given, "tensor_model"),
         fixed=(0, 19),
