@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.trace.findings import (
+    Cause,
     Composed,
     ConstantFactor,
     Finding,
     Grounds,
     LossShare,
+    PartialSums,
+    UnequalShares,
 )
 from megatron_ttrace.trace.records import Direction, Kind, Verdict
 
@@ -41,7 +45,7 @@ def group_of(
     if isinstance(finding, ConstantFactor) and not finding.sizes:
         keys += [(*stage, finding.cause, place) for place in _near(finding.ratio)]
     elif finding is not None and type(finding) is not Finding:
-        keys.append((*stage, _without_ratio(finding)))
+        keys.append((*stage, _shares(finding) or _without_ratio(finding)))
     elif finding is not None and verdict.kind is not Kind.INITIAL:
         keys.append((*stage, finding))
     number = next((groups[key] for key in keys if key in groups), len(set(groups.values())) + 1)
@@ -54,6 +58,32 @@ def _near(ratio: float) -> tuple[int, int]:
     """Two numbers, of which ratios share one that differ by less than a percent."""
     place = math.floor(100 * math.log(abs(ratio))) if ratio else 0
     return place, place + 1
+
+
+def _shares(finding: Finding) -> Finding | tuple[object, ...] | None:
+    """What shares that do not count once have in common, whichever ranks hold a tensor.
+
+    Where each share is missing from all but one of several groups of ranks, they hold partial sums.
+    """
+    if not isinstance(finding, UnequalShares):
+        return None
+    axes = {one.axis for _, found in finding.by_ranks for one in found}
+    lacking = Counter(
+        (one.module, number)
+        for _, found in finding.by_ranks
+        for one in found
+        if one.missing
+        for number, _ in one.counts
+    )
+    others = len(finding.by_ranks) - 1
+    if others and len(axes) == 1 and lacking and {*lacking.values()} == {others}:
+        return PartialSums(Cause.PARTIAL, (*axes,))
+    counts = {
+        (one.axis, one.missing, *sorted(round(count, 2) + 0.0 for _, count in one.counts))
+        for _, found in finding.by_ranks
+        for one in found
+    }
+    return (finding.cause, *sorted(counts))
 
 
 def _without_ratio(finding: Finding) -> Finding:
