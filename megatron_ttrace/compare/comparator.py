@@ -11,9 +11,10 @@ import torch
 
 from megatron_ttrace.compare.device import ROW, as_floats, launch, read
 from megatron_ttrace.compare.measure import Sums, measure
-from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.planning import Match
 from megatron_ttrace.compare.sketch import sketch_of_share, sums_of_share
+from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.trace.store import TraceReader
 
 
@@ -41,6 +42,16 @@ def compare(reference: TraceReader, match: Match, data: torch.Tensor) -> Measure
         partial_over=match.partial_over,
         unread=unread,
     )
+
+
+def with_share(
+    found: Measured, match: Match, data: torch.Tensor, whole: torch.Tensor, tolerances: Tolerances
+) -> Measured:
+    """The same with a sketch, if it fails and may be a summand (compare/by_design.py)."""
+    if match.copies < 2 or found.sketch or not fails(found.sums, tolerances, match.key):
+        return found
+    share = sketch_of_share(data, whole, match.boxes, match.factor, match.copies)
+    return dataclasses.replace(found, sketch=share)
 
 
 def read_back(found: Sequence[Measured]) -> list[Measured]:

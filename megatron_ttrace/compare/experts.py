@@ -51,7 +51,8 @@ class Match:
         factor: expected candidate/reference ratio.
         partial_over: the axis whose ranks' tensors add up to the reference's; empty for a tensor
             that is compared as it is.
-        partial_ranks: number of ranks along that axis.
+        partial_ranks: number of ranks along that axis that have the same elements.
+        copies: number of tensor-parallel ranks that have these elements of an activation.
     """
 
     key: TraceKey
@@ -61,6 +62,7 @@ class Match:
     factor: float = 1.0
     partial_over: str = ""
     partial_ranks: int = 1
+    copies: int = 1
 
     @property
     def share(self) -> float:

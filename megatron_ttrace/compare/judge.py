@@ -90,7 +90,7 @@ def _judge(
     conflicts = conflicting(
         (rank, one.found.region, one.found.sums.checksum)
         for one in holders
-        if one.found.sums is not None and one.found.sums.n and not one.found.sketch
+        if one.found.sums is not None and one.found.sums.n and not one.found.partial_over
         for rank in one.ranks
     )
     notes = list(dict.fromkeys(one.found.note for one in holders if one.found.note))
@@ -133,12 +133,20 @@ def _ranks(holders: Iterable[Held]) -> list[int]:
 
 def _wholes(holders: Sequence[Held]) -> Iterator[tuple[Held, Sums]]:
     """What each rank holds; for partial tensors the error of their sum, the same for all ranks."""
+    yield from ((one, one.found.sums) for one in holders if one.found.sums and not _is_partial(one))
+    yield from summed([one for one in holders if _is_partial(one)])
+
+
+def _is_partial(one: Held) -> bool:
+    return bool(one.found.partial_over)
+
+
+def summed(holders: Iterable[Held]) -> Iterator[tuple[Held, Sums]]:
+    """Each with the error of the sum of all that have the same elements, by their sketches."""
     partials: dict[object, list[tuple[Held, Sums]]] = {}
     for one in holders:
-        if one.found.sums is not None and one.found.sketch:
+        if one.found.sums is not None:
             partials.setdefault(one.found.region, []).append((one, one.found.sums))
-        elif one.found.sums is not None:
-            yield one, one.found.sums
     for group in partials.values():
         diff = squared_norm([one.found.sketch for one, _ in group for _ in range(one.copies)])
         for one, sums in group:

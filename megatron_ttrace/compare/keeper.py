@@ -42,8 +42,8 @@ class Keeper:
 
     @property
     def waits_for_sums(self) -> bool:
-        """Whether it takes a tensor's sums to know whether it is stored."""
-        return not (self._writer is None or self._keep_all or self._tolerances is None)
+        """Whether a tensor waits for its sums before it is stored."""
+        return self._writer is not None and self._tolerances is not None
 
     def keep(self, found: Measured, data: torch.Tensor, same_as: int | None = None) -> int | None:
         """Store a tensor if it is worth it.
@@ -61,7 +61,7 @@ class Keeper:
                 self._add(found, data, data, misfit=found.note.text if found.note else "")
             return same_as
         suspect = (
-            not found.sketch  # a partial sum alone proves nothing
+            not found.partial_over  # a partial sum alone proves nothing
             and self._tolerances is not None
             and fails(found.sums, self._tolerances, found.key)
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from megatron_ttrace.mcore.roles import is_first_of_gated
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placements, describe, describe_partial, plan
+from megatron_ttrace.placement.plan import Placements, copies, describe, describe_partial, plan
 from megatron_ttrace.placement.token_index import token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
@@ -29,6 +30,10 @@ __all__ = ["Match", "Planner", "RankLayout"]
 
 GATED = 2
 """Blocks of gate and up projection, side by side."""
+
+REDUCED_OVER = "tp"
+"""The axis along which ranks compute summands of one activation: of the others, each has its own
+tokens or its own layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,7 @@ class RankLayout:
         head_rows: modules that see one row per token and head, and the whole number of heads.
         loss_scale: the candidate's loss scale relative to the reference's.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``; empty without experts.
-        partials: gradients of inputs that are partial over an axis.
+        partials: activations and gradients that are partial over an axis.
         sequence_first: modules that return [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
@@ -67,12 +72,20 @@ class RankLayout:
     packed: bool = False
 
 
+class _Planned(NamedTuple):
+    """A placement, its description, and the boxes of this rank."""
+
+    steps: Placements
+    words: str
+    boxes: tuple[Box, ...]
+
+
 class Placer:
     """Plans which part of a logical tensor a rank's activation is, from shapes and names alone."""
 
     def __init__(self, layout: RankLayout) -> None:
         self._layout = layout
-        self._planned: dict[object, tuple[str, tuple[Box, ...]]] = {}
+        self._planned: dict[object, _Planned] = {}
 
     def place(
         self,
@@ -94,15 +107,23 @@ class Placer:
         """
         blocks, layout = self.blocks(key), self._layout
         heads = layout.head_rows.get(key.name.partition("#")[0], 0)
-        words, boxes = self._plan(
+        planned = self._plan(
             (local, whole, blocks, heads, ends),
             lambda: self._infer(local, whole, blocks, heads, ends),
             whole,
         )
-        axis = self._partial_over(key)
-        words = describe_partial(words, axis)
-        ranks = layout.mesh.size(axis) if axis else 1
-        return Match(key, words, boxes, whole, self.factor(key), axis, ranks)
+        axis = layout.partials.get((key.kind, key.name.partition("#")[0], key.index), "")
+        ranks = copies(planned.steps, axis, layout.mesh) if axis else 1
+        return Match(
+            key,
+            describe_partial(planned.words, axis if ranks > 1 else ""),
+            planned.boxes,
+            whole,
+            self.factor(key),
+            axis if ranks > 1 else "",
+            ranks,
+            copies(planned.steps, REDUCED_OVER, layout.mesh),
+        )
 
     def _infer(
         self,
@@ -125,13 +146,6 @@ class Placer:
             return self._layout.gradient_factor * self._layout.loss_scale
         return self._layout.loss_scale if key.kind is Kind.MAIN_GRAD else 1.0
 
-    def _partial_over(self, key: TraceKey) -> str:
-        """The axis over which this tensor is partial; empty if it is not."""
-        if key.kind is not Kind.GRAD_INPUT:
-            return ""
-        axis = self._layout.partials.get((key.name.partition("#")[0], key.index))
-        return axis if axis and self._layout.mesh.size(axis) > 1 else ""
-
     def blocks(self, key: TraceKey) -> int | tuple[int, ...]:
         """The blocks that are stacked in a tensor's last dim; 1 if none are."""
         module = key.name.partition("#")[0]
@@ -143,11 +157,12 @@ class Placer:
 
     def _plan(
         self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
-    ) -> tuple[str, tuple[Box, ...]]:
+    ) -> _Planned:
         """Planning is pure, so each combination of shapes is planned only once, and described."""
         if memo not in self._planned:
             steps = placement()
-            self._planned[memo] = describe(steps), plan(whole, steps, self._layout.mesh)
+            boxes = plan(whole, steps, self._layout.mesh)
+            self._planned[memo] = _Planned(steps, describe(steps), boxes)
         return self._planned[memo]
 
 
@@ -229,8 +244,8 @@ class Planner(Placer):
     ) -> Match:
         if shape != whole:
             raise NoPlacementError(f"the whole tensor is {shape}, in the reference {whole}")
-        words, boxes = self._plan(("placed", whole, placement), lambda: placement, whole)
-        return Match(key, words, boxes, whole, self.factor(key))
+        planned = self._plan(("placed", whole, placement), lambda: placement, whole)
+        return Match(key, planned.words, planned.boxes, whole, self.factor(key))
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""

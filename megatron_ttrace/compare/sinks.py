@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.comparator import compare, read_back
+from megatron_ttrace.compare.comparator import compare, read_back, with_share
 from megatron_ttrace.compare.keeper import Keeper
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
@@ -32,6 +32,9 @@ from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 _DEFAULT = Budget()
 
+MOST_SKETCHES = 4096
+"""Failing tensors of a rank that are examined for being summands: a bound on what a rank sends."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Staged:
@@ -39,6 +42,7 @@ class _Staged:
 
     number: int
     data: torch.Tensor
+    match: Match | None = None
     first: TraceKey | None = None
 
 
@@ -75,6 +79,7 @@ class CompareSink:
         self._measured: list[Measured] = []
         self._staged: list[_Staged] = []
         self._staged_bytes, self._most_staged = 0, budget.staged
+        self._sketches = 0
         self._reference = reference
         self._tolerances = tolerances
         self._iteration = iteration
@@ -98,7 +103,10 @@ class CompareSink:
         # 2. Plan: which parts of the reference must it equal?
         for match in self._planner.plan(key, tuple(data.shape), known):
             # 3. Measure how far it is from them.
-            found = compare(self._reference, match, data) if isinstance(match, Match) else match
+            if isinstance(match, Match):
+                found = self._shared(compare(self._reference, match, data), match, data)
+            else:
+                found = match
             # 4. Record it, for the judge.
             self._add(found)
             # 5. Store what failed; on a device, once that is known.
@@ -106,7 +114,8 @@ class CompareSink:
                 kept = self._keeper.keep(found, data, kept)
             else:
                 staged = data.detach().clone() if staged is None else staged
-                self._stage(_Staged(len(self._measured) - 1, staged))
+                planned = match if isinstance(match, Match) else None
+                self._stage(_Staged(len(self._measured) - 1, staged, planned))
         # 6. Capture then asks for a replacement, with replace().
 
     @property
@@ -129,13 +138,26 @@ class CompareSink:
         for one in self._staged:
             found = self._measured[one.number]
             if one.first is not None:
+                sketch = self._by_key[one.first].sketch
+                self._measured[one.number] = dataclasses.replace(found, sketch=sketch)
                 self._keeper.keep_again(one.first, found, one.data)
                 continue
+            if one.match is not None:
+                found = self._shared(found, one.match, one.data)
+                self._measured[one.number] = self._by_key[found.key] = found
             kept, of = (
                 self._keeper.keep(found, one.data, kept if one.data is of else None),
                 one.data,
             )
         self._staged, self._staged_bytes = [], 0
+
+    def _shared(self, found: Measured, match: Match, data: torch.Tensor) -> Measured:
+        """The finding with what the judge needs if it is a summand; a device has it later."""
+        if self._tolerances is None or found.unread is not None or self._sketches == MOST_SKETCHES:
+            return found
+        shared = with_share(found, match, data, self._reference.data(match.key), self._tolerances)
+        self._sketches += shared is not found
+        return shared
 
     def _add(self, found: Measured) -> None:
         self._measured.append(found)
@@ -177,7 +199,7 @@ class CompareSink:
         if found.unread is None or not self._keeper.waits_for_sums:
             self._keeper.keep_again(first, found, data)
         else:
-            self._stage(_Staged(len(self._measured) - 1, data.detach(), first))
+            self._stage(_Staged(len(self._measured) - 1, data.detach(), first=first))
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """When isolating: this rank's part of the reference, unless ``data`` equals it."""

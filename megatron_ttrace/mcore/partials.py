@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of activations that are partial by design: the sum over an axis is the gradient.
+"""Activations and gradients that Megatron adds up later: the sum over an axis is the tensor.
+
+Knowing them is better than concluding it from their consumers (compare/by_design.py): where modules
+are isolated, each rank must hand on its share.
+
+With fewer groups of keys and values than tensor-parallel ranks, several ranks have the same group
+(``get_query_key_value_tensors`` in megatron/core/transformer/attention.py). The gradient of its key
+and value is, on each of them, the sum over the rank's query heads. The ranks' sums are added where
+the groups were gathered, behind the norm of the keys.
+
+Shared experts that overlap with communication are run in pieces (``SharedExpertMLP`` in
+megatron/core/transformer/moe/shared_experts.py): ``post_forward_comm`` adds up what the second
+linear layer returns, and the backward pass of ``pre_forward_comm`` the gradient of the first one's
+input.
 
 In sparse attention over absorbed latents (``DSAttention`` in
 megatron/core/transformer/experimental_attention_variant/dsa.py) all heads share one compressed key,
@@ -14,20 +27,42 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.roles import INNER_ATTENTION
 from megatron_ttrace.trace.captured import Partials
+from megatron_ttrace.trace.records import Kind
 
-_KEY, _WEIGHT = 1, 6
+_KEY, _VALUE, _WEIGHT = 1, 2, 6
 """Positions in the arguments (query, key, value, mask, hidden states, latent, weight)."""
+_KEY_NORM = "k_layernorm"
 
 
 def partials(chunks: Iterable[Names]) -> Partials:
-    """Those of a rank's model chunks: (module, index of the argument) -> axis."""
+    """Those of a rank's model chunks: (kind, module, index of the argument) -> axis."""
     found: Partials = {}
     for names in chunks:
         for name, module in names.modules.items():
             if type(module).__name__ == "DSAttention" and _is_absorbed(names, name):
-                found |= {(name, _KEY): "tp", (name, _WEIGHT): "cp"}
+                found[Kind.GRAD_INPUT, name, _KEY] = "tp"
+                found[Kind.GRAD_INPUT, name, _WEIGHT] = "cp"
+            config = getattr(module, "config", None)
+            overlaps = getattr(config, "moe_shared_expert_overlap", False)
+            if type(module).__name__ == "SharedExpertMLP" and overlaps:
+                found[Kind.OUTPUT, f"{name}.linear_fc2", 0] = "tp"
+                found[Kind.GRAD_INPUT, f"{name}.linear_fc1", 0] = "tp"
+            groups = getattr(config, "num_query_groups", None)
+            inner = f"{name}.{INNER_ATTENTION}"
+            # Latent attention has the option, but no groups and no such projection.
+            has_groups = inner in names.modules and hasattr(module, "linear_qkv")
+            if groups and has_groups and groups < getattr(module, "world_size", 1):
+                found |= dict.fromkeys(_of_shared_groups(name, inner), "tp")
     return found
+
+
+def _of_shared_groups(attention: str, inner: str) -> Iterable[tuple[Kind, str, int]]:
+    yield Kind.GRAD_INPUT, inner, _KEY
+    yield Kind.GRAD_INPUT, inner, _VALUE
+    yield Kind.GRAD_OUTPUT, f"{attention}.{_KEY_NORM}", 0
+    yield Kind.GRAD_INPUT, f"{attention}.{_KEY_NORM}", 0
 
 
 def _is_absorbed(names: Names, attention: str) -> bool:

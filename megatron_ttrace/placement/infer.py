@@ -3,8 +3,9 @@
 
 Megatron divides activations in few ways, and the logical shape (the reference's) tells which:
 context parallelism divides the sequence and nothing else; tensor parallelism then divides one dim:
-the sequence again (sequence parallelism), or a hidden, head or vocabulary dim. A shape that fits
-neither gets the verdict `shape`.
+the sequence again (sequence parallelism), or a hidden, head or vocabulary dim. Keys and values of
+fewer groups than tensor-parallel ranks ([..., groups, channels]) are divided into single groups.
+A shape that fits none of these gets the verdict `shape`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 from megatron_ttrace.placement.boxes import length
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.placements import BlockShard, Shard, ZigZag
+from megatron_ttrace.placement.placements import BlockShard, GroupShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Placements, Step, dims_of
 
 
@@ -58,6 +59,10 @@ def infer_activation(
         steps.append(Step("cp", ZigZag(dim, ends)))
         ratios[dim] //= cp
     divided = [dim for dim, ratio in enumerate(ratios) if ratio > 1]
+    heads = len(logical) - 2
+    groups = logical[heads] if divided == [heads] and heads and local[heads] == 1 else tp
+    if groups < tp and tp % groups == 0:
+        return (*steps, Step("tp", GroupShard(heads, groups)))
     if len(divided) > 1 or any(ratios[dim] != tp for dim in divided):
         raise NoPlacementError(
             f"{tuple(local)} does not match any division of {tuple(logical)} by cp={cp} and tp={tp}"

@@ -6,6 +6,7 @@ placement            what rank r of n holds                           used by
 ===================  ===============================================  ===========================
 ``Shard(dim)``       the r-th of n equal contiguous parts of a dim    tensor, sequence parallelism
 ``BlockShard(dim)``  the r-th part of each of several equal blocks    gate and up projection
+``GroupShard(dim)``  one of fewer parts than there are ranks          keys and values of few groups
 ``ZigZag(dim)``      chunks r and 2n-1-r of 2n equal chunks of a dim  context parallelism
                      (of each sequence, if several are packed)
 ``FlatShard(a, b)``  elements a..b of what the other axes left, flat  ZeRO, Megatron-FSDP
@@ -77,6 +78,28 @@ class BlockShard:
 
     def __str__(self) -> str:
         return f"BlockShard({self.dim}, {self.blocks})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupShard:
+    """``parts`` equal contiguous parts of ``dim``, each on as many consecutive ranks.
+
+    With fewer groups of keys and values than tensor-parallel ranks, the ranks whose query heads
+    belong to one group all have that group (``get_query_key_value_tensors`` in
+    megatron/core/transformer/attention.py).
+    """
+
+    dim: int
+    parts: int
+
+    def divide(self, dim_map: DimMap, rank: int, size: int) -> DimMap:
+        """What ``rank`` of ``size`` keeps. Raises ``ValueError``."""
+        if size % self.parts:
+            raise ValueError(f"{size} ranks do not divide into {self.parts} groups")
+        return Shard(self.dim).divide(dim_map, rank * self.parts // size, self.parts)
+
+    def __str__(self) -> str:
+        return f"GroupShard({self.dim}, {self.parts})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,5 +227,5 @@ def _split(
     ]
 
 
-DimPlacement = Shard | BlockShard | ZigZag
+DimPlacement = Shard | BlockShard | GroupShard | ZigZag
 Placement = DimPlacement | FlatShard

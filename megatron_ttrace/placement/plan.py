@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron_ttrace.placement.boxes import Box, DimMap, product, whole
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.placements import FlatShard, Placement
+from megatron_ttrace.placement.placements import FlatShard, GroupShard, Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +34,13 @@ def describe(placement: Placements, partial_over: str = "") -> str:
 def describe_partial(words: str, axis: str) -> str:
     """``"Replicate tp:Partial(sum)"``: a tensor that is partial over an axis, if there is one."""
     return f"{words} {axis}:Partial(sum)" if axis else words
+
+
+def copies(placement: Placements, axis: str, mesh: Mesh) -> int:
+    """How many ranks along ``axis`` have the same elements, where it may also divide them."""
+    steps = [step.placement for step in placement if step.axis == axis]
+    parts = [one.parts if isinstance(one, GroupShard) else mesh.size(axis) for one in steps]
+    return mesh.size(axis) // max(parts, default=1)
 
 
 def plan(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[Box, ...]:

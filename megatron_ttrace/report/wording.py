@@ -371,6 +371,9 @@ _NOTES = {
     Remark.COUNTED_TWICE: "elements are counted up to {limit:.0f} times in {text}",
     Remark.NEVER_COUNTED: "elements are never counted in {text}",
     Remark.HYPERPARAMETERS: "{text}",
+    Remark.PARTIAL: "partial by design over {text}: the ranks' values add up to the reference, and "
+    "what is computed from them passes",
+    Remark.UNUSED: "computed on {ranks} too, where nothing uses it; not compared there",
     Remark.OTHER_NORM: "clipped by the norm of other parameters than in the reference",
 }
 

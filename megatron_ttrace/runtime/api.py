@@ -306,8 +306,8 @@ def _compared(
     with consistent(theirs, ours):
         summary, verdicts = conclude(
             trusted,
-            tolerance.of_reference(trusted),
-            of_ranks(measure_saved(trusted, tested)),
+            tolerances := tolerance.of_reference(trusted),
+            of_ranks(measure_saved(trusted, tested, tolerances)),
             candidate=ours,
             counts=counts_of(tested),
             mesh=meshes[0],

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_ttrace.compare import collectives, counted, exactness, exercised, experts, initial
+from megatron_ttrace.compare import (
+    by_design,
+    collectives,
+    counted,
+    exactness,
+    exercised,
+    experts,
+    initial,
+)
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.gathered import Held, by_rank
 from megatron_ttrace.compare.judge import judge
@@ -93,23 +101,27 @@ def conclude(
     keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
     coverage = counted.judge(decode(reference.meta.get("counted", [])), counts)
+    computed = [one for one in held if one.found.key.kind not in apart]
+    judged = judge(
+        ((key, reference.entry(key).shape) for key in keys),
+        computed,
+        tolerances,
+        eps,
+        functools.partial(unjudged, mesh, config),
+    )
     verdicts = [
         *initial.judge(
             {entry.key: (entry.shape, Moments.of(entry.sums)) for entry in starts},
             by_rank(one for one in held if one.found.key.kind is Kind.INITIAL),
             eps,
         ),
-        *judge(
-            ((key, reference.entry(key).shape) for key in keys),
-            [one for one in held if one.found.key.kind not in apart],
-            tolerances,
-            eps,
-            functools.partial(unjudged, mesh, config),
+        *by_design.review(
+            judged, computed, reference, tolerances, eps, mesh, ledger, isolated=config.isolate
         ),
         *coverage.verdicts,
     ]
     verdicts, exact = exactness.examine(review(verdicts), config.arithmetic)
-    judged = time.monotonic()
+    was_judged = time.monotonic()
     failed = {verdict.key for verdict in verdicts if verdict.verdict.is_failure}
     of_interest = (one for one in held if one.found.key in failed or is_start(one.found.key))
     explainer = Explainer(
@@ -150,8 +162,8 @@ def conclude(
         versions=versions.installed(),
         timings={
             **timings,
-            "judge": judged - began,
-            "localise and explain": explained - judged,
+            "judge": was_judged - began,
+            "localise and explain": explained - was_judged,
         },
         execution_order=tuple(dict.fromkeys(key.name for key in reference)),
         notices=tuple(said),

@@ -71,9 +71,9 @@ class Shards:
             return None
         whole = torch.zeros(first.logical_shape, dtype=getattr(torch, first.dtype))
         if first.partial_over:
-            # As the judge does: ranks with the same part of a sum's terms hold these terms.
-            regions = {tuple(box.region for box in one.boxes) for one in entries}
-            if len(regions) != 1:
+            # As the judge does: ranks with the same elements hold the terms of their sum.
+            regions = {box.region for one in entries for box in one.boxes}
+            if sum(_size(extent) for _, extent in regions) != _size(first.logical_shape):
                 return None
             total = torch.zeros(first.logical_shape, dtype=torch.float64)
             for one in entries:

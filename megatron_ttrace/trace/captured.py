@@ -13,5 +13,5 @@ Place = tuple[int, Kind, str, int]
 Batch = dict[str, torch.Tensor]
 """The tensors of one microbatch by name, as the data loader made them."""
 
-Partials = dict[tuple[str, int], str]
-"""By module and input: the mesh axis over which its gradient is partial."""
+Partials = dict[tuple[Kind, str, int], str]
+"""By kind, module and index: the mesh axis over which an activation or its gradient is partial."""

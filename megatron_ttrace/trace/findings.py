@@ -128,6 +128,8 @@ class Remark(StrEnum):
     NEVER_COUNTED = "never_counted"
     OTHER_NORM = "other_norm"
     HYPERPARAMETERS = "hyperparameters"
+    PARTIAL = "partial"
+    UNUSED = "unused"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

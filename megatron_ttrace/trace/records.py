@@ -55,6 +55,10 @@ MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 """What optimizers keep of earlier gradients."""
 
 
+FLOW = (Kind.INPUT, Kind.OUTPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
+"""Activations and their gradients."""
+
+
 class Direction(StrEnum):
     """Where in a training step a module went wrong."""
 

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failures that are no faults: summands that are added up later, and tensors that nothing reads.
+
+Some layers reduce late: each tensor-parallel rank computes a summand of an activation, or of a
+gradient, and code outside of the module adds them up. Those that Megatron has are known by name
+(mcore/partials.py); in a fork, what is computed from such a tensor tells it from a missing
+reduction. It is *partial by design* if
+
+- the ranks' values add up to the reference (compare/sketch.py), within the tensor's own tolerance;
+- the nearest container whose own tensor is not such a summand passes, and is not blind: all its
+  outputs, or for a gradient all its input gradients;
+- nothing else fails inside that container, and main gradients of its parameters pass;
+- a summand of the forward pass has a gradient, which passes: the loss depends on it;
+- the container would fail without the reduction. To first order its error would be the tensor's
+  error times the gain between the two. In the forward pass the gain is known: the backward pass is
+  its transpose, and the reference has both gradients. In the backward pass it is taken to be one;
+- where collectives were recorded, a sum over these ranks ran in the container.
+
+So a missing reduction diverges: its container fails, or does not notice, or was not compared.
+Modules that are isolated do not show what becomes of their results: there, nothing is excused.
+
+An output is *unused* on a rank if the reference's modules take it as an input and none of them runs
+on that rank: a pipeline stage with nothing but the loss computes rotary embeddings. The other ranks
+must have all of it, and the inputs that it is must pass, as must all else that the rank has of the
+microbatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from megatron_ttrace.compare.gathered import Held
+from megatron_ttrace.compare.judge import judge, summed, verdict_of
+from megatron_ttrace.compare.measure import relative_error
+from megatron_ttrace.compare.planning import REDUCED_OVER
+from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.mcore.names import ROOT
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.plan import describe_partial
+from megatron_ttrace.trace.collectives import Ledger, Phase
+from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.records import FLOW, Direction, Kind, Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.store import TraceReader
+
+_GRADIENT = {Kind.OUTPUT: Kind.GRAD_OUTPUT, Kind.INPUT: Kind.GRAD_INPUT}
+_WRONG = (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT)
+_EVIDENT = 2.0
+"""How many times its tolerance the error of a container would be without the reduction."""
+
+_COMPUTED = (Direction.FORWARD, Direction.BACKWARD)
+
+_Place = tuple[int, int, Kind, str]
+
+
+def review(
+    verdicts: Sequence[Verdict],
+    held: Iterable[Held],
+    reference: TraceReader,
+    tolerances: Tolerances,
+    eps: float,
+    mesh: Mesh,
+    ledger: Ledger,
+    *,
+    isolated: bool,
+) -> list[Verdict]:
+    """The verdicts, with a pass for each tensor that is partial or unused by design.
+
+    Args:
+        verdicts: of all tensors, in execution order.
+        held: what all ranks measured.
+        reference: the trusted trace.
+        tolerances: of the reference.
+        eps: machine epsilon of the compute dtype.
+        mesh: sizes of the candidate's axes.
+        ledger: its collectives.
+        isolated: whether modules were given the reference's tensors.
+    """
+    failed = {v.key for v in verdicts if v.verdict.is_failure and v.kind in FLOW}
+    if not failed:
+        return list(verdicts)
+    holders: dict[TraceKey, list[Held]] = defaultdict(list)
+    for one in held:
+        holders[one.found.key].append(one)
+    rules: list[_Partial | _Unused] = [_Unused(verdicts, holders, reference, tolerances, eps)]
+    if not isolated:
+        rules.append(_Partial(verdicts, holders, tolerances, eps, mesh, ledger))
+    return [
+        next((found for rule in rules if (found := rule.instead(v))), v) if v.key in failed else v
+        for v in verdicts
+    ]
+
+
+class _Partial:
+    """Which failures are summands that something else adds up."""
+
+    def __init__(
+        self,
+        verdicts: Sequence[Verdict],
+        holders: Mapping[TraceKey, Sequence[Held]],
+        tolerances: Tolerances,
+        eps: float,
+        mesh: Mesh,
+        ledger: Ledger,
+    ) -> None:
+        self._eps = eps
+        self._verdicts = verdicts
+        self._holders = holders
+        self._tolerances = tolerances
+        self._ranks = mesh.size(REDUCED_OVER) * mesh.size("cp")
+        self._ledger = ledger
+        self._by_key = {v.key: v for v in verdicts}
+        self._sound: dict[tuple[int, str], bool] = {}
+        self._places: dict[_Place, list[Verdict]] = defaultdict(list)
+        for v in verdicts:
+            if v.kind in FLOW:
+                self._places[v.iteration, v.microbatch, v.kind, _base(v.name)].append(v)
+        self._sums = {
+            v.key: error
+            for v in verdicts
+            if v.verdict in _WRONG and v.kind in FLOW and (error := self._sum(v)) is not None
+        }
+
+    def instead(self, failure: Verdict) -> Verdict | None:
+        """The verdict on the sum of the ranks' values; ``None`` if a fault may be behind them."""
+        error = self._sums.get(failure.key)
+        if error is None or not self._is_harmless(failure):
+            return None
+        note = Note(Remark.PARTIAL, text=REDUCED_OVER)
+        return verdict_of(
+            failure.key,
+            failure.shape,
+            Outcome.PASS,
+            sorted(rank for one in self._holders[failure.key] for rank in one.ranks),
+            note,
+            placement=describe_partial(failure.placement, REDUCED_OVER),
+            error=error,
+            tolerance=self._tolerances.of(failure.key).value,
+            eps=self._eps,
+        )
+
+    def _sum(self, failure: Verdict) -> float | None:
+        """The relative error of the ranks' sum, if it is one that passes."""
+        holders = self._holders[failure.key]
+        tolerance = self._tolerances.of(failure.key)
+        if tolerance.blind or sum(one.copies for one in holders) != self._ranks:
+            return None
+        for one in holders:
+            sums = one.found.sums
+            if not one.found.sketch or sums is None or sums.nonfinite or sums.undefined:
+                return None
+        error = max(relative_error(sums, tolerance.rms) for _, sums in summed(holders))
+        return error if error <= tolerance.value else None
+
+    def _is_harmless(self, failure: Verdict) -> bool:
+        around = self._container(failure)
+        if not around or any(v.verdict is not Outcome.PASS for v in around):
+            return False
+        container = _base(around[0].name)
+        return (
+            self._is_sound(failure.iteration, container)
+            and self._is_sensitive(failure, around)
+            and self._is_reduced(failure, container)
+        )
+
+    def _is_sound(self, iteration: int, container: str) -> bool:
+        """Whether nothing fails in it but summands, and its parameters' gradients pass."""
+        place = iteration, container
+        if place not in self._sound:
+            within = [
+                v
+                for v in self._verdicts
+                if v.iteration == iteration
+                and (v.direction in _COMPUTED or v.kind is Kind.MAIN_GRAD)
+                and _is_inside(v.name, container)
+            ]
+            self._sound[place] = all(
+                v.key in self._sums for v in within if v.verdict.is_failure
+            ) and any(v.kind is Kind.MAIN_GRAD and v.verdict is Outcome.PASS for v in within)
+        return self._sound[place]
+
+    def _container(self, failure: Verdict) -> list[Verdict]:
+        """The tensors of the nearest container in which ranks' values are no summands."""
+        forward = failure.direction is Direction.FORWARD
+        kind = Kind.OUTPUT if forward else Kind.GRAD_INPUT
+        for name in _containers(_base(failure.name)):
+            around = self._places[failure.iteration, failure.microbatch, kind, name]
+            if any(v.key not in self._sums for v in around):
+                return around
+        return []
+
+    def _is_sensitive(self, failure: Verdict, around: Iterable[Verdict]) -> bool:
+        """Whether the container's error without the reduction would be evident."""
+        error = (failure.rel_err or 0.0) * self._norm(failure)
+        gradient = _GRADIENT.get(failure.kind)
+        if gradient is not None:
+            used = self._passing(failure, gradient)
+            error *= self._norm(used) if used is not None else 0.0
+        for v in around:
+            size = self._norm(v)
+            if gradient is not None:
+                leaving = self._passing(v, Kind.GRAD_OUTPUT)
+                size *= self._norm(leaving) if leaving is not None else math.inf
+            if error > _EVIDENT * (v.tolerance or 0.0) * size:
+                return True
+        return False
+
+    def _passing(self, verdict: Verdict, kind: Kind) -> Verdict | None:
+        """The gradient of the same tensor, if it passes or is a sum that does."""
+        key = dataclasses.replace(verdict.key, kind=kind)
+        found = self._by_key.get(key)
+        passes = found is not None and (found.verdict is Outcome.PASS or key in self._sums)
+        return found if passes else None
+
+    def _norm(self, verdict: Verdict) -> float:
+        """The norm of the reference's tensor."""
+        return self._tolerances.of(verdict.key).rms * math.sqrt(math.prod(verdict.shape))
+
+    def _is_reduced(self, failure: Verdict, container: str) -> bool:
+        """Whether a sum over the axis ran there, of at least this tensor."""
+        ledger = self._ledger
+        if not ledger.recorded or REDUCED_OVER in ledger.unseen:
+            return True
+        phases = [Phase.BACKWARD, Phase.FORWARD, Phase.RECOMPUTATION]
+        phases = phases[:1] if failure.direction is Direction.BACKWARD else phases[1:]
+        elements = min(
+            sum(box.numel for box in one.found.boxes) for one in self._holders[failure.key]
+        )
+        return any(
+            one.operation.reduces
+            and one.reduction == "sum"
+            and REDUCED_OVER in one.group.split("-")
+            and one.direction in phases
+            # The backward pass of code between modules belongs to none.
+            and (not one.module or _is_inside(one.module, container))
+            and one.bytes >= elements * _itemsize(one.dtype)
+            for one in ledger.collectives
+        )
+
+
+class _Unused:
+    """Which outputs fail only on ranks where nothing reads them."""
+
+    def __init__(
+        self,
+        verdicts: Sequence[Verdict],
+        holders: Mapping[TraceKey, Sequence[Held]],
+        reference: TraceReader,
+        tolerances: Tolerances,
+        eps: float,
+    ) -> None:
+        self._verdicts = verdicts
+        self._holders = holders
+        self._reference = reference
+        self._tolerances = tolerances
+        self._eps = eps
+        self._failed: dict[tuple[int, int], list[Verdict]] = defaultdict(list)
+        self._readers: dict[TraceKey, list[Verdict]] = defaultdict(list)
+        for v in verdicts:
+            if v.verdict.is_failure:
+                self._failed[v.iteration, v.microbatch].append(v)
+            if v.kind is Kind.INPUT and v.key in reference:
+                self._readers[reference.primary(v.key)].append(v)
+
+    def instead(self, failure: Verdict) -> Verdict | None:
+        """The verdict of the ranks that use it; ``None`` if a fault may be behind the failure."""
+        if failure.kind is not Kind.OUTPUT or failure.key not in self._reference:
+            return None
+        key, wrong = failure.key, frozenset(failure.ranks)
+        place = key.iteration, key.microbatch
+        if any(v.key != key and self._have(v, wrong) for v in self._failed[place]):
+            return None
+        readers = self._readers[self._reference.primary(key)]
+        if not readers or any(
+            v.verdict is not Outcome.PASS or self._have(v, wrong) for v in readers
+        ):
+            return None
+        passing = [v for v in self._verdicts if v.verdict is Outcome.PASS]
+        computed = {
+            rank
+            for v in passing
+            if (v.iteration, v.microbatch) == place and v.kind is Kind.OUTPUT
+            for rank in self._ranks(v)
+        }
+        if not wrong <= computed:
+            return None
+        note = Note(Remark.UNUSED, ranks=tuple(sorted(wrong)))
+        others = [
+            dataclasses.replace(one, found=dataclasses.replace(one.found, note=note))
+            for one in self._holders[key]
+            if wrong.isdisjoint(one.ranks)
+        ]
+        [found] = judge([(key, failure.shape)], others, self._tolerances, self._eps)
+        return found if found.verdict is Outcome.PASS else None
+
+    def _have(self, verdict: Verdict, ranks: frozenset[int]) -> bool:
+        """Whether one of these ranks reported the tensor."""
+        return not ranks.isdisjoint(self._ranks(verdict))
+
+    def _ranks(self, verdict: Verdict) -> set[int]:
+        return {rank for one in self._holders.get(verdict.key, ()) for rank in one.ranks}
+
+
+def _itemsize(dtype: str) -> float:
+    return float(getattr(getattr(torch, dtype, None), "itemsize", math.inf))
+
+
+def _base(name: str) -> str:
+    """A module's name without the number of its run."""
+    return name.partition("#")[0]
+
+
+def _containers(name: str) -> Iterator[str]:
+    """The modules around one, from the innermost to the whole model."""
+    while name := name.rpartition(".")[0]:
+        yield name
+    yield ROOT
+
+
+def _is_inside(name: str, container: str) -> bool:
+    return container == ROOT or f"{_base(name)}.".startswith(f"{container}.")
