@@ -43,7 +43,7 @@ def test_an_activation(reference):
 
 def test_a_partial_tensor_is_a_share(reference):
     """Of as many ranks as its axis has."""
-    layout = dataclasses.replace(LAYOUT, partials={("a", 0): "tp"})
+    layout = dataclasses.replace(LAYOUT, partials={(Kind.GRAD_INPUT, "a", 0): "tp"})
     [match] = Planner(reference, 1, layout).plan(GRAD, (8, 1, 6))
     assert (match.partial_over, match.partial_ranks, match.share) == ("tp", 2, 1.5)
     assert match.placement == "Replicate tp:Partial(sum)"

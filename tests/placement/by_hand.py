@@ -43,6 +43,11 @@ def gated_chunk(
     return np.concatenate(parts, axis=dim)
 
 
+def group_chunk(whole: np.ndarray, dim: int, rank: int, size: int, groups: int) -> np.ndarray:
+    """``idx = rank // (world_size // num_query_groups)``, as Megatron's attention has it."""
+    return chunk(whole, dim, rank // (size // groups), groups)
+
+
 def zigzag(whole: np.ndarray, dim: int, rank: int, size: int) -> np.ndarray:
     """The lines of ``get_batch_on_this_cp_rank`` in megatron/core/utils.py, with numpy."""
     shape = whole.shape

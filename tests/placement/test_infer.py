@@ -50,6 +50,12 @@ def infer(local, logical, gated=False, seq_length=S, **sizes):
         # tensor parallel: hidden, heads, vocabulary
         ((S, B, H // 2), (S, B, H), {"tp": 2}, "tp:Shard(2)"),
         ((B, 2, S, S), (B, 4, S, S), {"tp": 2}, "tp:Shard(1)"),
+        # keys and values of fewer groups than ranks
+        ((S, B, 1, H), (S, B, 2, H), {"tp": 4}, "tp:GroupShard(2, 2)"),
+        ((S, B, 1, H), (S, B, 1, H), {"tp": 4}, "Replicate"),
+        ((S, B, 1, H), (S, B, 4, H), {"tp": 4}, "tp:Shard(2)"),
+        ((S // 2, B, 1, H), (S, B, 2, H), {"tp": 4, "cp": 2}, "cp:ZigZag(0) tp:GroupShard(2, 2)"),
+        ((S * B, 1, H), (S * B, 2, H), {"tp": 4}, "tp:GroupShard(1, 2)"),
         # sequence parallel
         ((S // 4, B, H), (S, B, H), {"tp": 4}, "tp:Shard(0)"),
         ((S * B // 2, H), (S * B, H), {"tp": 2}, "tp:Shard(0)"),
@@ -95,6 +101,9 @@ def test_gated_table(local, logical, sizes, expected):
     ("local", "logical", "sizes", "says"),
     [
         ((S, H), (S, B, H), {"tp": 2}, "does not have as many dims"),
+        ((S, B, 2, H), (S, B, 4, H), {"tp": 4}, "does not match any division"),
+        ((S, B, 1, H), (S, B, 3, H), {"tp": 4}, "does not match any division"),
+        ((1, H), (2, H), {"tp": 4}, "does not match any division"),
         ((S, B, 5), (S, B, H), {"tp": 2}, "is not an even part"),
         ((S, B, 2 * H), (S, B, H), {"tp": 2}, "is not an even part"),
         ((0, B, H), (S, B, H), {"tp": 2}, "is not an even part"),

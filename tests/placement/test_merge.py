@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from megatron_ttrace.placement.boxes import merge, product, rows, take, whole
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.placement.mesh import SINGLE
-from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
+from megatron_ttrace.placement.placements import BlockShard, FlatShard, GroupShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, describe, plan
 from tests.placement.by_hand import (
     Assembled,
     chunk,
     gated_chunk,
+    group_chunk,
     local_shape,
     meshes,
     numbered,
@@ -25,7 +26,7 @@ from tests.placement.by_hand import (
 
 CP = Step("cp", ZigZag(0))
 PACKED = Step("cp", ZigZag(0, (4, 16, 24)))
-BY_HAND = {Shard: chunk, BlockShard: gated_chunk, ZigZag: zigzag}
+BY_HAND = {Shard: chunk, BlockShard: gated_chunk, GroupShard: group_chunk, ZigZag: zigzag}
 
 
 def cut(logical, placement, mesh):
@@ -35,6 +36,8 @@ def cut(logical, placement, mesh):
         if isinstance(step.placement, FlatShard):
             return local.reshape(-1)[step.placement.start : step.placement.end].copy()
         blocks = (step.placement.blocks,) if isinstance(step.placement, BlockShard) else ()
+        if isinstance(step.placement, GroupShard):
+            blocks = (step.placement.parts,)
         ends = step.placement.ends if isinstance(step.placement, ZigZag) else ()
         cutter = BY_HAND[type(step.placement)]
         where = (mesh.at(step.axis), mesh.size(step.axis))
@@ -80,6 +83,8 @@ CASES = [
     ("unequal blocks", (12, 3), (Step("tp", BlockShard(0, (2, 1))),), {"tp": 2}, 1),
     ("gated activation", (2, 1, 12), (Step("tp", BlockShard(2)),), {"tp": 3}, 1),
     ("three blocks", (12, 2), (Step("tp", BlockShard(0, 3)),), {"tp": 2}, 1),
+    ("groups", (4, 1, 2, 3), (Step("tp", GroupShard(2, 2)),), {"tp": 4}, 2),
+    ("groups under cp", (8, 2, 3), (CP, Step("tp", GroupShard(1, 2))), {"cp": 2, "tp": 6}, 3),
     ("sequence parallel", (8, 2, 3), (Step("tp", Shard(0)),), {"tp": 4}, 1),
     ("context parallel", (16, 2, 3), (Step("cp", ZigZag(0)),), {"cp": 4}, 1),
     ("packed", (24, 2), (PACKED, Step("tp", Shard(0))), {"cp": 2, "tp": 3}, 1),

@@ -4,7 +4,7 @@
 import pytest
 
 from megatron_ttrace.placement.boxes import Box, Segment, whole
-from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
+from megatron_ttrace.placement.placements import BlockShard, FlatShard, GroupShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import describe_partial
 
 
@@ -27,6 +27,9 @@ TABLE = [
     (BlockShard(0), 8, 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
     (BlockShard(0), 8, 4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
     (BlockShard(0, 3), 6, 2, [[0, 2, 4], [1, 3, 5]]),
+    (GroupShard(0, 1), 2, 2, [[0, 1], [0, 1]]),
+    (GroupShard(0, 2), 2, 4, [[0], [0], [1], [1]]),
+    (GroupShard(0, 2), 4, 2, [[0, 1], [2, 3]]),
     (ZigZag(0), 8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
     (ZigZag(0), 8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
     (ZigZag(0), 8, 4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
@@ -45,6 +48,7 @@ def test_what_every_rank_keeps(rule, total, size, expected):
         (Shard(0), 7, 2, "a dim of 7 is not divisible by 2"),
         (BlockShard(0), 7, 2, "a dim of 7 does not divide into 2 equal blocks"),
         (BlockShard(0), 6, 2, "a dim of 3 is not divisible by 2"),
+        (GroupShard(0, 2), 2, 3, "3 ranks do not divide into 2 groups"),
         (ZigZag(0), 6, 2, "a sequence of 6 does not divide into 4 chunks"),
     ],
 )
@@ -101,6 +105,7 @@ def test_flat_shard_of_scalars_and_vectors():
         (Shard(1), "Shard(1)"),
         (BlockShard(0), "BlockShard(0, 2)"),
         (ZigZag(0), "ZigZag(0)"),
+        (GroupShard(2, 4), "GroupShard(2, 4)"),
         (FlatShard(3, 9), "FlatShard(3, 9)"),
     ],
 )

@@ -85,7 +85,9 @@ def build(home: Path) -> Path:
     meshes = [mesh_of(rank, 2, tp=2) for rank in range(2)]
     for rank, mesh in enumerate(meshes):
         writer = TraceWriter(candidate_dir, rank)
-        layout = RankLayout(mesh, 16, False, 2.0, partials={("decoder.layers.0", 0): "tp"})
+        layout = RankLayout(
+            mesh, 16, False, 2.0, partials={(Kind.GRAD_INPUT, "decoder.layers.0", 0): "tp"}
+        )
         compare = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
         for place, data in known.items():
             if place in (_WEIGHT, _START):
