@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be excused: summands with evidence that they are added up, and what nothing reads."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ttrace.compare import by_design
+from megatron_ttrace.compare.gathered import merge, of_ranks
+from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.planning import RankLayout
+from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.trace.collectives import UNRECORDED, Collective, Ledger, Operation, Phase
+from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.compare.places import step_level
+from tests.placement.meshes import mesh_of
+
+S, H = 8, 6
+MOVED = 1e-4
+"""A tolerance of 4e-4."""
+
+SUM = (0, Kind.OUTPUT, "layer.mlp.second", 0)
+USED = (0, Kind.GRAD_OUTPUT, "layer.mlp.second", 0)
+AROUND = (0, Kind.OUTPUT, "layer.mlp", 0)
+LEAVING = (0, Kind.GRAD_OUTPUT, "layer.mlp", 0)
+GRADIENT = (0, Kind.GRAD_INPUT, "layer.mlp.first", 0)
+ENTERING = (0, Kind.GRAD_INPUT, "layer.mlp", 0)
+WEIGHT = step_level(Kind.MAIN_GRAD, "layer.mlp.first.weight")
+FAR = step_level(Kind.MAIN_GRAD, "head.weight")
+MLP = (SUM, AROUND, LEAVING, USED, GRADIENT, ENTERING, WEIGHT, FAR)
+
+ROTARY = (0, Kind.OUTPUT, "rotary", 0)
+READER = (0, Kind.INPUT, "layer", 1)
+LAYER = (0, Kind.OUTPUT, "layer", 0)
+HEAD = (0, Kind.OUTPUT, "head", 0)
+NORM = (0, Kind.OUTPUT, "norm", 0)
+STAGES = (ROTARY, READER, LAYER, NORM, HEAD)
+
+
+def values(seed):
+    """Normal numbers."""
+    return torch.randn(S, 1, H, generator=torch.Generator().manual_seed(seed))
+
+
+class World:
+    """A reference, and what each rank of a candidate has instead of its tensors."""
+
+    def __init__(self, directory, places, ranks, **sizes):
+        """By default every rank has every tensor as the reference has it."""
+        self.tensors = {place: values(number) for number, place in enumerate(places)}
+        if READER in places:
+            self.tensors[READER] = self.tensors[ROTARY]
+        self.ranks = [dict(self.tensors) for _ in range(ranks)]
+        self.sizes = sizes
+        self.moved = dict.fromkeys(places, MOVED)
+        self.collectives = [reduction(Phase.FORWARD), reduction(Phase.BACKWARD)]
+        self._directory = directory
+
+    def drop(self, *places):
+        """Neither run has these."""
+        for tensors in (self.tensors, *self.ranks):
+            for place in places:
+                tensors.pop(place)
+
+    def _reference(self):
+        writer = TraceWriter(self._directory / "reference", 0)
+        sink = WriteSink(writer, 1)
+        for place, data in self.tensors.items():
+            if place[0] < 0:
+                sink.placed(place, data, data.shape, ())
+            elif place != READER:
+                sink.tensor((place, READER) if place == ROTARY else (place,), data)
+        writer.close()
+        seal(self._directory / "reference", {"role": "reference"})
+        return TraceReader(self._directory / "reference")
+
+    def outcomes(self, ledger=None, *, isolated=False):
+        """The outcome of each place, and the places with a note."""
+        reference = self._reference()
+        keys = {TraceKey(1, *place): data for place, data in self.tensors.items()}
+        tolerances = Tolerances(
+            {
+                key: Moved(data.numel(), float(data.double().norm()), (self.moved[place],))
+                for (key, data), place in zip(keys.items(), self.tensors, strict=True)
+            },
+            dict.fromkeys(keys, "float32"),
+        )
+        measured = {}
+        for rank, tensors in enumerate(self.ranks):
+            mesh = mesh_of(rank, len(self.ranks), **self.sizes)
+            sink = CompareSink(reference, 1, RankLayout(mesh, S, False, 1.0), tolerances=tolerances)
+            for place, data in tensors.items():
+                if place[0] < 0:
+                    sink.placed(place, data, data.shape, ())
+                else:
+                    sink.tensor((place,), data)
+            measured[rank] = sink.measured
+        held = merge(of_ranks(measured), tolerances, [])
+        order = [(key, reference.entry(key).shape) for key in reference]
+        verdicts = by_design.review(
+            judge(order, held, tolerances, 1e-7),
+            held,
+            reference,
+            tolerances,
+            1e-7,
+            mesh_of(0, len(self.ranks), **self.sizes),
+            ledger or Ledger(tuple(self.collectives)),
+            isolated=isolated,
+        )
+        return {(v.microbatch, v.kind, v.name, v.index): v.verdict for v in verdicts}, {
+            (v.microbatch, v.kind, v.name, v.index): v for v in verdicts if v.note
+        }
+
+
+def reduction(phase, operation=Operation.REDUCE_SCATTER, module="layer.mlp", **more):
+    """A collective over tp of one activation."""
+    made = Collective(
+        *(1, operation, "sum", "tp", 2, "float32", 4 * S * H),
+        *(module, phase, "mappings.py:1 (f)", 1, (0, 1)),
+    )
+    return dataclasses.replace(made, **more)
+
+
+@pytest.fixture
+def mlp(tmp_path):
+    """Two ranks, each with a summand of an output and of a gradient of an input."""
+    world = World(tmp_path, MLP, 2, tp=2)
+    world.tensors[AROUND] *= 2
+    for tensors, weight, noise in zip(world.ranks, (1.6, -0.6), (1, -1), strict=True):
+        tensors[AROUND] = world.tensors[AROUND]
+        for number, place in enumerate((SUM, GRADIENT)):
+            tensors[place] = weight * tensors[place] + noise * values(100 + number)
+    return world
+
+
+def test_summands_with_evidence_pass(mlp):
+    """Their sum is what is judged, and a note says so."""
+    outcomes, noted = mlp.outcomes()
+    assert set(outcomes.values()) == {Outcome.PASS}
+    assert set(noted) == {SUM, GRADIENT}
+    assert noted[SUM].placement == "Replicate tp:Partial(sum)"
+    assert noted[SUM].ranks == (0, 1)
+    assert 0 <= noted[SUM].rel_err < 1e-6 < noted[SUM].tolerance
+
+
+def test_summands_without_a_ledger_pass(mlp):
+    """Where collectives were not recorded, the consumers are the evidence."""
+    assert set(mlp.outcomes(UNRECORDED)[0].values()) == {Outcome.PASS}
+    unseen = Ledger(unseen=("tp",))
+    assert set(mlp.outcomes(unseen)[0].values()) == {Outcome.PASS}
+
+
+def off(place, rank, size=0.01):
+    """A fault on one rank."""
+
+    def change(world):
+        tensors = world.ranks[rank]
+        tensors[place] = tensors[place] + size * values(7)
+
+    return change
+
+
+def blind(place):
+    """Rounding alone moves it as much as a bug would."""
+
+    def change(world):
+        world.moved[place] = 0.05
+
+    return change
+
+
+def faint(*places):
+    """Nearly nothing of the loss depends on it."""
+
+    def change(world):
+        for place in places:
+            for tensors in (world.tensors, *world.ranks):
+                tensors[place] = tensors[place] * 1e-6
+
+    return change
+
+
+def without(*places):
+    """Neither run has these."""
+    return lambda world: world.drop(*places)
+
+
+def collectives(*found):
+    """The only ones that ran."""
+    return lambda world: world.collectives.__setitem__(slice(None), found)
+
+
+ELSEWHERE = dataclasses.replace(reduction(Phase.FORWARD), module="layer.attention")
+SMALL = dataclasses.replace(reduction(Phase.FORWARD), bytes=4 * S * H - 4)
+LARGEST = dataclasses.replace(reduction(Phase.FORWARD), reduction="max")
+OTHERS = dataclasses.replace(reduction(Phase.FORWARD), group="dp-cp")
+GATHERED = reduction(Phase.FORWARD, Operation.ALL_GATHER)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        off(SUM, 0),
+        off(SUM, 1, 0.002),
+        off(AROUND, 0),
+        off(USED, 0),
+        off(WEIGHT, 1),
+        without(AROUND),
+        without(USED),
+        without(LEAVING),
+        without(WEIGHT),
+        blind(AROUND),
+        blind(SUM),
+        blind(USED),
+        faint(USED),
+        collectives(),
+        collectives(ELSEWHERE, SMALL, LARGEST, OTHERS, GATHERED),
+        collectives(reduction(Phase.BACKWARD)),
+    ],
+    ids=(
+        "sum",
+        "sum by little",
+        "container",
+        "gradient",
+        "main gradient",
+        "no container",
+        "no gradient",
+        "no gradient of the container",
+        "no main gradient",
+        "blind container",
+        "blind",
+        "blind gradient",
+        "consumer that does not notice",
+        "no reduction",
+        "other reductions",
+        "reduction in the backward pass",
+    ),
+)
+def test_without_evidence_an_output_diverges(mlp, change):
+    """Right or wrong sums: one gap in the evidence suffices."""
+    change(mlp)
+    assert mlp.outcomes()[0][SUM].is_failure
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        off(GRADIENT, 1),
+        off(ENTERING, 1),
+        off(WEIGHT, 1),
+        without(ENTERING),
+        without(WEIGHT),
+        blind(ENTERING),
+        faint(GRADIENT),
+        collectives(reduction(Phase.FORWARD)),
+    ],
+)
+def test_without_evidence_a_gradient_diverges(mlp, change):
+    """The same for the gradient of an input."""
+    change(mlp)
+    assert mlp.outcomes()[0][GRADIENT].is_failure
+
+
+def test_a_fault_elsewhere_changes_nothing(mlp):
+    """Summands are not blamed for a fault of another module."""
+    off(FAR, 0)(mlp)
+    outcomes, _ = mlp.outcomes()
+    assert [place for place, outcome in outcomes.items() if outcome.is_failure] == [FAR]
+
+
+def test_a_missing_reduction_diverges(mlp):
+    """What should be the sum is a summand as well, up to the whole model."""
+    for tensors in mlp.ranks:
+        tensors[AROUND] = tensors[SUM] + tensors[AROUND] - mlp.tensors[SUM]
+    outcomes, _ = mlp.outcomes()
+    assert outcomes[SUM].is_failure
+    assert outcomes[AROUND].is_failure
+
+
+def test_one_rank_with_everything_is_no_summand(mlp):
+    """A copy that passes and one of zeros: something did not run."""
+    for tensors, weight in zip(mlp.ranks, (1.0, 0.0), strict=True):
+        tensors[SUM] = weight * mlp.tensors[SUM]
+    assert mlp.outcomes()[0][SUM].is_failure
+
+
+def test_isolated_modules_show_no_consumers(mlp):
+    """The container was computed from the reference's values."""
+    assert mlp.outcomes(isolated=True)[0][SUM].is_failure
+
+
+@pytest.fixture
+def stages(tmp_path):
+    """Two pipeline stages; the second one has rotary embeddings and no layer."""
+    world = World(tmp_path, STAGES, 2, pp=2)
+    for place in (NORM, HEAD):
+        world.ranks[0].pop(place)
+    for place in (READER, LAYER):
+        world.ranks[1].pop(place)
+    world.ranks[1][ROTARY] = torch.cat([values(0), values(0)])
+    return world
+
+
+@pytest.mark.parametrize("length", [S, 2 * S])
+def test_an_unused_output(stages, length):
+    """The stage that uses it decides, and a note names the other one."""
+    stages.ranks[1][ROTARY] = torch.ones(length, 1, H)
+    outcomes, noted = stages.outcomes()
+    assert set(outcomes.values()) == {Outcome.PASS}
+    assert noted[ROTARY].ranks == (0,)
+    assert "rank 1" in noted[ROTARY].note
+
+
+def reads(world):
+    """A layer of the second stage takes it."""
+    world.ranks[1][READER] = values(0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        reads,
+        off(ROTARY, 0),
+        off(READER, 0),
+        off(HEAD, 1),
+        off(NORM, 1),
+        blind(ROTARY),
+        lambda world: [world.ranks[1].pop(place) for place in (NORM, HEAD)],
+        lambda world: world.ranks[0].pop(ROTARY),
+    ],
+)
+def test_an_output_that_may_be_used(stages, change):
+    """A reader on the stage, a fault of the others, or nothing else that passes there."""
+    change(stages)
+    assert stages.outcomes()[0][ROTARY].is_failure
+
+
+def test_nothing_to_review(tmp_path):
+    """Verdicts without a failure stay as they are."""
+    world = World(tmp_path, MLP, 1)
+    assert set(world.outcomes()[0].values()) == {Outcome.PASS}
