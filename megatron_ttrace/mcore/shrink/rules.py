@@ -208,7 +208,10 @@ def experts(case: Case) -> Iterator[Change]:
     short = max(step, small.ep * each)
     while short < count and (short < 2 * few or (groups and short < 4)):
         short += step
-    yield Change("num_experts", (str(short),), "experts on every rank")
+    # One expert on a rank is a case of its own in Megatron's dispatchers.
+    apart = count // case.large.ep == 1 < short // small.ep
+    why = f"{short // small.ep} on each rank instead of 1" if apart else "experts on every rank"
+    yield Change("num_experts", (str(short),), why, lost=apart)
     if given.has("moe_router_topk"):
         yield Change("moe_router_topk", (str(few if chosen < count else short),), "one, or several")
     if groups:

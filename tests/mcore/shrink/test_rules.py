@@ -239,6 +239,16 @@ def test_experts(text, expected):
 
 
 @pytest.mark.parametrize(
+    ("experts", "chosen", "lost"), [(8, 2, True), (8, 1, False), (16, 2, False)]
+)
+def test_one_expert_on_a_rank_becomes_several(experts, chosen, lost):
+    """What the small job then does not run is listed."""
+    text = f"--num-experts {experts} --expert-model-parallel-size 8 --moe-router-topk {chosen}"
+    [found] = [one for one in rules.experts(case(text)) if one.option == "num_experts"]
+    assert found.lost is lost
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (
