@@ -141,6 +141,11 @@ FLAGS = {
     "sinks": "--softmax-type learnable",
     "qk-norm": "--qk-layernorm",
     "window": "--window-size 7,0",
+    "gate": "--attention-output-gate",
+    "kv1": "--group-query-attention --num-query-groups 1",
+    "kv2": "--group-query-attention --num-query-groups 2",
+    "shared-overlap": "--moe-shared-expert-overlap",
+    "loss-only": "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout",
     "eod": "--eod-mask-loss",
     "reset": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
     "decoupled": "--decoupled-lr 5e-4 --weight-decay 0.1",
@@ -562,6 +567,29 @@ LAYOUTS = (
     Layout("offload-half-dp2-zero", 2, "zero overlap offload half", ("llama-te",), BF16),
     Layout("fim-dp2", 2, "fim", ("gpt",), FP32, DOCS),
     Layout("cp4-hierarchical", 4, "hierarchical", ("llama-te",)),
+    # Fewer groups of keys and values than tensor-parallel ranks.
+    Layout("kv1-tp2", 2, "tp2 kv1", ("gpt", "hybrid"), FP32),
+    Layout("kv1-tp4", 4, "tp4 kv1", ("llama",), BF16),
+    Layout("kv2-tp4", 4, "tp4 kv2", ("llama",)),
+    Layout("kv2-tp4-sp", 4, "tp4 sp kv2", ("llama-te",)),
+    Layout("kv1-tp4-sp-qk-norm", 4, "tp4 sp kv1 qk-norm", ("llama-te",)),
+    Layout("kv1-tp2-sp-cp2", 4, "tp2 sp cp2 kv1", ("llama-te",)),
+    Layout("kv1-tp2-pp2-dp2-zero", 8, "tp2 pp2 zero kv1", ("llama",), FP32),
+    Layout("kv1-tp2-dp2-zero-overlap", 4, "tp2 zero overlap kv1", ("llama-te",), BF16),
+    Layout("kv1-tp2-sp-ep2", 2, "tp2 sp ep2 etp1 alltoall kv1", ("moe-te",), FP32),
+    Layout("kv2-tp4-sp-etp4", 4, "tp4 sp kv2", ("moe-deep",), BF16),
+    Layout("kv1-sinks-tp2", 2, "tp2 sinks kv1", ("gpt-te",), FP32),
+    Layout("kv1-window-gate-tp2", 2, "tp2 window gate kv1", ("llama-te",), FP32),
+    Layout("kv1-recompute-tp2", 2, "tp2 sp recompute selective kv1", ("llama-te",), FP32),
+    Layout("kv1-fp8-tp2", 2, "tp2 sp kv1", ("llama-te",), FP8[:1]),
+    # Shared experts that are reduced late.
+    Layout("shared-overlap-tp2", 2, "tp2 sp alltoall shared-overlap", ("moe-deep",)),
+    Layout(
+        "shared-overlap-kv1-tp2-ep2", 4, "tp2 sp ep2 alltoall shared-overlap kv1", ("moe-deep",)
+    ),
+    # Stages with nothing but the loss.
+    Layout("loss-only", 4, "loss-only Et|t|t|L --num-layers 3", ("llama-te",), FP32),
+    Layout("loss-only-mtp", 4, "loss-only Et|t|m|L mtp", ("llama-te",)),
 )
 
 
