@@ -2,11 +2,19 @@
 """Metadata is in pyproject.toml; this takes two folders along, and compiles one file if it can."""
 
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
+
+# pip looks for dependencies first, and would list the versions of each that need a newer Python.
+if sys.version_info < (3, 12):  # noqa: UP036 - setup.py runs whatever pip runs in
+    sys.exit(
+        "megatron-ttrace needs Python 3.12 or newer, as megatron-core does; this is "
+        f"{sys.version_info[0]}.{sys.version_info[1]}: use another (python3.12 -m venv .venv)"
+    )
 
 HERE = Path(__file__).parent
 BESIDE_THE_PACKAGE = ("patches", "launch")

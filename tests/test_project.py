@@ -4,6 +4,7 @@
 import ast
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -346,3 +347,12 @@ def test_wheel(tmp_path: Path) -> None:
     assert patches.is_relative_to(unpacked)
     assert (patches / "megatron-lm" / "core_v0.19.2.patch").is_file()
     assert (launch / "pretrain_gpt.py").is_file()
+
+
+def test_an_old_python_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before pip looks for dependencies, of which it would list all versions."""
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    with pytest.raises(SystemExit, match=r"needs Python 3\.12 or newer.* 3\.11: use"):
+        runpy.run_path(str(ROOT / "setup.py"))
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert requires == ">=3.12"

@@ -31,7 +31,7 @@ def judge(
         expected: keys and logical shapes of the reference's traced iteration, in execution order.
         held: what all ranks found.
         tolerances: of the reference.
-        eps: machine epsilon of the compute dtype, for printing errors in its multiples.
+        eps: machine epsilon of the job's compute dtype, for printing errors in its multiples.
         unjudged: why a tensor that these ranks hold cannot be compared in this layout; ``None`` if
             it can.
     """
@@ -122,7 +122,7 @@ def _judge(
         reason=reason,
         error=max(errors.values()),
         tolerance=tolerance.value,
-        eps=eps,
+        eps=tolerance.unit or eps,
     )
 
 

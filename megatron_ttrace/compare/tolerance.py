@@ -108,11 +108,21 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tolerance:
-    """``value``: tolerated relative error, blind above ``bound``; ``rms`` of the reference."""
+    """How far rounding may move a tensor.
+
+    Attributes:
+        value: tolerated relative error.
+        rms: of the reference.
+        bound: a tolerance above it is blind.
+        unit: the machine epsilon of what a module computes, in whose multiples errors are printed;
+            0 if that is the job's. Gradients and optimizer state are wider than what they were
+            computed from: theirs is the job's.
+    """
 
     value: float
     rms: float
     bound: float = BLIND
+    unit: float = 0.0
 
     @property
     def blind(self) -> bool:
@@ -130,6 +140,9 @@ def epsilon(dtype: torch.dtype | str) -> float:
         resolved = torch.bfloat16
     return float(torch.finfo(resolved).eps)
 
+
+_COMPUTED = frozenset({Kind.INPUT, Kind.OUTPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT})
+"""What modules compute, in dtypes that may differ from the job's (a router in float32)."""
 
 _Group = tuple[int, Kind, str, int]
 
@@ -200,7 +213,7 @@ class Tolerances:
         seeds = self._pooled.get(group, ())
         floor = SAFETY * self._floor(key, norm, eps)
         value = max(self._estimated(group, seeds, len(seeds)), floor)
-        return Tolerance(value, rms, self._bound)
+        return Tolerance(value, rms, self._bound, eps if key.kind in _COMPUTED else 0.0)
 
     def _estimated(self, group: _Group, seeds: Sequence[float], replays: int) -> float:
         """From what some replays did, as if there had been this number of replays."""

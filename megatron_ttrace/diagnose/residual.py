@@ -49,13 +49,14 @@ def residuals(
 
 
 def _chosen(verdicts: Iterable[Verdict], culprits: Sequence[Culprit]) -> list[TraceKey]:
+    failed = [one for one in verdicts if one.verdict.is_failure and one.margin is not None]
     worst: dict[object, Verdict] = {}
-    for verdict in verdicts:
-        if verdict.verdict.is_failure and verdict.margin is not None:
-            sort = (verdict.name, verdict.kind)
-            if sort not in worst or verdict.margin > (worst[sort].margin or 0.0):
-                worst[sort] = verdict
-    shown = [one for culprit in culprits if (one := culprit.shown_by(worst.values())) is not None]
+    for verdict in failed:
+        sort = (verdict.name, verdict.kind)
+        if sort not in worst or (verdict.margin or 0.0) > (worst[sort].margin or 0.0):
+            worst[sort] = verdict
+    # A culprit is of one microbatch, which need not be the worst.
+    shown = [one for culprit in culprits if (one := culprit.shown_by(failed)) is not None]
     ordered = sorted(worst.values(), key=lambda verdict: -(verdict.margin or 0.0))
     return list(dict.fromkeys(verdict.key for verdict in [*shown, *ordered]))[:MOST]
 

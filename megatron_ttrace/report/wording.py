@@ -182,7 +182,13 @@ def number(value: Any) -> int | None:
 
 
 def layout_text(config: Mapping[str, Any]) -> str:
-    """``tp 2 × pp 2, 4 ranks``: the axes that split anything."""
+    """``tp 2 × pp 2, 4 ranks``: the axes that split anything. Of two runs, that of both."""
+    if isinstance(first := config.get("against"), Mapping):
+        return f"{_layout_text(config)}, against {_layout_text(first)}"
+    return _layout_text(config)
+
+
+def _layout_text(config: Mapping[str, Any]) -> str:
     sizes = {axis: number(config.get(axis)) for axis in AXES}
     split = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1]
     world = number(config.get("world_size"))

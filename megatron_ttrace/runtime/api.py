@@ -319,7 +319,8 @@ def _compared(
         )
     if review is not None:
         notices = (*review.notices(), *summary.notices)
-        summary = dataclasses.replace(summary, notices=notices)
+        both = {**summary.config, "against": review.layout()}
+        summary = dataclasses.replace(summary, notices=notices, config=both)
     elif layout := reference_layout_of(trusted):
         notices = (reference_layout.described(layout), *summary.notices)
         summary = dataclasses.replace(summary, notices=notices)

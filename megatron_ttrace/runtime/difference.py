@@ -17,6 +17,7 @@ import torch
 
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.offline import meshes_of
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.report import files, wording
 from megatron_ttrace.runtime.known import Difference
@@ -326,6 +327,11 @@ class Review:
     def __call__(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """The verdicts, with what cannot be compared and known differences ``unchecked``."""
         return [self._reviewed(one) if one.verdict.is_failure else one for one in verdicts]
+
+    def layout(self) -> dict[str, Any]:
+        """The layout of the first run: the sizes of its axes, and its ranks."""
+        candidate = self._sides[0].candidate
+        return meshes_of(candidate)[0].describe() if candidate else {}
 
     def notices(self) -> list[str]:
         """Which run is which, and what was not compared, by name."""

@@ -325,3 +325,15 @@ def test_half_the_tolerance_on_every_rank_is_never_flagged(candidate):
         noise *= 0.5 * TOLERANCE * float(local.double().norm()) / float(noise.norm())
         local.copy_((local.double() + noise).to(local.dtype))
     assert judged(logical, ranks, TOLERANCE).verdict is Outcome.PASS
+
+
+@pytest.mark.parametrize("unit", [0.0, 2.0**-23])
+def test_an_error_in_epsilons(unit):
+    """Of the tensor's own dtype where that is known, else of the job's."""
+
+    class Other(Known):
+        def of(self, key):
+            return dataclasses.replace(super().of(key), unit=unit)
+
+    verdict = verdict_of(found(0.004), limits=Other(0.01))
+    assert verdict.rel_err_eps == pytest.approx(0.004 / (unit or EPS))

@@ -80,6 +80,16 @@ def test_the_floor_is_one_rounding(dtype, eps):
     assert of(KEY, {KEY: Moved(400, 40.0, (0.0,))}, dtype).value == SAFETY * eps / 2
 
 
+def test_errors_of_what_a_module_computes_are_in_its_own_epsilons():
+    """A gradient in float32 was computed from narrower numbers: its unit is the job's."""
+    gradient = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "w")
+    for dtype, eps in (("float32", FP32), ("bfloat16", BF16)):
+        output = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.router")
+        moved = Moved(400, 40.0, (0.0,))
+        assert of(output, {output: moved}, dtype).unit == eps
+        assert of(gradient, {gradient: moved}, dtype).unit == 0.0
+
+
 def test_the_floor_of_a_small_change_is_the_parameters():
     """A difference of two rounded parameters has their rounding error."""
     delta = TraceKey(1, STEP_LEVEL, Kind.PARAM_DELTA, "w")

@@ -89,6 +89,15 @@ def test_the_worst_of_each_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [verdicts[2].key, verdicts[1].key, verdicts[3].key]
 
 
+def test_a_culprit_is_of_one_microbatch() -> None:
+    """The report shows the elements of the tensor that it names, though another is worse."""
+    asked: list[TraceKey] = []
+    verdicts = [verdict("a", 2), verdict("a", 9, 1)]
+    culprit = culprit_of(verdicts[0], "", "")
+    assert residuals(verdicts, [culprit], lambda key: asked.append(key)) == ()
+    assert asked == [verdicts[0].key, verdicts[1].key]
+
+
 def test_the_budget_counts_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is begun after the budget is spent, however fast the machine is."""
     held = {0: REFERENCE + 1.0}

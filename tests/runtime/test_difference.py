@@ -9,6 +9,7 @@ import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import versions
+from megatron_ttrace.report import wording
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace.records import Kind, Outcome, Reason, Result, TraceKey
 from tests.runtime import kept
@@ -39,6 +40,10 @@ def test_another_layout(tmp_path, a):
         assert report.verdict is Result.EQUIVALENT
         assert [verdict.verdict for verdict in report.verdicts] == [Outcome.PASS] * 2
         assert str(first.name) in report.summary.notices[0]
+        sizes = {a: "tp 2, 2 ranks", b: "tp 4, 4 ranks", a / "reference": "1 device"}
+        sizes |= {a / "candidate": sizes[a]}
+        shown = wording.layout_text(report.summary.config)
+        assert shown == f"{sizes[second]}, against {sizes[first]}"
 
 
 def test_a_difference_that_neither_reference_has(tmp_path, a):
