@@ -81,7 +81,11 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Search commits, or axes."""
     words = args.command_words
-    at = words.index("--") if "--" in words else 0
+    if words and "--" not in words:
+        raise TTraceError(
+            f"no training command: give it after --, ttrace bisect {' '.join(words[:2])} -- COMMAND"
+        )
+    at = words.index("--") if words else 0
     ends, args.command_words = words[:at], words[at:]
     if args.axes:
         if ends or args.against or args.checkout:
@@ -119,7 +123,7 @@ class _Checks:
         with self.checkout.at(commit, tree.resolve()) as root:
             script, path = self._placed(root)
             words = ["check", "--nproc-per-node", str(self.command.ranks or 1)]
-            words += ["--ttrace-dir", str(folder), "--ttrace-no-wandb"]
+            words += ["--ttrace-dir", flags.word_of(folder), "--ttrace-no-wandb"]
             words += ["--against", self.against] if self.against else []
             own = {n: value for n, value in os.environ.items() if n not in self.command.unset}
             cache = str((self.directory / "references").resolve())

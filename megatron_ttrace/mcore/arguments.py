@@ -23,6 +23,8 @@ class MegatronArguments(Protocol):
     num_experts: int | None
     micro_batch_size: int
     global_batch_size: int
+    train_iters: int | None
+    eval_interval: int | None
     rampup_batch_size: list[str] | list[int] | None
     make_vocab_size_divisible_by: int
     # Layout.

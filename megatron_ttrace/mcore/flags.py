@@ -323,6 +323,12 @@ def split(
     return ours, theirs
 
 
+def word_of(path: os.PathLike[str] | str) -> str:
+    """A path as a word that no parser takes for a flag."""
+    text = os.fspath(path)
+    return os.path.join(os.curdir, text) if text.startswith("-") else text
+
+
 def similar(word: str, known: Iterable[str]) -> str:
     """What a mistyped word may have meant, as the end of a sentence."""
     found = difflib.get_close_matches(word, list(known), n=2)

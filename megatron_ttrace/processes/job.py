@@ -96,7 +96,7 @@ class Job:
 
     def _command(self, directory: str, *more: str) -> list[str]:
         words = ["ttrace", "check", "--nproc-per-node", str(self.nproc)]
-        words += ["--ttrace-dir", directory, *more, *self.flags]
+        words += ["--ttrace-dir", flags.word_of(directory), *more, *self.flags]
         return disclosure.command([*words, "--", str(self.script), *self.arguments])
 
 
@@ -149,7 +149,7 @@ def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summa
     program = (sys.executable, str(job.script)) if fork else scripts.command(job.script)
     command = (
         *(*program, *job.arguments),
-        *("--ttrace", "--ttrace-exit", "--ttrace-dir", str(job.directory), *job.flags),
+        *("--ttrace", "--ttrace-exit", "--ttrace-dir", flags.word_of(job.directory), *job.flags),
     )
     environment = {
         provenance.COMMAND: provenance.command_line(),

@@ -129,7 +129,7 @@ def check(
         ttrace_allow_unchecked=allow_unchecked,
     )
     words = ["ttrace", "check", "--nproc-per-node", str(nproc_per_node), "--ttrace-dir"]
-    words += [str(directory), "--", os.fspath(script), *arguments]
+    words += [flags.word_of(directory), "--", os.fspath(script), *arguments]
     recorded = {provenance.COMMAND: provenance.command_line(words)}
     return run_check(
         Path(script),

@@ -67,7 +67,7 @@ class CandidateSession(Session):
             _say("dropout is switched off in the traced steps")
         if quiet.has_random_routing(args):
             _say("random routing is switched off in the traced steps")
-        for text in requirements.notices(args, settings):
+        for text in (*requirements.complete(args, settings), *requirements.notices(args, settings)):
             self._notice(text)
         run = ranks.from_one(0, "preparing the check", lambda: shared.prepare(settings.directory))
         shared.require(settings.directory, run)
@@ -79,6 +79,7 @@ class CandidateSession(Session):
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
     ) -> None:
         """Hand the state of a run that starts from a checkpoint to the reference first."""
+        requirements.require_iterations(self.args, self.settings)
         super().begin(chunks, optimizer, scheduler)
         self._recording = Recording(self.model)
         for name in (name for names in self.model.names for name in names.unused):

@@ -20,6 +20,7 @@ from megatron_ttrace import cpu
 from megatron_ttrace.cpu import helpers_cpp
 from megatron_ttrace.errors import DEBUG, ExitCode, TTraceError, one_line
 from megatron_ttrace.mcore import failures, flags, inputs, provenance
+from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.trace import ends
 
 _enabled = False
@@ -85,10 +86,11 @@ def _is_checked() -> bool:
 
 
 def _early_flags() -> argparse.Namespace:
-    """The two flags that are needed before Megatron's parser exists."""
+    """The flags that are needed before Megatron's parser exists."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ttrace", action="store_true")
     parser.add_argument("--ttrace-device", default="auto")
+    parser.add_argument("--yaml-cfg")
     return parser.parse_known_args()[0]
 
 
@@ -108,6 +110,9 @@ def _wrap_parse_args() -> None:
 
         ends.enter(ends.Phase.ARGUMENTS)
         with exits_on_user_error(unexpected=_is_checked()):
+            # With --yaml-cfg Megatron's parser would lose our flags.
+            for why in decisions.refusals(_early_flags()) if _is_checked() else ():
+                raise TTraceError(why)
             args: argparse.Namespace = original(with_ours, *rest, **kwargs)
             return _prepare(args)
 

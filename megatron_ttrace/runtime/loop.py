@@ -128,8 +128,10 @@ class _Watch:
         """A reference's, on one device or on several ranks."""
         from megatron.training import get_args
 
+        from megatron_ttrace.runtime import requirements
         from megatron_ttrace.runtime.launch import Order
 
+        requirements.complete(get_args(), self._settings)
         if self._settings.overrides is None:
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
         order = Order.read(self._settings.overrides)

@@ -28,6 +28,9 @@ SHRUNK = "TTRACE_SHRUNK"
 """Environment variable: what the job under check stands for, if that is a larger one."""
 
 
+_EVAL_INTERVAL = 1000
+
+
 def starts_from_checkpoint(args: MegatronArguments) -> bool:
     """Whether this run starts from a checkpoint."""
     return loading.directory_of(args) is not None
@@ -51,6 +54,8 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
     if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
         raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
+    if settings.role == "candidate":
+        require_iterations(args, settings)
     if getattr(args, "use_torch_fsdp2", False) and getattr(
         args, "init_model_with_meta_device", False
     ):
@@ -149,6 +154,42 @@ def _require_layout(args: MegatronArguments, settings: Settings) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if why := reference_layout.refusal(layout, args, world_size=world_size, devices=devices):
         raise TTraceError(why)
+
+
+def require_iterations(args: MegatronArguments, settings: Settings) -> None:
+    """Raise ``TTraceError`` if the job ends before the last traced iteration, where that is known.
+
+    Iterations count from the job's first step. Megatron knows where a checkpoint lets it begin once
+    the model is loaded, and how many steps ``--train-samples`` are when it has an optimizer.
+    """
+    if not args.train_iters:
+        return
+    first = getattr(args, "iteration", 0)
+    last = args.train_iters
+    if interval := getattr(args, "exit_interval", None):
+        last = min(last, (first // interval + 1) * interval)
+    if settings.iterations[-1] > last - first:
+        raise TTraceError(
+            f"--ttrace-iterations {settings.iterations[-1]}: the job ends after iteration "
+            f"{last - first}: trace an earlier one, or train longer"
+        )
+
+
+def complete(args: MegatronArguments, settings: Settings) -> list[str]:
+    """Give options that Megatron crashes without, unless training goes on; notices about them.
+
+    Megatron divides by ``--eval-interval``, also if nothing is evaluated (finding 32). Only the
+    number of samples to evaluate depends on it, and nothing in a traced step.
+    """
+    is_checked_only = settings.exit_after or settings.role == "reference"
+    unset = getattr(args, "eval_interval", _EVAL_INTERVAL) is None
+    if not is_checked_only or not unset or getattr(args, "full_validation", False):
+        return []
+    args.eval_interval = _EVAL_INTERVAL
+    return [
+        f"checked with --eval-interval {_EVAL_INTERVAL}: without it Megatron's training crashes "
+        "(finding 32)"
+    ]
 
 
 def notices(args: MegatronArguments, settings: Settings) -> list[str]:

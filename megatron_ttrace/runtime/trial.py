@@ -57,7 +57,7 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
     code = run_subprocess(
         [
             *(sys.executable, "-m", "megatron_ttrace", "check"),
-            *("--nproc-per-node", str(layout.ranks), "--ttrace-dir", str(home)),
+            *("--nproc-per-node", str(layout.ranks), "--ttrace-dir", flags.word_of(home)),
             *("--ttrace-save-candidate", "--ttrace-no-wandb"),
             *("--ttrace-device", settings.device, "--ttrace-init", settings.init),
             *("--ttrace-timeout", str(settings.timeout)),

@@ -104,6 +104,7 @@ def test_nothing_to_find(history, checked, capsys):
     ("words", "said"),
     [
         (["a", "--", "x.py"], "give two commits after all options"),
+        (["a", "b"], "no training command: give it after --, ttrace bisect a b -- COMMAND"),
         (["a", "b", "--quiet", "--", "x.py"], "give two commits after all options"),
         (["--axes", "a", "b", "--", "x.py"], "--axes searches one command"),
         (["a", "b", "--", "absent.py"], "absent.py: no such script"),

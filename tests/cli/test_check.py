@@ -39,3 +39,20 @@ def test_too_many_unchecked_tensors(
         assert (code, "9 of 10 unchecked" in out) == (2, True)
     else:
         assert (code, json.loads(out)["verdict"]) == (2, "could not check")
+
+
+def test_a_directory_that_looks_like_a_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches the ranks' parser, and Megatron's, as a directory."""
+    parsing = (
+        "import argparse, pathlib, sys\nparser = argparse.ArgumentParser(allow_abbrev=False)\n"
+        "parser.add_argument('--ttrace-dir')\n"
+        "directory = pathlib.Path(parser.parse_known_args()[0].ttrace_dir)\n"
+    )
+    words = 'pathlib.Path(sys.argv[sys.argv.index("--ttrace-dir") + 1])'
+    (tmp_path / "train.py").write_text(f"{parsing}{UNDECIDED.replace(words, 'directory')}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--no-fork", "--json", "--ttrace-dir=-x", "--", "train.py"]) == 2
+    assert json.loads(capsys.readouterr().out)["verdict"] == "could not check"
+    assert (tmp_path / "-x" / "summary.json").is_file()

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How our errors end a rank before its run starts."""
 
+import sys
+import types
+
 import pytest
 
 from megatron_ttrace.errors import DEBUG, TTraceError
+from megatron_ttrace.runtime import entry
 from megatron_ttrace.runtime.entry import exits_on_user_error
 
 
@@ -42,3 +46,23 @@ def test_what_megatron_s_parser_does() -> None:
     with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=True):
         raise SystemExit(7)
     assert ended.value.code == 7
+
+
+def test_a_file_instead_of_arguments(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before Megatron's parser reads it, and loses our flags."""
+    chain = ["megatron", "megatron.training", "megatron.training.arguments"]
+    modules = [types.ModuleType(name) for name in chain]
+    for name, module, inner in zip(chain, modules, [*modules[1:], None], strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+        if inner is not None:
+            setattr(module, inner.__name__.rpartition(".")[2], inner)
+    arguments = modules[-1]
+    arguments.parse_args = lambda *_: pytest.fail("it was parsed")  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "file.yaml", "--ttrace"])
+    entry._wrap_parse_args()
+    with pytest.raises(SystemExit) as ended:
+        arguments.parse_args()
+    assert ended.value.code == 2
+    assert "yaml_cfg = file.yaml: Megatron ignores" in capsys.readouterr().err

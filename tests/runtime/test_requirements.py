@@ -16,7 +16,7 @@ from megatron_ttrace.runtime import low_precision, requirements
 
 def arguments(**values):
     """Megatron's arguments of a plain run."""
-    plain = {"rampup_batch_size": None, "load": None, "num_experts": None}
+    plain = {"train_iters": 9, "rampup_batch_size": None, "load": None, "num_experts": None}
     return argparse.Namespace(**{**plain, **values})
 
 
@@ -41,6 +41,9 @@ REFUSED = [
     ),
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
     ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
+    ({"train_iters": 1}, {"iterations": (1, 5)}, "--ttrace-iterations 5: .* after iteration 1"),
+    ({"exit_interval": 2}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
+    ({"iteration": 7}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
     ({"gtp_weight_remat_size": 2}, {}, "--tensor-parallel-num-weight-shards"),
     ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
     (
@@ -193,3 +196,20 @@ def test_a_version_before_its_release_is_told(monkeypatch):
     monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.20.1")
     (said,) = requirements.notices(arguments(), settings())
     assert versions.MAIN_COMMIT in said
+
+
+@pytest.mark.parametrize(
+    ("values", "ours", "interval"),
+    [
+        ({"eval_interval": None}, {"exit_after": True}, 1000),
+        ({"eval_interval": None}, {"role": "reference"}, 1000),
+        ({"eval_interval": None}, {}, None),
+        ({"eval_interval": None, "full_validation": True}, {"exit_after": True}, None),
+        ({"eval_interval": 7}, {"exit_after": True}, 7),
+    ],
+)
+def test_an_option_that_megatron_crashes_without(values, ours, interval):
+    """A check gives it, with a notice; training is left as it is."""
+    args = arguments(**values)
+    said = requirements.complete(args, settings(**ours))
+    assert (args.eval_interval, bool(said)) == (interval, interval == 1000)

@@ -16,6 +16,7 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.recipes import collect, reached
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.reached import Files, Record, Records
+from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.shrink import documents
 from megatron_ttrace.processes import apart, stripped
 from megatron_ttrace.processes.worktrees import Checkout, Hunk
@@ -151,7 +152,7 @@ class Pull:
         cached = set(os.listdir(references)) if references.is_dir() else set()
         prefix = documents.write(self.directory / "data" / "text", (documents.SFT,))
         words = [str(log), str(root), "check", "--nproc-per-node", str(job.ranks)]
-        words += ["--ttrace-dir", str(folder), "--ttrace-no-wandb", "--", str(script)]
+        words += ["--ttrace-dir", flags.word_of(folder), "--ttrace-no-wandb", "--", str(script)]
         words += [*job.arguments, *documents.arguments(str(script), prefix, job.arguments)]
         path = [str(root / self.inside), os.environ.get("PYTHONPATH", "")]
         code, said = apart.ttrace(

@@ -282,7 +282,7 @@ def decision(option: str) -> Decision | None:
 
 
 def refusals(args: object) -> list[str]:
-    """Why a run with these arguments cannot be checked, one line per option."""
+    """Why a run with these arguments cannot be checked, one line per option that is there."""
     return [
         f"{option} = {getattr(args, option)}: {why}"
         for option, why in _REFUSED.items()
@@ -297,6 +297,8 @@ def derive(args: argparse.Namespace) -> dict[str, Any]:
         args: as parsed, before Megatron validates them.
     """
     values: dict[str, Any] = {**SINGLE_DEVICE, **QUIET}
+    if getattr(args, "ckpt_format", None) == "torch":
+        values["ckpt_format"] = "torch"  # pretrain_vlm.py has no other; nothing is written
     if any(getattr(args, name, False) for name in _NEEDING_THE_DISTRIBUTED_OPTIMIZER):
         values["use_distributed_optimizer"] = True
     if getattr(args, "optimizer_cpu_offload", False):

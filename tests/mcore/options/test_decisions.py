@@ -125,6 +125,12 @@ def test_values_are_not_shared():
     assert decisions.derive(argparse.Namespace())["high_priority_stream_groups"] == []
 
 
+@pytest.mark.parametrize(("given", "derived"), [("torch", "torch"), ("fsdp_dtensor", "torch_dist")])
+def test_a_format_that_a_script_may_insist_on(given, derived):
+    """A reference writes no checkpoint; pretrain_vlm.py takes one format, Megatron-FSDP another."""
+    assert decisions.derive(argparse.Namespace(ckpt_format=given))["ckpt_format"] == derived
+
+
 def test_refusals_name_the_option():
     """Only where it is used."""
     args = argparse.Namespace(perform_rl_step=True, skip_train=False, yaml_cfg=None)
