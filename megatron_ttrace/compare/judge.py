@@ -107,6 +107,9 @@ def _judge(
     ):
         outcome, reason = Outcome.UNCHECKED, Reason.UNDEFINED
         notes.append(Note(Remark.UNDEFINED, undefined))
+    elif tolerance.is_noise:
+        outcome, reason = Outcome.UNCHECKED, Reason.NONDETERMINISTIC
+        notes.append(Note(Remark.NONDETERMINISTIC, tolerance.repeated))
     elif tolerance.blind:
         outcome, reason = Outcome.UNCHECKED, Reason.BLIND
         notes.append(Note(Remark.BLIND, tolerance.value, tolerance.bound))

@@ -73,6 +73,10 @@ FEWEST_REPLAYS, MOST_REPLAYS = 2, 4
 CONFIRMED = 0.5
 """The largest margin of a replay, judged by the other replays, with which these are enough."""
 
+NOISE = 0.5
+"""An unperturbed replay that moves a tensor by more than this share of what the perturbed ones do
+shows that the tolerance is not rounding's."""
+
 FILE = "tolerances.jsonl"
 
 _STUDENT = (
@@ -98,12 +102,14 @@ class Moved:
     """What the perturbed replays did to one tensor.
 
     ``n`` elements, ``norm`` of the reference, ``moved`` the relative distance for each seed
-    (``inf`` where the reference is zero and the replay is not).
+    (``inf`` where the reference is zero and the replay is not). ``repeated`` is the distance of a
+    replay that was not perturbed: zero unless the model is not deterministic.
     """
 
     n: Count
     norm: _Written
     moved: tuple[_Written, ...]
+    repeated: _Written = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,12 +123,16 @@ class Tolerance:
         unit: the machine epsilon of what a module computes, in whose multiples errors are printed;
             0 if that is the job's. Gradients and optimizer state are wider than what they were
             computed from: theirs is the job's.
+        repeated: how far the step itself moves the tensor, without perturbation.
+        is_noise: whether that, and not rounding, decides ``value``.
     """
 
     value: float
     rms: float
     bound: float = BLIND
     unit: float = 0.0
+    repeated: float = 0.0
+    is_noise: bool = False
 
     @property
     def blind(self) -> bool:
@@ -185,6 +195,7 @@ class Tolerances:
         self._dtypes = dtypes
         self._pooled: dict[_Group, list[float]] = {}
         self._samples: Counter[_Group] = Counter()
+        self._repeated: dict[_Group, float] = {}
         self._terms: Counter[tuple[int, Kind]] = Counter()
         self._iterations = {key.iteration for key in moved}
         for key, value in moved.items():
@@ -197,6 +208,9 @@ class Tolerances:
             pooled = itertools.zip_longest(self._pooled.get(group, ()), moves, fillvalue=0.0)
             self._pooled[group] = [max(pair) for pair in pooled]
             self._samples[group] += value.n * len(value.moved)
+            if value.repeated:
+                repeated = math.inf if math.isnan(value.repeated) else value.repeated
+                self._repeated[group] = max(repeated, self._repeated.get(group, 0.0))
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
@@ -213,7 +227,16 @@ class Tolerances:
         seeds = self._pooled.get(group, ())
         floor = SAFETY * self._floor(key, norm, eps)
         value = max(self._estimated(group, seeds, len(seeds)), floor)
-        return Tolerance(value, rms, self._bound, eps if key.kind in _COMPUTED else 0.0)
+        repeated = self._repeated.get(group, 0.0)
+        # Perturbations everywhere move a tensor further than what a GPU adds up in another order.
+        is_noise = repeated > max(eps, self._compute, NOISE * max(seeds, default=0.0))
+        unit = eps if key.kind in _COMPUTED else 0.0
+        return Tolerance(value, rms, self._bound, unit, repeated, is_noise)
+
+    @property
+    def repeated(self) -> list[TraceKey]:
+        """The tensors that an unperturbed replay moved, in execution order."""
+        return [key for key, value in self._moved.items() if value.repeated]
 
     def _estimated(self, group: _Group, seeds: Sequence[float], replays: int) -> float:
         """From what some replays did, as if there had been this number of replays."""
@@ -317,6 +340,7 @@ def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
             "n": value.n,
             "norm": repr(value.norm),
             "moved": [repr(m) for m in value.moved],
+            **({"repeated": repr(value.repeated)} if value.repeated else {}),
         }
         for key, value in moved.items()
     )

@@ -24,6 +24,7 @@ from megatron_ttrace.trace.records import (
     Run,
     Summary,
     TooFew,
+    TraceKey,
     Verdict,
 )
 from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean
@@ -285,6 +286,7 @@ def notices(summary: Summary) -> list[str]:
 
 _REASONS = {
     Reason.BLIND: "blind: rounding alone changes them too much for a bug to show",
+    Reason.NONDETERMINISTIC: "non-deterministic: the same step, repeated, gives other values",
     Reason.UNDEFINED: "undefined: NaN in both runs",
     Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
     Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",
@@ -351,6 +353,7 @@ _NOTES = {
     Remark.REPLICAS: "replicas differ on {ranks}",
     Remark.REPLICAS_ROUNDED: "replicas differ in rounding on {ranks}",
     Remark.UNDEFINED: "undefined: {value:.0f} elements are NaN in both runs",
+    Remark.NONDETERMINISTIC: "non-deterministic: the same step, repeated, moves it by {value:.2g}",
     Remark.BLIND: "blind: rounding alone moves it by {value:.0%} (bound {limit:.0%})",
     Remark.ROUTED: "{value:.0f} of {limit:.0f} tokens are routed differently",
     Remark.DROPPED: "{value:.0f} assignments are dropped differently",
@@ -400,6 +403,15 @@ def _sample(one: Sample) -> str:
 def same_start_text(number: int, first: Verdict) -> str:
     """The notice about parameters of different layers whose initial values are equal."""
     return f"{number} parameters begin with another layer's numbers: {first.name}: {first.note}"
+
+
+def repeated_text(first: TraceKey, moved: int) -> str:
+    """The notice that the reference is not deterministic."""
+    return (
+        f"the model is not deterministic: one device repeated the step and got other values for "
+        f"{moved:,} tensors, the first of them {first}; tensors whose tolerance comes from this, "
+        "and not from rounding, are unchecked"
+    )
 
 
 def too_few_text(found: TooFew) -> str:

@@ -90,6 +90,10 @@ class EndError(_CausedError):
     """The job must end: a rank is lost, or its training state."""
 
 
+class _LateError(TTraceError):
+    """A rank has not answered within the time limit."""
+
+
 class Ranks:
     """This rank's end of all agreements of one job."""
 
@@ -272,12 +276,20 @@ class Ranks:
         return EndError(cause)
 
     def all_back(self) -> None:
-        """Wait until every rank has restored its training state.
+        """Wait until every rank has restored its training state, at most for the time limit.
+
+        A slower rank is not lost: training goes on, and waits for it in its next collective. If
+        that rank cannot restore its state, it ends the job itself.
 
         Raises:
-            EndError: when one does not arrive.
+            EndError: when the store is lost.
         """
-        self._arrive("back", "restoring the training state")
+        what = "restoring the training state"
+        try:
+            self._arrive("back", what)
+        except _LateError as late:
+            if self.rank in (0, self.size - 1):
+                print(f"ttrace: {what}: {late}; training waits for it", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -341,15 +353,21 @@ class Ranks:
         self._ask(lambda: self._store.set(_key(f"{at}/{self.rank}"), "1"))
         if self._ask(lambda: self._store.add(_key(f"{at}/arrived"), 1)) == self.size:
             self._ask(lambda: self._store.compare_set(_key(f"{at}/done"), "", _OK))
-        if self._await(at, what, self.give_up if lane == "check" else self.end) == _OK:
-            return
+        try:
+            if self._await(at, what) == _OK:
+                return
+        except _LateError as late:
+            if lane == "check":
+                raise self.give_up(late, what) from late
+            raise
         cause = Cause.of_message(self._ask(lambda: self._store.get(_key("failed"))).decode())
         if self._ask(lambda: self._store.check([_key("fatal")])):
             raise EndError(cause)
         self._given_up = GivenUpError(cause)
         raise self._given_up
 
-    def _await(self, at: str, what: str, lose: Callable[[BaseException, str], TTraceError]) -> str:
+    def _await(self, at: str, what: str) -> str:
+        """How a point ended. Raises ``_LateError`` when a rank shows no sign of life for long."""
         began = alive = time.monotonic()
         beat, asked, said = -1, began, False
         pause = _FIRST_PAUSE * min(self.size, _CROWD)
@@ -362,8 +380,7 @@ class Ranks:
                 if heard != beat:
                     beat, alive = heard, now if beat >= 0 else alive
             if now - alive > self._timeout:
-                lost = f"no answer from {self._missing(at)} within {self._timeout:.0f} s"
-                raise lose(TTraceError(lost), what)
+                raise _LateError(f"no answer from {self._missing(at)} within {self._timeout:.0f} s")
             if now - began > _SAY_AFTER_SECONDS and not said:
                 said = True
                 if self.rank in (0, self.size - 1):

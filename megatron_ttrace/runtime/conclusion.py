@@ -145,6 +145,8 @@ def conclude(
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices, *initial.notices(verdicts)]
     said += [wording.not_judged_text(*one) for one in coverage.not_judged]
+    if moved := tolerances.repeated:
+        said.append(wording.repeated_text(moved[0], len(moved)))
     if unlogged:
         said.append("what is logged was not compared: one of the runs has no training_log")
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):

@@ -50,6 +50,9 @@ class Spread:
     add_up: Callable[[torch.Tensor], object]
 
 
+UNPERTURBED = 0
+"""The seed of a replay that only repeats the step: what moves then is not deterministic."""
+
 _EMBEDDING = "embedding"
 _HEAD = "output_layer"
 
@@ -128,10 +131,13 @@ def perturbed(
 
     Args:
         chunks: of the model.
-        seed: of the random signs.
+        seed: of the random signs; :data:`UNPERTURBED` for none.
         optimizer: Megatron's, if its own arithmetic is to be perturbed, too.
         spread: of a model on several ranks.
     """
+    if seed == UNPERTURBED:
+        yield
+        return
     generator = torch.Generator().manual_seed(seed)
     handles = []
     named = [pair for names in chunks for pair in names.parameters.items()]

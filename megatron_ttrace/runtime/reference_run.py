@@ -43,7 +43,7 @@ from megatron_ttrace.processes.progress import OF_REFERENCE
 from megatron_ttrace.runtime import low_precision
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.launch import Order
-from megatron_ttrace.runtime.perturb import perturbed
+from megatron_ttrace.runtime.perturb import UNPERTURBED, perturbed
 from megatron_ttrace.runtime.separation import FACTOR, Separation
 from megatron_ttrace.runtime.session import DataIterator, Session
 from megatron_ttrace.runtime.start.loaded import OneDevice
@@ -290,6 +290,8 @@ class ReferenceSession(Session):
         parameters = tolerance.parameters(self._arithmetic())
         dtypes = dict(tolerance.dtypes_of(reader))
         moved: dict[TraceKey, Moved] = {}
+        again()
+        repeated = self._replay_once(reader, block, run, numbers, UNPERTURBED, {})
         most = self.settings.seeds or tolerance.MOST_REPLAYS
         for seed in range(1, most + 1):
             began = time.monotonic()
@@ -300,7 +302,12 @@ class ReferenceSession(Session):
             if seed < most and (took := time.monotonic() - began) > _WORTH_TELLING:
                 left = took * (most - seed)
                 _tell(f"replay {seed} took {took:.1f} s, at most {left:.0f} s of replays are left")
-        return moved
+        return {
+            key: dataclasses.replace(value, repeated=repeated[key].moved[0])
+            if key in repeated
+            else value
+            for key, value in moved.items()
+        }
 
     def _replay_once(
         self,
@@ -311,7 +318,7 @@ class ReferenceSession(Session):
         seed: int,
         before: Mapping[TraceKey, Moved],
     ) -> dict[TraceKey, Moved]:
-        """Replay a block once, perturbed; returns what the replays until now did."""
+        """Replay a block once, perturbed by a seed; returns what the replays until now did."""
         layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
         moved: dict[TraceKey, Moved] = {}
         with perturbed(self.model.names, seed, self.model.optimizer):
@@ -373,7 +380,7 @@ class ReferenceSession(Session):
     ) -> CompareSink:
         if not low_precision.is_isolated(self.args):
             return CompareSink(reader, iteration, layout)
-        perturbation = low_precision.input_perturbation(self.model.names, seed)
+        perturbation = low_precision.input_perturbation(self.model.names, seed) if seed else None
         return CompareSink(reader, iteration, layout, isolate=True, perturb=perturbation)
 
 

@@ -103,6 +103,7 @@ class Remark(StrEnum):
     REPLICAS_ROUNDED = "replicas_rounded"
     UNDEFINED = "undefined"
     BLIND = "blind"
+    NONDETERMINISTIC = "nondeterministic"
     ROUTED = "routed"
     DROPPED = "dropped"
     SHAPE = "shape"

@@ -113,6 +113,8 @@ class Reason(StrEnum):
 
     BLIND = "blind"
     """Unchecked: rounding alone moves it so far that a bug would not show."""
+    NONDETERMINISTIC = "non-deterministic"
+    """Unchecked: the reference itself moves it as far, without any perturbation."""
     UNDEFINED = "undefined"
     """Unchecked: it holds NaN in both runs."""
     DISPATCHED = "dispatched"

@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from megatron_ttrace.compare.tolerance import Tolerance, is_exact
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, describe, plan
-from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey
 from tests.placement.by_hand import local_shape
 from tests.placement.meshes import mesh_of
 
@@ -177,6 +178,16 @@ def test_blind_is_unchecked():
     assert verdict.verdict is Outcome.UNCHECKED
     assert verdict.note == "blind: rounding alone moves it by 50% (bound 10%)"
     assert not verdict.verdict.is_failure
+
+
+@pytest.mark.parametrize(("error", "outcome"), [(0.3, Outcome.UNCHECKED), (0.6, Outcome.DIVERGED)])
+def test_a_tolerance_of_noise(error, outcome):
+    """Of a model that is not deterministic, agreement within its noise means nothing."""
+    limits = SimpleNamespace(of=lambda key: Tolerance(0.5, 1.0, repeated=0.1, is_noise=True))
+    verdict = verdict_of(found(error), limits=limits)
+    assert verdict.verdict is outcome
+    noise = Reason.NONDETERMINISTIC if outcome is Outcome.UNCHECKED else None
+    assert verdict.reason is noise
 
 
 def test_beyond_a_blind_tolerance_is_still_a_failure():

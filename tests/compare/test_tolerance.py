@@ -56,6 +56,26 @@ def test_the_largest_movement_counts():
     assert found.rms == 2.0
 
 
+@pytest.mark.parametrize(
+    ("repeated", "expected"), [(0.0, False), (0.004, False), (0.009, False), (0.02, True)]
+)
+def test_what_is_not_rounding(repeated, expected, tmp_path):
+    """A step that moves a tensor without perturbation: by an epsilon, a little, or as far."""
+    moved = {KEY: Moved(400, 40.0, (0.01, 0.02), repeated)}
+    assert of(KEY, moved).is_noise == expected
+    assert not of(KEY, {KEY: Moved(400, 40.0, (0.01, 0.2), repeated)}).is_noise
+    assert of(dataclasses.replace(KEY, microbatch=3), {**moved, **other(KEY)}).is_noise == expected
+    write(tmp_path, moved)
+    found = read(tmp_path, [(KEY, "bfloat16")])
+    assert found.of(KEY) == of(KEY, moved)
+    assert found.repeated == ([KEY] if repeated else [])
+
+
+def other(key):
+    """The same tensor of another microbatch, which no replay moved without perturbation."""
+    return {dataclasses.replace(key, microbatch=3): Moved(400, 40.0, (0.01, 0.01))}
+
+
 def test_microbatches_are_pooled():
     """The same module on other data is another sample of the same statistic."""
     other = dataclasses.replace(KEY, microbatch=3)

@@ -143,6 +143,22 @@ def test_a_lost_rank() -> None:
     assert isinstance(found[2], GivenUpError)
 
 
+def test_a_slow_rank_does_not_end_training() -> None:
+    """It comes back after the others have given up the check and restored their state."""
+
+    def work(ranks: Ranks) -> str:
+        if ranks.rank == 1:
+            time.sleep(2.0)
+        try:
+            ranks.meet("work")
+        except GivenUpError:
+            ranks.all_back()
+            return "trains on"
+        return "checked"
+
+    assert on_all(work, timeout=0.3) == ["trains on"] * SIZE
+
+
 def test_long_work_is_no_lost_rank() -> None:
     """A rank that sends signs of life may take longer than the time-out."""
     found = on_all(lambda ranks: ranks.from_one(0, "work", lambda: time.sleep(1.5)), timeout=0.5)

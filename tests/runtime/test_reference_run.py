@@ -13,6 +13,7 @@ from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.processes.progress import OF_REFERENCE
 from megatron_ttrace.runtime import low_precision, reference_run
+from megatron_ttrace.runtime.perturb import UNPERTURBED
 from megatron_ttrace.runtime.reference_run import ReferenceSession
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter
@@ -35,7 +36,8 @@ class Replays(ReferenceSession):
 
     def _replay(self, reader: Any, iteration: int, layout: Any, seed: int) -> Any:
         self.seeds.append(seed)
-        sums = Sums(n=N, diff=self._distances[seed - 1] ** 2, reference=1.0)
+        moved = self._distances[seed - 1] if seed else 0.0
+        sums = Sums(n=N, diff=moved**2, reference=1.0)
         return SimpleNamespace(measured=[SimpleNamespace(key=KEY, sums=sums)])
 
     def rehearse(self, *_: Any) -> Any:
@@ -76,7 +78,7 @@ def test_replays(
     writer.close()
     session = Replays(tmp_path, seeds, distances)
     assert session.made() == pytest.approx(tuple(distances[:replays]))
-    assert session.seeds == list(range(1, replays + 1))
+    assert session.seeds == [UNPERTURBED, *range(1, replays + 1)]
     said = capsys.readouterr().out.splitlines()
     assert len(said) == replays - 1
     assert all(line.startswith(f"ttrace: {OF_REFERENCE}replay ") for line in said)
