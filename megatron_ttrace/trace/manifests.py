@@ -154,6 +154,18 @@ class Folder:
                 digest.update(piece)
         return digest.hexdigest()
 
+    def _valid(self, name: str, marks: set[str]) -> str:
+        """Of the marks of an entry, one that shows that it is ours, if there is one."""
+        found = self.stat(name)
+        if len(marks) > 1 and GROWS not in marks and found is not None:
+            if stat.S_ISLNK(found.st_mode):
+                mark = f"{TO}{os.readlink(name, dir_fd=self.handle)}"
+            else:
+                mark = self._mark(name) if stat.S_ISREG(found.st_mode) else ""
+            if mark in marks:
+                return mark
+        return min(marks)
+
     def require(self, name: str) -> bool:
         """Refuse an entry that is not ours; returns whether there is one."""
         if self.stat(name) is None:
@@ -252,7 +264,8 @@ class Folder:
         """Merge the manifests, with what still exists; returns whether the directory is empty."""
         self._records, self.manifests = None, {}
         there = set(self.names())
-        kept = {name: marks for name, marks in self.records.items() if name in there}
+        # Of a name that several manifests record, a single one keeps the last mark: the valid one.
+        kept = {name: self._valid(name, m) for name, m in self.records.items() if name in there}
         old = [*self.manifests]
         if there != set(old) or not self.made:
             if len(old) <= 1 and kept.keys() == self.records.keys():
@@ -262,9 +275,8 @@ class Folder:
                 tokens.pop((found.st_dev, found.st_ino), None)
                 try:
                     self.begin(Made.MADE if self.made else Made.NO)
-                    for name, marks in kept.items():
-                        for mark in marks:
-                            self.record(name, mark)
+                    for name, mark in kept.items():
+                        self.record(name, mark)
                 except OSError:  # a full disk: the old ones are as good
                     return False
         for name in old:

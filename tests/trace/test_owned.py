@@ -226,3 +226,19 @@ def test_an_output_that_the_user_named(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text() == "new"
     assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == 0o640
     assert sorted(os.listdir(tmp_path)) == ["link", "page.html"]
+
+
+def test_a_file_that_many_processes_wrote(tmp_path: Path) -> None:
+    """Each recorded it with another content; one manifest is left, with the content that counts."""
+    home = tmp_path / "out"
+    owned.make(home)
+    names = [f"file-{number}" for number in range(20)]
+    for content in ("first", "second", "third"):
+        manifests.tokens.clear()  # as in another process
+        for name in names:
+            owned.write(home / name, [content])
+    with manifests.opened(home) as folder:
+        folder.compact()
+    for name in names:
+        assert owned.is_ours(home / name)
+        owned.write(home / name, ["last"])
