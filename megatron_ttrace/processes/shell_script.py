@@ -231,7 +231,11 @@ class _Reading:
         except OSError:
             kind = stat.S_IFREG  # the kernel says what is wrong
         # Nothing waits for another program, and no device is woken.
-        if kind in (stat.S_IFREG, stat.S_IFDIR) or path in _DEVICES or _PIPE.match(request.path):
+        if (
+            kind in (stat.S_IFREG, stat.S_IFDIR)
+            or path in _DEVICES
+            or _PIPE.fullmatch(request.path)
+        ):
             request.allow()
         else:
             request.refuse(errno.EACCES)
