@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pretrain_gpt.py`` of a fork that added flags for secrets, which are in Megatron's arguments."""
+
+from pathlib import Path
+
+from megatron.training import arguments
+
+from tests.mcore.test_disclosure import SECRET_FLAGS
+
+SCRIPT = Path(__file__).parents[2] / "launch" / "pretrain_gpt.py"
+FLAGS = [
+    flag
+    for flag in SECRET_FLAGS
+    if flag.startswith("--") and flag not in ("--wandb-project", "--wandb-exp-name")
+]
+add = arguments.add_megatron_arguments
+
+
+def added(parser):
+    """Megatron's parser with the fork's flags."""
+    parser = add(parser)
+    for flag in FLAGS:
+        if flag not in parser._option_string_actions:
+            parser.add_argument(flag)
+    return parser
+
+
+if __name__ == "__main__":
+    arguments.add_megatron_arguments = added
+    # Not runpy, which would replace sys.argv[0]: the reference runs this file, too.
+    exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"))

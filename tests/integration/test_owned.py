@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands in somebody's home directory: nothing foreign changes, and no secret is written."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.trace import owned
+from tests.integration.secretive import FLAGS
+from tests.mcore.test_disclosure import CANARY, SECRET_VARIABLES
+from tests.trace.test_owned import foreign, state_of
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+    --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 1
+    --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 128
+    --tensor-model-parallel-size 2
+""".split()
+FOLDERS = (".vim.old-2023", ".x.building-1", f".y.old-{'0' * 16}", "trees", "references", "checks")
+
+
+def ttrace(*words: object, cwd: Path, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command, without the settings of who runs the tests."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TTRACE_")}
+    own |= {"HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *map(str, words)]
+    return subprocess.run(
+        command, cwd=cwd, env=own, capture_output=True, text=True, timeout=400, check=False
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home directory with names that look like ours, but none of those that a run needs."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in FOLDERS:
+        (home / name / "deep").mkdir(parents=True)
+        (home / name / "deep" / "meta.json").write_text("{}")
+        (home / name / "overrides.json").write_text("{}")
+    for name in ("x.tmp", ".lock", "rank-0.foo", "notes.txt", "overrides.json"):
+        (home / name).write_text("mine")
+    foreign(home / ".ranks", "hard link")
+    os.mkfifo(home / "fifo")
+    (home / "job.sh").write_text("true\n")
+    return home
+
+
+@pytest.mark.slow
+def test_commands_in_a_home_directory(home: Path) -> None:
+    """A check, its report, what follows it, and commands that are refused; twice."""
+    before = state_of(home)
+    script = ROOT / "launch" / "pretrain_gpt.py"
+    check = ("check", "--quiet", "--nproc-per-node", 2, "--ttrace-no-wandb", "--ttrace-dir", home)
+    for _ in range(2):
+        done = ttrace(*check, "--", script, *MODEL, cwd=home, home=home, TTRACE_CACHE=str(home))
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (home / "reference").is_symlink()
+    for words in (
+        ("report", home, "--junit", home / "junit.xml"),
+        ("record", "--ttrace-dir", home, "--", script, "--no-such-flag"),
+        ("ci", "--directory", home, "--base", "HEAD", home),
+        ("bisect", "--directory", home, "--checkout", home, "a", "b", "--", script),
+        ("diff", home, home / "absent", "--directory", home),
+        ("recipes", home, "--directory", home, "--dry-run"),
+        ("clean", home),
+        ("clean", home, "--yes"),
+    ):
+        done = ttrace(*words, cwd=home, home=home)
+        assert "Traceback" not in done.stderr, done.stderr
+        after = state_of(home)
+        assert {name: after.get(name) for name in before} == before, words
+    assert not (home / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_no_secret_is_written(tmp_path: Path) -> None:
+    """Neither of the environment nor of flags, in no file but logs that only their owner reads."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    names = [*SECRET_VARIABLES, "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "X"]
+    flags = [word for flag in FLAGS for word in (flag, f"{CANARY}{flag}")]
+    done = ttrace(
+        *("check", "--quiet", "--nproc-per-node", 2, "--ttrace-dir", tmp_path / "out", "--"),
+        *(ROOT / "tests" / "integration" / "secretive.py", *MODEL, *flags),
+        *("--vocab-file", f"s3://key:{CANARY}@bucket/a"),
+        cwd=tmp_path,
+        home=tmp_path,
+        TMPDIR=str(folder),
+        TTRACE_CACHE=str(tmp_path / "cache"),
+        **dict.fromkeys(names, f"postgres://user:{CANARY}@host"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert CANARY not in done.stdout + done.stderr
+    found = []
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and CANARY.encode() in path.read_bytes():
+            private = stat.S_IMODE(path.stat().st_mode) == owned.PRIVATE_FILE
+            found += [] if private and path.suffix == ".log" else [str(path)]
+    assert found == []
+    assert (tmp_path / "out" / "reference").is_symlink()
+    assert (tmp_path / "out" / ".gitignore").read_text() == "*\n"
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == owned.PRIVATE_FOLDER
+    assert stat.S_IMODE((tmp_path / "out" / "logs").stat().st_mode) == owned.PRIVATE_FOLDER
