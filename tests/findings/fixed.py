@@ -311,6 +311,43 @@ def adaptive_muon_scale():
     Adaptive.orthogonalize, Adaptive._apply_muon_scale = remembering, fixed
 
 
+def muon_whole_qkv():
+    """Split the whole matrix of queries, keys and values, where a rank has a part of a group."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon as Muon
+
+    build, orthogonalize = GPTModel.__init__, Muon.orthogonalize
+    qkv = set()
+
+    def marking(self, *args, **keywords):
+        build(self, *args, **keywords)
+        qkv.update(
+            shape_of(p) for name, p in self.named_parameters() if "linear_qkv.weight" in name
+        )
+
+    def shape_of(parameter):
+        return tuple(parameter.shape)
+
+    def fixed(self, parameter, gradient, **keywords):
+        if parameter.shape not in qkv or self.is_qkv_fn(parameter):
+            return orthogonalize(self, parameter, gradient, **keywords)
+        group = parallel_state.get_tensor_model_parallel_group()
+        shards = [torch.empty_like(gradient) for _ in range(group.size())]
+        dist.all_gather(shards, gradient.contiguous(), group=group)
+        shapes, width = self.qkv_split_shapes, gradient.shape[1]
+        groups = torch.cat(shards).view(-1, sum(shapes), width)
+        parts = [
+            self.scaled_orthogonalize_fn(part.reshape(-1, width), None, None).view(
+                len(groups), -1, width
+            )
+            for part in groups.split(shapes, dim=1)
+        ]
+        whole = torch.cat(parts, dim=1).view(-1, width)
+        return whole.chunk(group.size())[group.rank()]
+
+    GPTModel.__init__, Muon.orthogonalize = marking, fixed
+
+
 def adaptive_muon_runs():
     """Set what main sets (no fix: without that 0.19 crashes with emerging-optimizers 0.3.0)."""
     from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon as Adaptive
@@ -377,6 +414,7 @@ FIXS = {
     "fsdp-helper-factor": fsdp_helper_factor,
     "fsdp-outer-norm": fsdp_outer_norm,
     "adaptive-muon-scale": adaptive_muon_scale,
+    "muon-whole-qkv": muon_whole_qkv,
     "unclipped-norm": unclipped_norm,
     "global-loss": global_loss,
     "train-only-sinks": frozen,

@@ -164,6 +164,15 @@ FINDINGS = (
         ),
     ),
     Finding(
+        "Muon, and fewer query groups than TP ranks",
+        lambda given: (
+            given.text("optimizer") == "muon"
+            and given.has("group_query_attention")
+            and given.integer("tensor_model_parallel_size", 1)
+            > given.integer("num_query_groups", 1)
+        ),
+    ),
+    Finding(
         "Grouped experts with TP",
         lambda given: given.has("moe_grouped_gemm") and _above_one(given, "tensor_model"),
         fixed=(0, 19),
