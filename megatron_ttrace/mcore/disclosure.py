@@ -32,8 +32,8 @@ _FREE_TEXT = frozenset(
     """
     app_tag_run_name app_tag_run_version chat_template fim_eod_token fim_middle_token fim_pad_token
     fim_prefix_token fim_suffix_token langrl_env_config one_logger_project one_logger_run_name
-    otel_service_name special_tokens tiktoken_pattern tiktoken_special_tokens
-    tokenizer_special_tokens wandb_entity wandb_exp_name wandb_project
+    otel_service_name special_tokens tiktoken_pattern
+    wandb_entity wandb_exp_name wandb_project
     """.split()
 )
 """Options whose value can be anything."""

@@ -39,6 +39,11 @@ GLOBAL = (
     "--transformer-impl local --disable-bias-linear --num-experts 4 --moe-aux-loss-coeff 0.1 "
     "--moe-router-load-balancing-type global_aux_loss"
 )
+FEW_GROUPS = (
+    "--transformer-impl local --tensor-model-parallel-size 4 --group-query-attention --bf16 "
+    "--num-query-groups 2 --optimizer muon --muon-tp-mode duplicated --hidden-size 64 "
+    "--num-attention-heads 8 --global-batch-size 8"
+)
 ADAPTIVE = (
     "--transformer-impl local --tensor-model-parallel-size 2 --optimizer adaptive_muon --bf16 "
     "--muon-tp-mode duplicated"
@@ -91,6 +96,7 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         ("", "unclipped-norm", f"{matrix.MODELS['llama-te']} {ZERO3} --clip-grad 0"),
         ("constant-load", "global-loss", GLOBAL),
         ("adaptive-muon-runs", "adaptive-muon-scale", ADAPTIVE),
+        ("", "muon-whole-qkv", FEW_GROUPS),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
@@ -100,7 +106,7 @@ def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
         job.remove("--mock-data")
         job += data_arguments(Data.DOCUMENTS, tmp_path, 64)
     found = []
-    ranks = 4 if "--num-distributed-optimizer-instances" in job else 2
+    ranks = 4 if arguments.startswith((INSTANCES, FEW_GROUPS)) else 2
     for fixes in (before, f"{before} {fix}"):
         done = ttrace(
             *(
