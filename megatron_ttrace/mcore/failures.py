@@ -87,8 +87,9 @@ def record_of(error: BaseException, code: int, *, follows: bool = False) -> EndR
         return EndRecord(code=code, at=0, message=str(error), follows=follows)
     frames = tuple(_frames(error))
     if isinstance(error, SystemExit):
-        message = error.code if isinstance(error.code, str) else ""
-        return EndRecord(code=code, at=0, message=message, frames=frames)
+        message = clean(error.code, NOTE_LIMIT) if isinstance(error.code, str) else ""
+        kind = type(error).__name__ if message else ""
+        return EndRecord(code=code, at=0, message=message, error=kind, frames=frames)
     known = _known(error, frames)
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     # A bare "AssertionError" says nothing; the line that raised it does.

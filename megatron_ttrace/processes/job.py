@@ -286,7 +286,8 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
         alike = (rank for rank in failed if _kind(rank, codes, logs) == _kind(first, codes, logs))
         rank = min(alike)
         return _failure(rank, codes[rank] or 0, ranks.log_of(logs, rank))
-    return f"the job ended without a result; its last lines:\n{tail(ranks.log_of(logs, 0))}"
+    log = ranks.log_of(logs, 0)
+    return f"the job ended without a result; its last lines, from {log}:\n{tail(log)}"
 
 
 def _kind(rank: int, codes: Sequence[int | None], logs: Path) -> object:

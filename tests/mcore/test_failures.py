@@ -101,7 +101,7 @@ def test_known_faults_are_documented() -> None:
     ("code", "message", "error"),
     [
         ("raise KeyError('x')", "'x'", "KeyError"),
-        ("import sys; sys.exit('no data')", "no data", ""),
+        ("import sys; sys.exit('no data')", "no data", "SystemExit"),
         ("import sys; sys.exit(3)", "", ""),
         ("def f(:", "invalid syntax (train.py, line 1)", "SyntaxError"),
     ],
