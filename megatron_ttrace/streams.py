@@ -2,8 +2,9 @@
 """Standard streams that never change the exit code of a command.
 
 ``ttrace check ... | head -1`` closes its standard output early, ``>&-`` before the start, and a
-full disk refuses it. None of that is an answer about the job. This is imported first, so it uses
-only the standard library.
+full disk refuses it. None of that is an answer about the job. What is printed may quote a model,
+log or file of a stranger's: nothing that passes these streams controls the terminal. This is
+imported first, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import select
 import sys
 from collections.abc import Buffer
@@ -19,6 +21,12 @@ from typing import TextIO
 
 _QUIET = frozenset({errno.EPIPE, errno.EIO, errno.EBADF})
 """There is no reader: a closed pipe, a terminal that is gone."""
+
+_CONTROL = re.compile(
+    r"(?P<colour>\x1b\[(?!8m)[0-9;]*m)"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]"
+)
+"""Everything that is not shown, apart from tabs and line ends; colours are ours (Rich's)."""
 
 
 def steady() -> None:
@@ -66,13 +74,31 @@ class SteadyFile(io.FileIO):
         return written
 
 
+def harmless(text: str) -> str:
+    """A text with its control characters as escapes, but for line ends, tabs and colours."""
+    return text if text.isprintable() else _CONTROL.sub(_shown, text)
+
+
+def _shown(match: re.Match[str]) -> str:
+    return match["colour"] or ascii(match[0])[1:-1]
+
+
+class _Harmless(io.TextIOWrapper):
+    """A text stream that controls no terminal."""
+
+    def write(self, text: str, /) -> int:
+        """Write it as :func:`harmless`; returns the length of what was given."""
+        super().write(harmless(text))
+        return len(text)
+
+
 def _text(number: int, old: TextIO | None, errors: str) -> TextIO:
     """A text stream over a steady file, with the interpreter's settings."""
     if old is not None and errors == "strict":
         # A log in ASCII must not raise either.
         errors = "backslashreplace" if old.errors == "strict" else old.errors or errors
     raw = SteadyFile(number, "w", closefd=False)
-    return io.TextIOWrapper(
+    return _Harmless(
         io.BufferedWriter(raw),
         encoding=getattr(old, "encoding", None) or "utf-8",
         errors=errors,

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.trace import small_files
 
 RANKS_PER_NODE = 8
 """Ranks that the functional tests start on a machine. A layout may need several machines."""
 
+_SIZE = re.compile(r"[0-9]{1,6}")
 _SCRIPTS = {
     "bert": ("pretrain_bert.py",),
     "hybrid": ("pretrain_hybrid.py", "pretrain_mamba.py"),
@@ -46,9 +47,8 @@ def read(path: Path) -> Command:
         TTraceError: when it cannot be read, or the checkout lacks its script.
     """
     try:
-        # As text: what YAML takes for numbers would come back in another notation.
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        found = small_files.yaml(path)
+    except (OSError, ValueError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise TTraceError(f"{path} cannot be read: {reason}") from error
     if not isinstance(found, Mapping) or "MODEL_ARGS" not in found:
@@ -108,7 +108,7 @@ def _ranks(values: Mapping[str, Any]) -> tuple[int, int]:
 
     def size(axis: str) -> int:
         text = str(values.get(f"--{axis}-parallel-size", "1"))
-        return int(text) if text.isdigit() and int(text) else 1
+        return int(text) if _SIZE.fullmatch(text) and int(text) else 1
 
     pipeline = size("pipeline-model")
     dense = size("tensor-model") * size("context")

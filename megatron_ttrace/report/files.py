@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace import owned, shared
+from megatron_ttrace.trace import codec, owned, shared
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.collectives import Collective
 from megatron_ttrace.trace.records import Summary, Verdict
@@ -33,6 +33,7 @@ COLLECTIVES = "collectives.jsonl"
 HTML = "report.html"
 JUNIT = "junit.xml"
 
+_MOST_BYTES = 1 << 34
 _AGAIN = "run the check again"
 _DIRECTORY = "give a directory that a check wrote"
 
@@ -251,7 +252,7 @@ def _verdicts(path: Path, data: bytes) -> tuple[list[Verdict], str | None]:
 def _run_of_candidate(directory: Path) -> str | None:
     """The run that saved the candidate beside a report, if there is one that can be read."""
     try:
-        run = open_sealed((directory / "candidate" / "meta.json").read_bytes()).get("run")
+        run = open_sealed(codec.read(directory / "candidate" / "meta.json")).get("run")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return run if isinstance(run, str) else None
@@ -259,7 +260,9 @@ def _run_of_candidate(directory: Path) -> str | None:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return codec.read(path, _MOST_BYTES)
+    except codec.CodecError as error:
+        raise TTraceError(f"{path} cannot be read: {error}") from error
     except FileNotFoundError as error:
         message = f"{path} does not exist: give the --ttrace-dir of a finished check"
         raise TTraceError(message) from error

@@ -8,16 +8,14 @@ which is always used, and which a list of the user's extends.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import codec, small_files
 from megatron_ttrace.trace.records import Kind, TraceKey
 
 OWN_LIST = Path(__file__).with_name("known_differences.toml")
-_LIMIT = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ def read(path: Path) -> tuple[Difference, ...]:
         TTraceError: when the file cannot be read, or one of its tables makes no sense.
     """
     try:
-        content = tomllib.loads(codec.read(path, _LIMIT).decode())
+        content = small_files.toml(path)
         found = codec.decode(_File, content).difference
         fields = {field.name for field in dataclasses.fields(Difference)}
         unknown = {*content} - {"difference"}

@@ -26,8 +26,9 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Self
+from typing import Annotated, Any, Self
 
 LINE_LIMIT = 16 << 20
 """Bytes of a line, the most that is read of one."""
@@ -132,11 +133,12 @@ def read(path: Path, most: int = FILE_LIMIT) -> bytes:
         CodecError: when it is not a regular file (a pipe would be waited for), or larger than
             ``most`` bytes.
     """
-    with _regular(path) as file:
+    with regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise CodecError(f"{size} bytes, more than the {most} that are read")
-        return file.read(most + 1)
+        # No more than this is allocated, and a file that grows is not read to its end.
+        if size > most or len(content := file.read(size + 1)) > most:
+            raise CodecError(f"more than the {most} bytes that are read")
+        return content
 
 
 def lines(path: Path) -> Iterator[Any]:
@@ -146,7 +148,7 @@ def lines(path: Path) -> Iterator[Any]:
         OSError: when the file cannot be read.
         CodecError: as :func:`read` and :func:`parse`.
     """
-    with _regular(path) as file:
+    with regular(path) as file:
         while line := file.readline(LINE_LIMIT + 1):
             if len(line) > LINE_LIMIT:
                 raise CodecError(f"longer than {LINE_LIMIT} bytes")
@@ -155,10 +157,19 @@ def lines(path: Path) -> Iterator[Any]:
             yield parse(line)
 
 
-def _regular(path: Path) -> BinaryIO:
-    if not stat.S_ISREG(path.stat().st_mode):
+def regular(path: Path) -> BufferedReader:
+    """Open a file that somebody else made, if it is a regular one.
+
+    Raises:
+        OSError: when it cannot be read.
+        CodecError: when it is not a regular file. A pipe would be waited for, and ``/dev/zero``
+            has no end.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
         raise CodecError("not a regular file")
-    return path.open("rb")
+    return os.fdopen(handle, "rb")
 
 
 def encode(value: Any) -> Any:

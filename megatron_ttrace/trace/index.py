@@ -17,7 +17,7 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import LISTED, Bounds, CodecError, Count
+from megatron_ttrace.trace.codec import LISTED, Bounds, CodecError, Count, regular
 from megatron_ttrace.trace.records import TraceKey
 
 MAX_LINE = 16 << 20
@@ -174,7 +174,7 @@ def read_index(path: Path, files: Collection[str] | None = None) -> list[Entry]:
     """
     entries: list[Entry] = []
     try:
-        with path.open("rb") as lines:
+        with regular(path) as lines:
             while text := lines.readline(MAX_LINE + 1):
                 if len(text) > MAX_LINE:
                     raise CodecError(f"longer than {MAX_LINE} bytes")

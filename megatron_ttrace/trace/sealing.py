@@ -8,6 +8,7 @@ document parses to the same value.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+
+from megatron_ttrace.trace import codec
 
 CHECKSUM = "checksum"
 _THREADS = 4
@@ -66,7 +69,11 @@ def checksum_of(data: bytes) -> str:
 
 def checksum_of_file(path: Path) -> tuple[int, str]:
     """Size in bytes and XXH3-128 of a file. Raises ``OSError``."""
-    with path.open("rb", buffering=0) as file:
+    try:
+        file = codec.regular(path)
+    except codec.CodecError as error:
+        raise OSError(errno.EINVAL, str(error)) from error
+    with file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)
         return file.tell(), digest.hexdigest()
 

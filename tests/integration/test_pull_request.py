@@ -36,16 +36,21 @@ def test_pull_requests(tmp_path: Path) -> None:
     git(root, "commit", "-q", "-m", "a fork")
 
     def pull(branch: str, file: str, fragment: str, replacement: str) -> tuple[int, str]:
-        """Commit a change and check it: the exit code and what is printed."""
-        git(root, "checkout", "-q", "-B", branch)
+        """Commit a change to ``main`` and check it: the exit code and what is printed."""
+        git(root, "checkout", "-q", "-B", branch, "main")
         text = (root / file).read_text()
         assert fragment in text
         (root / file).write_text(text.replace(fragment, replacement, 1))
-        git(root, "commit", "-q", "-a", "-m", branch)
+        git(root, "commit", "-q", "--allow-empty", "-a", "-m", branch)
         words = ("ci", root, "--base", "main", "--recipes", "ci", "--format", "github")
         done = ttrace(*words, cwd=tmp_path, timeout=600, cold=True)
         assert done.returncode in (0, 1), done.stdout[-3000:] + done.stderr[-3000:]
         return done.returncode, done.stdout
+
+    # As after a push to the default branch: its records are what pull requests are compared with.
+    code, said = pull("main-again", LAYERS, HARMLESS[0], HARMLESS[0])
+    assert code == 0
+    assert "checking: ci/tp2.yaml" in said
 
     code, said = pull("harmless", LAYERS, *HARMLESS)
     assert code == 0
@@ -56,8 +61,8 @@ def test_pull_requests(tmp_path: Path) -> None:
     assert code == 0
     assert "skipped: ci/tp2.yaml" in said
     assert "checking:" not in said
+    assert f"::warning file={EXPERTS}," in said
 
-    git(root, "checkout", "-q", "main")
     (patch,) = catalogue.find(catalogue.load_catalogue(), "01").patches
     code, said = pull("faulty", LAYERS, patch.fragment, patch.replacement)
     assert code == 1

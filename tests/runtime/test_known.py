@@ -53,6 +53,7 @@ def test_any_two_runs():
         ('[[difference]]\nname = "a"\nreason = "b"\nbetween = ["0.18"]\n', "give two versions"),
         ('[[difference]]\nname = "a"\nreason = "b"\nkinds = ["x"]\n', "kinds"),
         ("difference = 1\n", "difference"),
+        ("x = " + "[" * 50_000, "nested too deeply"),
         ("[differences]\n", "'differences' is not a field"),
     ],
 )

@@ -17,6 +17,7 @@ from megatron_ttrace.mcore import recipe_file
 from megatron_ttrace.mcore.command_line import Command, ShellScript
 from megatron_ttrace.mcore.shrink import plan
 from megatron_ttrace.processes import shell_script, stripped
+from megatron_ttrace.trace import codec, small_files
 
 _TESTS = "tests/functional_tests/test_cases"
 _SCRIPT = "pretrain_gpt.py"
@@ -109,9 +110,7 @@ def collect(
         ]
     files = sorted((checkout / _TESTS).rglob("model_config.yaml"))
     scripts = [
-        path
-        for path in sorted((checkout / "examples").rglob("*.sh"))
-        if _SCRIPT in path.read_text(encoding="utf-8", errors="replace")
+        path for path in sorted((checkout / "examples").rglob("*.sh")) if _mentions(path, _SCRIPT)
     ]
     if not files and not scripts:
         raise TTraceError(
@@ -134,10 +133,15 @@ def _training(place: Path) -> list[Path]:
     return [
         path
         for path in place.rglob("*")
-        if path.is_file()
-        and (mark := marks.get(path.suffix))
-        and mark in path.read_text(encoding="utf-8", errors="replace")
+        if path.is_file() and (mark := marks.get(path.suffix)) and _mentions(path, mark)
     ]
+
+
+def _mentions(path: Path, mark: str) -> bool:
+    try:
+        return mark.encode() in codec.read(path, small_files.LIMIT)
+    except (OSError, codec.CodecError):
+        return False
 
 
 def _recipe(name: str, path: Path, checkout: Path, most: int) -> Recipe:

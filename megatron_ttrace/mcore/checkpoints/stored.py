@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import versions
+from megatron_ttrace.trace import small_files
 
 _DESCRIPTION = ".metadata"
 _MARK = "metadata.json"
@@ -84,8 +85,12 @@ def _of_iteration(folder: Path) -> Path:
     latest = folder / _LATEST
     if not latest.is_file():
         return folder
-    text = latest.read_text(errors="replace").strip()
-    home = folder / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
+    try:
+        text = small_files.text(latest).strip()
+    except (OSError, ValueError) as error:
+        raise TTraceError(f"{latest} cannot be read: {error}") from error
+    number = int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+    home = folder / ("release" if number is None else f"iter_{number:07d}")
     if not home.is_dir():
         raise TTraceError(f"{latest} names {home.name}, which is not there")
     return home
