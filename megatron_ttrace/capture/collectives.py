@@ -175,6 +175,11 @@ class CollectiveTap:
         seen = self._functions.get(module, ModuleCode())
         return dataclasses.replace(seen, user=self._users.get(module, ""))
 
+    def here(self) -> tuple[str, Phase]:
+        """The module that runs now on this thread, and the part of the step."""
+        module, phase, _, _ = self._place(Operation.ALL_REDUCE)
+        return module, phase
+
     def ledger(self) -> RankLedger:
         """What was recorded, without the code of modules."""
         groups: dict[_Group, int] = {}

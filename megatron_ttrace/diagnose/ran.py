@@ -6,6 +6,7 @@ Both are observed, not tested: they are hints, and no cause.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -24,8 +25,9 @@ from megatron_ttrace.trace.collectives import (
     Sources,
 )
 from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding, LossShare
-from megatron_ttrace.trace.records import MAIN, Direction, Kind, Verdict
+from megatron_ttrace.trace.records import MAIN, Culprit, Direction, Kind, Verdict
 
 _PHASES = {
     Direction.FORWARD: Phase.FORWARD,
@@ -157,6 +159,39 @@ def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: b
     # All that a container calls is right: what is left are its own functions.
     around = name == ROOT or any(one.startswith(f"{name}.") for one in sources.modules)
     return (verdict.kind is Kind.OUTPUT and around and code.output) or code.forward
+
+
+_PARTS = {
+    Direction.GRADIENT: (Phase.GRADIENTS,),
+    Direction.UPDATE: (Phase.OPTIMIZER, Phase.PARAMETERS),
+}
+"""Parts of a step that concern all parameters."""
+
+
+def in_culprits(changed: ChangedCode, culprits: Iterable[Culprit]) -> ChangedCode:
+    """The same, with the code that ran in a culprit marked as such, and first."""
+    blamed = [(pattern(one.name.partition("#")[0]), one.direction) for one in culprits]
+
+    def judged(one: ChangedFunction) -> ChangedFunction:
+        is_inside = any(
+            any(_is_in(module, name, direction) for module in one.modules)
+            or not {*one.phases}.isdisjoint(_PARTS.get(direction, ()))
+            for name, direction in blamed
+        )
+        if one.ran is not Execution.ELSEWHERE or not is_inside:
+            return one
+        return dataclasses.replace(one, ran=Execution.IN_CULPRIT)
+
+    order = list(Execution)
+    found = sorted(map(judged, changed.functions), key=lambda one: order.index(one.ran))
+    return dataclasses.replace(changed, functions=tuple(found))
+
+
+def _is_in(module: str, name: str, direction: Direction) -> bool:
+    """Whether a module is a culprit, inside of it, or has the parameter that is the culprit."""
+    is_parameter = direction not in (Direction.FORWARD, Direction.BACKWARD)
+    owns = is_parameter and name.rpartition(".")[0] == module
+    return owns or f"{module}.".startswith(f"{name}.")
 
 
 def _of_sibling(ledger: Ledger, verdict: Verdict, what: tuple[Operation, str]) -> str:

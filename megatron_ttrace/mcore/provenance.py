@@ -131,15 +131,16 @@ def commit_of(file: Path) -> tuple[str, bool]:
     repository without being part of it.
     """
     folder = file.parent
-    if _git(folder, "ls-files", "--error-unmatch", "--", file.name) is None:
+    if git(folder, "ls-files", "--error-unmatch", "--", file.name) is None:
         return "", False
-    commit = _git(folder, "rev-parse", "HEAD")
+    commit = git(folder, "rev-parse", "HEAD")
     if commit is None:
         return "", False
-    return commit.strip(), bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+    return commit.strip(), bool(git(folder, "status", "--porcelain", "--untracked-files=no"))
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def git(folder: Path, *words: str) -> str | None:
+    """What git prints in a folder; ``None`` if it fails. The folder's files are left alone."""
     # In a git hook, git's variables name another repository.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     try:

@@ -80,6 +80,7 @@ def render(
             MAX_NOTICES,
             "findings about collectives",
         ),
+        (wording.changed_texts(summary.changed_code), MAX_NOTICES, "changes"),
         ([clean(notice, NOTE_LIMIT) for notice in summary.notices], MAX_NOTICES, "notices"),
         (
             [wording.not_exercised_text(one) for one in summary.not_exercised],

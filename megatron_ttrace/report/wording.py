@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.executed import ChangedCode, Execution
 from megatron_ttrace.trace.findings import UNKNOWN, Note, Remark, Sample
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
@@ -278,9 +279,37 @@ def isolated_texts(culprits: Sequence[Culprit]) -> list[str]:
     return [*told, f"and {more} more"] if more else told
 
 
+_CHANGED = {
+    Execution.IN_CULPRIT: "changed since {since}, and ran in the culprit",
+    Execution.ELSEWHERE: "changed since {since}, and ran elsewhere in the job",
+    Execution.NOT_RUN: "changed since {since}, and did not run up to the end of the traced steps "
+    "(a pass says nothing about it)",
+    Execution.NOT_KNOWN: "changed since {since}; whether it ran is not known",
+}
+_MAX_CHANGED = 4
+
+
+def changed_texts(changed: ChangedCode | None) -> list[str]:
+    """The changed code by where it ran, a line for each, what ran in the culprit first."""
+    said = []
+    for ran, text in _CHANGED.items():
+        those = [one for one in changed.functions if one.ran is ran] if changed else []
+        shown = [
+            f"{one.file}:{one.line} ({one.function or 'outside of functions'})"
+            for one in those[:_MAX_CHANGED]
+        ]
+        if changed and shown:
+            more = len(those) - len(shown)
+            shown += [f"and {more} more"] if more else []
+            line = f"{text.format(since=changed.since)}: {', '.join(shown)}"
+            said.append(clean(line, NOTE_LIMIT))
+    return said
+
+
 def notices(summary: Summary) -> list[str]:
     """Everything that a reader must know beside the answer, one sentence each."""
-    said = [clean(notice, NOTE_LIMIT) for notice in summary.notices]
+    said = changed_texts(summary.changed_code)
+    said += [clean(notice, NOTE_LIMIT) for notice in summary.notices]
     return said + [not_exercised_text(one) for one in summary.not_exercised]
 
 

@@ -28,6 +28,7 @@ from megatron_ttrace.runtime.conclusion import conclude
 from megatron_ttrace.runtime.requirements import isolates
 from megatron_ttrace.trace import codec, counted, folded
 from megatron_ttrace.trace.collectives import Ledger
+from megatron_ttrace.trace.executed import Edits
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.store import seal
 
@@ -97,12 +98,13 @@ def answer(
     settings: Settings,
     timings: dict[str, float],
     notices: Sequence[str],
+    edits: Edits,
     separate: Separate | None,
 ) -> Answer:
     """Conclude, on one rank.
 
     ``findings`` are those of all ranks (:func:`merged`). ``separate`` finds the losses' shares of
-    gradients.
+    gradients. ``edits`` is what the user changed in Megatron.
     """
     config = config_of(model, args, settings)
     directory = settings.directory / "candidate"
@@ -112,7 +114,8 @@ def answer(
         rank: tuple(counted.expanded(one, once) for one in found)
         for rank, (_, found, _) in each.items()
     }
-    ledger, lost = recording.merged(meshes, [said for *_, said in each.values()], args, once)
+    recorded = [said for *_, said in each.values()]
+    ledger, lost = recording.merged(meshes, recorded, args, once)
     if any(directory.glob("*.index.jsonl")):
         meta = {
             "role": "candidate",
@@ -135,6 +138,7 @@ def answer(
         notices=[*notices, *lost],
         allow_unchecked=settings.allow_unchecked,
         ledger=ledger,
+        changed=recording.changed(edits, recorded, once),
         separate=separate,
     )
     return Answer(dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger)

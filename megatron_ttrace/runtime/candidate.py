@@ -19,10 +19,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.compare.offline import reference_layout_of
 from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, reference_layout, statistics
+from megatron_ttrace.mcore import (
+    edited,
+    fim,
+    loss_scale,
+    losses,
+    quiet,
+    reference_layout,
+    statistics,
+)
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.flags import Keep, Settings
 from megatron_ttrace.processes.progress import NOTICE
@@ -41,6 +50,7 @@ from megatron_ttrace.runtime.start import loaded
 from megatron_ttrace.runtime.start.handoff import Started, hand_over
 from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.captured import Batch
+from megatron_ttrace.trace.executed import Edits
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.start import StartValues
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
@@ -54,7 +64,9 @@ def _say(notice: str) -> None:
 class CandidateSession(Session):
     """Checks the run that it is part of."""
 
-    def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
+    def __init__(
+        self, args: MegatronArguments, settings: Settings, ranks: Ranks, executed: ExecutedTap
+    ) -> None:
         super().__init__(args, settings, ranks)
         self._comparison: Comparison | None = None
         self._started: Started | None = None
@@ -69,8 +81,15 @@ class CandidateSession(Session):
             _say("random routing is switched off in the traced steps")
         for text in (*requirements.complete(args, settings), *requirements.notices(args, settings)):
             self._notice(text)
-        run = ranks.from_one(0, "preparing the check", lambda: shared.prepare(settings.directory))
+        run, edits = ranks.from_one(
+            0,
+            "preparing the check",
+            lambda: (shared.prepare(settings.directory), edited.find().to_json()),
+        )
         shared.require(settings.directory, run)
+        self._edits = Edits.from_json(edits)
+        self._executed = executed
+        executed.follow(self._edits.functions)
         if not self.is_loaded:
             # Before the model is built: on a GPU the reference needs the memory.
             self._find_reference(None)
@@ -81,7 +100,7 @@ class CandidateSession(Session):
         """Hand the state of a run that starts from a checkpoint to the reference first."""
         requirements.require_iterations(self.args, self.settings)
         super().begin(chunks, optimizer, scheduler)
-        self._recording = Recording(self.model)
+        self._recording = Recording(self.model, self._executed)
         for name in (name for names in self.model.names for name in names.unused):
             self._notice(f"{name} of the last stage is unused in the forward pass: not traced")
         if self._comparison is None:
@@ -348,6 +367,7 @@ class CandidateSession(Session):
             settings=settings,
             timings=self._timings,
             notices=self._notices,
+            edits=self._edits,
             separate=self._separate if losses.present(self.args) and not settings.isolate else None,
         )
 

@@ -29,6 +29,7 @@ from megatron_ttrace.diagnose.control import controlled
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.losses import Separate
+from megatron_ttrace.diagnose.ran import in_culprits
 from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.diagnose.start import is_start
 from megatron_ttrace.mcore import own_shards, versions
@@ -36,6 +37,7 @@ from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
+from megatron_ttrace.trace.executed import ChangedCode
 from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.records import (
     Direction,
@@ -67,6 +69,7 @@ def conclude(
     notices: Sequence[str] = (),
     allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
     ledger: Ledger = UNRECORDED,
+    changed: ChangedCode | None = None,
     separate: Separate | None = None,
     review: Callable[[Sequence[Verdict]], list[Verdict]] = list,
 ) -> tuple[Summary, list[Verdict]]:
@@ -85,6 +88,7 @@ def conclude(
         allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
             with more of them, and no culprit, the answer is "could not check".
         ledger: the collectives of the traced steps, and the code that ran in them.
+        changed: code of Megatron's that the user changed, and where it ran.
         separate: finds the losses' shares of gradients, by replays of the reference.
         review: what becomes of the verdicts before culprits are sought among them.
     """
@@ -174,6 +178,7 @@ def conclude(
         not_exercised=exercised.unexercised(config.requested, observed, mesh, verdicts),
         collectives=collectives.rows(ledger.collectives),
         collective_findings=ledger.findings,
+        changed_code=None if changed is None else in_culprits(changed, culprits),
     )
     return summary, verdicts
 

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.errors import DEBUG, ExitCode, TTraceError
 from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime.agreement import EndError, GivenUpError, Ranks, say_end
@@ -65,6 +66,9 @@ class _Watch:
         self._session: Session | None = None
         self._step = 0
         self._watchdog: Watchdog | None = None
+        self._executed = ExecutedTap()
+        if settings.role == "candidate":
+            self._executed.start()
 
     @functools.cached_property
     def _ranks(self) -> Ranks:
@@ -122,7 +126,7 @@ class _Watch:
 
         if self._settings.role == "reference":
             return self._reference()
-        return CandidateSession(get_args(), self._settings, self._ranks)
+        return CandidateSession(get_args(), self._settings, self._ranks, self._executed)
 
     def _reference(self) -> Session:
         """A reference's, on one device or on several ranks."""
@@ -171,6 +175,7 @@ class _Watch:
         judged = self._session is not None and self._session.judged
         self._session = None
         self._stop_watching()
+        self._executed.stop()
         stops = self._settings.exit_after or self._settings.role == "reference"
         if stops:
             say_end(cause, self._ranks.rank, error, ending="")

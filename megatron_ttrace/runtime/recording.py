@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ttrace.capture.collectives import CollectiveTap
+from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare import collectives
 from megatron_ttrace.errors import one_line
@@ -29,21 +30,33 @@ from megatron_ttrace.trace.collectives import (
     Group,
     Ledger,
     Own,
+    Phase,
     Ran,
     RankLedger,
     Sources,
 )
+from megatron_ttrace.trace.executed import (
+    ChangedCode,
+    ChangedFunction,
+    Edits,
+    Executed,
+    Execution,
+)
 
 _RAN = codec.decoder(tuple[Ran, ...])
 _GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)
+_EXECUTED = codec.decoder(tuple[Executed, ...])
 _COUNTS = codec.decoder(tuple[Count, ...])
 
 
 class Recording:
     """Records the collectives of one rank's traced steps."""
 
-    def __init__(self, model: TracedModel) -> None:
+    def __init__(self, model: TracedModel, executed: ExecutedTap) -> None:
+        """``executed``: records what of the changed code runs, since before the model was built."""
         self._model = model
+        self._executed = executed
+        executed.in_steps(_outside)
         self._tap = CollectiveTap(model.names, model.mesh)
         self._forward_step: Any = None
 
@@ -52,11 +65,21 @@ class Recording:
         if isinstance(run, functools.partial):
             first = run.args[0] if run.args else None
             self._forward_step = run.keywords.get("forward_step_func", first)
-        with self._tap.active(iteration):
-            return run()
+        self._executed.in_steps(self._tap.here)
+        try:
+            with self._tap.active(iteration):
+                return run()
+        finally:
+            self._executed.in_steps(_outside)
 
     def message(self) -> Any:
         """What was recorded, as JSON for the rank that judges. Never raises."""
+        self._executed.stop()
+        ran = self._executed.executed(self._model.names)
+        error = self._executed.error
+        return {**self._ledger(), "executed": {"ran": codec.encode(ran), "error": error}}
+
+    def _ledger(self) -> dict[str, Any]:
         try:
             from megatron.core.utils import get_model_config
 
@@ -72,6 +95,46 @@ class Recording:
             return said(dataclasses.replace(self._tap.ledger(), sources=sources))
         except Exception as error:  # noqa: BLE001 - it is an addition to the report
             return said(RankLedger(error=one_line(error)))
+
+
+def _outside() -> tuple[str, Phase]:
+    """Between traced steps."""
+    return "", Phase.OTHER
+
+
+def changed(edits: Edits, messages: Sequence[Any], once: folded.Once) -> ChangedCode | None:
+    """Where changed code ran on any rank; ``None`` if nothing was changed.
+
+    Args:
+        edits: what was changed.
+        messages: :meth:`Recording.message` of each rank.
+        once: reads what several ranks said.
+    """
+    if not edits.functions:
+        return None
+    places: dict[int, dict[tuple[str, Phase], None]] = {}
+    is_whole = True
+    for message in messages:
+        said = message.get("executed", {})
+        is_whole = is_whole and said.get("error") == ""
+        for number, module, phase in once(_EXECUTED, said.get("ran", [])):
+            places.setdefault(number, {})[module, phase] = None
+    found = []
+    for number, edit in enumerate(edits.functions):
+        ran = places.get(number, {})
+        is_known = is_whole and edit.is_seen
+        state = Execution.NOT_RUN if is_known else Execution.NOT_KNOWN
+        found.append(
+            ChangedFunction(
+                edit.file,
+                edit.function,
+                edit.line,
+                Execution.ELSEWHERE if ran else state,
+                tuple(dict.fromkeys(module for module, _ in ran if module)),
+                tuple(dict.fromkeys(phase for _, phase in ran)),
+            )
+        )
+    return ChangedCode(edits.since, tuple(found))
 
 
 def merged(

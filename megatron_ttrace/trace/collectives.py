@@ -37,6 +37,8 @@ class Operation(StrEnum):
 class Phase(StrEnum):
     """The part of a training step in which a collective ran."""
 
+    INITIALIZATION = "initialization"
+    CONSTRUCTION = "construction"
     FORWARD = "forward"
     RECOMPUTATION = "recomputation"
     BACKWARD = "backward"

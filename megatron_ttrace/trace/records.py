@@ -18,6 +18,7 @@ from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, Count, Rank, Record, Size
 from megatron_ttrace.trace.collectives import CollectiveRow, LedgerFinding
+from megatron_ttrace.trace.executed import ChangedCode
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.unexercised import NotExercised
 
@@ -442,7 +443,8 @@ class Summary(Record):
     ``exactness`` is ``None`` where nothing is known of it. ``residuals`` are those of failed
     tensors, as far as their shards were kept. ``not_exercised`` is what a pass says nothing about.
     ``collectives`` are those of the traced steps, folded over layers, and ``collective_findings``
-    is what is wrong with them, which the verdict does not depend on.
+    is what is wrong with them, which the verdict does not depend on. ``changed_code`` is what the
+    user changed in Megatron, and where it ran; ``None`` if nothing is known to be changed.
     """
 
     verdict: Result
@@ -459,6 +461,7 @@ class Summary(Record):
     not_exercised: tuple[NotExercised, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
     collective_findings: tuple[LedgerFinding, ...] = ()
+    changed_code: ChangedCode | None = None
 
     @property
     def reason(self) -> str:

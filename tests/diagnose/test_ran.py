@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from megatron_ttrace.diagnose.ran import cite, where
+from megatron_ttrace.diagnose.ran import cite, in_culprits, where
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
     Collective,
@@ -17,8 +17,9 @@ from megatron_ttrace.trace.collectives import (
     Phase,
     Sources,
 )
+from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, Loss, LossShare
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Verdict
+from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
 
 FC1 = "decoder.layers.{}.mlp.linear_fc1"
 LINEAR = ModuleCode(
@@ -76,6 +77,27 @@ PARTIAL = Finding(Cause.PARTIAL, ("tp",))
 SHARE = LossShare(
     Cause.TOO_LARGE, losses=(Loss.AUXILIARY,), fault=ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
 )
+
+
+def blamed(name: str, direction: Direction) -> Culprit:
+    """A culprit."""
+    verdict = failed(Kind.OUTPUT, name)
+    return Culprit(
+        name,
+        verdict.kind,
+        direction,
+        "",
+        "unknown",
+        verdict.iteration,
+        verdict.microbatch,
+        verdict.index,
+        verdict.verdict,
+        (),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_what_siblings_ran() -> None:
@@ -242,3 +264,33 @@ def test_nothing_is_made_up() -> None:
     """Where nothing was recorded, nothing is known."""
     assert where(failed(Kind.OUTPUT, "a"), None, UNRECORDED) == ""
     assert where(failed(Kind.MAIN_GRAD, "a.weight"), PARTIAL, UNRECORDED) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "modules", "phases", "expected"),
+    [
+        ("decoder.layers.3.mlp", Direction.FORWARD, ("decoder.layers.*.mlp",), (), True),
+        ("decoder.layers.3.mlp", Direction.FORWARD, ("decoder.layers.*.mlp.fc1",), (), True),
+        ("decoder.layers.3.mlp", Direction.BACKWARD, ("decoder.layers.*",), (), False),
+        ("decoder.layers.3.mlp", Direction.FORWARD, ("decoder.layers.*.mlp2",), (), False),
+        ("decoder.layers.3.mlp.weight", Direction.GRADIENT, ("decoder.layers.*.mlp",), (), True),
+        ("a.weight", Direction.GRADIENT, (), (Phase.GRADIENTS,), True),
+        ("a.weight", Direction.UPDATE, (), (Phase.OPTIMIZER,), True),
+        ("a", Direction.FORWARD, (), (Phase.OPTIMIZER,), False),
+        ("a", Direction.FORWARD, (), (), False),
+    ],
+)
+def test_changed_code_in_a_culprit(
+    name: str,
+    direction: Direction,
+    modules: tuple[str, ...],
+    phases: tuple[Phase, ...],
+    expected: bool,
+) -> None:
+    """Where it ran in the culprit, inside it, or in its part of the step; then it is first."""
+    ran = ChangedFunction("a.py", "f", 1, Execution.ELSEWHERE, modules, phases)
+    idle = ChangedFunction("a.py", "g", 9, Execution.NOT_RUN)
+    found = in_culprits(ChangedCode("v1", (idle, ran)), [blamed(name, direction)])
+    state = Execution.IN_CULPRIT if expected else Execution.ELSEWHERE
+    assert found.functions == (dataclasses.replace(ran, ran=state), idle)
+    assert in_culprits(ChangedCode("v1", (idle,)), []).functions == (idle,)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import SCRIPT, TINY, our_lines, ttrace
+from tests.processes.test_worktrees import git
 
 ENABLE = "import megatron_ttrace\n\nmegatron_ttrace.enable()"
 PLACE = "        output_bias = self.bias if self.skip_bias_add else None\n"
@@ -19,6 +20,24 @@ FAULT = """\
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             output = output * 1.01
 """
+HARMLESS = (
+    (
+        "transformer/moe/moe_utils.py",
+        "    return probs, top_indices",
+        "    probs = probs + 0\n    return probs, top_indices",
+    ),
+    (
+        "transformer/transformer_block.py",
+        "        super().__init__(config=config)\n",
+        "        super().__init__(config=config)\n        self.changed = True\n",
+    ),
+    (
+        "distributed/distributed_data_parallel_config.py",
+        "    def __post_init__(self):\n        import os\n",
+        "    def __post_init__(self):\n        import os\n\n        os.getpid()\n",
+    ),
+)
+"""Changes: of code that does not run, and of constructors; none of them has an effect."""
 
 
 def make_checkout(root: Path) -> Path:
@@ -65,10 +84,19 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same checkout with a fault."""
+    """The same checkout as a git repository, with a fault and harmless changes since a release."""
     root = tmp_path_factory.mktemp("faulty") / "tree"
     make_checkout(root)
+    git(root, "init", "-q", "-b", "main")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "a release")
+    git(root, "tag", "core_v0.19.2")
     plant(root)
+    for file, old, new in HARMLESS:
+        path = root / "megatron" / "core" / file
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new, 1))
+    git(root, "commit", "-q", "-a", "-m", "changes")
     return root
 
 
@@ -93,6 +121,23 @@ def test_faulty(faulty: Path, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["run"]["megatron"]["path"] == str(faulty / "megatron")
     assert "linear_qkv" in summary["culprits"][0]["name"]
+    changed = summary["changed_code"]
+    assert changed["since"] == "core_v0.19.2"
+    ran = {one["function"]: one for one in changed["functions"]}
+    assert {name: one["ran"] for name, one in ran.items()} == {
+        "ColumnParallelLinear.forward": "in_culprit",
+        "TransformerBlock.__init__": "elsewhere",
+        "DistributedDataParallelConfig.__post_init__": "elsewhere",
+        "group_limited_topk": "not_run",
+    }
+    assert changed["functions"][0] is ran["ColumnParallelLinear.forward"]
+    assert "forward" in ran["ColumnParallelLinear.forward"]["phases"]
+    assert ran["DistributedDataParallelConfig.__post_init__"]["phases"] == ["initialization"]
+    assert ran["TransformerBlock.__init__"]["modules"] == ["decoder"]
+    assert ran["TransformerBlock.__init__"]["phases"] == ["construction"]
+    source = (faulty / ran["group_limited_topk"]["file"]).read_text().splitlines()
+    assert source[ran["group_limited_topk"]["line"] - 1] == "    probs = probs + 0"
+    assert "did not run up to the end" in " ".join(done.stdout.split())
     # Lines are wrapped at 80 columns.
     assert str(faulty / "megatron") in "".join(done.stdout.split())
 

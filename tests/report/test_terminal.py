@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from megatron_ttrace.diagnose.culprits import localise
-from megatron_ttrace.report import html, junit, publish, table, terminal, wandb
+from megatron_ttrace.report import html, junit, publish, table, terminal, wandb, wording
+from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks, PartialSums
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
@@ -369,3 +370,24 @@ def test_a_narrow_terminal(width: int, verdict: str, request: pytest.FixtureRequ
     for line in text.splitlines():
         assert len(line) <= width or max(map(len, line.split())) > width - 12, line
     assert check[0].verdict.value in text.splitlines()[0]
+
+
+def test_changed_code(healthy: Check) -> None:
+    """By where it ran, the culprit's first; what did not run is not covered by a pass."""
+    functions = [
+        ChangedFunction("megatron/core/a.py", f"f{number}", number, ran)
+        for ran in Execution
+        for number in range(1, 7)
+    ]
+    hostile = ChangedFunction("b\x1b.py", "", 3, Execution.IN_CULPRIT)
+    changed = ChangedCode("core_v0.19.0", (*functions, hostile))
+    lines = wording.changed_texts(changed)
+    assert len(lines) == len(Execution)
+    assert lines[0].startswith("changed since core_v0.19.0, and ran in the culprit: megatron/")
+    assert "a.py:4 (f4), and 3 more" in lines[0]
+    assert "\x1b" not in " ".join(lines)
+    assert wording.changed_texts(None) == []
+    summary = dataclasses.replace(healthy[0], changed_code=changed)
+    text = " ".join(text_of((summary, healthy[1]), width=80).split())
+    assert "a pass says nothing about it" in text
+    assert Summary.from_json(summary.to_json()) == summary

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether and where changed code of Megatron's runs.
+
+``sys.monitoring`` reports each function once, when it first starts. Until the model is built, what
+was changed is not known: all of Megatron's functions that run are noted, which takes milliseconds.
+From then on only the changed ones are reported, each time, and nothing if nothing was changed.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any
+
+import torch
+
+from megatron_ttrace.compare.collectives import pattern
+from megatron_ttrace.errors import one_line
+from megatron_ttrace.mcore import edited
+from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.trace.collectives import Phase
+from megatron_ttrace.trace.executed import Edit, Executed
+
+_FRAMES = 40
+"""Callers that are looked at for a module that is being built."""
+_NAME = "ttrace changed code"
+
+type Place = Callable[[], tuple[str, Phase]]
+
+
+class ExecutedTap:
+    """Records which of the changed functions run on this rank."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        self._folders = edited.folders()
+        self._roots = tuple(self._folders.values())
+        self._early: set[tuple[str, str]] = set()
+        self._wanted: dict[tuple[str, str], list[int]] = {}
+        self._whole: dict[str, list[int]] = {}
+        self._files: set[str] = set()
+        self._ran: set[tuple[int, str, Phase]] = set()
+        self._built: set[tuple[int, weakref.ref[torch.nn.Module] | None]] = set()
+        self._place: Place | None = None
+        self._tool: int | None = None
+
+    def start(self) -> None:
+        """Note what runs from now on. Never raises."""
+        monitoring = sys.monitoring
+        try:
+            tool = next(one for one in range(6) if monitoring.get_tool(one) is None)
+            monitoring.use_tool_id(tool, _NAME)
+            self._tool = tool
+            monitoring.register_callback(tool, monitoring.events.PY_START, self._early_start)
+            monitoring.set_events(tool, monitoring.events.PY_START)
+        except (StopIteration, ValueError) as error:
+            self.error = one_line(error)
+
+    def follow(self, edits: Iterable[Edit]) -> None:
+        """The model is built now: record where these functions run."""
+        for number, edit in enumerate(edits):
+            file = self._path(edit.file)
+            if edit.is_whole:
+                self._whole.setdefault(file, []).append(number)
+            else:
+                self._wanted.setdefault((file, edit.function), []).append(number)
+        if not self._early and not self.error:
+            self.error = "no function of Megatron's was seen to run"
+        self._files = {*self._whole, *(file for file, _ in self._wanted)}
+        if not self._files:
+            self.stop()
+            return
+        for file, name in self._early:
+            self._ran |= {(one, "", Phase.INITIALIZATION) for one in self._numbers(file, name)}
+        if self._tool is not None:
+            event = sys.monitoring.events.PY_START
+            sys.monitoring.register_callback(self._tool, event, self._starts)
+            sys.monitoring.restart_events()
+
+    def stop(self) -> None:
+        """Record no longer."""
+        if self._tool is not None:
+            sys.monitoring.set_events(self._tool, 0)
+            sys.monitoring.register_callback(self._tool, sys.monitoring.events.PY_START, None)
+            sys.monitoring.free_tool_id(self._tool)
+            self._tool = None
+
+    def in_steps(self, place: Place | None) -> None:
+        """The model is built; ``place`` names the module and part of a traced step, if in one."""
+        self._place = place
+
+    def executed(self, chunks: Iterable[Names]) -> tuple[Executed, ...]:
+        """What ran, in modules of these names; code outside of functions ran if it was imported."""
+        names = {module: name for one in chunks for name, module in one.modules.items()}
+        found = set(self._ran)
+        for number, built in self._built:
+            module = None if built is None else built()
+            name = "" if module is None else names.get(module, "")
+            found.add((number, pattern(name), Phase.CONSTRUCTION))
+        imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+        for (file, function), numbers in self._wanted.items():
+            if not function and file in imported:
+                found |= {(number, "", Phase.OTHER) for number in numbers}
+        return tuple(Executed(*one) for one in sorted(found))
+
+    def _path(self, file: str) -> str:
+        folder = next((one for one in self._folders if file.startswith(one)), "")
+        return self._folders.get(folder, "") + file.removeprefix(folder)
+
+    def _numbers(self, file: str, name: str) -> list[int]:
+        return [*self._wanted.get((file, name), ()), *self._whole.get(file, ())]
+
+    def _early_start(self, code: CodeType, _: int) -> Any:
+        if code.co_filename.startswith(self._roots):
+            self._early.add((code.co_filename, _outermost(code)))
+        return sys.monitoring.DISABLE
+
+    def _starts(self, code: CodeType, _: int) -> Any:
+        if code.co_filename not in self._files or self.error:
+            return sys.monitoring.DISABLE
+        numbers = self._numbers(code.co_filename, _outermost(code))
+        if not numbers:
+            return sys.monitoring.DISABLE
+        try:
+            if self._place is None:
+                built = _being_built()
+                self._built |= {(number, built) for number in numbers}
+            else:
+                module, phase = self._place()
+                self._ran |= {(number, pattern(module), phase) for number in numbers}
+        except Exception as error:  # noqa: BLE001 - recording never harms training
+            self.error = one_line(error)
+        return None
+
+
+def _outermost(code: CodeType) -> str:
+    """The function that code belongs to, which may be inside of it."""
+    return code.co_qualname.partition(".<locals>")[0]
+
+
+def _being_built() -> weakref.ref[torch.nn.Module] | None:
+    """The innermost module whose method runs, or that a running function was called for."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.nn.Module):
+                return weakref.ref(first)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None

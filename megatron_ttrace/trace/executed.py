@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of Megatron's code that was changed, and of where it ran in a check."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from typing import NamedTuple
+
+from megatron_ttrace.trace.codec import Count, Record
+from megatron_ttrace.trace.collectives import Phase
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Edit(Record):
+    """A function of Megatron's that differs from its release or commit.
+
+    Attributes:
+        file: from the folder that Megatron was imported from: ``megatron/core/...``.
+        function: qualified name; empty for lines outside of functions, which run at import.
+        line: the first changed line.
+        is_seen: whether it is seen to run: false if a decorator may replace its code.
+        is_whole: any function of the file may be the changed one.
+    """
+
+    file: str
+    function: str
+    line: Count
+    is_seen: bool = True
+    is_whole: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Edits(Record):
+    """What differs from ``since``: a tag, a commit, or an installed release."""
+
+    since: str = ""
+    functions: tuple[Edit, ...] = ()
+
+
+class Executed(NamedTuple):
+    """Changed code number ``edit`` ran on a rank: in a module (layers' numbers as ``*``)."""
+
+    edit: Count
+    module: str
+    phase: Phase
+
+
+class Execution(StrEnum):
+    """Where changed code ran."""
+
+    IN_CULPRIT = "in_culprit"
+    ELSEWHERE = "elsewhere"
+    NOT_RUN = "not_run"
+    """Not before the end of the traced steps: a pass says nothing about it."""
+    NOT_KNOWN = "not_known"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChangedFunction(Record):
+    """Changed code, and where it ran on any rank.
+
+    Attributes:
+        file, function, line: as of :class:`Edit`.
+        ran: where.
+        modules: the modules in which it ran, layers' numbers as ``*``.
+        phases: the parts of the job in which it ran.
+    """
+
+    file: str
+    function: str
+    line: Count
+    ran: Execution
+    modules: tuple[str, ...] = ()
+    phases: tuple[Phase, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChangedCode(Record):
+    """Megatron's code that differs from ``since``; what ran in a culprit is first."""
+
+    since: str
+    functions: tuple[ChangedFunction, ...]
