@@ -13,7 +13,12 @@ import yaml
 from megatron_ttrace.__main__ import build_parser
 
 FOLDER = Path(__file__).parents[2] / "launch" / "pull-request"
-KEPT = {"ttrace-ci/data", "ttrace-ci/references", "ttrace-ci/reached.json"}
+KEPT = {
+    "ttrace-ci/data",
+    "ttrace-ci/references",
+    "ttrace-ci/reached.json",
+    "ttrace-ci/.ttrace-files-*",
+}
 
 
 def read(name: str) -> Any:
