@@ -77,7 +77,7 @@ class ChangedFunction(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChangedCode(Record):
-    """Megatron's code that differs from ``since``; what ran in a culprit is first."""
+    """What the user changed in Megatron since ``since``; what ran in a culprit is first."""
 
     since: str
     functions: tuple[ChangedFunction, ...]

@@ -443,8 +443,7 @@ class Summary(Record):
     ``exactness`` is ``None`` where nothing is known of it. ``residuals`` are those of failed
     tensors, as far as their shards were kept. ``not_exercised`` is what a pass says nothing about.
     ``collectives`` are those of the traced steps, folded over layers, and ``collective_findings``
-    is what is wrong with them, which the verdict does not depend on. ``changed_code`` is what the
-    user changed in Megatron, and where it ran; ``None`` if nothing is known to be changed.
+    is what is wrong with them, which the verdict does not depend on. ``changed_code``: if known.
     """
 
     verdict: Result
