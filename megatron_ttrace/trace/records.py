@@ -440,10 +440,8 @@ class Summary(Record):
 
     ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
     the settings of the check, ``execution_order`` the modules in the order the reference ran them.
-    ``exactness`` is ``None`` where nothing is known of it. ``residuals`` are those of failed
-    tensors, as far as their shards were kept. ``not_exercised`` is what a pass says nothing about.
-    ``collectives`` are those of the traced steps, folded over layers, and ``collective_findings``
-    is what is wrong with them, which the verdict does not depend on. ``changed_code``: if known.
+    ``exactness`` and ``changed_code``: ``None`` where nothing is known. ``not_exercised`` is what a
+    pass says nothing about; the verdict does not depend on ``collective_findings``.
     """
 
     verdict: Result
