@@ -10,6 +10,8 @@ with the file, their shapes and their dtypes.
 from __future__ import annotations
 
 import math
+import os
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +52,10 @@ class MappedFile:
             rest = () if self._places else opened.offset_keys()
             self._tensors = {name: opened.get_tensor(name) for name in rest}
         self._whole: dict[torch.dtype, torch.Tensor] = {}
+        self._size, self._file = size, -1
         if self._places:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
             self._whole[torch.uint8] = torch.from_file(str(path), size=size, dtype=torch.uint8)
 
     @property
@@ -59,7 +64,13 @@ class MappedFile:
         return [*self._places, *self._tensors]
 
     def get(self, name: str) -> torch.Tensor | None:
-        """One of them."""
+        """One of them.
+
+        Raises:
+            ValueError: when the file has become shorter: reading its mapping would end the process.
+        """
+        if self._file >= 0 and (there := os.fstat(self._file).st_size) < self._size:
+            raise ValueError(f"truncated to {there} of {self._size} bytes while it is read")
         place = self._places.pop(name, None)
         if place is not None:
             whole = self._as(place.dtype)

@@ -422,7 +422,10 @@ class TraceReader:
             # A page that was read counts as memory of this process as long as its file is mapped.
             self._views.clear()
             self._mapped = 0
-        tensor = self._opened(file).get(name)
+        try:
+            tensor = self._opened(file).get(name)
+        except ValueError as error:
+            raise _unusable(self.directory / file, f"is damaged ({error})") from error
         self._mapped += 0 if tensor is None else tensor.nbytes
         return tensor
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of a safetensors file are the ones that safetensors itself reads."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given
@@ -64,3 +66,15 @@ def test_a_tensor_outlives_its_file(tmp_path):
     tensor = MappedFile(path).get("a")
     path.unlink()
     assert tensor.tolist() == list(range(9))
+
+
+def test_a_file_that_becomes_shorter(tmp_path):
+    """Another process truncates it: an error, where reading the mapping would end the process."""
+    path = tmp_path / "there.safetensors"
+    save_file({"a": torch.ones(1 << 16), "b": torch.ones(1 << 16)}, path)
+    mapped = MappedFile(path)
+    assert mapped.get("a").sum() == 1 << 16
+    os.truncate(path, 4096)
+    for name in ("a", "b"):
+        with pytest.raises(ValueError, match="truncated"):
+            mapped.get(name)
