@@ -25,8 +25,6 @@ def folder(tmp_path: Path) -> Path:
     [
         ["report", "DIR"],
         ["compare", "DIR", "DIR"],
-        ["plant", "DIR", "DIR"],
-        ["baselines", "--planted", "DIR", "DIR"],
         ["patch", "DIR"],
         ["data", "--output", "DIR/out", "DIR/text.txt"],
     ],

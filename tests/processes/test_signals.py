@@ -25,8 +25,7 @@ class Parser:
         print("started", flush=True)
         ranks.run_ranks(3, [sys.executable, str(here / "rank.py")], here / "logs", fork=fork)
         return 0
-entry.build_parser = lambda words: Parser()
-sys.exit(entry.main())
+sys.exit(entry.main(build=lambda words: Parser()))
 """
 RANK = """
 import os, sys, time
@@ -50,10 +49,11 @@ def start(tmp_path: Path, how: str) -> Command:
     return Command(sys.executable, tmp_path / "launcher.py", tmp_path, how, cwd=tmp_path)
 
 
-def until(condition, seconds: float = 40.0) -> None:
-    """Wait for it."""
+def until(command: Command, condition, seconds: float = 40.0) -> None:
+    """Wait for it while a command runs."""
     deadline = time.monotonic() + seconds
     while not condition():
+        assert command.process.poll() is None, command.end()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -79,8 +79,8 @@ def test_nothing_outlives_the_launcher(
 ) -> None:
     """However the launcher dies, ranks and reference die at once."""
     command = start(tmp_path, how)
-    until(lambda: says(tmp_path / "log", "runs"))
-    until(lambda: len(command.running()) >= 5)
+    until(command, lambda: says(tmp_path / "log", "runs"))
+    until(command, lambda: len(command.running()) >= 5)
     os.kill(command.process.pid, number)
     assert command.end()[::2] == (code, line)
     assert command.left() == []
@@ -111,7 +111,7 @@ def test_the_reference_dies_with_its_rank(tmp_path: Path) -> None:
         "here / 'log')"
     )
     command = Command(sys.executable, "-c", script, tmp_path, cwd=tmp_path)
-    until(lambda: says(tmp_path / "log", "runs"))
+    until(command, lambda: says(tmp_path / "log", "runs"))
     command.process.kill()
     assert command.end()[0] == -9
     assert command.left() == []

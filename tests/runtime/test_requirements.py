@@ -14,6 +14,12 @@ from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.runtime import low_precision, requirements
 
 
+@pytest.fixture(autouse=True)
+def _words(monkeypatch):
+    """The words of the test's command line are not options of a job."""
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+
+
 def arguments(**values):
     """Megatron's arguments of a plain run."""
     plain = {"train_iters": 9, "rampup_batch_size": None, "load": None, "num_experts": None}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.configuration import RunConfig
@@ -31,6 +31,7 @@ def saved(home: Path, shards: list[Entry], data: list[torch.Tensor], **config: o
     return WholeTensors(TraceReader(home))
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5), st.sampled_from([1.0, 2.0, 4.0]))
 def test_two_parts_along_a_dim(tmp_path_factory, rows, columns, cut, factor):
     """However they are cut, and whatever power of two the run's gradients are multiplied by."""

@@ -25,5 +25,5 @@ def test_conversations(tmp_path):
 def test_other_jobs_have_none(tmp_path):
     """Nothing else is written, and the arguments are those of text."""
     prefix = documents.write(tmp_path / "text")
-    assert {path.name for path in tmp_path.iterdir()} == {"text.bin", "text.idx"}
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"text.bin", "text.idx"}
     assert "SFTTokenizer" not in documents.arguments("pretrain_gpt.py", prefix, ("--bf16",))
