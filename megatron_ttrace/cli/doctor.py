@@ -196,8 +196,8 @@ def _comparison() -> Finding:
 
     if native.library() is not None:
         return Finding("comparison", "ok", "compiled")
-    advice = "with a C compiler here when it is installed, CPUs compare four times as fast"
-    return Finding("comparison", "optional", "by NumPy", advice)
+    advice = "with a C compiler here when it is installed, CPUs compare several times as fast"
+    return Finding("comparison", "optional", "by PyTorch", advice)
 
 
 def _transformer_engine() -> Finding:

@@ -15,14 +15,12 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ttrace.compare.checksum import MASK, weighted
-from megatron_ttrace.compare.measure import Sums, box_views
+from megatron_ttrace.compare.measure import Sums, box_views, plain_sums
 from megatron_ttrace.compare.staging import stage
 from megatron_ttrace.placement.boxes import Box
 
 ROW = 8
 """diff, reference, candidate, dot, worst; nonfinite, undefined, checksum."""
-_CHUNK = 1 << 22
-"""Elements that the plain version converts to float64 at a time: bounds its memory."""
 
 
 def to_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -77,36 +75,12 @@ def _launch_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> torch
         if here.dtype in kernel.DTYPES and there.dtype in kernel.DTYPES:
             with torch.cuda.device(here.device):
                 return kernel.fused_sums(here.contiguous(), there.contiguous(), factor)
-    return plain_sums(here, there, factor)
+    return plain_row(here, there, factor)
 
 
-def plain_sums(here: torch.Tensor, there: torch.Tensor, factor: float) -> torch.Tensor:
-    """What the fused kernel computes, in PyTorch: any dtype, any device, several passes."""
-    marks = weighted(here)
-    if not here.is_floating_point():
-        n, differ = float(here.numel()), (here != there).sum()
-        wrong = differ.double()
-        all_of_them = torch.full_like(wrong, n)
-        floats = (wrong, all_of_them, all_of_them, n - wrong, (wrong > 0).double())
-        none = torch.zeros_like(differ)
-        return torch.cat((torch.stack(floats).view(torch.int64), torch.stack((none, none, marks))))
-    floats_total = torch.zeros(4, dtype=torch.float64, device=here.device)
-    worst = torch.zeros((), dtype=torch.float64, device=here.device)
-    counts = torch.zeros(2, dtype=torch.int64, device=here.device)
-    for start in range(0, here.numel(), _CHUNK):
-        c = here[start : start + _CHUNK].double()
-        r = there[start : start + _CHUNK].double()
-        finite = torch.isfinite(c) & torch.isfinite(r)
-        undefined = torch.isnan(c) & torch.isnan(r)
-        agree = finite | (c == r) | undefined
-        counts += torch.stack(((~agree).sum(), undefined.sum()))
-        c = torch.where(finite, c, 0.0) / factor
-        r = torch.where(finite, r, 0.0)
-        d = c - r
-        floats_total += torch.stack((d.dot(d), r.dot(r), c.dot(c), c.dot(r)))
-        worst = torch.maximum(worst, d.abs().amax())
-    floats_row = torch.cat((floats_total, worst.reshape(1))).view(torch.int64)
-    return torch.cat((floats_row, counts, marks.reshape(1)))
+def plain_row(here: torch.Tensor, there: torch.Tensor, factor: float) -> torch.Tensor:
+    """What the fused kernel computes, in plain PyTorch: any dtype, any device."""
+    return torch.cat((plain_sums(here, there, factor), weighted(here).reshape(1)))
 
 
 @functools.cache

@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few sums a rank contributes about one of its tensors.
 
-Tensors are read once; all arithmetic is in float64. Bits are compared first: of a block that is
-bitwise equal to its reference, only the norm is computed. ``sums.c`` does that. Without it NumPy
-does, in blocks whose float64 copies stay in a core's second-level cache.
+All arithmetic is in float64. On a CPU ``sums.c`` reads a tensor once: bits are compared first, and
+of a block that is bitwise equal to its reference only the norm is computed. On a GPU the kernel of
+``kernel.py`` does that. What neither can read, PyTorch reads several times.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import xxhash
 
 from megatron_ttrace.compare import native
-from megatron_ttrace.compare.blocks import BLOCK, blocks
+from megatron_ttrace.compare.blocks import blocks
 from megatron_ttrace.compare.checksum import checksum, joined
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
@@ -31,19 +27,10 @@ from megatron_ttrace.trace.memory import memory
 Total = Annotated[float, Bounds(0.0, nan=True)]
 """A sum of squares, or a largest difference."""
 
-_Array = np.ndarray[tuple[int], np.dtype[np.float64]]
-
-_SERIAL = 1 << 13
-"""Elements of a dot product for which OpenBLAS starts no threads: they cost more than it, and wait
-for each other where training has the cores."""
-_COMPARABLE = 1e-4
-"""The least ratio of two squared norms at which the dot product follows from the difference."""
-
 _SMALL = 1 << 22
 """Bytes of a tensor that is copied as a whole to be read in order."""
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype that has the bits of elements of so many bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,15 +151,56 @@ def scale_of(sums: Sums, rms: float) -> float:
 def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums:
     if not here.numel():
         return Sums()
-    if not here.is_floating_point():
-        return _measure_discrete(here, there)
-    by = 1.0 / factor
-    compiled = native.sums(here, there, by)
+    compiled = native.sums(here, there, 1.0 / factor)
     if compiled is not None:
         numbers, equal = compiled
         return Sums(here.numel(), *numbers, checksum=_digest(here, equal and factor == 1.0))
-    sums, equal = _in_blocks(here, there, by)
-    return dataclasses.replace(sums, checksum=_digest(here, equal and factor == 1.0))
+    row = plain_sums(here, there, factor)
+    digest = _digest(here, factor == 1.0 and _same_bits(here, there))
+    nonfinite, undefined = row[5:].tolist()
+    diff, reference, candidate, dot, worst = row[:5].view(torch.float64).tolist()
+    return Sums(
+        *(here.numel(), diff, reference, candidate, dot, worst, nonfinite, digest, undefined)
+    )
+
+
+def plain_sums(here: torch.Tensor, there: torch.Tensor, factor: float) -> torch.Tensor:
+    """The sums of two tensors of one shape, in PyTorch: any dtype, any device, several passes.
+
+    Integers and booleans are equal or not: every mismatch counts as an error of one. Equal
+    infinities and NaNs at the same places are agreement, not a difference.
+
+    Returns:
+        On ``here``'s device, int64 of shape [7]; nothing is read back. The bits, as float64, of
+        diff, reference, candidate, dot and worst; then nonfinite and undefined.
+    """
+    if not here.is_floating_point():
+        differ = (here != there).sum()
+        wrong = differ.double()
+        total = torch.full_like(wrong, here.numel())
+        floats = (wrong, total, total, total - wrong, (wrong > 0).double())
+        return torch.cat((torch.stack(floats).view(torch.int64), differ.new_zeros(2)))
+    sums = torch.zeros(4, dtype=torch.float64, device=here.device)
+    worst = sums.new_zeros(1)
+    counts = torch.zeros(2, dtype=torch.int64, device=here.device)
+    for ours, theirs in blocks(here, there):
+        c, r = ours.double().view(-1), theirs.double().view(-1)
+        finite = torch.isfinite(c) & torch.isfinite(r)
+        undefined = torch.isnan(c) & torch.isnan(r)
+        agree = finite | (c == r) | undefined
+        counts += torch.stack(((~agree).sum(), undefined.sum()))
+        c = torch.where(finite, c, 0.0) * (1.0 / factor)
+        r = torch.where(finite, r, 0.0)
+        d = c - r
+        sums += torch.stack((d.dot(d), r.dot(r), c.dot(c), c.dot(r)))
+        worst = torch.maximum(worst, d.abs().amax())
+    return torch.cat((torch.cat((sums, worst)).view(torch.int64), counts))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are bitwise equal."""
+    bits = _BITS[a.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 
 def _digest(data: torch.Tensor, as_reference: bool) -> int:
@@ -185,104 +213,3 @@ def _digest(data: torch.Tensor, as_reference: bool) -> int:
     for block, _ in blocks(data, data):
         found.update(memory(block))
     return found.intdigest()
-
-
-def _in_blocks(here: torch.Tensor, there: torch.Tensor, by: float) -> tuple[Sums, bool]:
-    """The sums by NumPy, without the checksum, and whether all bits are equal."""
-    total, equal = Sums(here.numel()), True
-    with np.errstate(all="ignore"):
-        for c_block, r_block in blocks(here, there):
-            same = _same_bits(c_block, r_block)
-            equal = equal and same
-            c = r = _widened(r_block, _scratch.reference)
-            if not same or by != 1.0:
-                c = _widened(c_block, _scratch.candidate)
-                if by != 1.0:
-                    c *= by
-            total = total + _block_sums(c, r)
-    return total, equal
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of one shape are bitwise equal."""
-    return a.dtype == b.dtype and not _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes)
-
-
-class _Scratch(threading.local):
-    """Memory for a block of either side, of each thread: autograd runs hooks on its own."""
-
-    def __init__(self) -> None:
-        self.candidate, self.reference = torch.empty(2, BLOCK, dtype=torch.float64)
-
-
-_scratch = _Scratch()
-
-
-def _widened(block: torch.Tensor, scratch: torch.Tensor) -> _Array:
-    """A block's elements as float64, in ``scratch``."""
-    out = scratch if block.numel() == BLOCK else scratch[: block.numel()]
-    if block.dtype.itemsize == 1:  # FP8, which torch converts one by one; "raise" would copy, too
-        numbers = np.frombuffer(memory(block), np.uint8)
-        return np.take(_values(block.dtype), numbers, out=out.numpy(), mode="wrap")
-    if block.dtype is torch.float16:
-        block = block.float()  # to float64 only this way with vector instructions
-    out.view(block.shape).copy_(block)
-    return out.numpy()
-
-
-@functools.cache
-def _values(dtype: torch.dtype) -> _Array:
-    """The numbers that the 256 bytes stand for."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
-
-
-def _block_sums(c: _Array, r: _Array) -> Sums:
-    """All but the number and the checksum; ``c`` is overwritten, unless it is ``r``."""
-    reference = candidate = _dot(r, r)
-    if c is not r:
-        candidate = _dot(c, c)
-    nonfinite = undefined = 0
-    if not math.isfinite(reference + candidate):
-        c, r, nonfinite, undefined = _finite_only(c, r)
-        reference, candidate = _dot(r, r), _dot(c, c)
-    found = Sums(0, 0.0, reference, candidate, reference, 0.0, nonfinite, 0, undefined)
-    if c is r or not c.size:
-        return found
-    comparable = min(reference, candidate) > _COMPARABLE * max(reference, candidate)
-    dot = 0.0 if comparable else _dot(c, r)
-    np.subtract(c, r, out=c)
-    diff = _dot(c, c)
-    if comparable:
-        dot = (reference + candidate - diff) / 2
-    return dataclasses.replace(found, diff=diff, dot=dot, worst=float(max(c.max(), -c.min())))
-
-
-def _dot(a: _Array, b: _Array) -> float:
-    pieces = range(0, len(a), _SERIAL)
-    return float(sum(a[at : at + _SERIAL].dot(b[at : at + _SERIAL]) for at in pieces))
-
-
-def _finite_only(c: _Array, r: _Array) -> tuple[_Array, _Array, int, int]:
-    """The elements that are finite on both sides; how many disagree elsewhere; how many NaN agree.
-
-    Equal infinities and NaNs at the same places are agreement, not a difference.
-    """
-    finite = np.isfinite(c) & np.isfinite(r)
-    undefined = np.isnan(c) & np.isnan(r)
-    agree = finite | (c == r) | undefined
-    return c[finite], r[finite], int((~agree).sum()), int(undefined.sum())
-
-
-def _measure_discrete(here: torch.Tensor, there: torch.Tensor) -> Sums:
-    """Integers and booleans are equal or not: every mismatch counts as an error of one."""
-    mismatches = int((here != there).sum())
-    n = here.numel()
-    return Sums(
-        n=n,
-        diff=float(mismatches),
-        reference=float(n),
-        candidate=float(n),
-        dot=float(n - mismatches),
-        worst=float(mismatches > 0),
-        checksum=checksum(here) if mismatches or here.dtype != there.dtype else 0,
-    )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sums of ``measure.py`` in one reading, by ``sums.c``.
 
-setup.py compiles that where there is a C compiler. Elsewhere, and for other dtypes, NumPy reads
+setup.py compiles that where there is a C compiler. Elsewhere, and for other dtypes, PyTorch reads
 each block several times.
 """
 
@@ -56,8 +56,8 @@ def library() -> ctypes.CDLL | None:
 def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[Five, bool] | None:
     """The sums over two CPU tensors of one shape, and whether all bits are equal.
 
-    ``None`` where NumPy has to do it: nothing is compiled, the dtypes are others or differ, or not
-    all elements are finite. The candidate's elements are multiplied by ``by``.
+    ``None`` where PyTorch has to do it: nothing is compiled, the dtypes are others or differ, or
+    not all elements are finite. The candidate's elements are multiplied by ``by``.
     """
     compiled = library()
     if compiled is None or candidate.dtype != reference.dtype or candidate.dtype not in DTYPES:

@@ -214,14 +214,14 @@ def test_a_share_of_a_sum(there):
 
 
 def waits_in_the_sum(monkeypatch):
-    plain = device.plain_sums
-    monkeypatch.setattr(device, "plain_sums", lambda here, *args: plain(here.cpu(), *args))
+    plain = device.plain_row
+    monkeypatch.setattr(device, "plain_row", lambda here, *args: plain(here.cpu(), *args))
 
 
 def reads_an_element(monkeypatch):
-    plain = device.plain_sums
+    plain = device.plain_row
     monkeypatch.setattr(
-        device, "plain_sums", lambda here, *args: here.sum().item() and plain(here, *args)
+        device, "plain_row", lambda here, *args: here.sum().item() and plain(here, *args)
     )
 
 

@@ -103,7 +103,7 @@ def test_the_numbers_of_measure(interpreted, kind, size, seed, candidate, refere
         holes = []  # the interpreter takes FP8's NaN for a number; tests/gpu has them
     c, r = tensors(size, seed, candidate, reference, holes)
     expected = measured(c, r, factor)
-    close(by(interpreted if kind == "fused" else device.plain_sums, c, r, factor), expected)
+    close(by(interpreted if kind == "fused" else device.plain_row, c, r, factor), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -113,8 +113,8 @@ def test_more_than_one_part(interpreted, dtype):
     c, r = tensors(size, 0, dtype, dtype, [])
     expected = measured(c, r)
     close(by(interpreted, c, r), expected)
-    close(by(device.plain_sums, c, r), expected)
-    turned = by(device.plain_sums, c.flip(0), r.flip(0))
+    close(by(device.plain_row, c, r), expected)
+    turned = by(device.plain_row, c.flip(0), r.flip(0))
     assert turned.checksum != expected.checksum
 
 
@@ -123,7 +123,7 @@ def test_discrete(dtype):
     """Integers and booleans go the plain way."""
     c = torch.arange(77).remainder(5).to(dtype)
     r = torch.arange(77).remainder(3).to(dtype)
-    assert by(device.plain_sums, c, r) == measured(c, r)
+    assert by(device.plain_row, c, r) == measured(c, r)
 
 
 def test_small_and_large_numbers(interpreted):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare import blocks as arrangement
-from megatron_ttrace.compare import measure as measuring
 from megatron_ttrace.compare import native
 from megatron_ttrace.compare.blocks import BLOCK
 from megatron_ttrace.compare.checksum import checksum
@@ -84,12 +83,12 @@ def close(found, expected, rel=1e-12):
             assert ours == theirs, field.name
 
 
-@pytest.fixture(params=[512, 256, 128, "numpy"], scope="module", autouse=True)
+@pytest.fixture(params=[512, 256, 128, "plain"], scope="module", autouse=True)
 def way(request):
-    """All ways to the same numbers: of processors with vectors of so many bits, and NumPy's."""
+    """All ways to the same numbers: of processors with vectors of so many bits, and PyTorch's."""
     library = native.library()
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "numpy":
+        if request.param == "plain":
             patch.setattr(native, "library", lambda: None)
         elif library is None:
             pytest.skip("no C compiler when this was installed")
@@ -102,8 +101,6 @@ def way(request):
 def in_blocks_of(size, patch):
     """Cut tensors into blocks of this many elements."""
     patch.setattr(arrangement, "BLOCK", size)
-    patch.setattr(measuring, "BLOCK", size)
-    patch.setattr(measuring, "_scratch", measuring._Scratch())
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *FP8)
