@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
+from megatron_ttrace.runtime import api
 from megatron_ttrace.trace import owned
 
 type Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -123,6 +125,32 @@ def add_directory(parser: argparse._ActionsContainer, default: str) -> None:
         metavar="DIR",
         help=f"working directory (default {default})",
     )
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add what commands that compare traces know of their answer and its report."""
+    parser.add_argument(
+        "--allow-unchecked",
+        "--ttrace-allow-unchecked",
+        type=flags.number,
+        default=flags.DEFAULT_ALLOW_UNCHECKED,
+        metavar="SHARE",
+        help="share of tensors that may be unchecked (default %(default)s); above it the answer "
+        "is 'could not check'",
+    )
+    parser.add_argument(
+        "--wandb",
+        action="store_true",
+        help="also log the report to W&B, online if a key is configured",
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def answered(report: api.Report, *, as_json: bool) -> int:
+    """Print the summary, if it is wanted as JSON; returns the exit code."""
+    if as_json:
+        print(json.dumps(report.summary.to_json(), indent=1))
+    return int(report.verdict.exit_code)
 
 
 def numbers(least: int) -> Callable[[str], tuple[int, ...]]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.mcore import flags
@@ -40,21 +39,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar="DIR",
         help="directory for the report (default: the parent of CANDIDATE_DIR)",
     )
-    parser.add_argument(
-        "--allow-unchecked",
-        "--ttrace-allow-unchecked",
-        type=float,
-        default=flags.DEFAULT_ALLOW_UNCHECKED,
-        metavar="SHARE",
-        help="share of tensors that may be unchecked (default %(default)s); above it the answer "
-        "is 'could not check'",
-    )
-    parser.add_argument(
-        "--wandb",
-        action="store_true",
-        help="also log the report to W&B, online if a key is configured",
-    )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    command.add_report(parser)
     return parser
 
 
@@ -68,6 +53,4 @@ def run(args: argparse.Namespace) -> int:
         wandb=args.wandb,
         show=not args.json,
     )
-    if args.json:
-        print(json.dumps(report.summary.to_json(), indent=1))
-    return int(report.verdict.exit_code)
+    return command.answered(report, as_json=args.json)

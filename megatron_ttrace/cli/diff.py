@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 from pathlib import Path
 
@@ -64,21 +63,8 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar="FILE",
         help="a TOML list of known differences, with reasons, in addition to the package's own",
     )
-    parser.add_argument(
-        "--allow-unchecked",
-        type=flags.number,
-        default=flags.DEFAULT_ALLOW_UNCHECKED,
-        metavar="SHARE",
-        help="share of tensors that may be unchecked (default %(default)s); above it the answer "
-        "is 'could not check'",
-    )
-    parser.add_argument(
-        "--wandb",
-        action="store_true",
-        help="also log the report to W&B, online if a key is configured",
-    )
+    command.add_report(parser)
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     return parser
 
 
@@ -212,8 +198,6 @@ def _shown(
         wandb_online=online,
         show=not args.json,
     )
-    if args.json:
-        print(json.dumps(report.summary.to_json(), indent=1))
     if reason := report.summary.reason:
         ends.write(ends.EndRecord(code=report.verdict.exit_code, at=0, message=reason))
-    return int(report.verdict.exit_code)
+    return command.answered(report, as_json=args.json)

@@ -81,11 +81,10 @@ def epsilon_of(trace: TraceReader) -> float:
         TTraceError: when the trace has none that a dtype has.
     """
     found = trace.meta.get("epsilon")
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < 1:
-        raise TTraceError(
-            f"{trace.directory}/meta.json is damaged (epsilon: expected a number between 0 and 1, "
-            f"got {codec.shown(found)}): run the traced job again"
-        )
+    with _damaged(trace):
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < 1:
+            why = f"expected a number between 0 and 1, got {codec.shown(found)}"
+            raise CodecError(why, "epsilon")
     return float(found)
 
 
@@ -95,14 +94,11 @@ def meshes_of(candidate: TraceReader) -> list[Mesh]:
     Raises:
         TTraceError: when they contradict each other, or a rank's index is missing.
     """
-    where = f"{candidate.directory}/meta.json"
-    try:
+    with _damaged(candidate):
         meshes = codec.decode(tuple[Mesh, ...], candidate.meta.get("meshes"))
         for rank, mesh in enumerate(meshes):
             if reason := _contradiction(mesh, rank, len(meshes)):
                 raise CodecError(reason, f"meshes[{rank}]")
-    except CodecError as error:
-        raise TTraceError(f"{where} is damaged ({error}): run the traced job again") from error
     if not meshes or sorted(candidate.ranks) != list(range(len(meshes))):
         raise TTraceError(
             f"{candidate.directory} holds the tensors of {len(candidate.ranks)} of {len(meshes)} "
@@ -118,12 +114,8 @@ def reference_layout_of(reference: TraceReader) -> Layout | None:
         TTraceError: when it is damaged.
     """
     found = reference.meta.get("layout")
-    try:
+    with _damaged(reference, "layout"):
         return None if found is None else codec.decode(Layout, found)
-    except CodecError as error:
-        raise TTraceError(
-            f"{reference.directory}/meta.json is damaged (layout{error}): run the traced job again"
-        ) from error
 
 
 def counts_of(candidate: TraceReader) -> dict[int, tuple[Counted, ...]]:
@@ -132,12 +124,9 @@ def counts_of(candidate: TraceReader) -> dict[int, tuple[Counted, ...]]:
     Raises:
         TTraceError: when it contradicts itself.
     """
-    try:
+    with _damaged(candidate):
         saved = codec.decode(tuple[Any, ...], candidate.meta.get("counted", []))
         return {rank: counted.decode(message) for rank, message in enumerate(saved)}
-    except CodecError as error:
-        where = f"{candidate.directory}/meta.json"
-        raise TTraceError(f"{where} is damaged ({error}): run the traced job again") from error
 
 
 def ledger_of(candidate: TraceReader) -> Ledger:
@@ -147,11 +136,18 @@ def ledger_of(candidate: TraceReader) -> Ledger:
         TTraceError: when the record is damaged.
     """
     found = candidate.meta.get("ledger")
-    try:
+    with _damaged(candidate, "ledger"):
         return UNRECORDED if found is None else Ledger.from_json(found)
+
+
+@contextmanager
+def _damaged(trace: TraceReader, field: str = "") -> Iterator[None]:
+    """Name the file, and the field of it, that an error is about."""
+    try:
+        yield
     except CodecError as error:
         raise TTraceError(
-            f"{candidate.directory}/meta.json is damaged (ledger{error}): run the traced job again"
+            f"{trace.directory}/meta.json is damaged ({field}{error}): run the traced job again"
         ) from error
 
 

@@ -9,16 +9,15 @@ device on a shrunk job: by how much every dim of every tensor was divided there,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
 from megatron_ttrace.compare.planning import Placer, RankLayout
-from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.compare.writing import Forecast
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.plan import Placements, describe, plan
-from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
@@ -147,35 +146,10 @@ class ShardSink:
         """A reference is never isolated."""
         return None
 
-    def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
-        """Only experts ask for it."""
-        raise _without_experts()
+    def _without_experts(self, *_: object) -> NoReturn:
+        raise TTraceError("a reference on several ranks cannot have experts")
 
-    def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
-        """Only experts dispatch."""
-        raise _without_experts()
-
-    def routed(
-        self,
-        microbatch: int,
-        router: str,
-        scores: torch.Tensor,
-        chosen: torch.Tensor,
-        groups: Groups | None,
-        by: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Only routers route."""
-        raise _without_experts()
-
-    def kept(
-        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Only routers drop."""
-        raise _without_experts()
-
-
-def _without_experts() -> TTraceError:
-    return TTraceError("a reference on several ranks cannot have experts")
+    positions = dispatched = routed = kept = _without_experts
 
 
 def known(by: Divided) -> dict[_Named, tuple[int, ...]]:

@@ -19,14 +19,13 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
 
 from megatron_ttrace.cpu.optimizers import FusedAdam, FusedSGD
+from megatron_ttrace.cpu.stand_in import offer
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -157,18 +156,6 @@ class FastLayerNormFN(torch.autograd.Function):
         return FusedLayerNormAffineFunction.backward(ctx, grad_output)[:5]
 
 
-def _module(name: str, **contents: object) -> ModuleType:
-    module = ModuleType(name, f"{__name__} standing in for NVIDIA Apex, which is not installed.")
-    module.__dict__.update(contents)
-    module.__path__ = []
-    module.__spec__ = ModuleSpec(name, None, is_package=True)
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)
-    return module
-
-
 def real_apex_present() -> bool:
     """Say whether NVIDIA's Apex is there; the package index's ``apex`` is another project."""
     try:
@@ -181,17 +168,14 @@ def install() -> None:
     """Offer norms and optimizers under Apex's module names, unless the real Apex is installed."""
     if real_apex_present():
         return
-    _module("apex")
-    _module("apex.normalization")
-    _module(
-        "apex.normalization.fused_layer_norm",
-        FusedLayerNormAffineFunction=FusedLayerNormAffineFunction,
-        FusedRMSNormAffineFunction=FusedRMSNormAffineFunction,
-    )
-    _module("apex.optimizers", FusedAdam=FusedAdam, FusedSGD=FusedSGD)
-    _module("apex.contrib")
-    _module("apex.contrib.layer_norm")
-    _module("apex.contrib.layer_norm.layer_norm", FastLayerNormFN=FastLayerNormFN)
+    offer("apex", {})
+    offer("apex.normalization", {})
+    norms = (FusedLayerNormAffineFunction, FusedRMSNormAffineFunction)
+    offer("apex.normalization.fused_layer_norm", {norm.__name__: norm for norm in norms})
+    offer("apex.optimizers", {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD})
+    offer("apex.contrib", {})
+    offer("apex.contrib.layer_norm", {})
+    offer("apex.contrib.layer_norm.layer_norm", {"FastLayerNormFN": FastLayerNormFN})
 
 
 def choose_local_norm(normalization: str) -> None:
