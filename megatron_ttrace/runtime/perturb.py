@@ -3,7 +3,7 @@
 
 Three places are perturbed, so that forward, backward and gradients get new errors in every layer:
 
-- every parameter is multiplied by 1 ± epsilon of its dtype with random signs: each matrix product
+- every float32 parameter is multiplied by 1 ± epsilon with random signs: each matrix product
   then has an independent relative error of about epsilon, as when tensor parallelism sums it in
   another order;
 - the embedding's output likewise, as in the paper (arXiv 2506.09280, section 4);
