@@ -101,15 +101,16 @@ def _overview(_: argparse.Namespace) -> int:
 
 def main(
     argv: Sequence[str] | None = None,
-    build: Callable[[Sequence[str]], argparse.ArgumentParser] = build_parser,
+    build: Callable[[Sequence[str]], argparse.ArgumentParser] | None = None,
 ) -> int:
     """Run a command and return its exit code.
 
     Args:
         argv: the words of the command. ``None``: this process is the command, and its arguments,
             signals and standard streams are handled.
-        build: makes the parser of a command line.
+        build: makes the parser of a command line; by default :func:`build_parser`.
     """
+    build = build or build_parser
     if argv is not None:
         return _guarded(argv, build)
     signals.install()

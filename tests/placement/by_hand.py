@@ -88,10 +88,11 @@ class Assembled:
 
 
 def local_shape(shape: tuple[int, ...], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """The shape that a rank's tensor must have: each axis divides its dim evenly."""
+    """The shape that a rank's tensor must have: each axis divides its dim evenly, or into groups."""
     left = list(shape)
     for step in placement:
         if isinstance(step.placement, FlatShard):
             return (step.placement.end - step.placement.start,)
-        left[step.placement.dim] //= mesh.size(step.axis)
+        parts = getattr(step.placement, "parts", mesh.size(step.axis))
+        left[step.placement.dim] //= parts
     return tuple(left)
