@@ -330,6 +330,7 @@ class CandidateSession(Session):
         settings = dataclasses.replace(self.settings, isolate=True, directory=folder)
 
         def prepare() -> Comparison:
+            owned.make(folder)
             comparison = Comparison(
                 self.comparison.reference,
                 TraceWriter(folder / "candidate", dist.get_rank(), self.budget),

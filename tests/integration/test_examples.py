@@ -118,12 +118,12 @@ def test_all_ways_to_start_it_are_one_job(checkout: Path) -> None:
     assert shrunk(checkout, "TP=4", "MASTER_ADDR=x", "bash", "torchrun.sh")[-1] == bash[-1]
     paste = (
         "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 --nnodes 2 \\\n"
-        "    --master_addr $MASTER_ADDR pretrain_gpt.py \\\n    "
+        "    --master_addr localhost pretrain_gpt.py \\\n    "
         + " ".join(ARRAYS.partition("MODEL_ARGS=(")[2].partition("# none")[0].split())
-        + " --hidden-dropout 0 --bf16 --tokenizer-type Llama2Tokenizer --data-path $DATA_PATH "
+        + " --hidden-dropout 0 --bf16 --tokenizer-type Llama2Tokenizer --data-path data "
         "--split '99,1,0' --micro-batch-size 1 --global-batch-size 256 --train-iters 500000 "
         "--lr 1e-4 --lr-warmup-iters 500 --eval-iters 10 --tensor-model-parallel-size 8 "
-        '--save "$CHECKPOINT_PATH"'
+        "--save checkpoints"
     )
     assert shrunk(checkout, paste) == bash
 
