@@ -41,37 +41,28 @@ def _gather_heads(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return received.permute(2, 0, 3, 1, 4).flatten(1, 2)
 
 
-class _HeadsForSequence(torch.autograd.Function):
+class _Traded(torch.autograd.Function):
+    """Heads for sequence if ``scatters``, else the inverse; each is the other's gradient."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _scatter_heads(tensor, group)
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group, scatters: bool) -> torch.Tensor:
+        ctx.group, ctx.scatters = group, scatters
+        return (_scatter_heads if scatters else _gather_heads)(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gather_heads(grad, ctx.group), None
-
-
-class _SequenceForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _gather_heads(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _scatter_heads(grad, ctx.group), None
+        return (_gather_heads if ctx.scatters else _scatter_heads)(grad, ctx.group), None, None
 
 
 def heads_for_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """``[b, h, s, d]`` to ``[b, h / n, n * s, d]``, the ranks' parts one after the other."""
-    result: torch.Tensor = _HeadsForSequence.apply(tensor, group)
+    result: torch.Tensor = _Traded.apply(tensor, group, True)
     return result
 
 
 def sequence_for_heads(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """``[b, h / n, n * s, d]`` back to ``[b, h, s, d]``."""
-    result: torch.Tensor = _SequenceForHeads.apply(tensor, group)
+    result: torch.Tensor = _Traded.apply(tensor, group, False)
     return result
 
 
