@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrix as data: names, data sets, and what stands in docs/findings.md."""
 
+import dataclasses
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.evaluation.matrix.configurations import configurations, select
+from megatron_ttrace.evaluation.matrix.configurations import (
+    DTYPES,
+    LAYOUTS_FILE,
+    MODELS,
+    Layout,
+    configurations,
+    select,
+)
 from megatron_ttrace.evaluation.matrix.suite import MatrixRow, exit_code
 from megatron_ttrace.trace.records import Result
 
@@ -16,6 +25,15 @@ def test_names_are_unique():
     """A row of a result table means one job."""
     names = [one.name for one in configurations()]
     assert len(set(names)) == len(names)
+
+
+def test_rows_have_known_fields_only():
+    """A misspelt field would be a default."""
+    rows = tomllib.loads(LAYOUTS_FILE.read_text(encoding="utf-8"))["layout"]
+    fields = {field.name for field in dataclasses.fields(Layout)}
+    assert {name for row in rows for name in row} <= fields
+    assert {word for row in rows for word in row.get("models", ())} <= MODELS.keys()
+    assert {word for row in rows for word in row.get("dtypes", ())} <= DTYPES.keys()
 
 
 def test_the_promised_size():
