@@ -61,7 +61,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 _ATTENTION = "from megatron.core.transformer.dot_product_attention import DotProductAttention\n"
 _MAPPINGS = "from megatron.core.tensor_parallel import mappings\n"
 _SAMPLERS = "from megatron.training.datasets import data_samplers as module\n"
-_FINAL = "from megatron.core.distributed import finalize_model_grads as module\n"
+_FINAL = (
+    "import importlib\n"
+    "module = importlib.import_module('megatron.core.distributed.finalize_model_grads')\n"
+)
 
 NUMERIC = (
     # Wrong scale, order, mask or group with tensor parallelism.
@@ -145,13 +148,14 @@ NUMERIC = (
         "tp-dgrad-of-the-head-not-summed",
         "gpt",
         "tp2",
-        "from megatron.core.tensor_parallel.layers import ColumnParallelLinear\n"
+        "from megatron.core.tensor_parallel import layers as module\n"
         "def forward(old, self, *a, **m):\n"
-        "    kept, self.allreduce_dgrad = self.allreduce_dgrad, "
-        "self.allreduce_dgrad and self.output_size != 128\n"
-        "    try:\n        return old(self, *a, **m)\n"
-        "    finally:\n        self.allreduce_dgrad = kept\n"
-        "wrap(ColumnParallelLinear, 'forward', forward)",
+        "    kept = self.allreduce_dgrad, module.copy_to_tensor_model_parallel_region\n"
+        "    if self.bias is None:\n        self.allreduce_dgrad = False\n"
+        "        module.copy_to_tensor_model_parallel_region = lambda x, group=None: x\n"
+        "    try:\n        return old(self, *a, **m)\n    finally:\n"
+        "        self.allreduce_dgrad, module.copy_to_tensor_model_parallel_region = kept\n"
+        "wrap(module.ColumnParallelLinear, 'forward', forward)",
     ),
     Numeric(
         "tp-one-gelu-is-exact",
@@ -332,11 +336,11 @@ NUMERIC = (
         "pp-epsilon-of-the-last-stage",
         "gpt",
         "pp2",
-        "from megatron.training import training as module\n"
-        "def get(old, *a, **m):\n    model = old(*a, **m)\n"
-        "    for x in model[0].modules():\n"
+        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+        "def init(old, self, *a, **m):\n    old(self, *a, **m)\n"
+        "    for x in self.modules():\n"
         "        if RANK and hasattr(x, 'eps'):\n            x.eps = x.eps * 10\n"
-        "    return model\nwrap(module, 'get_model', get)",
+        "wrap(GPTModel, '__init__', init)",
     ),
     # Context parallelism.
     Numeric(
@@ -402,7 +406,8 @@ NUMERIC = (
         "moe-deep",
         "tp2 sp ep2 etp1 alltoall",
         "from megatron.core.transformer.moe import router as module\n"
-        "wrap(module, 'z_loss_func', lambda old, x, coefficient, **m: old(x, coefficient * 2, **m))",
+        "wrap(module, 'z_loss_func', "
+        "lambda old, x, coefficient, **m: old(x, coefficient * 2, **m))",
     ),
     Numeric(
         "etp-partner-left-out",
@@ -489,7 +494,8 @@ NUMERIC = (
         "fsdp optim_grads_params",
         "from megatron.training import training as module\nimport torch\n"
         "REDUCE = torch.distributed.reduce_scatter_tensor\n"
-        "def reduce(old, out, x, *a, **m):\n    return old(out, x.mul_(0.5), *a, **m)\n"
+        "def reduce(old, *a, **m):\n    (m['input'] if 'input' in m else a[1]).mul_(0.5)\n"
+        "    return old(*a, **m)\n"
         "wrap(torch.distributed, 'reduce_scatter_tensor', reduce)",
     ),
     # Recomputation and loading.
@@ -509,7 +515,8 @@ NUMERIC = (
         "from megatron.training import training as module\n"
         "def step(old, *a, **m):\n    import torch\n    model = a[2][0]\n"
         "    with torch.no_grad():\n        for n, p in model.named_parameters():\n"
-        "            if RANK and 'final_layernorm.weight' in n:\n                p.copy_(p.half())\n"
+        "            if RANK and 'final_layernorm.weight' in n:\n"
+        "                p.copy_(p.half())\n"
         "    return old(*a, **m)\n"
         "wrap(module, 'train_step', step)",
     ),

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shell scripts that try to start a program or to change a file while they are only read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.command_line import ShellScript
+from megatron_ttrace.processes import shell_script
+from tests.faults.field.rows import Row, said_wrongly
+
+JOB = "pretrain_gpt.py --num-layers 4"
+RUN = f"torchrun --nproc-per-node 2 {JOB}"
+STARTS = {
+    "loader": "/lib64/ld-linux-x86-64.so.2 BIN/torchrun --nproc-per-node 2 " + JOB,
+    "env-split": f"env -S 'BIN/{RUN}'",
+    "git-alias": f"git -c alias.x='!BIN/{RUN}' x\n{RUN}",
+    "sed-execute": f"echo x | sed '1e BIN/{RUN}'\n{RUN}",
+    "awk-pipe": f"awk 'BEGIN {{ print 1 | \"BIN/{RUN}\" }}'\n{RUN}",
+    "awk-getline": f"awk 'BEGIN {{ \"BIN/{RUN}\" | getline x }}'\n{RUN}",
+    "sort-compress": f"seq 9 | sort -S 1b --compress-program=BIN/torchrun\n{RUN}",
+    "tar-action": f"tar cf x.tar --checkpoint-action=exec=BIN/torchrun --checkpoint=1 .\n{RUN}",
+    "find-in-place": f"find . -maxdepth 0 -execdir BIN/torchrun ';'\n{RUN}",
+    "reader-by-link": f"ln -s BIN/torchrun ./cat\n./cat x\n{RUN}",
+    "reader-by-name": f"BIN/cat x\n{RUN}",
+    "reader-on-path": f"PATH=BIN:$PATH\nls\n{RUN}",
+    "hashed": f"hash -p BIN/torchrun cat\ncat x\n{RUN}",
+    "environment-file": f"BASH_ENV=BIN/activate bash -c 'BIN/{RUN}'",
+    "prompt-command": f"export PROMPT_COMMAND='BIN/{RUN}'\nbash -i <<< true\n{RUN}",
+    "debug-trap": f"trap 'BIN/torchrun' DEBUG\n{RUN}",
+    "mapfile-callback": f"mapfile -C 'BIN/torchrun #' -c 1 X <<< a\n{RUN}",
+    "preloaded": f"LD_PRELOAD=BIN/lib.so cat x\n{RUN}",
+    "loaded-builtin": f"enable -f BIN/lib.so torchrun\n{RUN}",
+    "parallel": f"echo 1 | parallel BIN/torchrun\n{RUN}",
+    "remote": f"ssh localhost BIN/torchrun; at now <<< BIN/torchrun; crontab BIN/torchrun\n{RUN}",
+    "printed-script": f"printf 'BIN/{RUN}\\n' | bash -s",
+    "source-of-a-string": f"source /dev/stdin <<< 'BIN/{RUN}'",
+    "arithmetic-index": f"X='a[$(BIN/torchrun)]'\n(( X )) || true\n{RUN}",
+    "perl-and-ruby": f"perl -e 'exec \"BIN/torchrun\"'; ruby -e 'exec \"BIN/torchrun\"'\n{RUN}",
+    "lock": f"flock keep/old BIN/{RUN}",
+    "typescript": f"script -qc 'BIN/{RUN}' /dev/null\n{RUN}",
+}
+"""Ways to run one of the canaries in ``BIN``; a job of two ranks, if it is read at all."""
+EFFECTS = {
+    "shared-memory": f"echo x > /dev/shm/ttrace-canary; echo 1 > /proc/self/oom_score_adj\n{RUN}",
+    "read-and-write": f"exec 3<>keep/old; echo x >&3; exec 3>&-\n{RUN}",
+    "appended": f"cat x >> keep/old; history -w keep/old; printf x > >(cat > keep/old)\n{RUN}",
+    "in-place": f"dd if=/dev/zero of=keep/old; truncate -s 0 keep/old; mkfifo keep/f\n{RUN}",
+    "awk-writes": f'awk \'BEGIN {{ print 1 > "keep/old"; close("keep/old") }}\'\n{RUN}',
+    "sed-writes": f"echo x | sed 'w keep/old'; sed --in-place=b s/a/b/ keep/old\n{RUN}",
+    "sort-writes": f"sort -o keep/old x; uniq x keep/old; tee keep/old < x\n{RUN}",
+    "moved-folder": f"cd keep && mv old new; cd ..; rm -rf -- keep .[!.]*; rename a b keep/*\n{RUN}",
+    "times": f"touch -d 2000-01-01 keep/old; chmod -R 0 .; chown nobody keep/old\n{RUN}",
+    "parent": f"kill -9 $PPID; kill -STOP $PPID; kill -9 -1\n{RUN}",
+    "git-writes": f"git init .; git config --global x.y z; git stash\n{RUN}",
+    "endless-output": f"yes\n{RUN}",
+    "endless-loop": f"while :; do :; done\n{RUN}",
+    "fork-bomb": f"f() {{ f | f & }}; ulimit -u 40; f; sleep 1\n{RUN}",
+    "zeros": f"head -c 99999999999 /dev/zero | tail -c 1; X=$(cat /dev/zero | head -c 9)\n{RUN}",
+    "a-fifo": f"cat < fifo\n{RUN}",
+    "large-word": f"X=$(printf '%0100000000d' 1)\n{RUN}",
+    "background": f"(while :; do sleep 1; done) & disown\n{RUN}",
+}
+"""What must have no effect outside of the script; half of it never ends."""
+PROGRAMS = "torchrun python srun cat ls".split()
+
+
+def _tree(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    found = {}
+    for path in folder.rglob("*"):
+        state = path.lstat()
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(folder))] = (state.st_mode, state.st_mtime_ns, content)
+    return found
+
+
+def read(name: str, text: str, folder: Path) -> Row:
+    """Read a script among canaries and files that must stay as they are."""
+    shutil.rmtree(folder, ignore_errors=True)
+    work, programs = folder / "work", folder / "bin"
+    (work / "keep").mkdir(parents=True)
+    programs.mkdir()
+    for program in PROGRAMS:
+        mark = str(folder / "ran")
+        (programs / program).write_text(f"#!{sys.executable}\nopen({mark!r}, 'w')\n")
+        (programs / program).chmod(0o755)
+    (programs / "activate").write_text(f"touch {folder}/ran\n")
+    (programs / "lib.so").write_bytes(b"\x7fELF no library")
+    (work / "keep" / "old").write_text("a checkpoint")
+    (work / "x").write_text("text\n")
+    os.mkfifo(work / "fifo")
+    script = work / "train.sh"
+    script.write_text(text.replace("BIN", str(programs)))
+    before, problems, began = _tree(folder), [], time.monotonic()
+    try:
+        found = shell_script.resolve(ShellScript((str(script),)), work)
+        said = str(found)
+        if (found.script, *found.arguments) != tuple(JOB.split()) or found.ranks != 2:
+            problems.append(f"read {found.script} {found.arguments} on {found.ranks}")
+    except TTraceError as error:
+        said = f"refused: {error}"
+        problems += ["several lines"] if "\n" in str(error) else said_wrongly(str(error))
+    seconds = time.monotonic() - began
+    problems += [f"{seconds:.0f} s"] if seconds > 120 else []
+    after = _tree(folder)
+    changed = {p for p in {*before, *after} if before.get(p) != after.get(p)}
+    problems += [f"changed {sorted(changed)}"] if changed else []
+    problems += ["wrote to /dev/shm"] if Path("/dev/shm/ttrace-canary").exists() else []
+    return Row(f"script-{name}", "scripts", True, tuple(problems), said[:300])
