@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.faults.field import commands, scripts
+from tests.faults.field import commands, inputs, scripts, secrets
 from tests.faults.field.numeric import NUMERIC
 from tests.faults.field.planting import plant
 from tests.faults.field.rows import Row
@@ -33,6 +33,11 @@ def faults(out: Path) -> dict[str, Callable[[], Row]]:
         found[quoted.id] = functools.partial(commands.read, quoted)
     for name, text in (scripts.STARTS | scripts.EFFECTS).items():
         found[f"script-{name}"] = functools.partial(scripts.read, name, text, out / name)
+    for name, words in secrets.SHOWN.items():
+        found[f"secret-{name}"] = functools.partial(secrets.shown, name, words)
+    found["secret-files"] = functools.partial(secrets.written, out / "secret-files")
+    for bad in inputs.BAD:
+        found[f"{bad.kind}-{bad.id}"] = functools.partial(inputs.give, bad, out / bad.id)
     return found
 
 
