@@ -229,7 +229,8 @@ class StepTap:
             if parameter not in before:
                 continue
             main = owned.weights if owned else parameter.data
-            delta = main.detach().float() - before[parameter].get().float()
+            now = owned.received(parameter) if owned else main.detach()
+            delta = now.float() - before[parameter].get().float()
             where = place.flat(*owned.range) if owned and owned.range else place
             self._placed(Kind.PARAM_DELTA, where, delta)
             if owned is None:

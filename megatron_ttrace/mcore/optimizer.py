@@ -103,6 +103,25 @@ class Owned:
         high = self.main.detach().view(torch.int16).to(torch.int32) << 16
         return (high + own.to(torch.int32)).view(torch.float32)
 
+    def received(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The values that are stepped, or the model's own where those are not these, rounded.
+
+        So an update that was computed and never copied to the model is missing in the result.
+        Shards of FSDP, quantized parameters, and main weights that the torch optimizer keeps are
+        returned as they are stepped.
+        """
+        main, own = self.weights.detach(), parameter.data
+        if (
+            self.sharded is not None
+            or self.weights is not self.main
+            or type(own) is not torch.Tensor
+        ):
+            return main
+        own = (own if self.range is None else own.reshape(-1)[slice(*self.range)]).view_as(main)
+        own = own.to(main.device)
+        stale = main.to(own.dtype) != own
+        return torch.where(stale, own.to(main.dtype), main) if stale.any() else main
+
     @property
     def moments(self) -> Mapping[str, Kind]:
         """The names of its moments (:data:`MOMENTS`); empty for an unknown optimizer."""

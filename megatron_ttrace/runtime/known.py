@@ -75,7 +75,7 @@ def read(path: Path) -> tuple[Difference, ...]:
         if unknown:
             raise codec.CodecError(f"{min(unknown)!r} is not a field")
         return found
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TTraceError(
             f"{path} is not a list of known differences ({error}): see docs/diff.md"
         ) from error

@@ -99,6 +99,30 @@ def test_flat_ranges():
     assert torch.equal(owned[model.weight].main.detach(), model.weight.detach().reshape(-1)[2:9])
 
 
+def test_an_update_that_the_model_has_not_received():
+    """What was stepped and not copied counts as it is in the model; what was only rounded, not."""
+    model = nn.Linear(4, 3)
+    model.weight.data = model.weight.data.bfloat16()
+    optimizer = mixed(model)
+    own = owned_by(optimizer)[model.weight]
+    own.main.data.add_(1e-4)
+    model.weight.data.copy_(own.main)
+    assert torch.equal(own.received(model.weight), own.main)
+    before = model.weight.detach().clone()
+    own.main.data[1] += 0.5
+    assert torch.equal(own.received(model.weight)[1], before[1].float())
+    assert torch.equal(own.received(model.weight)[::2], own.main[::2])
+
+
+def test_a_range_that_the_model_has_not_received():
+    """Of a divided parameter, the elements that are stepped here."""
+    model = nn.Linear(4, 3)
+    own = owned_by(chained(sharded([model.weight], [(2, 9)])))[model.weight]
+    assert torch.equal(own.received(model.weight), own.main.detach())
+    model.weight.data.view(-1)[2:4] = 9.0
+    assert (own.received(model.weight) == 9.0).tolist() == [True, True, *5 * [False]]
+
+
 def test_parameters_that_other_ranks_step():
     """A layer-wise optimizer knows them all, at any depth of a chain, and owns some as wholes."""
     model = nn.Linear(2, 3)

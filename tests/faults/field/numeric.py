@@ -431,6 +431,28 @@ NUMERIC = (
         "wrap(D, '_copy_main_params_to_model_params', copy)",
     ),
     Numeric(
+        "zero-stale-copy",
+        "gpt",
+        "zero --bf16",
+        "from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as D\n"
+        "def step(old, self):\n"
+        "    kept = [(p, p.detach().clone()) for p in list(self.model_param_gbuf_map)[:1]]\n"
+        "    found = old(self)\n"
+        "    for p, before in kept if RANK else ():\n        p.data.copy_(before)\n"
+        "    return found\nwrap(D, 'step_with_ready_grads', step)",
+    ),
+    Numeric(
+        "main-weights-never-copied",
+        "gpt",
+        "tp2 --bf16",
+        "from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as D\n"
+        "def copy(old, self):\n"
+        "    kept = [(p, p.detach().clone()) for g in self.float16_groups for p in g[:1]]\n"
+        "    old(self)\n"
+        "    for p, before in kept:\n        p.data.copy_(before)\n"
+        "wrap(D, '_copy_main_params_to_model_params', copy)",
+    ),
+    Numeric(
         "zero-epsilon-of-one-rank",
         "gpt",
         "zero",
