@@ -27,6 +27,7 @@ _TORCHRUN_SWITCHES = frozenset(
     {"standalone", "no-python", "run-path", "use-env", "virtual-local-rank", "module", "m"}
 )
 """Options of torchrun without a value (torch/distributed/run.py)."""
+_COUNTS = frozenset({"nproc-per-node", "nnodes"})
 _PYTHON_VALUES = ("-X", "-W")
 _TASKS = {"-n": "tasks", "--ntasks": "tasks", "-N": "nodes", "--nodes": "nodes", "-np": "tasks"}
 _TASKS |= {"--ntasks-per-node": "per node"}
@@ -151,12 +152,13 @@ def _text(
 
 
 def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
-    """The text after ``bash -c``: the first of its statements that has a training script.
+    """The text after ``bash -c``: the one of its statements that has a training script.
 
     Raises:
-        TTraceError: when a line begins with ``-``: for a shell, that is another command.
+        TTraceError: when a line begins with ``-``, which is a different command for a shell, when
+            several statements have one, or when only a shell could evaluate its arguments.
     """
-    found = None
+    found: Command | ShellScript | None = None
     for statement in _statements(_tokens(text, lines=True)):
         known = context.environment
         words = [
@@ -168,20 +170,46 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
                 f"a line of the text after -c begins with {words[0][:40]!a}: for the shell this is "
                 "another command; end the line before it with a backslash"
             )
-        found = found or _words(words, context)
+        command = _words(words, context)
+        if command is None:
+            continue
+        given = (command.script, *command.arguments) if isinstance(command, Command) else ()
+        if found or words[0] in _KEYWORDS or any(_UNKNOWN in word for word in given):
+            raise TTraceError(
+                f"only a shell knows what {' '.join(words)[:60].replace(_UNKNOWN, '')!a} in the "
+                f"text after -c trains: give the command itself, e.g. {EXAMPLE}"
+            )
+        found = _known(command)
     return found
 
+
+def _known(command: Command | ShellScript) -> Command | ShellScript:
+    """The same without marks."""
+    variables = {k: v.replace(_UNKNOWN, "") for k, v in command.environment.items()}
+    if isinstance(command, ShellScript):
+        words = tuple(word.replace(_UNKNOWN, "") for word in command.words)
+        return ShellScript(words, variables)
+    uncounted = command.uncounted.replace(_UNKNOWN, "")
+    return dataclasses.replace(command, environment=variables, uncounted=uncounted)
+
+
+_UNKNOWN = "\0"
+"""Marks what only a shell could evaluate, in texts whose other commands may contain it."""
+_KEYWORDS = frozenset("! ( [[ case do elif else for function if select then until while {".split())
 
 _TOKEN = re.compile(
     r"""(?P<skip> [ \t\r]+ | \\[ \t]*\r?\n )
     | (?P<comment> (?<![^\s;&|]) \#[^\n]* )
-    | (?P<redirection> (?:(?<!\S)[0-9])? (?:&>>?|>>?&?|<) [ \t]* (?:[^\s;&|<>]+)? )
+    | (?P<redirection> (?:(?<!\S)(?:[0-9]+|\{\w+\}))? (?:&>>?|>>?&?|>\||<<<|<) [ \t]*
+        (?! -\S ) (?: [^\s;&|<>'"\\(] | \\. | '[^']*' | "(?:[^"\\]|\\.)*" )+ (?=[\s;&|<>]|$) )
+    | (?P<home> (?<!\S) ~ (?=[/\s]|$) )
+    | (?P<strange> [<>] | (?<!\S) ~ | \$ (?=['"]) | \{ (?=[^\s{}]*(?:,|\.\.)[^\s{}]*\}) )
     | (?P<more> (?: \n [ \t\r]* (?:\#[^\n]*)? )+ (?= - ) )
     | (?P<end> [;&|\n] )
     | '(?P<single> [^']* )'
     | "(?P<double> (?:[^"\\]|\\.)* )"
     | \\(?P<escaped> . )
-    | (?P<plain> [^\s;&|<>'"\\]+ )""",
+    | (?P<plain> (?: (?! \$['"] | \{[^\s{}]*(?:,|\.\.)[^\s{}]*\} ) [^\s;&|<>'"\\] )+ )""",
     re.VERBOSE | re.DOTALL,
 )
 """One piece of a shell's text. A word is pieces without a gap."""
@@ -230,7 +258,16 @@ def _tokens(text: str, *, lines: bool = False) -> list[_Word | None]:
             if kind == "end" or (kind == "more" and lines):
                 found.append(None)
             continue
+        if kind == "strange" and not lines:
+            raise TTraceError(
+                f"{text[match.start() : at + 30].splitlines()[0]!a} has a meaning for shells that "
+                "is not understood here: write what it stands for"
+            )
         pieces = [(match[kind], kind in ("double", "plain"))]
+        if kind == "strange":
+            pieces = [(f"{_UNKNOWN}{match[kind]}", False)]
+        elif kind == "home":
+            pieces = [("$HOME", True)]
         if kind == "double":
             parts = re.split(r'(\\["\\$`\n])', match[kind])
             # Every second part is escaped.
@@ -255,7 +292,7 @@ def _expand(word: str, known: Mapping[str, str], *, strict: bool = True) -> str:
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         if name not in known and not strict:
-            return match[0]
+            return f"{_UNKNOWN}{match[0]}"
         if name not in known:
             raise TTraceError(
                 f"{word[match.start() :][:40]!a} has no value here: put the value into the "
@@ -273,6 +310,8 @@ def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
         words = words[1:]
     if not words:
         return None
+    if re.match(r"\w+\+=", words[0]):
+        raise TTraceError(f"{words[0][:40]!a} adds to a variable: write its whole value")
     name, rest = os.path.basename(words[0]), words[1:]
     if name in _PREFIXES:
         return _words(rest, context)
@@ -298,7 +337,10 @@ def _launched(launcher: str, words: list[str], context: _Context) -> Command | S
             or _PYTHON.fullmatch(name)
             or name.endswith((".py", ".sh"))
         ):
+            if ":" in words:
+                raise TTraceError(f"{launcher} starts several programs: give one training command")
             _read_tasks(words[:at], context)
+            _read_variables(words[:at], context)
             found = _words(words[at:], context)
             if launcher == "accelerate" and isinstance(found, Command) and found.ranks is None:
                 return dataclasses.replace(found, uncounted="accelerate launch without a number")
@@ -318,12 +360,27 @@ def _read_tasks(options: list[str], context: _Context) -> None:
             context.tasks[_TASKS[name]] = int(value)
 
 
+def _read_variables(options: list[str], context: _Context) -> None:
+    """What a launcher or a container sets: ``-x A=1``, ``-e A=1``, ``--export=ALL,A=1``."""
+    for before, word in zip(["", *options], options, strict=False):
+        exported = before == "--export" or word.startswith("--export=")
+        parts = word.removeprefix("--export=").split(",") if exported else [word]
+        for match in filter(None, map(_ASSIGNMENT.fullmatch, parts)):
+            if exported or match[1].isupper():
+                context.environment[match[1]] = match[2]
+
+
 def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | None:
     options: dict[str, str] = {}
     at = 0
     while at < len(words) and words[at].startswith("-"):
+        if words[at] == "--":
+            at += 1
+            break
         name, equals, value = words[at].lstrip("-").partition("=")
         name = name.replace("_", "-")
+        if any(full.startswith(name) for full in _COUNTS - {name}):
+            raise TTraceError(f"torchrun's {words[at]!a} is shortened: write the whole option")
         if not equals and name not in _TORCHRUN_SWITCHES:
             at += 1
             value = words[at] if at < len(words) else ""
@@ -331,9 +388,10 @@ def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | No
         at += 1
     if {"m", "module"} & set(options):
         raise TTraceError(f"{' '.join(words[at : at + 1])} is run as a module: give its file")
-    count = options.get("nproc-per-node", "1")
+    count = options.get("nproc-per-node", context.environment.get("PET_NPROC_PER_NODE", "1"))
     per_node = _number(count)
-    nodes = _number(options.get("nnodes", "1").split(":")[-1]) or 1
+    nnodes = options.get("nnodes", context.environment.get("PET_NNODES", "1"))
+    nodes = _number(nnodes.split(":")[-1]) or 1
     nodes = max(nodes, context.tasks.get("nodes", 1))
     if at >= len(words):
         return None

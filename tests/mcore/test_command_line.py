@@ -104,13 +104,26 @@ def test_every_line_of_a_text(lines):
         "python x.py `cat job.txt`",
         "python x.py -a $UNKNOWN",
         "python x.py -a ${A:-1}",
+        "python x.py -a > >(tee log) -b",
+        "python x.py -a <(cat job.txt)",
+        "python x.py -a <<EOF\n-b\nEOF",
+        "python x.py -a \\\n> -b",
+        "python x.py -a /data/{a,b}",
+        "python x.py -a $'b'",
+        "python x.py -a ~user/b",
     ],
 )
 def test_what_a_text_must_not_have(text):
     """Other commands and what only a shell could evaluate are refused, not dropped."""
-    with pytest.raises(TTraceError, match=r"alone|has no value here") as raised:
+    with pytest.raises(TTraceError, match=r"alone|has no value here|for shells") as raised:
         parse([text])
     assert "\n" not in str(raised.value)
+
+
+def test_redirections_amid_a_text():
+    """Whatever they are written like, what follows them is read."""
+    text = "python x.py -a 12>f {g}>>h 2>&- >| 'i j' >k\\ l <<< m -b ~/n >& o"
+    assert parse([text], {"HOME": "/h"}).arguments == ("-a", "-b", "/h/n")
 
 
 def test_a_line_that_a_shell_loses():
@@ -141,6 +154,58 @@ def test_more_launchers(launcher, ranks, nodes):
     """The number of ranks of launchers with options of their own."""
     found = parse([*launcher.split(), "dir/pretrain_gpt.py", "-a"])
     assert found == Command("dir/pretrain_gpt.py", ("-a",), {}, ranks, nodes)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "srun -n 2 --export=ALL,A=1,B=2 python x.py -a",
+        "srun -n 2 --export ALL,A=1,B=2 python x.py -a",
+        "mpirun -np 2 -x A=1 -x B=2 python x.py -a",
+        "docker run -e A=1 --env B=2 image torchrun --nproc-per-node 2 x.py -a",
+    ],
+)
+def test_variables_that_a_launcher_sets(words):
+    """They are the ranks'."""
+    found = parse(words.split())
+    assert (found.arguments, found.environment) == (("-a",), {"A": "1", "B": "2"})
+    assert found.ranks == 2
+
+
+def test_ranks_in_variables_of_torchrun():
+    """Its options have defaults in the environment; ``--`` ends them."""
+    words = "PET_NPROC_PER_NODE=4 PET_NNODES=2 torchrun --standalone -- x.py -a"
+    assert parse(words.split()).ranks == 8
+    assert parse(words.split()).arguments == ("-a",)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["torchrun", "--nproc", "2", "x.py"], "shortened"),
+        (["mpirun", "-np", "1", "python", "x.py", ":", "-np", "1", "python", "y.py"], "several"),
+        (["PATH+=:/x", "torchrun", "x.py"], "adds to a variable"),
+        (["bash", "-c", "for i in 1 2; do torchrun x.py -a $i; done"], "only a shell knows"),
+        (["bash", "-c", "if true; then torchrun x.py; fi"], "only a shell knows"),
+        (["bash", "-c", "python a.py; python b.py"], "only a shell knows"),
+        (["bash", "-c", 'torchrun x.py "$@"', "_", "-a"], "only a shell knows"),
+        (["bash", "-c", "torchrun x.py $(cat job.txt)"], "only a shell knows"),
+        (["bash", "-c", "torchrun x.py -a {1,2}"], "only a shell knows"),
+    ],
+)
+def test_what_would_be_half_understood(words, said):
+    """Is refused in one line."""
+    with pytest.raises(TTraceError, match=said) as raised:
+        parse(words)
+    assert "\n" not in str(raised.value)
+    assert "\0" not in str(raised.value)
+
+
+def test_a_shell_in_which_other_commands_are_unknown():
+    """Only what the training is given matters."""
+    text = "cd ~/m && echo $(date) {a,b} > \"$LOG\"; A=$B torchrun --node-rank $N x.py --a '$X'"
+    found = parse(["bash", "-c", text])
+    assert found == Command("x.py", ("--a", "$X"), {"A": "$B"}, 1, 1)
 
 
 def test_accelerate_without_a_number():

@@ -78,7 +78,12 @@ BAD = (
     Bad("recipes-into-home", "recipes HOME --directory HOME/linked --dry-run", kind="foreign"),
     Bad("html-over-a-link", "report HOME/has --html HOME/link", kind="foreign"),
     Bad("junit-over-a-file", "report HOME/has --junit HOME/notes.txt", kind="foreign"),
-    Bad("data-over-a-file", "shrink --data HOME/notes.txt -- x.py", kind="foreign"),
+    Bad(
+        "data-over-a-file",
+        "shrink --data HOME/notes.txt -- x.py",
+        codes=(0, 2),
+        kind="foreign",
+    ),
     Bad("cache-is-home", f"{_CHECK} --ttrace-dir HOME/new {_JOB} --num-layers 0", kind="foreign"),
 )
 
