@@ -55,6 +55,7 @@ def test_any_two_runs():
         ("difference = 1\n", "difference"),
         ("x = " + "[" * 50_000, "nested too deeply"),
         ("[differences]\n", "'differences' is not a field"),
+        ("a = " + "[" * 99999, "recursion"),
     ],
 )
 def test_bad_lists(tmp_path, text, said):

@@ -54,7 +54,7 @@ EFFECTS = {
     "awk-writes": f'awk \'BEGIN {{ print 1 > "keep/old"; close("keep/old") }}\'\n{RUN}',
     "sed-writes": f"echo x | sed 'w keep/old'; sed --in-place=b s/a/b/ keep/old\n{RUN}",
     "sort-writes": f"sort -o keep/old x; uniq x keep/old; tee keep/old < x\n{RUN}",
-    "zeros": f"head -c 99999999999 /dev/zero | tail -c 1; X=$(cat /dev/zero | head -c 9)\n{RUN}",
+    "moved-folder": f"cd keep && mv old new; cd ..; rm -rf keep .[!.]*; rename a b keep/*\n{RUN}",
     "times": f"touch -d 2000-01-01 keep/old; chmod -R 0 .; chown nobody keep/old\n{RUN}",
     "parent": f"kill -9 $PPID; kill -STOP $PPID; kill -9 -1\n{RUN}",
     "git-writes": f"git init .; git config --global x.y z; git stash\n{RUN}",
