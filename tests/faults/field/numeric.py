@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# over 500 lines because: it is a table, one entry per fault
 """Numeric faults of a parallel job, as patches that a training script makes before it trains.
 
 Each is a single mistake that only the candidate makes (its ranks are more than one). ``wrap``
