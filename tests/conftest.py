@@ -65,12 +65,21 @@ def work(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of modules that start programs, so that nobody has to think of it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of modules that start programs; leave out nightly ones unless asked for.
+
+    One of these starts hundreds of processes. They are asked for by ``HYPOTHESIS_PROFILE=nightly``,
+    by any ``-m``, or by their names.
+    """
     for item in items:
         module = getattr(item, "module", None)
         if isinstance(module, ModuleType) and _starts_programs(module):
             item.add_marker("slow")
+    wanted = os.environ.get("HYPOTHESIS_PROFILE") == "nightly" or config.option.markexpr
+    if not wanted and not any("::" in word for word in config.args):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]
 
 
 def _starts_programs(module: ModuleType) -> bool:

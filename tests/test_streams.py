@@ -22,8 +22,7 @@ class Parser:
     def run(self, args):
         {body}
         return 1
-entry.build_parser = lambda words: Parser()
-sys.exit(entry.main())
+sys.exit(entry.main(build=lambda words: Parser()))
 """
 PRINTS = "print('x' * 99 + '\\n' * 9999); print('told', file=sys.stderr)"
 

@@ -70,6 +70,7 @@ def gpu_sh(tmp_path):
     return call
 
 
+@pytest.mark.nightly
 def test_a_dry_run_leaves_its_lines(tmp_path, gpu_sh):
     """The environment is made, tests run in it, and each leaves a line of JSON."""
     wheel(tmp_path / "wheels", "standin_wheel")

@@ -1,27 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transport for several ranks on one GPU, on a machine without one: CPU tensors are staged."""
 
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
-from tests.integration.jobs import ROOT, environment
+from tests.integration.jobs import ROOT, python
 
 
 def test_every_collective(tmp_path):
     """Values, in-place use, tensors that are not contiguous, transfers in both directions."""
-    ranks = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.gpu.transport_ranks"),
-                *(f"file://{tmp_path}/store", str(rank), "2"),
-            ],
-            cwd=ROOT,
-            env=environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, told = rank.communicate(timeout=120)
-        assert rank.returncode == 0, told
+
+    def run(rank):
+        words = "-m", "tests.gpu.transport_ranks", f"file://{tmp_path}/store", rank, 2
+        return python(*words, cwd=ROOT, timeout=120, cold=False)
+
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(run, range(2)):
+            assert done.returncode == 0, done.stderr

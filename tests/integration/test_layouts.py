@@ -15,12 +15,11 @@ LAYOUTS = (
 )
 EVERYTHING = matrix.configurations()
 PROMISED = (
+    # Each layout with one of the models, in fp32 and bf16; the other model runs nightly.
     *(
-        pattern
-        for layout in LAYOUTS
-        for pattern in (f"{layout}/gpt/*", f"{layout}/llama/*")
         # Megatron's local RMSNorm does not support sequence parallelism.
-        if "-sp" not in pattern or "llama" not in pattern
+        f"{layout}/{'gpt' if number % 2 or '-sp' in layout else 'llama'}/*"
+        for number, layout in enumerate(LAYOUTS)
     ),
     # One of each of the others; all of them run nightly.
     *("cp2/llama-te/fp32", "tp2-sp-ep2-etp2/moe-te/bf16", "ep2-alltoall/moe-deep/fp32"),
@@ -56,12 +55,12 @@ def alarms(rows: list[dict]) -> list[str]:
 def test_enough_is_promised() -> None:
     """Each pattern names configurations."""
     assert all(matrix.select(EVERYTHING, [pattern]) for pattern in PROMISED)
-    assert len(matrix.select(EVERYTHING, PROMISED)) >= 54
+    assert len(matrix.select(EVERYTHING, PROMISED)) >= 30
 
 
 @pytest.mark.parametrize("pattern", PROMISED)
 def test_the_promised_layouts(work: Path, pattern: str) -> None:
-    """Every layout the README promises, both models, fp32 and bf16."""
+    """Every layout that the README promises, in fp32 and bf16."""
     assert not alarms(rows_of(pattern, cwd=work))
 
 

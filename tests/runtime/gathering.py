@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -242,6 +243,10 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     server = _serve()
+    # What is computed and collected here is shared by all ranks' memory.
+    compared(job, 0), told.ledger(job, 0)
+    gc.collect()
+    gc.freeze()
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(job.world):
@@ -253,6 +258,7 @@ def main() -> None:
                     os._exit(1)
                 os._exit(0)
             children.append(child)
+        gc.unfreeze()
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         os.kill(server, signal.SIGKILL)
         if any(codes):
