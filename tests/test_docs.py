@@ -10,11 +10,10 @@ import pytest
 
 from megatron_ttrace.__main__ import build_parser
 from megatron_ttrace.cli import demo
-from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.versions import MAIN, MAIN_COMMIT, SUPPORTED
 from megatron_ttrace.report import wording
 from megatron_ttrace.trace.records import Direction, Outcome, Result
-from tests import documents
+from tests import documents, flags_document
 from tests.integration.jobs import ROOT
 
 DOCUMENTS = [
@@ -37,18 +36,12 @@ def test_every_document_is_in_the_index() -> None:
     assert not [name for name in sorted(own) if f"({name})" not in index]
 
 
-def test_every_flag_is_documented() -> None:
-    """All flags but the internal ones, with their values."""
-    text = (ROOT / "docs" / "flags-and-files.md").read_text()
-    parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
-    public = [
-        option
-        for action in parser._actions
-        for option in action.option_strings
-        if action.help is not argparse.SUPPRESS
-    ]
-    assert len(public) > 10
-    assert not [option for option in public if not re.search(rf"`{option}[ `]", text)]
+def test_the_table_of_flags() -> None:
+    """It is what their declaration makes it: python -m tests.flags_document."""
+    text = flags_document.PATH.read_text(encoding="utf-8")
+    assert flags_document.page(text) == text
+    assert flags_document.render().count("\n| `--ttrace-") > 15
+    assert "--ttrace-role" not in text
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

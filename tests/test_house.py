@@ -295,7 +295,20 @@ def _opens_for_writing(call: ast.Call) -> bool:
     )
 
 
+def namespaces_are_of_commands(known: Modules) -> list[str]:
+    """``argparse.Namespace`` is for commands: what a user asked for is a ``Settings``."""
+    return [
+        name
+        for name, text in known.items()
+        if room_of(name) not in ("cli", "__main__")
+        and any(
+            getattr(node, "attr", getattr(node, "name", "")) == "Namespace" for node in nodes(text)
+        )
+    ]
+
+
 RULES = [
+    namespaces_are_of_commands,
     files_change_in_one_module,
     front_door_is_for_users,
     unknown_rooms,
@@ -317,6 +330,8 @@ def test_rule(rule) -> None:
 
 
 BROKEN = [
+    (namespaces_are_of_commands, {"mcore.a": "import argparse\nargparse.Namespace(ttrace=1)\n"}),
+    (namespaces_are_of_commands, {"runtime.a": "from argparse import Namespace\n"}),
     (files_change_in_one_module, {"trace.a": "import shutil\nshutil.rmtree('a')\n"}),
     (files_change_in_one_module, {"trace.a": "def f(path):\n    path.unlink()\n"}),
     (files_change_in_one_module, {"trace.a": "import os\nos.replace('a', 'b')\n"}),

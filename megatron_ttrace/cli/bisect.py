@@ -16,6 +16,7 @@ from megatron_ttrace.cli import command, training
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.mcore.settings import Settings, checking
 from megatron_ttrace.processes import apart
 from megatron_ttrace.runtime import api
 from megatron_ttrace.runtime.bisection import Answer, FirstBad, first_bad
@@ -122,14 +123,18 @@ class _Checks:
         tree = self.directory / "trees" / commit[:12]
         with self.checkout.at(commit, tree.resolve()) as root:
             script, path = self._placed(root)
-            words = ["check", "--nproc-per-node", str(self.command.ranks or 1)]
-            words += ["--ttrace-dir", flags.word_of(folder), "--ttrace-no-wandb"]
-            words += ["--against", self.against] if self.against else []
+            words = checking(
+                script,
+                self.command.arguments,
+                self.command.ranks or 1,
+                Settings(directory=folder, wandb=False),
+                *(["--against", self.against] if self.against else []),
+            )
             own = {n: value for n, value in os.environ.items() if n not in self.command.unset}
             cache = str((self.directory / "references").resolve())
             code, said = apart.ttrace(
                 self.interpreter,
-                [*words, "--", script, *self.command.arguments],
+                words,
                 {"TTRACE_CACHE": cache, **own, **self.command.environment, "PYTHONPATH": path},
                 quiet=self.quiet,
             )

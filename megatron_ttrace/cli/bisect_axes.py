@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_ttrace.cli import command, jobs, training
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
 from megatron_ttrace.mcore.options.decisions import decision
 from megatron_ttrace.mcore.options.roles import Role
+from megatron_ttrace.mcore.settings import split
 from megatron_ttrace.mcore.shrink import documents, plan
 from megatron_ttrace.mcore.shrink.given import Flag, Given
 from megatron_ttrace.mcore.shrink.plan import Job
@@ -93,8 +93,8 @@ class _Search:
     """Checks of small jobs of a command; one diverges if it does so in a module of the first's."""
 
     def __init__(self, found: Command, directory: Path, say: command.Say) -> None:
-        self._ours, theirs = flags.split(found.arguments)
-        self._ours.ttrace_no_wandb = True
+        settings, theirs = split(found.arguments)
+        self._settings = dataclasses.replace(settings, wandb=False, wandb_online=False)
         self.command = dataclasses.replace(found, arguments=tuple(theirs))
         self.modules: set[str] = set()
         self.checked = 0
@@ -117,7 +117,7 @@ class _Search:
             raise TTraceError(f"{script}: no such script")
         # Before the data is written: that imports Megatron, which must be the script's own.
         processes.prepare(
-            self._ours.ttrace_device, script, modules=PRELOADED, arguments=self.command.arguments
+            self._settings.device, script, modules=PRELOADED, arguments=self.command.arguments
         )
         documents.write(self.prefix, candidates[0].arguments)
         for number, job in enumerate(candidates, 1):
@@ -142,15 +142,13 @@ class _Search:
     def _check(self, job: Job, what: str) -> api.Report:
         self.checked += 1
         self._say(f"check {self.checked}: {what}, {job.axes.ranks} ranks")
-        self._ours.ttrace_dir = str(self._directory / "checks" / str(self.checked))
+        directory = self._directory / "checks" / str(self.checked)
         data = documents.arguments(self.command.script, self.prefix, job.arguments)
         report = jobs.check(
-            argparse.Namespace(no_fork=False),
-            self.command,
-            [*job.arguments, *data],
-            job.axes.ranks,
-            self._ours,
+            dataclasses.replace(self.command, arguments=(*job.arguments, *data)),
+            dataclasses.replace(self._settings, directory=directory),
             command.silent,
+            nproc=job.axes.ranks,
             settle=False,
         )
         self._say(report.verdict.value)

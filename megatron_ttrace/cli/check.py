@@ -14,6 +14,7 @@ from megatron_ttrace.cli import command, diff, jobs, training
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.mcore.settings import check_single, settings_of, split
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace import ends
 
@@ -66,14 +67,18 @@ def run(args: argparse.Namespace) -> int:
     command_ = training.command_of(args)
     for name in command_.unset:
         os.environ.pop(name, None)
-    flags.check_single(args, "nproc_per_node")
+    check_single(args, "nproc_per_node")
     began = time.time()
     say = command.silent if args.quiet or args.json else command.progress(args.began)
     if args.against is not None:
         return diff.against(args, command_, say)
     if args.known is not None:
         raise TTraceError("--known: only with --against")
-    reports = _shrunk(args, command_, say) if args.shrink else [jobs.checked(args, command_, say)]
+    if args.shrink:
+        reports = _shrunk(args, command_, say)
+    else:
+        how = {"fork": not args.no_fork, "nproc": args.nproc_per_node}
+        reports = [jobs.check(command_, settings_of(args), say, **how)]
     if len(reports) == 1 and args.began is not None:
         reports = [api.timed(reports[0], time.monotonic() - args.began)]
     if args.json:
@@ -117,24 +122,31 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
     from megatron_ttrace.runtime import PRELOADED
     from megatron_ttrace.runtime.requirements import SHRUNK
 
-    ours, theirs = flags.split(command_.arguments, jobs.before(args))
+    settings, theirs = split(command_.arguments, settings_of(args))
     large = dataclasses.replace(command_, arguments=tuple(theirs))
     found = plan.shrink(large, args.max_ranks)
     if not (args.quiet or args.json):
         shrink.show(found, Console(stderr=True))
-    folder = Path(ours.ttrace_dir)
+    folder = settings.directory
     prefix = folder.with_name(f"{folder.name}-data") / training.DATA
     data = documents.arguments(large.script, prefix, found.jobs[0].arguments)
     if not args.no_fork:
         # Before the data is written: that imports Megatron, which must be the script's own.
-        job.prepare(ours.ttrace_device, Path(large.script), modules=PRELOADED, arguments=theirs)
+        job.prepare(settings.device, Path(large.script), modules=PRELOADED, arguments=theirs)
     documents.write(prefix, found.jobs[0].arguments)
     reports = []
     for number, one in enumerate(found.jobs, 1):
         if len(found.jobs) > 1:
-            ours.ttrace_dir = str(folder / str(number))
+            settings = dataclasses.replace(settings, directory=folder / str(number))
             say(f"job {number} of {len(found.jobs)}: {one.axes.ranks} ranks")
-        words = [*one.arguments, *data]
-        told = {SHRUNK: found.told()}
-        reports.append(jobs.check(args, large, words, one.axes.ranks, ours, say, environment=told))
+        small = dataclasses.replace(large, arguments=(*one.arguments, *data))
+        report = jobs.check(
+            small,
+            settings,
+            say,
+            fork=not args.no_fork,
+            nproc=one.axes.ranks,
+            environment={SHRUNK: found.told()},
+        )
+        reports.append(report)
     return reports

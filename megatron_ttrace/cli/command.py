@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
+from megatron_ttrace.mcore.settings import FLAGS, Settings
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace import owned
 
@@ -129,15 +130,8 @@ def add_directory(parser: argparse._ActionsContainer, default: str) -> None:
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add what commands that compare traces know of their answer and its report."""
-    parser.add_argument(
-        "--allow-unchecked",
-        "--ttrace-allow-unchecked",
-        type=flags.number,
-        default=flags.DEFAULT_ALLOW_UNCHECKED,
-        metavar="SHARE",
-        help="share of tensors that may be unchecked (default %(default)s); above it the answer "
-        "is 'could not check'",
-    )
+    share, name = FLAGS["allow_unchecked"], "allow_unchecked"
+    share.add(parser, share.alias, share.name, default=Settings.allow_unchecked, dest=name)
     parser.add_argument(
         "--wandb",
         action="store_true",

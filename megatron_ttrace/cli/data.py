@@ -9,6 +9,7 @@ import json
 from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.mcore import flags, inputs
+from megatron_ttrace.mcore.settings import check_single
 
 _EPILOG = """\
 example:
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     # Megatron takes seconds to import; `ttrace --help` must not pay for that.
     from megatron_ttrace.mcore import text_data
 
-    flags.check_single(args, "max_bytes")
+    check_single(args, "max_bytes")
     files = text_data.find_files(args.sources, args.glob)
     inputs.require_regular(files)
     documents = text_data.read_documents(files, args.max_bytes)

@@ -8,10 +8,11 @@ import dataclasses
 import os
 from pathlib import Path
 
-from megatron_ttrace.cli import command, jobs, record
+from megatron_ttrace.cli import command, record
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.mcore.settings import Settings, settings_of, split
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.sanitise import in_one_line
@@ -33,11 +34,6 @@ exit code: 0 equivalent, 1 diverged, 2 could not compare
 """
 _CACHE = "TTRACE_CACHE"
 _TRACES = ("candidate", "reference")
-_SHARED = (
-    *("ttrace_iterations", "ttrace_init", "ttrace_seeds", "ttrace_device", "ttrace_timeout"),
-    *("ttrace_allow_unchecked", "ttrace_reference_layout"),
-)
-"""Flags of ours that the other run gets as well: those that say what is traced, and how."""
 _DIVISIBLE_BY = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
 
@@ -75,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     for other, folder in ((args.b, "a"), (args.a, "b")):
         _require_apart(other, args.directory / folder, "--directory")
     say = command.silent if args.quiet or args.json else command.progress()
-    first = _kept("A", args.a, args.directory, say)
-    second = _kept("B", args.b, args.directory, say, like=first)
+    first = _kept("A", args.a, Settings(directory=args.directory / "a"), say)
+    second = _kept("B", args.b, Settings(directory=args.directory / "b"), say, like=first)
     return _shown(
         args,
         first,
@@ -93,27 +89,36 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     if args.shrink:
         raise TTraceError("--against and --shrink: give one of them; ttrace shrink prints the jobs")
     _require_known(args.known)
-    ours, theirs = flags.split(found.arguments, jobs.before(args))
-    flags.settings_from_args(ours)
-    home = Path(ours.ttrace_dir)
+    settings, theirs = split(found.arguments, settings_of(args))
+    home = settings.directory
     _require_apart(args.against, home, "--ttrace-dir")
     os.environ.setdefault(_CACHE, str((home / "references").resolve()))
-    shared = argparse.Namespace(**{name: getattr(ours, name) for name in _SHARED})
-    options = api.words_of(shared)
-    first = _kept("the other run", args.against, home, say, name="against", options=options)
+    # What is traced, and how.
+    alike = Settings(
+        directory=home / "against",
+        iterations=settings.iterations,
+        init=settings.init,
+        seeds=settings.seeds,
+        device=settings.device,
+        timeout=settings.timeout,
+        allow_unchecked=settings.allow_unchecked,
+        reference_layout=settings.reference_layout,
+    )
+    first = _kept("the other run", args.against, alike, say)
     say("this run")
     # Shown is how it compares with the other run, not with its own reference.
-    unshown = {**vars(args), **vars(ours), "ttrace_wandb": False, "ttrace_no_wandb": True}
-    found = dataclasses.replace(found, arguments=tuple(theirs))
-    report = record.kept(argparse.Namespace(**unshown), _padded_like(first, found), say)
+    unshown = dataclasses.replace(settings, wandb=False, wandb_online=False)
+    found = _padded_like(first, dataclasses.replace(found, arguments=tuple(theirs)))
+    nproc = args.nproc_per_node
+    report = record.kept(found, unshown, say, fork=not args.no_fork, nproc=nproc)
     return _shown(
         args,
         first,
         report.directory,
         report.directory,
-        ours.ttrace_allow_unchecked,
-        wandb=not ours.ttrace_no_wandb,
-        online=ours.ttrace_wandb,
+        settings.allow_unchecked,
+        wandb=settings.wandb,
+        online=settings.wandb_online,
     )
 
 
@@ -137,25 +142,22 @@ def _require_known(file: Path | None) -> None:
 def _kept(
     who: str,
     what: str,
-    home: Path,
+    settings: Settings,
     say: command.Say,
     *,
-    name: str = "",
     like: Path | None = None,
-    options: list[str] | None = None,
 ) -> Path:
-    """The directory of a trace; of a command, after recording it in ``home``."""
+    """The directory of a trace; of a command, after recording it with these settings."""
     if os.path.isdir(what):
         return Path(what)
     if len(what.split()) < 2 and not os.path.isfile(what):
         raise TTraceError(f"{what}: neither a directory nor a command")
-    folder = home / (name or who.lower())
     found = record.parsed(what)
     if like is not None:
         found = _padded_like(like, found)
     say(f"{who}: {in_one_line(what)}")
-    record.run_apart(what, found, folder, options=options or (), quiet=say is command.silent)
-    return folder
+    record.run_apart(what, found, settings, quiet=say is command.silent)
+    return settings.directory
 
 
 def _padded_like(other: Path, found: Command) -> Command:
@@ -169,7 +171,7 @@ def _padded_like(other: Path, found: Command) -> Command:
     from megatron_ttrace.runtime import difference
 
     multiple = difference.vocabulary_multiple(difference.open_side(other))
-    given = Given.parse(flags.split(found.arguments)[1])
+    given = Given.parse(split(found.arguments)[1])
     ranks = given.integer("tensor_model_parallel_size", 1)
     own = given.integer("make_vocab_size_divisible_by", _DIVISIBLE_BY)
     if multiple is None or multiple % ranks or multiple == own * ranks:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.mcore.settings import Settings, add_arguments
 from megatron_ttrace.runtime import api
 
 
@@ -31,54 +32,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="start every rank as a new process instead of forking it",
     )
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
-    flags.add_arguments(parser)
-    parser.add_argument(
-        "--timeout",
-        dest="ttrace_timeout",
-        type=flags.number,
-        default=argparse.SUPPRESS,
-        metavar="SECONDS",
-        help="the same as --ttrace-timeout: time limit for the reference run, and for ranks that "
-        f"write nothing (default {flags.DEFAULT_TIMEOUT:.0f})",
-    )
-    parser.add_argument(
-        "--allow-unchecked",
-        dest="ttrace_allow_unchecked",
-        type=flags.number,
-        default=argparse.SUPPRESS,
-        metavar="SHARE",
-        help="the same as --ttrace-allow-unchecked",
-    )
-
-
-def checked(
-    args: argparse.Namespace, command_: Command, say: command.Say, *, settle: bool = True
-) -> api.Report:
-    """Check a command as it is; ``settle`` as of ``api.run_check``. Raises ``TTraceError``."""
-    nproc = args.nproc_per_node or ranks_of(command_)
-    ours = before(args)
-    return check(args, command_, command_.arguments, nproc, ours, say, settle=settle)
+    add_arguments(parser, aliases=True)
 
 
 def check(
-    args: argparse.Namespace,
     command_: Command,
-    arguments: Sequence[str],
-    nproc: int,
-    ours: argparse.Namespace,
+    settings: Settings,
     say: command.Say,
     *,
+    fork: bool = True,
+    nproc: int | None = None,
     settle: bool = True,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> api.Report:
-    """Check a job of ``nproc`` ranks: ``command_`` with these arguments and these flags of ours."""
+    """Check a command in this process.
+
+    Args:
+        command_: with flags of ours among its arguments, perhaps; they override ``settings``.
+        settings: of the check.
+        say: called with each line of progress.
+        fork: fork the ranks, where that is possible.
+        nproc: number of ranks; by default as many as the command starts.
+        settle: as of ``api.run_check``.
+        environment: further variables of the ranks.
+
+    Raises:
+        TTraceError: when there is no report.
+    """
     return api.run_check(
         Path(command_.script),
-        arguments,
-        ours,
-        nproc=nproc,
+        command_.arguments,
+        settings,
+        nproc=nproc or ranks_of(command_),
         environment={**command_.environment, **environment},
-        fork=not args.no_fork,
+        fork=fork,
         say=say,
         settle=settle,
     )
@@ -96,10 +83,3 @@ def ranks_of(command_: Command) -> int:
             "runs the same code, or --nproc-per-node N to run it here"
         )
     return command_.ranks or 1
-
-
-def before(args: argparse.Namespace) -> argparse.Namespace:
-    """Our flags before the script; those among its arguments override them."""
-    return argparse.Namespace(
-        **{name: value for name, value in vars(args).items() if name.startswith("ttrace")}
-    )

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ttrace.cli import command, jobs, training
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.mcore.settings import Settings, check_single, checking, settings_of, split
 from megatron_ttrace.processes import apart
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace import owned
@@ -29,6 +29,7 @@ far rounding may move each of them. A run that differs from its reference is kep
 
 exit code: 0 the trace was kept, 2 it was not
 """
+_DEFAULTS = Settings(directory=Path("ttrace-record"))
 
 
 def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
@@ -43,7 +44,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     jobs.add_options(parser)
-    parser.set_defaults(ttrace_dir="ttrace-record")
     training.add_arguments(parser)
     return parser
 
@@ -53,14 +53,15 @@ def run(args: argparse.Namespace) -> int:
     found = training.command_of(args)
     for name in found.unset:
         os.environ.pop(name, None)
-    flags.check_single(args, "nproc_per_node")
-    ours, _ = flags.split(found.arguments, jobs.before(args))
-    folder = Path(ours.ttrace_dir)
+    check_single(args, "nproc_per_node")
+    settings, theirs = split(found.arguments, settings_of(args, _DEFAULTS))
+    found = dataclasses.replace(found, arguments=tuple(theirs))
+    folder = settings.directory
     if (folder / "candidate").exists():
         raise TTraceError(f"{folder} holds a trace already: choose another --ttrace-dir")
     say = command.silent if args.quiet or args.json else command.progress()
     began = time.time()
-    report = kept(args, found, say)
+    report = kept(found, settings, say, fork=not args.no_fork, nproc=args.nproc_per_node)
     if args.json:
         print(json.dumps(report.summary.to_json(), indent=1))
     else:
@@ -78,15 +79,17 @@ def own_verdict(verdict: str) -> str:
     return f"compared with its own single-device reference: {verdict}"
 
 
-def kept(args: argparse.Namespace, found: Command, say: command.Say) -> api.Report:
-    """Check a command in this process, with all its tensors kept.
+def kept(
+    found: Command, settings: Settings, say: command.Say, *, fork: bool, nproc: int | None
+) -> api.Report:
+    """Check a command in this process as ``jobs.check`` does, with all its tensors kept.
 
     Raises:
         TTraceError: when the run has no complete trace.
     """
-    args.ttrace_save_candidate = True
+    settings = dataclasses.replace(settings, save_candidate=True)
     # Too many unchecked tensors are no reason not to keep them.
-    report = jobs.checked(args, found, say, settle=False)
+    report = jobs.check(found, settings, say, fork=fork, nproc=nproc, settle=False)
     reference = report.directory / "reference"
     if reference.is_symlink():
         # An entry of the cache may be removed at any time.
@@ -98,17 +101,14 @@ def kept(args: argparse.Namespace, found: Command, say: command.Say) -> api.Repo
 
 def parsed(text: str) -> Command:
     """A whole command in one word. Raises ``TTraceError`` when there is no script in it."""
-    return training.command_of(
-        argparse.Namespace(command="record", recipe=None, command_words=[text])
-    )
+    return training.parsed([text], "record")
 
 
 def run_apart(
     text: str,
     found: Command,
-    folder: Path,
+    settings: Settings,
     *,
-    options: Sequence[str] = (),
     quiet: bool = False,
 ) -> None:
     """Record a command in a process and an environment of its own.
@@ -116,22 +116,22 @@ def run_apart(
     Args:
         text: the command, which names the interpreter.
         found: what it is.
-        folder: for its trace; an older trace in it is removed.
-        options: of ``ttrace record``.
+        settings: of ``ttrace record``; an older trace in their directory is removed.
         quiet: print no progress.
 
     Raises:
         TTraceError: when there is no trace, with the reason.
     """
+    folder = settings.directory.resolve()
     if (folder / "candidate").is_dir():
         owned.remove(folder / "candidate")
-    words = ["record", "--nproc-per-node", str(jobs.ranks_of(found))]
-    words += ["--ttrace-dir", str(folder.resolve()), "--ttrace-no-wandb", *options]
-    words += ["--", found.script]
+    unshown = dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False)
+    ranks = jobs.ranks_of(found)
+    words = checking(found.script, found.arguments, ranks, unshown, command="record")
     own = {name: value for name, value in os.environ.items() if name not in found.unset}
     code, said = apart.ttrace(
         apart.interpreter_of(text.split()),
-        [*words, *found.arguments],
+        words,
         {**own, **found.environment},
         quiet=quiet,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import flags
+from megatron_ttrace.mcore import flags, settings
 from megatron_ttrace.mcore.command_line import (
     EXAMPLE,
     Command,
@@ -55,22 +55,35 @@ def command_of(args: argparse.Namespace) -> Command:
     Raises:
         TTraceError: when there is none, or more than one.
     """
-    words = args.command_words
-    words = words[1:] if words[:1] == ["--"] else words
     if args.recipe is not None:
-        if words:
+        if [word for word in args.command_words if word != "--"]:
             raise TTraceError("--recipe FILE and a command: give one of them")
         from megatron_ttrace.mcore import recipe_file
 
         return recipe_file.read(args.recipe)
+    return parsed(args.command_words, args.command, getattr(args, "nproc_per_node", None))
+
+
+def parsed(words: list[str], user: str, nproc: int | None = None) -> Command:
+    """The training command that these words are, perhaps after a ``--``.
+
+    Args:
+        words: one may be the text of a whole command.
+        user: the command of ours that needs it.
+        nproc: number of ranks that is given beside the command.
+
+    Raises:
+        TTraceError: when there is no script in them.
+    """
+    words = words[1:] if words[:1] == ["--"] else words
     if not words:
-        raise TTraceError(f"no script given: ttrace {args.command} -- {EXAMPLE}")
+        raise TTraceError(f"no script given: ttrace {user} -- {EXAMPLE}")
     found = _as_script(words) or parse(words, os.environ)
     if isinstance(found, ShellScript):
         from megatron_ttrace.processes import shell_script
 
         found = shell_script.resolve(found)
-    if found.uncounted and not getattr(args, "nproc_per_node", None):
+    if found.uncounted and not nproc:
         raise TTraceError(f"{found.uncounted} leaves the number of ranks open: give the number")
     try:
         flags.path(found.script)
@@ -103,14 +116,12 @@ def checking(command: Command, job: Job, prefix: Path) -> list[str]:
     """The command that checks a small job."""
     from megatron_ttrace.mcore.shrink import documents
 
+    data = documents.arguments(command.script, prefix, job.arguments)
+    words = settings.checking(command.script, [*job.arguments, *data], job.axes.ranks)
     changes = [word for name in command.unset for word in ("-u", name)]
     changes += [f"{name}={value}" for name, value in command.environment.items()]
     return [
         *(["env", *changes] if changes else []),
-        *("ttrace", "check", "--nproc-per-node", str(job.axes.ranks), "--"),
-        *(
-            command.script,
-            *job.arguments,
-            *documents.arguments(command.script, prefix, job.arguments),
-        ),
+        "ttrace",
+        *words,
     ]

@@ -10,7 +10,6 @@ stay on: bias + GELU is the tanh approximation, so switching it off would change
 Options whose meaning would be lost are refused with the name of what is needed.
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatron_ttrace.errors import TTraceError
 class _Adapter:
     """Sets arguments and remembers which of the user's choices that took away."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Any) -> None:
         self.args = args
         self.changes: list[str] = []
 
@@ -55,7 +54,7 @@ def _have_fused_rope() -> bool:
     return getattr(rope_utils, "fused_apply_rotary_pos_emb", None) is not None
 
 
-def _needs_transformer_engine(args: argparse.Namespace) -> list[str]:
+def _needs_transformer_engine(args: Any) -> list[str]:
     """Flags in ``args`` that Megatron's local layer specification cannot honour."""
 
     def get(name: str) -> Any:
@@ -236,7 +235,7 @@ _STEPS: tuple[Callable[[_Adapter], None], ...] = (
 )
 
 
-def adapt_arguments(args: argparse.Namespace) -> list[str]:
+def adapt_arguments(args: Any) -> list[str]:
     """Switch off in ``args`` what a CPU cannot do; return short names of what the user loses.
 
     Called between Megatron's ``parse_args`` and ``validate_args``, so that Megatron derives its

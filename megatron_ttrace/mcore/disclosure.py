@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_ttrace.mcore.options.decisions import option_of
 from megatron_ttrace.mcore.options.roles import ROLES, Role
+from megatron_ttrace.mcore.settings import CHECK, FLAGS
 
 HIDDEN = "***"
 
@@ -40,13 +41,10 @@ _FREE_TEXT = frozenset(
 
 _OUR_FLAGS = frozenset(
     """
-    --ttrace-dir --ttrace-iterations --ttrace-reference --ttrace-reference-args
-    --ttrace-reference-layout --ttrace-bug --ttrace-device --ttrace-init --ttrace-seeds
-    --ttrace-memory-mb --ttrace-keep --ttrace-timeout --ttrace-allow-unchecked --ttrace-role
-    --ttrace-overrides --against --allow-unchecked --checkout --directory --known
-    --max-ranks --recipe --seconds --timeout
+    --against --allow-unchecked --checkout --directory --known --max-ranks --recipe --seconds
+    --timeout
     """.split()
-)
+) | {flag.name for flag in FLAGS.values() if not flag.is_switch}
 _LAUNCHER_VALUES = frozenset(
     """
     --nproc-per-node --nproc_per_node --nnodes --node-rank --node_rank --master-addr --master_addr
@@ -59,10 +57,9 @@ _LAUNCHER_VALUES = frozenset(
 _SWITCHES = frozenset(
     """
     -- --standalone --no-python --no_python --run-path -u -O -B -I -P -s -S -E -l -i --no-fork
-    --quiet --json --shrink --ttrace --ttrace-allow-other-megatron --ttrace-save-candidate
-    --ttrace-isolate --ttrace-exit --ttrace-wandb --ttrace-no-wandb
+    --quiet --json --shrink
     """.split()
-)
+) | {CHECK.name, *(flag.name for flag in FLAGS.values() if flag.is_switch)}
 _OF_COMMANDS = frozenset({"-c", "--against", "--ttrace-reference-args"})
 """Flags whose value is a command itself, or arguments."""
 _PROGRAM = re.compile(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.settings import Settings
 
 _READ = "_query_document_sample_shuffle_indices"
 

@@ -21,9 +21,9 @@ from megatron_ttrace.mcore import cyclic, disclosure, fim, packed, provenance, v
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.disclosure import is_shown
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.reference_arguments import overrides_of
+from megatron_ttrace.mcore.settings import Settings
 
 FIM_BY_SAMPLE = "fim_by_sample"
 """Whether samples are rearranged by their index (:mod:`megatron_ttrace.mcore.fim`)."""

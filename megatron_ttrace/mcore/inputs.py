@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def require_regular_folder(folder: Path) -> None:
         return
 
 
-def require_regular_data(args: argparse.Namespace) -> None:
+def require_regular_data(args: object) -> None:
     """The same for the data that Megatron's arguments name.
 
     Raises:
@@ -55,7 +54,7 @@ def require_regular_data(args: argparse.Namespace) -> None:
     require_regular(_data_files(args))
 
 
-def _data_files(args: argparse.Namespace) -> Iterator[Path]:
+def _data_files(args: object) -> Iterator[Path]:
     for flag in _DATA_FLAGS:
         # The weights between the prefixes of a blend do not exist as files.
         for prefix in map(str, getattr(args, flag, None) or ()):

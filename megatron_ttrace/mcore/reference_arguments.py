@@ -11,15 +11,14 @@ megatron/training/vocab_utils.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
+from megatron_ttrace.mcore.settings import Settings
 
 
 def overrides_of(args: MegatronArguments) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def overrides_of(args: MegatronArguments) -> dict[str, Any]:
     }
 
 
-def apply(args: argparse.Namespace, settings: Settings) -> None:
+def apply(args: Any, settings: Settings) -> None:
     """Turn a parsed command line into the reference's, before Megatron validates it.
 
     Raises:

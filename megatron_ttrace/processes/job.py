@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import disclosure, flags, provenance
+from megatron_ttrace.mcore import disclosure, provenance
 from megatron_ttrace.mcore import script as scripts
+from megatron_ttrace.mcore.settings import CHECK, Settings, checking
 from megatron_ttrace.processes import forkserver, ranks, signals
 from megatron_ttrace.processes.logs import (
     died_of,
@@ -47,8 +48,7 @@ class Job:
         script: a Megatron training script.
         arguments: its arguments, without ours.
         nproc: number of ranks.
-        directory: the ``--ttrace-dir``.
-        flags: further ``--ttrace-*`` flags.
+        settings: of the check.
         environment: added to each rank's environment.
         limit: seconds after which the job is ended, or ``None``. (``--ttrace-timeout`` limits how
             long it may be silent.)
@@ -57,47 +57,41 @@ class Job:
     script: Path
     arguments: tuple[str, ...]
     nproc: int
-    directory: Path
-    flags: tuple[str, ...] = ()
+    settings: Settings
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     limit: float | None = None
 
     @property
-    def timeout(self) -> float:
-        """The ``--ttrace-timeout``: seconds for a reference run, or without output.
-
-        Raises:
-            TTraceError: when one of our flags has a value that it cannot have.
-        """
-        ours, _ = flags.split([*self.arguments, *self.flags])
-        return flags.settings_from_args(ours).timeout
+    def directory(self) -> Path:
+        """The ``--ttrace-dir``."""
+        return self.settings.directory
 
     def checking(self) -> list[str]:
         """The command that checks this job, without values that may be secret."""
-        return self._command(str(self.directory))
+        words = checking(self.script, self.arguments, self.nproc, self.settings)
+        return disclosure.command(["ttrace", *words])
 
     def isolating(self) -> list[str]:
         """The command that checks this job with modules isolated, in a directory of its own."""
-        return self._command(f"{self.directory}-isolated", "--ttrace-isolate")
+        return self._isolated().checking()
 
     def isolated(self) -> Job:
         """This job with modules isolated, in a directory of its own and with the same reference."""
-        given = any(one.startswith("--ttrace-reference=") for one in self.flags)
-        known = [] if given else [f"--ttrace-reference={self.directory / 'reference'}"]
+        job = self._isolated()
+        reference = self.settings.reference or self.directory / "reference"
         return dataclasses.replace(
-            self,
-            directory=Path(f"{self.directory}-isolated"),
-            flags=("--ttrace-isolate", *known, *self.flags),
+            job,
+            settings=dataclasses.replace(job.settings, reference=reference),
             environment={
                 **self.environment,
-                provenance.COMMAND: provenance.command_line(self.isolating()),
+                provenance.COMMAND: provenance.command_line(job.checking()),
             },
         )
 
-    def _command(self, directory: str, *more: str) -> list[str]:
-        words = ["ttrace", "check", "--nproc-per-node", str(self.nproc)]
-        words += ["--ttrace-dir", flags.word_of(directory), *more, *self.flags]
-        return disclosure.command([*words, "--", str(self.script), *self.arguments])
+    def _isolated(self) -> Job:
+        directory = Path(f"{self.directory}-isolated")
+        settings = dataclasses.replace(self.settings, directory=directory, isolate=True)
+        return dataclasses.replace(self, settings=settings)
 
 
 def prepare(
@@ -147,10 +141,8 @@ def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summa
         say(f"{job.script} runs in fresh processes: {why}")
         fork = False
     program = (sys.executable, str(job.script)) if fork else scripts.command(job.script)
-    command = (
-        *(*program, *job.arguments),
-        *("--ttrace", "--ttrace-exit", "--ttrace-dir", flags.word_of(job.directory), *job.flags),
-    )
+    settings = dataclasses.replace(job.settings, exit_after=True)
+    command = (*program, *job.arguments, CHECK.name, *settings.words())
     environment = {
         provenance.COMMAND: provenance.command_line(),
         **job.environment,
@@ -221,7 +213,7 @@ def _believed(
 def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
     # Without the fork server rank 0 limits the reference run, and should give up first.
     margin = 0.0 if fork else _MARGIN_SECONDS
-    return Patience(job.timeout + margin, say, _logs_of_references(job))
+    return Patience(job.settings.timeout + margin, say, _logs_of_references(job))
 
 
 def _logs_of_references(job: Job) -> list[Path]:

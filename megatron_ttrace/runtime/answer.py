@@ -18,7 +18,7 @@ from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.mcore import balancing, logged, own_shards, provenance
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.report import later
 from megatron_ttrace.runtime import recording
@@ -119,9 +119,9 @@ def answer(
     if any(directory.glob("*.index.jsonl")):
         meta = {
             "role": "candidate",
-            "complete": settings.save_candidate,
+            "complete": settings.saves_candidate,
             "meshes": [dataclasses.asdict(mesh) for mesh in meshes],
-            "counted": [counted.encode(one) for one in counts.values() if settings.save_candidate],
+            "counted": [counted.encode(one) for one in counts.values() if settings.saves_candidate],
             "config": config.on(model.mesh),
             "ledger": ledger.to_json(),
         }

@@ -6,7 +6,6 @@ Importing this module imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -17,6 +16,13 @@ from typing import TYPE_CHECKING
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import flags, inputs, provenance, reference_layout
+from megatron_ttrace.mcore.settings import (
+    DEFAULT_ALLOW_UNCHECKED,
+    DEFAULT_TIMEOUT,
+    Settings,
+    checking,
+    split,
+)
 from megatron_ttrace.processes import signals
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
@@ -28,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "check", "compare", "diff", "load_report", "run_check"]
 
-_SET_BY_US = ("ttrace", "ttrace_exit", "ttrace_dir", "ttrace_role", "ttrace_overrides")
 PathLike = str | os.PathLike[str]
 
 
@@ -85,8 +90,8 @@ def check(
     *,
     nproc_per_node: int = 1,
     directory: PathLike = "ttrace-out",
-    timeout: float = flags.DEFAULT_TIMEOUT,
-    allow_unchecked: float = flags.DEFAULT_ALLOW_UNCHECKED,
+    timeout: float = DEFAULT_TIMEOUT,
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
     environment: Mapping[str, str] | None = None,
     fork: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -123,18 +128,13 @@ def check(
         TTraceError: when there is no report: a script that does not exist, a flag with a wrong
             value, a directory in use, a rank that crashed. The message says what to do.
     """
-    before = argparse.Namespace(
-        ttrace_dir=os.fspath(directory),
-        ttrace_timeout=timeout,
-        ttrace_allow_unchecked=allow_unchecked,
-    )
-    words = ["ttrace", "check", "--nproc-per-node", str(nproc_per_node), "--ttrace-dir"]
-    words += [flags.word_of(directory), "--", os.fspath(script), *arguments]
-    recorded = {provenance.COMMAND: provenance.command_line(words)}
+    place = Settings(directory=Path(directory))
+    words = checking(script, arguments, nproc_per_node, place)
+    recorded = {provenance.COMMAND: provenance.command_line(["ttrace", *words])}
     return run_check(
         Path(script),
         arguments,
-        before,
+        dataclasses.replace(place, timeout=timeout, allow_unchecked=allow_unchecked),
         nproc=nproc_per_node,
         environment={**recorded, **(environment or {})},
         fork=fork,
@@ -147,7 +147,7 @@ def compare(
     candidate: PathLike,
     *,
     output: PathLike | None = None,
-    allow_unchecked: float = flags.DEFAULT_ALLOW_UNCHECKED,
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
     wandb: bool = False,
     show: bool = False,
 ) -> Report:
@@ -199,7 +199,7 @@ def diff(
     *,
     output: PathLike,
     known: PathLike | None = None,
-    allow_unchecked: float = flags.DEFAULT_ALLOW_UNCHECKED,
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
     wandb: bool = False,
     wandb_online: bool = False,
     show: bool = False,
@@ -379,7 +379,7 @@ def load_report(directory: PathLike) -> Report:
 def run_check(
     script: Path,
     arguments: Sequence[str],
-    before: argparse.Namespace,
+    settings: Settings,
     *,
     nproc: int,
     environment: Mapping[str, str],
@@ -389,16 +389,16 @@ def run_check(
 ) -> Report:
     """Run a check to its end, for :func:`check` and ``ttrace check``.
 
-    ``before`` holds values of our flags, which flags among ``arguments`` override. ``settle``:
-    check again, isolated, where the first check leaves doubt.
+    Flags of ours among ``arguments`` override ``settings``. ``settle``: check again, isolated,
+    where the first check leaves doubt.
 
     Raises:
         TTraceError: when there is no report.
     """
     if not 1 <= nproc <= flags.MOST_RANKS:
         raise TTraceError(f"--nproc-per-node {nproc}: give 1 to {flags.MOST_RANKS} ranks")
-    ours, theirs = flags.split(arguments, before)
-    flags.settings_from_args(ours)
+    settings, theirs = split(arguments, settings)
+    settings = dataclasses.replace(settings, exit_after=False, role="candidate", overrides=None)
     # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():
         from megatron_ttrace.processes import job as jobs
@@ -407,7 +407,7 @@ def run_check(
         from megatron_ttrace.trace import shared
 
     began = time.monotonic()
-    shared.require_free(Path(ours.ttrace_dir))
+    shared.require_free(settings.directory)
     if not script.is_file():
         place = "" if script.is_absolute() else f" in {Path.cwd()}"
         raise TTraceError(f"{script}: no such script{place}")
@@ -416,13 +416,12 @@ def run_check(
     if fork:
         progress(f"checking {script}: importing torch and Megatron")
         with progress.ticking():
-            fork = jobs.prepare(ours.ttrace_device, script, modules=PRELOADED, arguments=theirs)
+            fork = jobs.prepare(settings.device, script, modules=PRELOADED, arguments=theirs)
     job = jobs.Job(
         script=script,
         arguments=tuple(theirs),
         nproc=nproc,
-        directory=Path(ours.ttrace_dir),
-        flags=tuple(words_of(ours)),
+        settings=settings,
         environment=dict(environment),
     )
     report = _answer(job, fork, tell)
@@ -458,16 +457,3 @@ def _answer(job: jobs.Job, fork: bool, say: Callable[[str], None]) -> Report:
         directory=job.directory,
         isolating=tuple(job.isolating()),
     )
-
-
-def words_of(ours: argparse.Namespace) -> list[str]:
-    """Our flags as words again, without defaults and without those that a check sets itself."""
-    defaults = vars(flags.split([])[0])
-    words = []
-    for name, value in vars(ours).items():
-        flag = "--" + name.replace("_", "-")
-        if name in _SET_BY_US or value is None or value is False or value == defaults.get(name):
-            continue
-        # One word, so that a value that starts with dashes is not taken for a flag.
-        words += [flag] if value is True else [f"{flag}={value}"]
-    return words

@@ -33,7 +33,7 @@ from megatron_ttrace.mcore import (
     statistics,
 )
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.flags import Keep, Settings
+from megatron_ttrace.mcore.settings import Keep, Settings
 from megatron_ttrace.processes.progress import NOTICE
 from megatron_ttrace.runtime import answer, launch, requirements
 from megatron_ttrace.runtime.agreement import EndError, Ranks
@@ -241,7 +241,7 @@ class CandidateSession(Session):
             TraceReader(Path(directory), announced=checksum, budget=self.budget),
             TraceWriter(self.settings.directory / "candidate", dist.get_rank(), self.budget),
             budget=self.budget,
-            keep_all=self.settings.save_candidate,
+            keep_all=self.settings.saves_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
         if layout := reference_layout_of(self.comparison.reference):

@@ -33,7 +33,7 @@ from megatron_ttrace.diagnose.ran import in_culprits
 from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.diagnose.start import is_start
 from megatron_ttrace.mcore import own_shards, versions
-from megatron_ttrace.mcore.flags import DEFAULT_ALLOW_UNCHECKED
+from megatron_ttrace.mcore.settings import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode

@@ -19,8 +19,10 @@ from typing import Any
 from megatron_ttrace import cpu
 from megatron_ttrace.cpu import helpers_cpp
 from megatron_ttrace.errors import DEBUG, ExitCode, TTraceError, one_line
-from megatron_ttrace.mcore import failures, flags, inputs, provenance
+from megatron_ttrace.mcore import failures, inputs, provenance
+from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.options import decisions
+from megatron_ttrace.mcore.settings import Early, add_arguments, settings_of
 from megatron_ttrace.trace import ends
 
 _enabled = False
@@ -51,7 +53,7 @@ def activate() -> None:
     """The part of :func:`enable` that must run before Megatron is imported."""
     with exits_on_user_error(unexpected=_is_checked()):
         provenance.begin()
-        if cpu.needed(_early_flags().ttrace_device):
+        if cpu.needed(Early.read().device):
             cpu.activate()
 
 
@@ -82,16 +84,7 @@ def exits_on_user_error(*, unexpected: bool = False) -> Iterator[None]:
 
 def _is_checked() -> bool:
     """Whether this process belongs to a run under check."""
-    return bool(_early_flags().ttrace)
-
-
-def _early_flags() -> argparse.Namespace:
-    """The flags that are needed before Megatron's parser exists."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--ttrace", action="store_true")
-    parser.add_argument("--ttrace-device", default="auto")
-    parser.add_argument("--yaml-cfg")
-    return parser.parse_known_args()[0]
+    return Early.read().is_checked
 
 
 def _wrap_parse_args() -> None:
@@ -102,18 +95,18 @@ def _wrap_parse_args() -> None:
     @functools.wraps(original)
     def parse_args(
         extra_args_provider: Callable[[Any], Any] | None = None, *rest: Any, **kwargs: Any
-    ) -> argparse.Namespace:
+    ) -> MegatronArguments:
         def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
-            return flags.add_arguments(parser)
+            return add_arguments(parser)
 
         ends.enter(ends.Phase.ARGUMENTS)
         with exits_on_user_error(unexpected=_is_checked()):
             # With --yaml-cfg Megatron's parser would lose our flags.
-            for why in decisions.refusals(_early_flags()) if _is_checked() else ():
+            for why in decisions.refusals(Early.read()) if _is_checked() else ():
                 raise TTraceError(why)
-            args: argparse.Namespace = original(with_ours, *rest, **kwargs)
+            args: MegatronArguments = original(with_ours, *rest, **kwargs)
             return _prepare(args)
 
     for module in list(sys.modules.values()):
@@ -121,35 +114,39 @@ def _wrap_parse_args() -> None:
             module.parse_args = parse_args  # type: ignore[attr-defined]
 
 
-def _prepare(args: argparse.Namespace) -> argparse.Namespace:
+def _prepare(args: MegatronArguments) -> MegatronArguments:
     """Between Megatron's parsing and its validation: adapt arguments, wrap the training loop."""
     is_first = int(os.environ.get("RANK", "0")) == 0
-    settings = flags.settings_from_args(args) if args.ttrace else None
+    early = Early.read()
+    settings = None
+    if early.is_checked:
+        settings = settings_of(args)
+        settings.require_valid()
     if settings is not None:
         inputs.require_regular_data(args)
         if settings.reference is not None:
             inputs.require_regular_folder(settings.reference)
         provenance.require_found()
-        if not cpu.needed(args.ttrace_device):
+        if not cpu.needed(early.device):
             helpers_cpp.skip_compilation(where_impossible=True)
     if settings is not None and settings.role == "reference":
         from megatron_ttrace.mcore import reference_arguments
 
         reference_arguments.apply(args, settings)
-    if cpu.needed(args.ttrace_device):
+    if cpu.needed(early.device):
         # Megatron parses more than once (ft_integration.setup): print it once.
         line = cpu.banner(cpu.adapt_arguments(args))
         if is_first and line not in _said:
             _said.add(line)
             print(line, flush=True)
-    if settings is None and args.ttrace_bug is not None and "bug" not in _said:
+    if settings is None and early.bug is not None and "bug" not in _said:
         _said.add("bug")
         # A known bug also works in training without a check, as users meet it.
         from megatron_ttrace.runtime import injection
 
-        injection.put_in(args.ttrace_bug)
+        injection.put_in(early.bug)
     if settings is not None:
         from megatron_ttrace.runtime import loop
 
-        loop.install(args, settings)
+        loop.install(settings)
     return args

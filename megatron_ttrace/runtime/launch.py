@@ -26,9 +26,9 @@ from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore import script as scripts
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import overrides_of
 from megatron_ttrace.mcore.reference_layout import Layout
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.processes import forkserver, ranks
 from megatron_ttrace.processes.child import environment_of, run_subprocess
 from megatron_ttrace.processes.logs import how_it_ended, port_was_taken, reason_of, record_of, tail

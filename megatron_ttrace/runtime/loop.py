@@ -12,7 +12,6 @@ restored.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import sys
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.errors import DEBUG, ExitCode, TTraceError
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.runtime.agreement import EndError, GivenUpError, Ranks, say_end
 from megatron_ttrace.trace import ends
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_ttrace.runtime.stall import Watchdog
 
 
-def install(args: argparse.Namespace, settings: Settings) -> None:
+def install(settings: Settings) -> None:
     """Wrap the two functions for this run, once: Megatron may parse its arguments again."""
     import megatron.training.training as training
 

@@ -36,8 +36,8 @@ from megatron_ttrace.mcore import (
     quiet,
 )
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.optimizer import Snapshot
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.processes.progress import OF_REFERENCE
 from megatron_ttrace.runtime import low_precision

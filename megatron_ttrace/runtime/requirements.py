@@ -20,8 +20,8 @@ from megatron_ttrace.mcore import (
 )
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints import loading
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options import decisions
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.runtime import low_precision
 
 SHRUNK = "TTRACE_SHRUNK"

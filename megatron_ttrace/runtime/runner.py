@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import provenance
-from megatron_ttrace.mcore.flags import split
+from megatron_ttrace.mcore.settings import Settings, split
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.report import files
 from megatron_ttrace.resources import launch_dir
@@ -76,17 +76,22 @@ class Runner:
         self._environment: dict[str, str] = {}
         if shares:
             self._environment["TTRACE_CACHE"] = str((directory / "references").resolve())
-        device = split(flags)[0].ttrace_device
+        device = split(flags)[0].device
         self.forks = jobs.prepare(device, self.script, modules=PRELOADED)
 
     def job(self, case: Case) -> jobs.Job:
-        """The job of a case."""
+        """The job of a case.
+
+        Raises:
+            TTraceError: when one of its flags cannot have its value.
+        """
+        place = Settings(directory=self.directory / case.name)
+        settings, others = split([*self._flags, *case.flags], place)
         return jobs.Job(
             script=case.script or self.script,
-            arguments=case.arguments,
+            arguments=(*case.arguments, *others),
             nproc=case.nproc,
-            directory=self.directory / case.name,
-            flags=(*self._flags, *case.flags),
+            settings=settings,
             environment={**self._environment, **case.environment},
             limit=case.limit,
         )

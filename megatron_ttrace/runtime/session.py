@@ -20,10 +20,10 @@ from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.errors import DEBUG, TTraceError, one_line
 from megatron_ttrace.mcore import quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.mesh import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.mcore.sharded_weights import WeightPart, buffers_of, parts_of, publish
 from megatron_ttrace.mcore.versions import call_known
 from megatron_ttrace.runtime import low_precision

@@ -13,11 +13,10 @@ import sys
 
 from megatron_ttrace.compare import sharding
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags
 from megatron_ttrace.mcore.command_line import Command
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
 from megatron_ttrace.mcore.reference_layout import Layout
+from megatron_ttrace.mcore.settings import Settings, checking, split
 from megatron_ttrace.mcore.shrink import documents, plan
 from megatron_ttrace.mcore.shrink.given import Given
 from megatron_ttrace.processes.child import environment_of, run_subprocess
@@ -48,21 +47,24 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
     prefix = home.with_name(f"{FOLDER}-data") / "text"
     job = found.jobs[0]
     documents.write(prefix, job.arguments)
-    data = documents.arguments(found.command.script, prefix, job.arguments)
+    script = found.command.script
+    data = documents.arguments(script, prefix, job.arguments)
+    alike = Settings(
+        directory=home,
+        save_candidate=True,
+        wandb=False,
+        device=settings.device,
+        init=settings.init,
+        timeout=settings.timeout,
+    )
+    words = checking(script, [*job.arguments, *data], layout.ranks, alike)
     print(
         f"ttrace: checking the reference's layout ({layout}) against one device, on a shrunk job "
         f"(log: {log})",
         flush=True,
     )
     code = run_subprocess(
-        [
-            *(sys.executable, "-m", "megatron_ttrace", "check"),
-            *("--nproc-per-node", str(layout.ranks), "--ttrace-dir", flags.word_of(home)),
-            *("--ttrace-save-candidate", "--ttrace-no-wandb"),
-            *("--ttrace-device", settings.device, "--ttrace-init", settings.init),
-            *("--ttrace-timeout", str(settings.timeout)),
-            *("--", found.command.script, *job.arguments, *data),
-        ],
+        [sys.executable, "-m", "megatron_ttrace", *words],
         {**_environment(), SHRUNK: found.told()},
         log,
         settings.timeout,
@@ -83,7 +85,7 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
 
 def _command(layout: Layout, settings: Settings) -> Command:
     """The reference's own command: the candidate's with another layout."""
-    _, theirs = flags.split(sys.argv[1:])
+    _, theirs = split(sys.argv[1:])
     words = []
     for flag in Given.parse([*theirs, *shlex.split(settings.reference_args)]).flags:
         if flag.option not in SINGLE_DEVICE:

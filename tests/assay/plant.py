@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags, inputs
+from megatron_ttrace.mcore.settings import check_single
 from megatron_ttrace.runtime import api
 
 SIZES = (0.5, 0.9, 1.1, 2.0, 5.0)
@@ -79,7 +80,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Plant, judge, count."""
-    flags.check_single(args, "trials", "seed")
+    check_single(args, "trials", "seed")
     if len(args.saved) != (0 if args.job else 2):
         raise TTraceError("give REFERENCE_DIR and CANDIDATE_DIR of a saved run, or --job PATTERN")
     for folder in args.saved:

@@ -150,10 +150,11 @@ def test_the_smallest_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(documents, "write", lambda prefix, words: None)
     needed = {"--tensor-model-parallel-size=2", "--sequence-parallel"}
 
-    def stand_in(args, command, words, nproc, ours, say, *, settle):
-        if "--lr" not in words:
+    def stand_in(command, settings, say, *, nproc, settle):
+        assert not settings.wandb
+        if "--lr" not in command.arguments:
             raise TTraceError("Megatron wants a learning rate")
-        text = " ".join(words).replace("-size ", "-size=").split()
+        text = " ".join(command.arguments).replace("-size ", "-size=").split()
         diverges = needed <= {*text}
         name = "decoder.layers.0.mlp" if diverges else "decoder.final_layernorm"
         result = Result.DIVERGED if diverges or "--swiglu" not in text else Result.EQUIVALENT

@@ -10,6 +10,7 @@ from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import diff, record
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.report import wandb
 from megatron_ttrace.runtime import api
 from megatron_ttrace.trace.records import Result, Summary
@@ -43,7 +44,8 @@ def test_commands_are_recorded(place, monkeypatch):
     """Each in its folder; the second one's vocabulary is padded like the first one's."""
     asked = []
 
-    def stand_in(text, found, folder, *, options=(), quiet=False):
+    def stand_in(text, found, settings, *, quiet=False):
+        folder = settings.directory
         asked.append((text.split()[0], folder.name, found.arguments[2:], found.ranks))
         kept.run(folder, kept.tensors())
 
@@ -65,12 +67,12 @@ def test_against_a_command(place, monkeypatch, capsys):
     """It is recorded first, with the same iterations, but not with the bug of this run."""
     asked = []
 
-    def stand_in(text, found, folder, *, options=(), quiet=False):
-        asked.append((folder, list(options)))
-        kept.run(folder, kept.tensors())
+    def stand_in(text, found, settings, *, quiet=False):
+        asked.append(settings)
+        kept.run(settings.directory, kept.tensors())
 
-    def own(args, found, say):
-        assert (args.ttrace_wandb, args.ttrace_no_wandb) == (False, True)
+    def own(found, settings, say, *, fork, nproc):
+        assert (settings.wandb_online, settings.wandb, settings.bug) == (False, False, "01")
         assert not [word for word in found.arguments if word.startswith("--ttrace")]
         kept.run(Path("ttrace-out"), kept.tensors(1), ranks=4)
         summary = Summary(Result.EQUIVALENT, {}, (), {}, {}, {}, ())
@@ -85,7 +87,7 @@ def test_against_a_command(place, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "log", lambda *_, online, **__: sent.append(online))
     assert main([*words, *more]) == 1
     assert sent == [True]
-    assert asked == [(Path("ttrace-out/against"), ["--ttrace-iterations=1-2"])]
+    assert asked == [Settings(directory=Path("ttrace-out/against"), iterations=(1, 2))]
     assert capsys.readouterr().out.startswith("ttrace  diverged")
     assert (place / "ttrace-out" / "report.html").is_file()
 
@@ -123,8 +125,9 @@ def test_a_command_that_fails(tmp_path, monkeypatch):
     """Its own last words, in one error."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     found = record.parsed("absent.py --num-layers 2")
+    place = Settings(directory=tmp_path / "a")
     with pytest.raises(TTraceError, match=r"no trace of 'absent.py .*absent.py: no such script"):
-        record.run_apart("absent.py --num-layers 2", found, tmp_path / "a", quiet=True)
+        record.run_apart("absent.py --num-layers 2", found, place, quiet=True)
 
 
 def test_other_paddings(place):

@@ -221,9 +221,9 @@ def test_one_rank_against_one_rank_is_told(traced: Path) -> None:
 
 
 def test_a_share_that_is_none(traced: Path) -> None:
-    """From 0 to 1, on both ways in."""
+    """A number from 0 to 1, on both ways in."""
     compare = ("compare", traced / "reference", traced / "candidate")
-    refused(ttrace(*compare, "--allow-unchecked=nan", cwd=traced), "give a share from 0 to 1")
+    refused(ttrace(*compare, "--allow-unchecked=nan", cwd=traced), "give a number")
     refused(check(traced, "--allow-unchecked=2"), "give a share from 0 to 1")
 
 

@@ -9,20 +9,21 @@ import sys
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore.settings import Settings, split
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.runtime import PRELOADED
 
 if __name__ == "__main__":
     fork = jobs.prepare("cpu", modules=PRELOADED)
     for one in json.loads(Path(sys.argv[1]).read_text()):
+        place = Settings(directory=Path(one["directory"]), wandb=False, device="cpu")
         try:
             jobs.run(
                 jobs.Job(
                     script=Path(one["script"]),
                     arguments=tuple(one["arguments"]),
                     nproc=one["nproc"],
-                    directory=Path(one["directory"]),
-                    flags=("--ttrace-no-wandb", "--ttrace-device", "cpu", *one["flags"]),
+                    settings=split(one["flags"], place)[0],
                     environment={"TTRACE_CACHE": one["cache"]},
                 ),
                 fork=fork,

@@ -12,13 +12,13 @@ import pytest
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_arguments import (
     apply,
     explicit,
     overrides_of,
     read_overrides,
 )
+from megatron_ttrace.mcore.settings import Settings
 
 
 def candidate(**others):

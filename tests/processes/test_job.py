@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.__main__ import build_parser
-from megatron_ttrace.cli import jobs as checking
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import flags
+from megatron_ttrace.mcore.settings import Settings, settings_of, split
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.processes import ranks
 from megatron_ttrace.processes.job import Job
@@ -215,7 +214,8 @@ def job(tmp_path, code, **others):
     """A job of a tiny script."""
     script = tmp_path / "train.py"
     script.write_text(code)
-    return Job(script, ("--lr", "1"), others.pop("nproc", 1), tmp_path / "out", **others)
+    settings = Settings(directory=tmp_path / "out")
+    return Job(script, ("--lr", "1"), others.pop("nproc", 1), settings, **others)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +289,12 @@ def test_ranks_that_disagree_have_no_answer(tmp_path):
 
 def test_bad_input(tmp_path):
     """A missing script, an impossible directory."""
-    absent = Job(tmp_path / "none.py", (), 1, tmp_path / "out")
+    absent = Job(tmp_path / "none.py", (), 1, Settings(directory=tmp_path / "out"))
     with pytest.raises(TTraceError, match="no such script"):
         jobs.run(absent, fork=False)
     (tmp_path / "file").write_text("in the way")
     blocked = job(tmp_path, "pass")
-    blocked = Job(blocked.script, (), 1, tmp_path / "file" / "out")
+    blocked = Job(blocked.script, (), 1, Settings(directory=tmp_path / "file" / "out"))
     with pytest.raises(TTraceError, match=r"is not writable .*: choose another"):
         jobs.run(blocked, fork=False)
 
@@ -303,7 +303,13 @@ def test_out_of_time(tmp_path):
     """A job that hangs is ended at its limit, and leaves no process behind."""
     script = tmp_path / "sleeps.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
-    job = Job(script=script, arguments=(), nproc=2, directory=tmp_path / "out", limit=2.0)
+    job = Job(
+        script=script,
+        arguments=(),
+        nproc=2,
+        settings=Settings(directory=tmp_path / "out"),
+        limit=2.0,
+    )
     with pytest.raises(jobs.OutOfTimeError, match="still running after 2 s"):
         jobs.run(job, fork=False)
     for rank in range(2):
@@ -314,12 +320,12 @@ def test_out_of_time(tmp_path):
 
 def test_the_isolating_command_is_one_that_check_reads():
     """The same job and flags, in a directory of its own."""
-    job = Job(Path("a.py"), ("--lr", "1e-3"), 2, Path("out"), ("--ttrace-bug=11",))
+    job = Job(Path("a.py"), ("--lr", "1e-3"), 2, Settings(directory=Path("out"), bug="11"))
     program, *words = job.isolating()
     args = build_parser().parse_args(words)
-    ours, theirs = flags.split(args.command_words[2:], checking.before(args))
+    ours, theirs = split(args.command_words[2:], settings_of(args))
     assert program == "ttrace"
     assert (args.command, args.nproc_per_node) == ("check", 2)
     assert args.command_words[:2] == ["--", "a.py"]
-    assert (ours.ttrace_isolate, ours.ttrace_bug, ours.ttrace_dir) == (True, "11", "out-isolated")
+    assert ours == Settings(directory=Path("out-isolated"), isolate=True, bug="11")
     assert theirs == ["--lr", "1e-3"]

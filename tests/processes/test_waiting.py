@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import script
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.processes import child, ranks, waiting
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.processes.job import Job
@@ -102,8 +103,8 @@ def job(tmp_path: Path, code: str, timeout: int = 60, **others: object) -> Job:
     """A job of a tiny script."""
     program = tmp_path / "train.py"
     program.write_text(code)
-    flags = ("--ttrace-timeout", str(timeout))
-    return Job(script=program, arguments=(), directory=tmp_path / "out", flags=flags, **others)
+    settings = Settings(directory=tmp_path / "out", timeout=timeout)
+    return Job(script=program, arguments=(), settings=settings, **others)
 
 
 def test_ranks_that_hang(tmp_path: Path) -> None:

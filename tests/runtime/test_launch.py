@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_layout import Layout
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.processes import ranks
 from megatron_ttrace.runtime import launch, trial
 from megatron_ttrace.runtime.launch import Order

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.processes.progress import OF_REFERENCE
 from megatron_ttrace.runtime import low_precision, reference_run
 from megatron_ttrace.runtime.perturb import UNPERTURBED

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import versions
-from megatron_ttrace.mcore.flags import Settings
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.runtime import low_precision, requirements
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import provenance
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.processes import job as jobs
 from megatron_ttrace.runtime import PRELOADED
 from megatron_ttrace.runtime.runner import Case, Runner
@@ -44,9 +45,14 @@ def asked(monkeypatch):
 
 def test_a_case_becomes_a_job(asked, tmp_path):
     """Its own flags and environment come after the runner's; references are shared."""
-    runner = Runner(tmp_path, flags=("--ttrace-device", "cpu", "--a"))
+    runner = Runner(tmp_path, flags=("--ttrace-device", "cpu", "--ttrace-isolate"))
     case = Case(
-        name="one", arguments=("--x", "1"), nproc=2, flags=("--b",), environment={"K": "v"}, limit=3
+        name="one",
+        arguments=("--x", "1"),
+        nproc=2,
+        flags=("--ttrace-seeds", "2"),
+        environment={"K": "v"},
+        limit=3,
     )
     found = runner.run(case)
     [(device, script, modules)] = asked
@@ -58,8 +64,7 @@ def test_a_case_becomes_a_job(asked, tmp_path):
         script=script,
         arguments=("--x", "1"),
         nproc=2,
-        directory=tmp_path / "one",
-        flags=("--ttrace-device", "cpu", "--a", "--b"),
+        settings=Settings(directory=tmp_path / "one", device="cpu", isolate=True, seeds=2),
         environment={"TTRACE_CACHE": str(tmp_path / "references"), "K": "v"},
         limit=3,
     )

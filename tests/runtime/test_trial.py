@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.flags import Settings
 from megatron_ttrace.mcore.reference_layout import Layout
+from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.mcore.shrink.given import Given
 from megatron_ttrace.runtime import trial
 from megatron_ttrace.trace import codec, ends

@@ -16,7 +16,7 @@ from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.recipes import collect, reached
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.reached import Files, Record, Records
-from megatron_ttrace.mcore import flags
+from megatron_ttrace.mcore.settings import Settings, checking
 from megatron_ttrace.mcore.shrink import documents
 from megatron_ttrace.processes import apart, stripped
 from megatron_ttrace.processes.worktrees import Checkout, Hunk
@@ -151,13 +151,13 @@ class Pull:
         references = (self.directory / "references").resolve()
         cached = set(os.listdir(references)) if references.is_dir() else set()
         prefix = documents.write(self.directory / "data" / "text", (documents.SFT,))
-        words = [str(log), str(root), "check", "--nproc-per-node", str(job.ranks)]
-        words += ["--ttrace-dir", flags.word_of(folder), "--ttrace-no-wandb", "--", str(script)]
-        words += [*job.arguments, *documents.arguments(str(script), prefix, job.arguments)]
+        data = documents.arguments(str(script), prefix, job.arguments)
+        settings = Settings(directory=folder, wandb=False)
+        words = checking(script, [*job.arguments, *data], job.ranks, settings)
         path = [str(root / self.inside), os.environ.get("PYTHONPATH", "")]
         code, said = apart.ttrace(
             sys.executable,
-            words,
+            [str(log), str(root), *words],
             {
                 **stripped.of(os.environ, self._home),
                 **dict(job.environment),

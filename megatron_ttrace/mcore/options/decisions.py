@@ -8,7 +8,6 @@ megatron/core/transformer/transformer_config.py, ``__post_init__``). What define
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import enum
@@ -290,7 +289,7 @@ def refusals(args: object) -> list[str]:
     ]
 
 
-def derive(args: argparse.Namespace) -> dict[str, Any]:
+def derive(args: object) -> dict[str, Any]:
     """The values that a reference of these arguments has instead of them.
 
     Args:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ttrace.cli import command
 from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.mcore import flags, inputs
+from megatron_ttrace.mcore.settings import check_single
 from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _plant(args: argparse.Namespace) -> int:
     from tests.assay.baselines.planted import columns
     from tests.assay.planting import Field
 
-    flags.check_single(args, "trials")
+    check_single(args, "trials")
     for folder in args.planted:
         inputs.require_regular_folder(folder)
     found = columns(Field(*args.planted), args.trials)

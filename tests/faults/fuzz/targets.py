@@ -321,7 +321,7 @@ def flags(home: Path) -> Attempt:
     """Values that no flag takes, and paths that no file has."""
     import argparse
 
-    from megatron_ttrace.mcore import flags as ours
+    from megatron_ttrace.mcore import settings as ours
 
     def attempt(dice: random.Random) -> int:
         number, path = dice.choice(NUMBERS), dice.choice(PATHS)
@@ -341,7 +341,7 @@ def flags(home: Path) -> Attempt:
                 return _never_equivalent(command(where))
         try:
             parsed = ours.add_arguments(_Quiet()).parse_args([f"{flag}={value}"])
-            ours.settings_from_args(parsed)
+            ours.settings_of(parsed).require_valid()
         except (TTraceError, SystemExit, argparse.ArgumentError):
             return 2
         return 0
