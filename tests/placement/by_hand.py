@@ -88,7 +88,7 @@ class Assembled:
 
 
 def local_shape(shape: tuple[int, ...], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """The shape that a rank's tensor must have: each axis divides its dim evenly, or into groups."""
+    """The shape that a rank's tensor must have: an axis divides its dim evenly, or into groups."""
     left = list(shape)
     for step in placement:
         if isinstance(step.placement, FlatShard):
