@@ -34,12 +34,12 @@ class Harm(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meddle:
-    """A share of a check's duration, and what happens then; ``trains`` without a verdict's end."""
+    """A share of a check's duration, and what happens then, to a candidate with a bug or without."""
 
     id: str
     harm: Harm
     moment: float
-    trains: bool = False
+    faulty: bool = True
 
 
 _SIGNALS = (
@@ -75,16 +75,22 @@ SIGNALS = tuple(
     for where in (Where.DIRECTORY, Where.CACHE)
 )
 MEDDLES = tuple(
-    Meddle(f"process-reference-{harm.name.lower()}-{round(10 * moment)}", harm, moment, trains)
-    for harm, moment, trains in (
-        (Harm.TRUNCATED, 0.3, False),
-        (Harm.TRUNCATED, 0.7, False),
-        (Harm.EMPTIED, 0.5, False),
-        (Harm.OVERWRITTEN, 0.4, False),
-        (Harm.OVERWRITTEN, 0.6, False),
-        (Harm.REPLACED, 0.5, False),
-        (Harm.REMOVED, 0.5, False),
-        (Harm.UNREADABLE, 0.4, False),
+    Meddle(
+        f"process-{'faulty' if faulty else 'healthy'}-{harm.name.lower()}-{round(10 * moment)}",
+        harm,
+        moment,
+        faulty,
+    )
+    for faulty in (True, False)
+    for harm, moment in (
+        (Harm.TRUNCATED, 0.3),
+        (Harm.TRUNCATED, 0.6),
+        (Harm.EMPTIED, 0.5),
+        (Harm.OVERWRITTEN, 0.4),
+        (Harm.OVERWRITTEN, 0.6),
+        (Harm.REPLACED, 0.5),
+        (Harm.REMOVED, 0.5),
+        (Harm.UNREADABLE, 0.4),
     )
 )
 
@@ -109,18 +115,19 @@ def _harm(file: Path, harm: Harm) -> None:
 
 
 def meddle(fault: Meddle, base: Baseline, home: Path) -> Row:
-    """A faulty candidate's check; the reference in its cache is changed while it runs."""
+    """A check; the reference in its cache is changed while it runs."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     cache = home / "cache"
     shutil.copytree(base.folder / "cache", cache)
-    started = Started(check(home, cache=cache, faulty=True))
+    started = Started(check(home, cache=cache, faulty=fault.faulty))
     injected = not started.wait(fault.moment * base.cached)
     for file in sorted(cache.rglob("*.safetensors")):
         _harm(file, fault.harm)
     started.wait(120)
     problems = [
-        f"{kind}: {said}" for kind, said in of_command(started, Promise(), faulty=True, report=True)
+        f"{kind}: {said}"
+        for kind, said in of_command(started, Promise(), faulty=fault.faulty, report=True)
     ]
     left = bury(5)
     problems += [f"left {left}"] if left else []
