@@ -34,7 +34,7 @@ class Harm(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meddle:
-    """A share of a check's duration, and what happens then, to a candidate with a bug or without."""
+    """What happens after a share of a check's duration, to a candidate with or without a bug."""
 
     id: str
     harm: Harm
@@ -136,13 +136,11 @@ def meddle(fault: Meddle, base: Baseline, home: Path) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all of them, one after the other, and print a line each."""
+    """Run all of them, one after the other, and print a line each; 1 if a promise was broken."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    for row in run(args.out.resolve()):
-        print(row, flush=True)
-    return 0
+    return int(any(row.problems for row in run(args.out.resolve())))
 
 
 def run(out: Path) -> list[Row]:
@@ -164,5 +162,4 @@ def run(out: Path) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)
+    os._exit(main())

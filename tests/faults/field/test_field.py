@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.field import commands, secrets
+from tests.faults.field import commands, pulls, secrets
 from tests.faults.field.campaign import faults, table
 from tests.faults.field.numeric import NUMERIC
 from tests.faults.field.planting import has_effect, plant
 from tests.faults.field.rows import Row
+from tests.integration.jobs import ROOT, python
 
 OPEN = ("secret-number-first", "secret-after-a-switch")
 """Words after the value of a known option are shown: its number of values is not known."""
@@ -53,6 +54,25 @@ def test_all_faults(tmp_path: Path) -> None:
     assert not broken, broken
     assert all(row.injected for row in rows)
     assert len(rows) >= 150
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_processes(tmp_path: Path) -> None:
+    """Unexpected signals, small disks, and references that change while they are in use."""
+    words = ("-m", "tests.faults.field.meddling", "--out", tmp_path)
+    done = python(*words, cwd=ROOT, timeout=1100, cold=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3500)
+def test_pull_requests(tmp_path: Path) -> None:
+    """None is green with a bug in it, and none reads a token."""
+    pulls.prepare(tmp_path / "fork")
+    rows = [pulls.pull(one, tmp_path / "fork", tmp_path / one.id) for one in pulls.PULLS]
+    broken = [row for row in rows if row.problems]
+    assert not broken, broken
 
 
 def test_the_table() -> None:
