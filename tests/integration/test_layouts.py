@@ -72,12 +72,6 @@ def test_the_whole_matrix(work: Path, seed: int) -> None:
     assert not alarms(rows_of("--all", "--seed", seed, cwd=work))
 
 
-def test_isolated_layouts(work: Path) -> None:
-    """With every module fed from the reference a healthy run stays healthy."""
-    rows = rows_of("tp2/gpt/*", "--ttrace-flags=--ttrace-isolate", cwd=work)
-    assert not alarms(rows)
-
-
 @pytest.mark.parametrize("flags", ["--ttrace-iterations 1-3", "--ttrace-init megatron"])
 def test_other_starts(work: Path, flags: str) -> None:
     """Later steps and Megatron's own start values are judged as well, and raise no alarm."""
