@@ -44,7 +44,8 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.trace.collectives import Ledger, Phase
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import FLOW, Direction, Kind, Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import FLOW, Direction, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 _GRADIENT = {Kind.OUTPUT: Kind.GRAD_OUTPUT, Kind.INPUT: Kind.GRAD_INPUT}
@@ -58,7 +59,7 @@ _Place = tuple[int, int, Kind, str]
 
 
 def review(
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[Judged],
     held: Iterable[Held],
     reference: TraceReader,
     tolerances: Tolerances,
@@ -67,7 +68,7 @@ def review(
     ledger: Ledger,
     *,
     isolated: bool,
-) -> list[Verdict]:
+) -> list[Judged]:
     """The verdicts, with a pass for each tensor that is partial or unused by design.
 
     Args:
@@ -100,7 +101,7 @@ class _Partial:
 
     def __init__(
         self,
-        verdicts: Sequence[Verdict],
+        verdicts: Sequence[Judged],
         holders: Mapping[TraceKey, Sequence[Held]],
         tolerances: Tolerances,
         eps: float,
@@ -115,7 +116,7 @@ class _Partial:
         self._ledger = ledger
         self._by_key = {v.key: v for v in verdicts}
         self._sound: dict[tuple[int, str], bool] = {}
-        self._places: dict[_Place, list[Verdict]] = defaultdict(list)
+        self._places: dict[_Place, list[Judged]] = defaultdict(list)
         for v in verdicts:
             if v.kind in FLOW:
                 self._places[v.iteration, v.microbatch, v.kind, _base(v.name)].append(v)
@@ -125,7 +126,7 @@ class _Partial:
             if v.verdict in _WRONG and v.kind in FLOW and (error := self._sum(v)) is not None
         }
 
-    def instead(self, failure: Verdict) -> Verdict | None:
+    def instead(self, failure: Judged) -> Judged | None:
         """The verdict on the sum of the ranks' values; ``None`` if a fault may be behind them."""
         error = self._sums.get(failure.key)
         if error is None or not self._is_harmless(failure):
@@ -143,7 +144,7 @@ class _Partial:
             eps=self._eps,
         )
 
-    def _sum(self, failure: Verdict) -> float | None:
+    def _sum(self, failure: Judged) -> float | None:
         """The relative error of the ranks' sum, if it is one that passes."""
         holders = self._holders[failure.key]
         tolerance = self._tolerances.of(failure.key)
@@ -156,7 +157,7 @@ class _Partial:
         error = max(relative_error(sums, tolerance.rms) for _, sums in summed(holders))
         return error if error <= tolerance.value else None
 
-    def _is_harmless(self, failure: Verdict) -> bool:
+    def _is_harmless(self, failure: Judged) -> bool:
         around = self._container(failure)
         if not around or any(v.verdict is not Outcome.PASS for v in around):
             return False
@@ -183,7 +184,7 @@ class _Partial:
             ) and any(v.kind is Kind.MAIN_GRAD and v.verdict is Outcome.PASS for v in within)
         return self._sound[place]
 
-    def _container(self, failure: Verdict) -> list[Verdict]:
+    def _container(self, failure: Judged) -> list[Judged]:
         """The tensors of the nearest container in which ranks' values are no summands."""
         forward = failure.direction is Direction.FORWARD
         kind = Kind.OUTPUT if forward else Kind.GRAD_INPUT
@@ -193,7 +194,7 @@ class _Partial:
                 return around
         return []
 
-    def _is_sensitive(self, failure: Verdict, around: Iterable[Verdict]) -> bool:
+    def _is_sensitive(self, failure: Judged, around: Iterable[Judged]) -> bool:
         """Whether the container's error without the reduction would be evident."""
         error = (failure.rel_err or 0.0) * self._norm(failure)
         gradient = _GRADIENT.get(failure.kind)
@@ -209,18 +210,18 @@ class _Partial:
                 return True
         return False
 
-    def _passing(self, verdict: Verdict, kind: Kind) -> Verdict | None:
+    def _passing(self, verdict: Judged, kind: Kind) -> Judged | None:
         """The gradient of the same tensor, if it passes or is a sum that does."""
         key = dataclasses.replace(verdict.key, kind=kind)
         found = self._by_key.get(key)
         passes = found is not None and (found.verdict is Outcome.PASS or key in self._sums)
         return found if passes else None
 
-    def _norm(self, verdict: Verdict) -> float:
+    def _norm(self, verdict: Judged) -> float:
         """The norm of the reference's tensor."""
         return self._tolerances.of(verdict.key).rms * math.sqrt(math.prod(verdict.shape))
 
-    def _is_reduced(self, failure: Verdict, container: str) -> bool:
+    def _is_reduced(self, failure: Judged, container: str) -> bool:
         """Whether a sum over the axis ran there, of at least this tensor."""
         ledger = self._ledger
         if not ledger.recorded or REDUCED_OVER in ledger.unseen:
@@ -247,7 +248,7 @@ class _Unused:
 
     def __init__(
         self,
-        verdicts: Sequence[Verdict],
+        verdicts: Sequence[Judged],
         holders: Mapping[TraceKey, Sequence[Held]],
         reference: TraceReader,
         tolerances: Tolerances,
@@ -258,15 +259,15 @@ class _Unused:
         self._reference = reference
         self._tolerances = tolerances
         self._eps = eps
-        self._failed: dict[tuple[int, int], list[Verdict]] = defaultdict(list)
-        self._readers: dict[TraceKey, list[Verdict]] = defaultdict(list)
+        self._failed: dict[tuple[int, int], list[Judged]] = defaultdict(list)
+        self._readers: dict[TraceKey, list[Judged]] = defaultdict(list)
         for v in verdicts:
             if v.verdict.is_failure:
                 self._failed[v.iteration, v.microbatch].append(v)
             if v.kind is Kind.INPUT and v.key in reference:
                 self._readers[reference.primary(v.key)].append(v)
 
-    def instead(self, failure: Verdict) -> Verdict | None:
+    def instead(self, failure: Judged) -> Judged | None:
         """The verdict of the ranks that use it; ``None`` if a fault may be behind the failure."""
         if failure.kind is not Kind.OUTPUT or failure.key not in self._reference:
             return None
@@ -297,11 +298,11 @@ class _Unused:
         [found] = judge([(key, failure.shape)], others, self._tolerances, self._eps)
         return found if found.verdict is Outcome.PASS else None
 
-    def _have(self, verdict: Verdict, ranks: frozenset[int]) -> bool:
+    def _have(self, verdict: Judged, ranks: frozenset[int]) -> bool:
         """Whether one of these ranks reported the tensor."""
         return not ranks.isdisjoint(self._ranks(verdict))
 
-    def _ranks(self, verdict: Verdict) -> set[int]:
+    def _ranks(self, verdict: Judged) -> set[int]:
         return {rank for one in self._holders.get(verdict.key, ()) for rank in one.ranks}
 
 

@@ -30,12 +30,14 @@ from megatron_ttrace.trace.counted import (
 from megatron_ttrace.trace.findings import (
     Cause,
     Finding,
+    HyperparametersNote,
     Miscounted,
-    Note,
     OtherHyperparameters,
     Remark,
+    StatisticNote,
 )
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Reason, TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Reason, TraceKey
 
 _CAUSES = {
     Cause.COUNTED_TWICE: Reason.COUNTED_TWICE,
@@ -59,7 +61,7 @@ class Judgement:
         not_judged: statistics, each with the reason.
     """
 
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[Judged, ...] = ()
     findings: Mapping[TraceKey, Finding] = dataclasses.field(default_factory=dict)
     not_judged: tuple[tuple[Statistic, str], ...] = ()
 
@@ -71,10 +73,8 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
         reference: what the reference counted; what it never counts is not expected.
         measured: what each rank of the candidate counted.
     """
-    from megatron_ttrace.report import wording  # only the rank that judges needs it
-
     trusted = {one.iteration: one for one in reference}
-    verdicts: list[Verdict] = []
+    verdicts: list[Judged] = []
     findings: dict[TraceKey, Finding] = {}
     not_judged: dict[tuple[Statistic, str], None] = {}
     for iteration in sorted({one.iteration for found in measured.values() for one in found}):
@@ -105,7 +105,6 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
             key = TraceKey(iteration, STEP_LEVEL, Kind.COUNTED, statistic, statistic.number)
             if not wrong:
                 verdicts.append(verdict_of(key, (), Outcome.PASS, now))
-            what = wording.STATISTICS[statistic]
             for cause in _CAUSES:
                 names = tuple(name for found, name in wrong if found is cause)
                 for name in names:
@@ -118,7 +117,9 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
                         most=held.most,
                         names=names,
                     )
-                    note = Note(_REMARKS[cause], held.least, held.most, text=what)
+                    note = StatisticNote(
+                        _REMARKS[cause], held.least, held.most, statistic=statistic
+                    )
                     findings.setdefault(here, finding)
                     verdicts.append(
                         verdict_of(
@@ -137,10 +138,10 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
         for name, each in others.items():
             here = dataclasses.replace(key, name=name)
             other = OtherHyperparameters(Cause.HYPERPARAMETERS, values=tuple(each))
-            note = Note(Remark.HYPERPARAMETERS, text=wording.hyperparameters_text(other.values))
+            remark = HyperparametersNote(Remark.HYPERPARAMETERS, values=other.values)
             findings[here] = other
             ranks = sorted({rank for found in each.values() for rank in found})
-            verdicts.append(verdict_of(here, (), Outcome.DIVERGED, ranks, note))
+            verdicts.append(verdict_of(here, (), Outcome.DIVERGED, ranks, remark))
     return Judgement(tuple(verdicts), findings, tuple(not_judged))
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from megatron_ttrace.mcore.roles import is_shared_embedding
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Direction,
@@ -24,7 +25,6 @@ from megatron_ttrace.trace.records import (
     Kind,
     Outcome,
     TraceKey,
-    Verdict,
 )
 
 _GRADIENTS = (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
@@ -99,21 +99,19 @@ def must_be_equal(key: TraceKey, job: Arithmetic, *, later: bool = False) -> boo
 
 
 def examine(
-    verdicts: Sequence[Verdict], job: Arithmetic | None
-) -> tuple[list[Verdict], Exactness | None]:
+    verdicts: Sequence[Judged], job: Arithmetic | None
+) -> tuple[list[Judged], Exactness | None]:
     """Add a note to every pass that should be bitwise equal and is not; count them.
 
     Args:
         verdicts: in execution order.
         job: the candidate's; without it (an older trace) nothing must be bitwise equal.
     """
-    from megatron_ttrace.report import wording  # only the rank that judges needs it
-
     if job is None:
         return list(verdicts), None
     traced = {verdict.iteration for verdict in verdicts}
     expected = lost = 0
-    first: Verdict | None = None
+    first: Judged | None = None
     noted = []
     for verdict in verdicts:
         measured = verdict.rel_err is not None and verdict.direction is not Direction.START
@@ -124,9 +122,8 @@ def examine(
                 lost += 1
                 first = first or verdict
                 if verdict.verdict is Outcome.PASS:
-                    said = wording.note_text(Note(Remark.NOT_BITWISE))
-                    note = "; ".join(filter(None, (verdict.note, said)))
-                    verdict = dataclasses.replace(verdict, note=note)
+                    notes = (*verdict.notes, Note(Remark.NOT_BITWISE))
+                    verdict = dataclasses.replace(verdict, notes=notes)
         noted.append(verdict)
     return noted, Exactness(
         expected=expected,

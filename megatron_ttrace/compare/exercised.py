@@ -21,6 +21,7 @@ from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.mcore import quiet
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Record
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import (
     CHOICE,
     SCORES,
@@ -28,7 +29,6 @@ from megatron_ttrace.trace.records import (
     Kind,
     Outcome,
     TraceKey,
-    Verdict,
 )
 from megatron_ttrace.trace.store import TraceReader
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
@@ -177,7 +177,7 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
 
 
 def unexercised(
-    requested: Requested, observed: Observed, mesh: Mesh, verdicts: Iterable[Verdict] = ()
+    requested: Requested, observed: Observed, mesh: Mesh, verdicts: Iterable[Judged] = ()
 ) -> tuple[NotExercised, ...]:
     """What did not act, in the order of :class:`~megatron_ttrace.trace.unexercised.Unexercised`."""
     asked, seen, what = requested, observed, Unexercised
@@ -237,7 +237,7 @@ def unexercised(
     return tuple(found for applies, found in table if applies)
 
 
-def share(verdicts: Iterable[Verdict]) -> tuple[int, int]:
+def share(verdicts: Iterable[Judged]) -> tuple[int, int]:
     """Number of unchecked tensors, and of all that the step computes.
 
     What a step starts from (tokens, parameters, initial values) is given, not computed: it counts

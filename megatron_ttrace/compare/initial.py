@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ttrace.compare.judge import conflicting, verdict_of
 from megatron_ttrace.compare.measured import Measured
@@ -20,7 +20,8 @@ from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.mcore.roles import without_number
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace.findings import Cause, Note, Remark, Sample
-from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey
 
 LIMIT = 36.0
 """Square of the number of standard errors that pass."""
@@ -103,7 +104,7 @@ def distance(own: Moments, reference: Moments) -> tuple[float, float]:
 
 def judge(
     expected: Mapping[TraceKey, Expected], measured: Mapping[int, Sequence[Measured]], eps: float
-) -> list[Verdict]:
+) -> list[Judged]:
     """One verdict per parameter whose initial values either side measured.
 
     Args:
@@ -281,7 +282,7 @@ def _constant(reference: Moments, total: Moments, parts: Parts) -> _Finding:
     return _Finding(Outcome.DIVERGED, note, wrong, math.inf, 0.0)
 
 
-def cause(verdict: Verdict) -> Cause | None:
+def cause(verdict: Judged) -> Cause | None:
     """The sort of a failure, if it was tested.
 
     Equal parts were drawn from one state only if their ranks have one; else something may have
@@ -335,12 +336,9 @@ def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected
     return found
 
 
-def notices(verdicts: Sequence[Verdict]) -> list[str]:
-    """What to say of initial values that pass: which layers start with equal numbers."""
-    from megatron_ttrace.report import wording  # only the rank that judges needs it
-
-    alike = [v for v in verdicts if v.is_luck and v.reason is Reason.TWIN]
-    return [wording.same_start_text(len(alike), alike[0])] if alike else []
+def alike(verdicts: Iterable[Judged]) -> list[Judged]:
+    """Initial values that pass and are equal to those of another layer."""
+    return [one for one in verdicts if one.is_luck and one.reason is Reason.TWIN]
 
 
 def _parts(holders: Sequence[Holder]) -> Parts:

@@ -15,7 +15,8 @@ from megatron_ttrace.compare.tolerance import Tolerance, Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import Outcome, Reason, TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import Outcome, Reason, TraceKey
 
 
 def judge(
@@ -24,7 +25,7 @@ def judge(
     tolerances: Tolerances,
     eps: float,
     unjudged: Callable[[TraceKey, Sequence[Measured]], Reason | None] = lambda key, holders: None,
-) -> list[Verdict]:
+) -> list[Judged]:
     """One verdict for every tensor of the reference or of any rank.
 
     Args:
@@ -60,7 +61,7 @@ def _judge(
     tolerance: Tolerance,
     eps: float,
     covered: dict[object, Coverage],
-) -> Verdict:
+) -> Judged:
     if not holders and 0 in shape:
         # An expert that no token of a microbatch chose: no rank needs to have it.
         return verdict_of(key, shape, Outcome.PASS, [], Note(Remark.EMPTY))
@@ -186,29 +187,27 @@ def verdict_of(
     error: float | None = None,
     tolerance: float | None = None,
     eps: float = 1.0,
-) -> Verdict:
-    """A verdict; its margin and its note follow from the rest."""
-    from megatron_ttrace.report import wording  # only the rank that judges needs it
-
+) -> Judged:
+    """A verdict; its margin follows from the rest."""
     margin = None
     if error is not None:
         margin = error / tolerance if tolerance else (math.inf if error else 0.0)
         if tolerance == math.inf:
             margin = 0.0  # also of an infinite error: another number than 0
-    return Verdict(
-        key.iteration,
-        key.microbatch,
-        key.kind,
-        key.name,
-        key.index,
-        outcome,
-        error,
-        None if error is None else error / eps,
-        tolerance,
-        margin,
-        tuple(ranks),
-        placement,
-        shape,
-        "; ".join(wording.note_text(note) for note in notes if note),
-        reason,
+    return Judged(
+        iteration=key.iteration,
+        microbatch=key.microbatch,
+        kind=key.kind,
+        name=key.name,
+        index=key.index,
+        verdict=outcome,
+        rel_err=error,
+        rel_err_eps=None if error is None else error / eps,
+        tolerance=tolerance,
+        margin=margin,
+        ranks=tuple(ranks),
+        placement=placement,
+        shape=shape,
+        notes=tuple(filter(None, notes)),
+        reason=reason,
     )

@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation, Finding, Miscounted, OtherHyperparameters
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import (
     MOMENTS,
     STEP_LEVEL,
     Direction,
     Kind,
     Outcome,
-    Verdict,
 )
 
-Explain = Callable[[Verdict], Explanation]
+Explain = Callable[[Judged], Explanation]
 
 _FAR = 25.0
 """Margin of an error that does not fall below the tolerance where the tensor is used."""
@@ -41,7 +41,7 @@ _FROM_GRADIENT = (Kind.GRAD_NORM, *MOMENTS, Kind.PARAM_DELTA)
 class Prediction:
     """At least one of these tensors differs by the relative error ``change`` or more."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Judged, ...]
     change: float = math.inf
 
     @property
@@ -54,7 +54,7 @@ class Prediction:
         )
 
 
-def controlled(explain: Explain, verdicts: Sequence[Verdict], tolerances: Tolerances) -> Explain:
+def controlled(explain: Explain, verdicts: Sequence[Judged], tolerances: Tolerances) -> Explain:
     """``explain`` without findings that measured verdicts contradict.
 
     Args:
@@ -64,7 +64,7 @@ def controlled(explain: Explain, verdicts: Sequence[Verdict], tolerances: Tolera
     """
     places = {verdict.key: number for number, verdict in enumerate(verdicts)}
 
-    def explained(verdict: Verdict) -> Explanation:
+    def explained(verdict: Judged) -> Explanation:
         why = explain(verdict)
         if why.finding is None or verdict.key not in places:
             return why
@@ -81,8 +81,8 @@ def controlled(explain: Explain, verdicts: Sequence[Verdict], tolerances: Tolera
 
 
 def _users(
-    verdict: Verdict, verdicts: Sequence[Verdict], later: Sequence[Verdict]
-) -> Iterator[Verdict]:
+    verdict: Judged, verdicts: Sequence[Judged], later: Sequence[Judged]
+) -> Iterator[Judged]:
     """What is computed from a tensor that is far off, as far as this follows from the order."""
     if verdict.margin is None or verdict.margin < _FAR:
         return
@@ -102,7 +102,7 @@ def _users(
 
 
 def _of_finding(
-    verdict: Verdict, finding: Finding, verdicts: Sequence[Verdict], tolerances: Tolerances
+    verdict: Judged, finding: Finding, verdicts: Sequence[Judged], tolerances: Tolerances
 ) -> Iterator[Prediction]:
     """What follows from the numbers of a finding."""
     now = [one for one in verdicts if one.iteration == verdict.iteration]
@@ -122,6 +122,6 @@ def _of_finding(
         yield Prediction(tuple(v for v in now if v.kind is Kind.GRAD_NORM), change)
 
 
-def _size(verdict: Verdict, tolerances: Tolerances) -> float:
+def _size(verdict: Judged, tolerances: Tolerances) -> float:
     """The sum of squares of a tensor of the reference."""
     return float(tolerances.of(verdict.key).rms ** 2 * math.prod(verdict.shape))

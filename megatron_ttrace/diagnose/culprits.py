@@ -25,23 +25,20 @@ from typing import NamedTuple
 from megatron_ttrace.diagnose.groups import Groups, group_of
 from megatron_ttrace.diagnose.start import loaded
 from megatron_ttrace.mcore.names import ROOT
-from megatron_ttrace.report import explanations
-from megatron_ttrace.report.ledger import citation_text
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation, Grounds
+from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.records import (
     LEFT,
     LOADS,
     MOMENTS,
     STEP_LEVEL,
-    Culprit,
     Direction,
     Kind,
     Outcome,
-    Verdict,
 )
 
-Explain = Callable[[Verdict], Explanation]
+Explain = Callable[[Judged], Explanation]
 
 _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
@@ -56,17 +53,17 @@ _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.B
 class _Origin(NamedTuple):
     """A failure that is not a consequence of another one, and the module that it belongs to."""
 
-    verdict: Verdict
+    verdict: Judged
     module: str
     grounds: Grounds
 
 
 def localise(
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[Judged],
     explain: Explain = lambda verdict: Explanation(),
     *,
     isolated: bool = False,
-) -> list[Culprit]:
+) -> list[Diagnosis]:
     """Find the culprits of a run.
 
     Args:
@@ -115,7 +112,7 @@ def owner(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
 
 
-def _failures(verdicts: Iterable[Verdict], *kinds: Kind) -> list[Verdict]:
+def _failures(verdicts: Iterable[Judged], *kinds: Kind) -> list[Judged]:
     """Those that fail, of these kinds or of all."""
     return [v for v in verdicts if v.verdict.is_failure and (not kinds or v.kind in kinds)]
 
@@ -124,9 +121,9 @@ def _one_per_module(
     origins: Iterable[_Origin],
     direction: Direction,
     explain: Explain,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[Judged],
     groups: Groups,
-) -> list[Culprit]:
+) -> list[Diagnosis]:
     chosen: dict[str, _Origin] = {}
     for origin in origins:
         known = chosen.setdefault(origin.module, origin)
@@ -137,26 +134,14 @@ def _one_per_module(
         why = explain(verdict)
         before, alike = _around(verdict, verdicts)
         culprits.append(
-            Culprit(
+            Diagnosis(
                 name=f"{ROOT}.{why.argument}" if why.argument else module,
-                kind=verdict.kind,
                 direction=direction,
-                reason=explanations.reason_text(grounds, verdict, before, alike),
-                explanation=explanations.explanation_text(why, verdict),
-                iteration=verdict.iteration,
-                microbatch=verdict.microbatch,
-                index=verdict.index,
-                verdict=verdict.verdict,
-                ranks=verdict.ranks,
-                rel_err=verdict.rel_err,
-                rel_err_eps=verdict.rel_err_eps,
-                tolerance=verdict.tolerance,
-                margin=verdict.margin,
-                hint=explanations.hint_text(why, verdict),
-                where=why.where,
-                collectives=citation_text(why.collectives),
-                cause=why.finding.cause if why.finding else None,
-                axes=why.finding.axes if why.finding else (),
+                grounds=grounds,
+                verdict=verdict,
+                before=before,
+                alike=alike,
+                why=why,
                 group=group_of(groups, direction, verdict, grounds, why.finding),
             )
         )
@@ -164,14 +149,15 @@ def _one_per_module(
 
 
 def _around(
-    verdict: Verdict, verdicts: Sequence[Verdict]
-) -> tuple[Verdict | None, Sequence[Verdict]]:
+    verdict: Judged, verdicts: Sequence[Judged]
+) -> tuple[Judged | None, tuple[Judged, ...]]:
     """The tensor before this one, if it passes; for one of the whole step, all of its kind."""
     if verdict.verdict in _ABSENT or verdict.direction is Direction.START:
         return None, ()
     verdicts = [one for one in verdicts if one.iteration == verdict.iteration]
     if verdict.microbatch == STEP_LEVEL:
-        return None, [v for v in verdicts if (v.kind, v.index) == (verdict.kind, verdict.index)]
+        kind = verdict.kind, verdict.index
+        return None, tuple(one for one in verdicts if (one.kind, one.index) == kind)
     before = None
     for other in verdicts:
         if other.key == verdict.key:
@@ -181,12 +167,12 @@ def _around(
     return before, ()
 
 
-def _severity(verdict: Verdict) -> float:
+def _severity(verdict: Judged) -> float:
     """What could not be measured (NaN, a wrong shape) is worse than any margin."""
     return math.inf if verdict.margin is None else verdict.margin
 
 
-def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[_Origin]:
+def _each(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]:
     """Every failure of a direction; with isolation none is the consequence of another.
 
     Absence does propagate: only the first gradient that was not computed is listed, and the norm of
@@ -216,7 +202,7 @@ def _each(verdicts: Sequence[Verdict], direction: Direction) -> list[_Origin]:
     )
 
 
-def _start(verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _start(verdicts: Sequence[Judged]) -> list[_Origin]:
     return [
         _Origin(verdict, verdict.name, Grounds.START)
         for verdict in _failures(verdicts, Kind.TOKENS, Kind.PARAM)
@@ -228,7 +214,7 @@ def _start(verdicts: Sequence[Verdict]) -> list[_Origin]:
     ]
 
 
-def _absent(verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
     """Absent modules: by their parameters, or by their activations if no parameter is absent.
 
     Where all parameters of a module are absent, it is named, and not each module in it.
@@ -265,7 +251,7 @@ def _containers(name: str) -> Iterator[str]:
     )
 
 
-def _forward(verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _forward(verdicts: Sequence[Judged]) -> list[_Origin]:
     born = _born(
         verdicts,
         inputs=Kind.INPUT,
@@ -278,11 +264,11 @@ def _forward(verdicts: Sequence[Verdict]) -> list[_Origin]:
     return parts or _first(verdicts, Kind.INPUT, Grounds.BETWEEN_MODULES) or born
 
 
-def _loss(verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _loss(verdicts: Sequence[Judged]) -> list[_Origin]:
     return _first(verdicts, Kind.LOSS, Grounds.LOSS)
 
 
-def _backward(verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _backward(verdicts: Sequence[Judged]) -> list[_Origin]:
     for v in verdicts:
         if v.verdict in _ABSENT and v.direction is Direction.BACKWARD:
             return [_Origin(v, v.name, Grounds.FIRST_ABSENT_GRADIENT)]
@@ -300,7 +286,7 @@ def _backward(verdicts: Sequence[Verdict]) -> list[_Origin]:
     )
 
 
-def _within(verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _within(verdicts: Sequence[Judged]) -> list[_Origin]:
     """Modules whose output gradients pass, with the first that fails of each inside them.
 
     What makes the gradient of an output is the code that uses it: that of a module around it.
@@ -325,7 +311,7 @@ def _within(verdicts: Sequence[Verdict]) -> list[_Origin]:
     return list(found.values())
 
 
-def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Judged]) -> list[_Origin]:
     """Without those that only share the tensor of another one.
 
     Modules with the same input have the same gradient there, the sum of what they all add. It is
@@ -348,7 +334,7 @@ def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Verdict]) -> 
     return [one for one in origins if id(one) not in innocent]
 
 
-def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:
     wrong = _failures(verdicts, Kind.MAIN_GRAD)
     reduced = [one for one in _counted(verdicts) if one.verdict.index == _REDUCED]
     # Values do not change which elements an optimizer has; where it has wrong ones, it reads
@@ -377,9 +363,9 @@ def _gradient(verdicts: Sequence[Verdict]) -> list[_Origin]:
     return _counted(verdicts) or _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
 
 
-def _counted(verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _counted(verdicts: Sequence[Judged]) -> list[_Origin]:
     """The first parameter of each statistic that has elements twice, or not at all."""
-    first: dict[object, Verdict] = {}
+    first: dict[object, Judged] = {}
     for verdict in _failures(verdicts, Kind.COUNTED):
         first.setdefault((verdict.index, verdict.reason), verdict)
     return [
@@ -388,14 +374,14 @@ def _counted(verdicts: Sequence[Verdict]) -> list[_Origin]:
     ]
 
 
-def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
+def _update(verdicts: Sequence[Judged]) -> list[_Origin]:
     unknown = {v.name for v in _failures(verdicts, *MOMENTS) if v.verdict in _ABSENT}
     never = [
         _Origin(v, owner(v.name), Grounds.NO_OPTIMIZER_STATE)
         for v in _failures(verdicts, Kind.PARAM_DELTA)
         if v.name in unknown
     ]
-    first: dict[str, Verdict] = {}
+    first: dict[str, Judged] = {}
     for verdict in sorted(_failures(verdicts, *_UPDATED), key=lambda v: _UPDATED.index(v.kind)):
         first.setdefault(verdict.name, verdict)
     # Without their gradients the norm is wrong, and with it every clipped update.
@@ -414,7 +400,7 @@ def _update(verdicts: Sequence[Verdict]) -> list[_Origin]:
 
 
 def _born(
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[Judged],
     *,
     inputs: Kind,
     outputs: tuple[Kind, ...],
@@ -443,7 +429,7 @@ def _born(
 
 
 def _largest_jump(
-    container: Verdict, failed: Sequence[Verdict], entering: Mapping[tuple[int, str], float]
+    container: Judged, failed: Sequence[Judged], entering: Mapping[tuple[int, str], float]
 ) -> _Origin | None:
     """A module inside, whose inputs fail a little and whose output by many times more.
 
@@ -462,7 +448,7 @@ def _largest_jump(
     return _Origin(largest, largest.name, Grounds.JUMP) if size >= _SURFACING else None
 
 
-def _is_new(verdict: Verdict, earlier: Sequence[Verdict], entering: float) -> bool:
+def _is_new(verdict: Judged, earlier: Sequence[Judged], entering: float) -> bool:
     """Whether an error starts here, and is not an earlier one that surfaces again.
 
     An error may fall below the tolerance on its way (in a softmax, a norm) and exceed it again
@@ -483,7 +469,7 @@ def _inside(module: str, container: str) -> bool:
     return outer == ROOT or inner.startswith(f"{outer}.")
 
 
-def _first(verdicts: Sequence[Verdict], kind: Kind, grounds: Grounds) -> list[_Origin]:
+def _first(verdicts: Sequence[Judged], kind: Kind, grounds: Grounds) -> list[_Origin]:
     """The first failure of a kind, if no module can be blamed for it."""
     return [_Origin(v, v.name, grounds) for v in _failures(verdicts, kind)[:1]]
 

@@ -58,7 +58,8 @@ from megatron_ttrace.trace.findings import (
     OtherMicrobatch,
     OtherTensor,
 )
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 STRICT = "TTRACE_STRICT"
@@ -136,7 +137,7 @@ class Explainer:
                 kept.setdefault(entry.key, []).append((rank, number))
         return kept
 
-    def explain(self, verdict: Verdict) -> Explanation:
+    def explain(self, verdict: Judged) -> Explanation:
         """What was found out about the cause of a failure. Raises only where ``STRICT`` is set."""
         if verdict.key in self._told and verdict.key not in self._shares:
             return self._told[verdict.key]
@@ -163,7 +164,7 @@ class Explainer:
         self._told[verdict.key] = found
         return found
 
-    def _argument(self, verdict: Verdict) -> str:
+    def _argument(self, verdict: Judged) -> str:
         """The name of an input of the model."""
         names = self._ledger.sources.inputs
         is_input = verdict.kind is Kind.INPUT and verdict.name == ROOT
@@ -180,7 +181,7 @@ class Explainer:
         except Exception as error:  # noqa: BLE001 - explanations are optional
             self._failed("the losses' shares of gradients", error)
 
-    def _explain(self, verdict: Verdict) -> Explanation:
+    def _explain(self, verdict: Judged) -> Explanation:
         if verdict.kind is Kind.INITIAL:
             cause = initial.cause(verdict)
             return Explanation(Finding(cause) if cause else None)
@@ -340,11 +341,11 @@ class Explainer:
             ):
                 yield other.name
 
-    def started(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    def started(self, verdicts: Sequence[Judged]) -> list[Judged]:
         """The verdicts, with those of a start that failed apart from its consequences."""
         return start.without_consequences(start.claims(verdicts, self._measured, self._meshes))
 
-    def _misplaced(self, verdict: Verdict) -> Finding | None:
+    def _misplaced(self, verdict: Judged) -> Finding | None:
         expected = [key.name for key in self._reference if start.is_start(key)]
         held = {
             rank: [one.key.name for one in found if start.is_start(one.key)]

@@ -18,7 +18,8 @@ from megatron_ttrace.trace.findings import (
     PartialSums,
     UnequalShares,
 )
-from megatron_ttrace.trace.records import Direction, Kind, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import Direction, Kind
 
 Groups = dict[tuple[object, ...], int]
 """Numbers of the groups that are known, by what their culprits have in common."""
@@ -27,7 +28,7 @@ Groups = dict[tuple[object, ...], int]
 def group_of(
     groups: Groups,
     direction: Direction,
-    verdict: Verdict,
+    verdict: Judged,
     grounds: Grounds,
     finding: Finding | None,
 ) -> int:

@@ -27,7 +27,8 @@ from megatron_ttrace.trace.collectives import (
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding, LossShare
-from megatron_ttrace.trace.records import MAIN, Culprit, Direction, Kind, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import MAIN, Culprit, Direction, Kind
 
 _PHASES = {
     Direction.FORWARD: Phase.FORWARD,
@@ -43,7 +44,7 @@ _REDUCED = (Cause.PARTIAL, *FACTORS)
 """Causes that concern a reduction over the axes of the finding."""
 
 
-def cite(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> Citation | None:
+def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation | None:
     """The collectives that ran in the module of a failed tensor, in its direction.
 
     ``None`` if none are recorded, the tensor comes from no module's computation, or the module may
@@ -80,7 +81,7 @@ def cite(verdict: Verdict, finding: Finding | None, ledger: Ledger) -> Citation 
     return Citation(phase, ran, _without(axes, ran, ledger.unseen), lacking, len(siblings))
 
 
-def where(verdict: Verdict, finding: Finding | None, ledger: Ledger, *, alone: bool = True) -> str:
+def where(verdict: Judged, finding: Finding | None, ledger: Ledger, *, alone: bool = True) -> str:
     """``file:line (function)``, where to look for the cause of a failure; empty if not known.
 
     The call of a collective that only the same module of other layers ran, or of the reduction that
@@ -194,7 +195,7 @@ def _is_in(module: str, name: str, direction: Direction) -> bool:
     return owns or f"{module}.".startswith(f"{name}.")
 
 
-def _of_sibling(ledger: Ledger, verdict: Verdict, what: tuple[Operation, str]) -> str:
+def _of_sibling(ledger: Ledger, verdict: Judged, what: tuple[Operation, str]) -> str:
     """Where the same module of another layer calls a collective."""
     own = pattern(verdict.name.partition("#")[0])
     return next(
@@ -218,7 +219,7 @@ def _runs(code: ModuleCode | None) -> tuple[str, ...]:
     return () if code is None else (code.forward, code.backward, code.weight)
 
 
-def _of(ledger: Ledger, verdict: Verdict, phase: Phase) -> Iterable[Collective]:
+def _of(ledger: Ledger, verdict: Judged, phase: Phase) -> Iterable[Collective]:
     return (
         one
         for one in ledger.collectives

@@ -9,7 +9,8 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.trace.records import Culprit, Element, Residual, TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import Culprit, Element, Residual, TraceKey
 
 LOWEST, HIGHEST = -9, 2
 """Decades of the histogram; values beyond count in the first or the last one."""
@@ -24,7 +25,7 @@ ELEMENTS = 1 << 26
 
 
 def residuals(
-    verdicts: Iterable[Verdict],
+    verdicts: Iterable[Judged],
     culprits: Sequence[Culprit],
     evidence: Callable[[TraceKey], Evidence | None],
 ) -> tuple[Residual, ...]:
@@ -48,9 +49,9 @@ def residuals(
     return tuple(found)
 
 
-def _chosen(verdicts: Iterable[Verdict], culprits: Sequence[Culprit]) -> list[TraceKey]:
+def _chosen(verdicts: Iterable[Judged], culprits: Sequence[Culprit]) -> list[TraceKey]:
     failed = [one for one in verdicts if one.verdict.is_failure and one.margin is not None]
-    worst: dict[object, Verdict] = {}
+    worst: dict[object, Judged] = {}
     for verdict in failed:
         sort = (verdict.name, verdict.kind)
         if sort not in worst or (verdict.margin or 0.0) > (worst[sort].margin or 0.0):

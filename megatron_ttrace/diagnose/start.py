@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.diagnose.absent import layer_in, stages_of
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.report import wording
 from megatron_ttrace.trace.findings import Cause, Grounds, Note, OtherDivision, Remark
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import (
     AGREED,
     MAIN,
@@ -26,7 +26,6 @@ from megatron_ttrace.trace.records import (
     Outcome,
     Reason,
     TraceKey,
-    Verdict,
 )
 
 DIVIDING = ("tp", "etp", "ep")
@@ -47,7 +46,7 @@ _LOADED = {
 }
 
 
-def loaded(verdicts: Iterable[Verdict]) -> list[tuple[Verdict, Grounds]]:
+def loaded(verdicts: Iterable[Judged]) -> list[tuple[Judged, Grounds]]:
     """Parameters that were loaded wrongly; of main weights, those whose weights are right."""
     failed = [one for one in verdicts if one.kind is Kind.LOADED and one.verdict.is_failure]
     wrong = {verdict.name for verdict in failed if verdict.index != MAIN}
@@ -64,8 +63,8 @@ def is_start(key: TraceKey) -> bool:
 
 
 def claims(
-    verdicts: Iterable[Verdict], measured: Mapping[int, Sequence[Measured]], meshes: Sequence[Mesh]
-) -> list[Verdict]:
+    verdicts: Iterable[Judged], measured: Mapping[int, Sequence[Measured]], meshes: Sequence[Mesh]
+) -> list[Judged]:
     """The verdicts, where parameters of a layer that several pipeline stages hold are failures."""
     held = {
         rank: [one.key.name for one in found if is_start(one.key)]
@@ -78,13 +77,13 @@ def claims(
         at = [stage for stage, layers in stages.items() if layer in layers]
         if layer is not None and len(at) > 1:
             text = " and ".join(map(str, at))
-            note = wording.note_text(Note(Remark.CLAIMED, layer[1], text=text))
-            verdict = dataclasses.replace(verdict, verdict=Outcome.EXTRA, note=note)
+            notes = (Note(Remark.CLAIMED, layer[1], text=text),)
+            verdict = dataclasses.replace(verdict, verdict=Outcome.EXTRA, notes=notes)
         found.append(verdict)
     return found
 
 
-def without_consequences(verdicts: Sequence[Verdict]) -> list[Verdict]:
+def without_consequences(verdicts: Sequence[Judged]) -> list[Judged]:
     """The verdicts, where failures that only show another start are unchecked, with this reason."""
     begun = [
         verdict.iteration
@@ -93,9 +92,9 @@ def without_consequences(verdicts: Sequence[Verdict]) -> list[Verdict]:
     ]
     if not begun:
         return list(verdicts)
-    note = wording.note_text(Note(Remark.OTHER_START))
+    notes = (Note(Remark.OTHER_START),)
     return [
-        dataclasses.replace(one, verdict=Outcome.UNCHECKED, reason=Reason.OTHER_START, note=note)
+        dataclasses.replace(one, verdict=Outcome.UNCHECKED, reason=Reason.OTHER_START, notes=notes)
         if one.verdict.is_failure
         and one.iteration >= min(begun)
         and one.direction is not Direction.START
@@ -141,6 +140,6 @@ def other_division(
     )
 
 
-def _is_claimed(verdict: Verdict) -> bool:
+def _is_claimed(verdict: Judged) -> bool:
     """Whether ``claims`` made this failure: the reference has this parameter."""
     return verdict.verdict is Outcome.EXTRA and layer_in(verdict.name) is not None

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_ttrace.report.wording import STATISTICS, hyperparameters_text, runs
+from megatron_ttrace.report.wording import STATISTICS, hyperparameters_text, notes_text, runs
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
-from megatron_ttrace.trace.records import Kind, Reason, Verdict
+from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.records import Kind, Reason
 from megatron_ttrace.trace.sanitise import clean
 
 _OTHERS = 4
@@ -109,24 +110,17 @@ _MASKS = {
 }
 
 
-def reason_text(
-    grounds: Grounds, verdict: Verdict, before: Verdict | None = None, alike: Sequence[Verdict] = ()
-) -> str:
-    """The evidence for a culprit in one sentence.
-
-    Args:
-        grounds: why it is one.
-        verdict: of the tensor that represents it.
-        before: of the tensor before it in execution order, if that passes.
-        alike: of all tensors of the same kind, for one that belongs to the whole step.
-    """
-    text = _GROUNDS[grounds].format(
+def reason_text(diagnosis: Diagnosis) -> str:
+    """The evidence for a culprit in one sentence."""
+    verdict, before, alike = diagnosis.verdict, diagnosis.before, diagnosis.alike
+    note = notes_text(verdict.notes)
+    text = _GROUNDS[diagnosis.grounds].format(
         name=verdict.name,
         kind=verdict.kind.value,
-        note=verdict.note or "absent",
+        note=note or "absent",
         index=statistic_text(verdict),
     )
-    text += f"; {verdict.note}" * (verdict.reason is Reason.TWIN)
+    text += f"; {note}" * (verdict.reason is Reason.TWIN)
     if before is not None:
         text += f"; the tensor before it ({before.name} {before.kind}.{before.index}) passes"
     if len(alike) > 1:
@@ -135,7 +129,7 @@ def reason_text(
     return text
 
 
-def explanation_text(why: Explanation, verdict: Verdict) -> str:
+def explanation_text(why: Explanation, verdict: Judged) -> str:
     """What was tested, and on which ranks it holds; :data:`UNKNOWN` without a finding."""
     if why.finding is None:
         return UNKNOWN
@@ -149,7 +143,7 @@ def explanation_text(why: Explanation, verdict: Verdict) -> str:
     return text + (f", {on}" if why.ranks and (on := ranks_text(why.ranks)) else "")
 
 
-def hint_text(why: Explanation, verdict: Verdict) -> str:
+def hint_text(why: Explanation, verdict: Judged) -> str:
     """What the finding suggests, or the error's pattern without one; this was not tested."""
     if why.finding is not None:
         return _said(why.finding, verdict)[1]
@@ -170,7 +164,7 @@ def ranks_text(failing: FailingRanks) -> str:
     return text + (" ({} {})".format(*failing.shared) if failing.shared else "")
 
 
-def _said(finding: f.Finding, verdict: Verdict) -> Said:
+def _said(finding: f.Finding, verdict: Judged) -> Said:
     if isinstance(finding, f.Composed):
         texts, hints = map(list, zip(*(_said(one, verdict) for one in finding.steps), strict=True))
         first = finding.steps[0]
@@ -181,7 +175,7 @@ def _said(finding: f.Finding, verdict: Verdict) -> Said:
         return _RENDERERS[type(finding)](finding)
     if finding.cause is Cause.ZERO:
         return _ZERO.get(verdict.kind, ("all zero", ""))
-    return verdict.note, ""
+    return notes_text(verdict.notes), ""
 
 
 def _layers(finding: f.MissingLayers) -> Said:
@@ -405,7 +399,7 @@ def _blocks(finding: f.BlockWeight) -> Said:
     return f"{what} {how}", ""
 
 
-def statistic_text(verdict: Verdict) -> str:
+def statistic_text(verdict: Judged) -> str:
     """What a verdict on elements that are counted is about."""
     statistics = [*STATISTICS.values()]
     return statistics[verdict.index % len(statistics)]

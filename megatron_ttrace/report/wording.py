@@ -13,7 +13,15 @@ from typing import Any
 
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.executed import ChangedCode, Execution
-from megatron_ttrace.trace.findings import UNKNOWN, Note, Remark, Sample
+from megatron_ttrace.trace.findings import (
+    UNKNOWN,
+    HyperparametersNote,
+    Note,
+    Remark,
+    Sample,
+    StatisticNote,
+)
+from megatron_ttrace.trace.judged import Judged, TooFew
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
@@ -24,7 +32,6 @@ from megatron_ttrace.trace.records import (
     Result,
     Run,
     Summary,
-    TooFew,
     TraceKey,
     Verdict,
 )
@@ -416,12 +423,22 @@ _NOTES = {
 }
 
 
-def note_text(note: Note) -> str:
+def notes_text(notes: Iterable[Note]) -> str:
     """What is said of a tensor beside its outcome."""
+    return "; ".join(map(note_text, notes))
+
+
+def note_text(note: Note) -> str:
+    """One remark on a tensor."""
+    text = note.text
+    if isinstance(note, StatisticNote):
+        text = STATISTICS[note.statistic]
+    elif isinstance(note, HyperparametersNote):
+        text = hyperparameters_text(note.values)
     samples = "; in the reference ".join(map(_sample, note.samples))
     ranks: Any = note.ranks if note.what is Remark.SAME_START else on_ranks(note.ranks)
     return _NOTES[note.what].format(
-        value=note.value, limit=note.limit, ranks=ranks, text=note.text, samples=samples
+        value=note.value, limit=note.limit, ranks=ranks, text=text, samples=samples
     )
 
 
@@ -429,9 +446,10 @@ def _sample(one: Sample) -> str:
     return f"mean {one.mean:.3g}, std {one.std:.3g}" if one.std else f"all {one.mean:.6g}"
 
 
-def same_start_text(number: int, first: Verdict) -> str:
+def same_start_text(alike: Sequence[Judged]) -> str:
     """The notice about parameters of different layers whose initial values are equal."""
-    return f"{number} parameters begin with another layer's numbers: {first.name}: {first.note}"
+    first = f"{alike[0].name}: {notes_text(alike[0].notes)}"
+    return f"{len(alike)} parameters begin with another layer's numbers: {first}"
 
 
 def repeated_text(first: TraceKey, moved: int) -> str:

@@ -35,10 +35,12 @@ from megatron_ttrace.diagnose.start import is_start
 from megatron_ttrace.mcore import own_shards, versions
 from megatron_ttrace.mcore.settings import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.report import texts, wording
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
 from megatron_ttrace.trace.executed import ChangedCode
 from megatron_ttrace.trace.findings import Explanation
+from megatron_ttrace.trace.judged import Judged, TooFew
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
@@ -46,7 +48,6 @@ from megatron_ttrace.trace.records import (
     Reason,
     Result,
     Summary,
-    TooFew,
     TraceKey,
     Verdict,
 )
@@ -71,9 +72,9 @@ def conclude(
     ledger: Ledger = UNRECORDED,
     changed: ChangedCode | None = None,
     separate: Separate | None = None,
-    review: Callable[[Sequence[Verdict]], list[Verdict]] = list,
+    review: Callable[[Sequence[Judged]], list[Judged]] = list,
 ) -> tuple[Summary, list[Verdict]]:
-    """Judge, localise, explain.
+    """Judge, localise, explain, and put that into words.
 
     Args:
         reference: the trusted trace.
@@ -92,8 +93,6 @@ def conclude(
         separate: finds the losses' shares of gradients, by replays of the reference.
         review: what becomes of the verdicts before culprits are sought among them.
     """
-    from megatron_ttrace.report import wording  # only the rank that judges needs it
-
     began = time.monotonic()
     eps = float(reference.meta["epsilon"])
     apart = {Kind.INITIAL}
@@ -138,16 +137,19 @@ def conclude(
     )
     verdicts = explainer.started(verdicts)
     # With isolation nothing is computed from a wrong tensor.
-    explain: Callable[[Verdict], Explanation] = explainer.explain
+    explain: Callable[[Judged], Explanation] = explainer.explain
     if not config.isolate:
         explain = controlled(explainer.explain, verdicts, tolerances)
-    culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+    diagnoses = localise(verdicts, explain, isolated=config.isolate)
     if separate is not None and explainer.unexplained:
         explainer.separate(separate)
-        culprits = tuple(localise(verdicts, explain, isolated=config.isolate))
+        diagnoses = localise(verdicts, explain, isolated=config.isolate)
+    culprits = tuple(map(texts.culprit_of, diagnoses))
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
-    said = [*notices, *initial.notices(verdicts)]
+    said = [*notices]
+    if alike := initial.alike(verdicts):
+        said.append(wording.same_start_text(alike))
     said += [wording.not_judged_text(*one) for one in coverage.not_judged]
     if moved := tolerances.repeated:
         said.append(wording.repeated_text(moved[0], len(moved)))
@@ -180,10 +182,10 @@ def conclude(
         collective_findings=ledger.findings,
         changed_code=None if changed is None else in_culprits(changed, culprits),
     )
-    return summary, verdicts
+    return summary, [texts.verdict_of(verdict) for verdict in verdicts]
 
 
-def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
+def not_enough(verdicts: Sequence[Judged], allowed: float) -> TooFew | None:
     """Whether too few tensors were checked; ``None`` where enough were.
 
     The share is of the tensors that the step computes (:func:`exercised.share`).
@@ -196,7 +198,12 @@ def not_enough(verdicts: Sequence[Verdict], allowed: float) -> TooFew | None:
         for one in verdicts
         if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
     )
-    return TooFew(unchecked, judged, allowed, tuple(reasons.most_common(_REASONS)))
+    return TooFew(
+        unchecked=unchecked,
+        judged=judged,
+        allowed=allowed,
+        reasons=tuple(reasons.most_common(_REASONS)),
+    )
 
 
 def _logs(keys: Iterable[TraceKey]) -> bool:
@@ -221,6 +228,6 @@ def unjudged(
     return Reason.DISPATCHED if experts.is_beyond(key, mesh, job.dispatcher) else None
 
 
-def _is_evidence(verdict: Verdict) -> bool:
+def _is_evidence(verdict: Judged) -> bool:
     """Whether this pass says anything about the computation; start values and tokens are inputs."""
     return verdict.verdict is Outcome.PASS and verdict.direction is not Direction.START

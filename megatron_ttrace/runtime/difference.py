@@ -19,10 +19,11 @@ from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.offline import meshes_of
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.report import files, wording
+from megatron_ttrace.report import files
 from megatron_ttrace.runtime.known import Difference
 from megatron_ttrace.runtime.whole import WholeTensors
 from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
@@ -30,7 +31,6 @@ from megatron_ttrace.trace.records import (
     Reason,
     Summary,
     TraceKey,
-    Verdict,
 )
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
 
@@ -324,7 +324,7 @@ class Review:
         self._other_start = starts[0] != starts[1]
         self.said: dict[str, dict[str, None]] = {}
 
-    def __call__(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    def __call__(self, verdicts: Sequence[Judged]) -> list[Judged]:
         """The verdicts, with what cannot be compared and known differences ``unchecked``."""
         return [self._reviewed(one) if one.verdict.is_failure else one for one in verdicts]
 
@@ -347,7 +347,7 @@ class Review:
         first, second = map(_described, self._sides)
         return [f"the reference is {first}; compared with it is {second}", *told]
 
-    def _reviewed(self, verdict: Verdict) -> Verdict:
+    def _reviewed(self, verdict: Judged) -> Judged:
         key = verdict.key
         after_loss = key.direction not in (Direction.START, Direction.FORWARD)
         other_values = verdict.verdict in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT)
@@ -381,10 +381,8 @@ def _lacking(what: str) -> Note:
     return Note(Remark.LACKING, text=f"not compared: the other run has {what}")
 
 
-def _unchecked(verdict: Verdict, reason: Reason, note: Note) -> Verdict:
-    return dataclasses.replace(
-        verdict, verdict=Outcome.UNCHECKED, reason=reason, note=wording.note_text(note)
-    )
+def _unchecked(verdict: Judged, reason: Reason, note: Note) -> Judged:
+    return dataclasses.replace(verdict, verdict=Outcome.UNCHECKED, reason=reason, notes=(note,))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -162,6 +162,20 @@ class Note:
     samples: tuple[Sample, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticNote(Note):
+    """A remark on what a statistic takes."""
+
+    statistic: Statistic
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HyperparametersNote(Note):
+    """The hyper-parameters that are not the reference's: name, value, the reference's."""
+
+    values: tuple[tuple[str, float, float], ...]
+
+
 FACTORS = (Cause.FACTOR, Cause.TOO_LARGE, Cause.TOO_SMALL)
 
 

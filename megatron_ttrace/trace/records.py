@@ -146,20 +146,6 @@ class Reason(StrEnum):
     """Gradients are clipped by the norm of other parameters than in the reference."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TooFew:
-    """More tensors are unchecked than are allowed to be.
-
-    ``unchecked`` of the ``judged`` ones, where the share ``allowed`` may be; ``reasons`` are the
-    most frequent ones, each with its number of tensors.
-    """
-
-    unchecked: int
-    judged: int
-    allowed: float
-    reasons: tuple[tuple[Reason | None, int], ...]
-
-
 STEP_LEVEL = -1
 """Microbatch number of tensors that belong to the whole step (parameters, gradients, moments)."""
 
@@ -215,15 +201,14 @@ class TraceKey:
         return f"{self.name} {self.kind}.{self.index} (iteration {self.iteration}{where})"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict(Record):
-    """One line of ``verdicts.jsonl``.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorResult(Record):
+    """What was measured of a logical tensor, and its outcome.
 
     ``rel_err`` is the relative error of the worst rank, ``rel_err_eps`` the same in machine
     epsilons of the compute dtype, ``tolerance`` what rounding alone may cause, ``margin`` their
     ratio; all four are ``None`` where nothing could be measured. ``ranks`` are those the verdict
     speaks of (the worst ones of a failure, all holders of a pass). ``shape`` is the logical shape.
-    ``note`` is for people; what is decided on is ``reason``.
     """
 
     iteration: Count
@@ -239,8 +224,6 @@ class Verdict(Record):
     ranks: tuple[Rank, ...]
     placement: str
     shape: tuple[Count, ...]
-    note: str = ""
-    reason: Reason | None = None
 
     @property
     def key(self) -> TraceKey:
@@ -258,7 +241,15 @@ class Verdict(Record):
         return self.kind is Kind.INITIAL and self.verdict is Outcome.PASS
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict(TensorResult):
+    """One line of ``verdicts.jsonl``; ``note`` is for people, what is decided on is ``reason``."""
+
+    note: str = ""
+    reason: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit(Record):
     """A localised module: where an error originates, as opposed to where it is only seen.
 
@@ -291,7 +282,7 @@ class Culprit(Record):
     collectives: str = ""
     group: Count = 0
 
-    def shown_by(self, verdicts: Iterable[Verdict]) -> Verdict | None:
+    def shown_by[T: TensorResult](self, verdicts: Iterable[T]) -> T | None:
         """The failure that represents this module: its own tensor's, or its parameter's."""
         inside = f"{self.name}."
         return max(

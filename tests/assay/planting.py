@@ -26,7 +26,8 @@ from megatron_ttrace.compare.offline import epsilon_of, measure_saved
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.codec import CodecError
-from megatron_ttrace.trace.records import TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
 
 Shape = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
@@ -142,7 +143,7 @@ class Field:
         """Number of (rank, tensor) pairs that errors can be planted into."""
         return len(self._spots)
 
-    def verdict(self, key: TraceKey, rank: int = -1, local: torch.Tensor | None = None) -> Verdict:
+    def verdict(self, key: TraceKey, rank: int = -1, local: torch.Tensor | None = None) -> Judged:
         """The verdict on a tensor, with ``local`` in place of what ``rank`` saved of it."""
         entry = self._reference.entry(key)
         holders = self._measured[key]

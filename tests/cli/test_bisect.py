@@ -15,8 +15,9 @@ from megatron_ttrace.processes import apart
 from megatron_ttrace.processes import job as processes
 from megatron_ttrace.processes.worktrees import Hunk
 from megatron_ttrace.runtime import api
-from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Result, Summary
+from megatron_ttrace.trace.records import Culprit, Outcome, Result, Summary
 from tests.processes.test_worktrees import git
+from tests.report.synthetic_report import culprit_of, make_verdict
 from tests.runtime import kept
 
 COMMITS = 64
@@ -126,8 +127,7 @@ def test_bad_input(capsys, tmp_path, monkeypatch, words, said):
 
 def culprit(where: str, name: str = "a") -> Culprit:
     """One that says where to look."""
-    place = (name, Kind.OUTPUT, Direction.FORWARD, "", "", 1, 0, 0, Outcome.DIVERGED)
-    return Culprit(*place, (0,), 1.0, 1.0, 1.0, 1.0, where=where)
+    return culprit_of(make_verdict(name, verdict=Outcome.DIVERGED), "", "", where=where)
 
 
 def test_lines_next_to_the_culprit():

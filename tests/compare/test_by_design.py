@@ -13,6 +13,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.collectives import UNRECORDED, Collective, Ledger, Operation, Phase
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
@@ -112,7 +113,7 @@ class World:
             isolated=isolated,
         )
         return {(v.microbatch, v.kind, v.name, v.index): v.verdict for v in verdicts}, {
-            (v.microbatch, v.kind, v.name, v.index): v for v in verdicts if v.note
+            (v.microbatch, v.kind, v.name, v.index): v for v in verdicts if v.notes
         }
 
 
@@ -312,7 +313,7 @@ def test_an_unused_output(stages, length):
     outcomes, noted = stages.outcomes()
     assert set(outcomes.values()) == {Outcome.PASS}
     assert noted[ROTARY].ranks == (0,)
-    assert "rank 1" in noted[ROTARY].note
+    assert "rank 1" in notes_text(noted[ROTARY].notes)
 
 
 def reads(world):

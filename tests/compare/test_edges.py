@@ -14,6 +14,7 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
@@ -107,7 +108,7 @@ def test_nan_in_both_runs_is_no_evidence(tmp_path):
     r = torch.full((40,), nan)
     verdict = verdict_on(tmp_path / "a", r, r.clone())
     assert verdict.verdict is Outcome.UNCHECKED
-    assert verdict.note == "undefined: 40 elements are NaN in both runs"
+    assert notes_text(verdict.notes) == "undefined: 40 elements are NaN in both runs"
     r = normal(40)
     r[7] = nan
     assert verdict_on(tmp_path / "b", r, r.clone()).verdict is Outcome.UNCHECKED

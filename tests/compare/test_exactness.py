@@ -6,10 +6,9 @@ import dataclasses
 import pytest
 
 from megatron_ttrace.compare.exactness import Arithmetic, examine, must_be_equal
-from megatron_ttrace.report.wording import note_text
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import STEP_LEVEL, Exactness, Kind, Outcome, TraceKey
-from tests.report.synthetic_report import make_verdict
+from tests.report.synthetic_report import make_judged
 
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 OUT = TraceKey(1, 0, Kind.OUTPUT, FC1)
@@ -23,7 +22,7 @@ TIED_DELTA = dataclasses.replace(TIED, kind=Kind.PARAM_DELTA)
 AFTER = TraceKey(1, STEP_LEVEL, Kind.PARAM, f"{FC1}.weight", 1)
 EVERYTHING = (OUT, GRAD, LOSS, MAIN, TIED, NORM, DELTA, TIED_DELTA, AFTER)
 
-NOT_BITWISE = note_text(Note(Remark.NOT_BITWISE))
+NOT_BITWISE = Note(Remark.NOT_BITWISE)
 
 
 @pytest.mark.parametrize(
@@ -91,22 +90,23 @@ def told(**job):
 
 def test_a_loss_is_named_and_stays_a_pass():
     """Noted on the verdict, counted, the first one named."""
-    good = make_verdict("a", rel_err=0.0)
-    lost = make_verdict("b", rel_err=1e-9, ranks=(1,))
-    second = make_verdict("c", rel_err=1e-9, note="replicas differ in rounding on ranks 0, 1")
+    good = make_judged("a", rel_err=0.0)
+    lost = make_judged("b", rel_err=1e-9, ranks=(1,))
+    notes = (Note(Remark.REPLICAS_ROUNDED, ranks=(0, 1)),)
+    second = make_judged("c", rel_err=1e-9, notes=notes)
     noted, found = examine([good, lost, second], told(pp=2))
     assert [v.verdict for v in noted] == [Outcome.PASS] * 3
-    assert [v.note for v in noted] == ["", NOT_BITWISE, f"{second.note}; {NOT_BITWISE}"]
+    assert [v.notes for v in noted] == [(), (NOT_BITWISE,), (*second.notes, NOT_BITWISE)]
     assert found == Exactness(3, 2, str(lost.key), (1,), 1e-9)
 
 
 def test_what_need_not_be_equal_is_not_counted():
     """Reordered tensors, unmeasured ones, start values."""
     verdicts = [
-        make_verdict("w", Kind.GRAD_NORM, microbatch=STEP_LEVEL, rel_err=1e-9),
-        make_verdict("m", rel_err=None, tolerance=None, verdict=Outcome.MISSING),
-        make_verdict("t", Kind.TOKENS, rel_err=0.5),
-        make_verdict("p", Kind.PARAM, microbatch=STEP_LEVEL, rel_err=0.5),
+        make_judged("w", Kind.GRAD_NORM, microbatch=STEP_LEVEL, rel_err=1e-9),
+        make_judged("m", rel_err=None, tolerance=None, verdict=Outcome.MISSING),
+        make_judged("t", Kind.TOKENS, rel_err=0.5),
+        make_judged("p", Kind.PARAM, microbatch=STEP_LEVEL, rel_err=0.5),
     ]
     noted, found = examine(verdicts, told(pp=2))
     assert noted == verdicts
@@ -116,13 +116,13 @@ def test_what_need_not_be_equal_is_not_counted():
 def test_a_failure_keeps_its_own_note():
     """What diverged is told by its verdict; it counts all the same."""
     [verdict], found = examine(
-        [make_verdict(rel_err=0.5, verdict=Outcome.DIVERGED)], told(dp=2, gradient_factor=2.0)
+        [make_judged(rel_err=0.5, verdict=Outcome.DIVERGED)], told(dp=2, gradient_factor=2.0)
     )
-    assert verdict.note == ""
+    assert verdict.notes == ()
     assert found.lost == 1
 
 
 def test_a_trace_that_does_not_say():
     """Nothing is expected of a candidate whose arithmetic is not told."""
-    verdicts = [make_verdict(rel_err=1e-9)]
+    verdicts = [make_judged(rel_err=1e-9)]
     assert examine(verdicts, None) == (verdicts, None)

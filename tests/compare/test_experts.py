@@ -13,6 +13,8 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.token_index import TokenIndex
+from megatron_ttrace.report.wording import notes_text
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.placement.meshes import mesh_of
@@ -190,7 +192,7 @@ def test_a_tensor_of_other_rows_is_a_shape(reference):
     sink.tensor(((0, *IN),), tensor(arrived(0))[1:])
     found = by_place(judged(reference, {0: sink.measured}))[0, *IN]
     assert found.verdict is Outcome.SHAPE
-    assert "rows, where" in found.note
+    assert "rows, where" in notes_text(found.notes)
 
 
 def partial_sums(reference, weights):
@@ -234,7 +236,7 @@ def test_another_choice(reference):
     sink.routed(1, ROUTER, scores(1), 1 - chosen(1)[:, None], None)  # recomputed: judged once
     found = by_place(judged(reference, {0: sink.measured}))
     assert found[0, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.PASS
-    assert found[0, Kind.ROUTING, ROUTER, CHOICE].note == "1 of 8 tokens are routed differently"
+    assert found[0, Kind.ROUTING, ROUTER, CHOICE].notes == (Note(Remark.ROUTED, 1, 8),)
     assert found[0, Kind.ROUTING, ROUTER, SCORES].verdict is Outcome.DIVERGED
     assert found[1, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.DIVERGED
 

@@ -13,6 +13,7 @@ from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Kind, TraceKey
 
@@ -86,7 +87,7 @@ def test_replicas_that_were_joined_apart() -> None:
     other = merge(of_ranks({2: [part(TOP)], 3: [part(BOTTOM, checksum=7)]}), TOLERANCES)
     assert len(merge([*one, *other], TOLERANCES)) == 2
     [verdict] = judge([(KEY, SHAPE)], merge([*one, *other], TOLERANCES), TOLERANCES, 1e-7)
-    assert "replicas" in verdict.note
+    assert "replicas" in notes_text(verdict.notes)
 
 
 def test_what_fails_is_kept_apart() -> None:

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpmath import betainc, mp  # comes with torch
 
-from megatron_ttrace.compare.initial import FEW, LIMIT, cause, distance, judge, notices
+from megatron_ttrace.compare.initial import FEW, LIMIT, alike, cause, distance, judge
 from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.moments import Moments, moments_of
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step, describe, plan
-from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.report.wording import notes_text, same_start_text
+from megatron_ttrace.trace.findings import Cause, Note, Remark
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from tests.placement.meshes import mesh_of
 
@@ -108,7 +109,9 @@ def test_lost_values(value):
     """A constant in place of random numbers."""
     verdict = verdict_of(REFERENCE, held(0, torch.full(SHAPE, value)))
     assert (verdict.verdict, verdict.margin) == (Outcome.DIVERGED, math.inf)
-    assert verdict.note.startswith(f"initial values are lost: all {value:g}; in the reference mean")
+    assert notes_text(verdict.notes).startswith(
+        f"initial values are lost: all {value:g}; in the reference mean"
+    )
     assert cause(verdict) is Cause.INITIAL_VALUES
 
 
@@ -118,7 +121,9 @@ def test_one_shard_of_many():
     shape = (16 * 64, 64)
     verdict = verdict_of(reference_of(drawn(1, *shape)), *shards(*parts, shape=shape))
     assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (9,))
-    assert re.search(r"std 0\.0(30|29)\d*; in the reference .* std 0\.02", verdict.note)
+    assert re.search(
+        r"std 0\.0(30|29)\d*; in the reference .* std 0\.02", notes_text(verdict.notes)
+    )
     assert verdict.margin > 1.0
 
 
@@ -126,7 +131,7 @@ def test_one_lost_shard():
     """Half of the values are zero: neither constant nor as they should be."""
     verdict = verdict_of(REFERENCE, *shards(drawn(2, 32, 64), torch.zeros(32, 64)))
     assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (1,))
-    assert "all 0" in verdict.note
+    assert "all 0" in notes_text(verdict.notes)
 
 
 @pytest.mark.parametrize("size", [1.1, 0.9])
@@ -249,7 +254,7 @@ def test_uninitialised_copies(wrong):
     verdict = verdict_of(REFERENCE, held(0, RIGHT), held(1, wrong))
     assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (1,))
     assert cause(verdict) is Cause.INITIAL_VALUES
-    assert verdict.note.startswith("initial values differ in distribution")
+    assert notes_text(verdict.notes).startswith("initial values differ in distribution")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +291,7 @@ def test_equal_shards(states, expected):
     part = drawn(2, 32, 64)
     verdict = verdict_of(REFERENCE, *shards(part, part, states=states))
     assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (0, 1))
-    assert "on rank 0 are bitwise equal to those of another part of it on rank 1" in verdict.note
+    assert verdict.notes == (Note(Remark.SAME_START, ranks=(0, 1), text="another part of it"),)
     assert cause(verdict) is expected
 
 
@@ -299,7 +304,7 @@ def test_equal_experts(leaf):
     apart = {**reference_of(drawn(5, *SHAPE), names[0]), **reference_of(data, names[1])}
     found = verdicts_of(apart, *holders)
     assert {one.verdict for one in found.values()} == {Outcome.DIVERGED}
-    assert f"bitwise equal to those of {names[1]} on rank 1" in found[names[0]].note
+    assert found[names[0]].notes == (Note(Remark.SAME_START, ranks=(0, 1), text=names[1]),)
     meant = {**reference_of(data, names[0]), **reference_of(data, names[1])}
     assert {one.verdict for one in verdicts_of(meant, *holders).values()} == {Outcome.PASS}
 
@@ -312,10 +317,11 @@ def test_equal_layers():
     holders = [held(rank, data, name=name) for rank, name in enumerate(names)]
     found = verdicts_of(apart, *holders)
     assert {one.verdict for one in found.values()} == {Outcome.PASS}
-    assert f"bitwise equal to those of {names[1]} on rank 1" in found[names[0]].note
-    [told] = notices(list(found.values()))
+    assert found[names[0]].notes == (Note(Remark.SAME_START, ranks=(0, 1), text=names[1]),)
+    assert [one.name for one in alike(found.values())] == names
+    told = same_start_text(alike(found.values()))
     assert told.startswith(f"2 parameters begin with another layer's numbers: {names[0]}: ")
-    assert not notices([verdict_of(REFERENCE, held(0, data))])
+    assert not alike([verdict_of(REFERENCE, held(0, data))])
 
 
 def test_constants():
@@ -372,4 +378,4 @@ def test_nothing_to_say(expected, holders, why):
     """Then it says why, and is no failure."""
     verdict = verdict_of(expected, *holders)
     assert verdict.verdict is Outcome.UNCHECKED
-    assert why in verdict.note
+    assert why in notes_text(verdict.notes)

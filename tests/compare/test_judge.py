@@ -18,6 +18,7 @@ from megatron_ttrace.compare.tolerance import Tolerance, is_exact
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, describe, plan
+from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey
 from tests.placement.by_hand import local_shape
 from tests.placement.meshes import mesh_of
@@ -70,7 +71,7 @@ def test_pass():
     assert verdict.rel_err_eps == pytest.approx(0.004 / EPS)
     assert verdict.tolerance == pytest.approx(0.01)
     assert verdict.margin == pytest.approx(0.4)
-    assert (verdict.placement, verdict.shape, verdict.note) == ("tp:Shard(0)", SHAPE, "")
+    assert (verdict.placement, verdict.shape, verdict.notes) == ("tp:Shard(0)", SHAPE, ())
     assert verdict.key == KEY
 
 
@@ -89,7 +90,7 @@ def test_replica_conflict():
     verdict = verdict_of(found(0.001, checksum=1), found(0.5, checksum=2))
     assert verdict.verdict is Outcome.REPLICA_CONFLICT
     assert verdict.ranks == (1,)
-    assert verdict.note == "replicas differ on ranks 0-1"
+    assert notes_text(verdict.notes) == "replicas differ on ranks 0-1"
 
 
 def test_replicas_that_agree_and_are_wrong_have_simply_diverged():
@@ -108,7 +109,7 @@ def test_replicas_may_differ_in_rounding():
     """Different bits within the tolerance pass, with a note."""
     verdict = verdict_of(found(0.001, checksum=1), found(0.002, checksum=2))
     assert verdict.verdict is Outcome.PASS
-    assert verdict.note == "replicas differ in rounding on ranks 0-1"
+    assert notes_text(verdict.notes) == "replicas differ in rounding on ranks 0-1"
 
 
 def test_missing():
@@ -147,14 +148,14 @@ def test_uneven_replicas_are_noted():
     """The upper half has three holders, the lower one."""
     verdict = verdict_of(found(0.0, WHOLE), found(0.0, TOP), found(0.0, TOP))
     assert verdict.verdict is Outcome.PASS
-    assert verdict.note == "held unevenly: 1 to 3 replicas"
+    assert notes_text(verdict.notes) == "held unevenly: 1 to 3 replicas"
 
 
 def test_shape():
     """One rank's tensor cannot be placed: its own words are passed on."""
     verdict = verdict_of(found(), Measured.misfit(KEY, SHAPE, "(3,) is not an even part of (4,)"))
     assert verdict.verdict is Outcome.SHAPE
-    assert (verdict.ranks, verdict.note) == ((1,), "(3,) is not an even part of (4,)")
+    assert (verdict.ranks, notes_text(verdict.notes)) == ((1,), "(3,) is not an even part of (4,)")
 
 
 def test_nonfinite():
@@ -176,7 +177,7 @@ def test_blind_is_unchecked():
     """Where rounding alone moves a tensor by half, agreement means nothing."""
     verdict = verdict_of(found(0.3), limits=tolerances(0.5))
     assert verdict.verdict is Outcome.UNCHECKED
-    assert verdict.note == "blind: rounding alone moves it by 50% (bound 10%)"
+    assert notes_text(verdict.notes) == "blind: rounding alone moves it by 50% (bound 10%)"
     assert not verdict.verdict.is_failure
 
 

@@ -13,7 +13,9 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placements, plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text
 from megatron_ttrace.trace.findings import Explanation, Finding
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
+from tests.diagnose.judged_by_hand import judged
 from tests.placement.meshes import mesh_of
 
 WEIGHT = TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight", 0)
@@ -75,12 +77,10 @@ def explain(evidence: Evidence) -> Finding | None:
     return found[0].finding if found else None
 
 
-def failed(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Verdict:
+def failed(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Judged:
     """The verdict of a tensor that fails."""
-    return Verdict(
-        *(key.iteration, key.microbatch, key.kind, key.name, key.index, outcome),
-        *(1.0, 1.0, 1e-4, 1e4, (0,), "Replicate", (16, 8)),
-    )
+    place = {"iteration": key.iteration, "microbatch": key.microbatch, "index": key.index}
+    return judged(key.kind, key.name, outcome, margin=1e4, tolerance=1e-4, shape=(16, 8), **place)
 
 
 def text(finding: Finding | None, key: TraceKey = WEIGHT) -> str:

@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 
-from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, ConstantFactor, Explanation
 from megatron_ttrace.trace.records import Kind, Outcome
+from tests.diagnose.judged_by_hand import localise
 from tests.diagnose.test_culprits import verdict
 
 

@@ -17,7 +17,9 @@ from megatron_ttrace.trace.findings import (
     OtherHyperparameters,
     PartialSums,
 )
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
+from tests.diagnose.judged_by_hand import judged
 
 NAMES = ("a.weight", "b.weight")
 
@@ -32,16 +34,13 @@ class Sizes:
 
 def verdict(
     kind: Kind, name: str, outcome: Outcome = Outcome.PASS, microbatch: int = STEP_LEVEL
-) -> Verdict:
+) -> Judged:
     """Far off if it fails."""
     margin = 0.1 if outcome is Outcome.PASS else 1000.0
-    return Verdict(
-        *(1, microbatch, kind, name, 0, outcome),
-        *(margin * 1e-3, margin, 1e-3, margin, (0,), "Replicate", (2,)),
-    )
+    return judged(kind, name, outcome, microbatch=microbatch, margin=margin, tolerance=1e-3)
 
 
-def cause(finding: Finding, failed: Verdict, *others: Verdict) -> Cause | None:
+def cause(finding: Finding, failed: Judged, *others: Judged) -> Cause | None:
     """The cause that is left of a failure, with the verdicts after it."""
     explain = controlled(lambda _: Explanation(finding), [failed, *others], Sizes())  # type: ignore[arg-type]
     found = explain(failed).finding

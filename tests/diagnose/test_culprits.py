@@ -6,9 +6,11 @@ import math
 
 import pytest
 
-from megatron_ttrace.diagnose.culprits import localise, owner
+from megatron_ttrace.diagnose.culprits import owner
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, PartialSums
-from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Outcome, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Outcome
+from tests.diagnose.judged_by_hand import judged, localise
 
 LAYERS = ("decoder.layers.0", "decoder.layers.1")
 LEAVES = (
@@ -33,21 +35,8 @@ def verdict(
     """A verdict with a margin."""
     if microbatch is None:
         microbatch = 0 if kind in ACTIVATIONS else STEP_LEVEL
-    return Verdict(
-        iteration=iteration,
-        microbatch=microbatch,
-        kind=kind,
-        name=name,
-        index=index,
-        verdict=outcome,
-        rel_err=margin,
-        rel_err_eps=margin,
-        tolerance=1.0,
-        margin=margin,
-        ranks=(0,),
-        placement="Replicate",
-        shape=(2,),
-    )
+    place = {"iteration": iteration, "microbatch": microbatch, "index": index}
+    return judged(kind, name, outcome, margin=margin, **place)
 
 
 ACTIVATIONS = (Kind.TOKENS, Kind.INPUT, Kind.OUTPUT, Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
@@ -283,7 +272,7 @@ def test_absent_activations_speak_where_no_parameter_does():
     gone = "decoder.layers.0.input_layernorm"
     verdicts = run(lambda kind, name, index: kind in ACTIVATIONS and name == gone)
     verdicts = [
-        Verdict(**{**as_dict(v), "verdict": Outcome.MISSING}) if v.verdict.is_failure else v
+        Judged(**{**as_dict(v), "verdict": Outcome.MISSING}) if v.verdict.is_failure else v
         for v in verdicts
     ]
     assert names(verdicts) == [gone]
@@ -291,7 +280,7 @@ def test_absent_activations_speak_where_no_parameter_does():
 
 def as_dict(v):
     """A verdict's fields."""
-    return {name: getattr(v, name) for name in Verdict.__dataclass_fields__}
+    return {name: getattr(v, name) for name in Judged.__dataclass_fields__}
 
 
 def test_the_loss_alone():

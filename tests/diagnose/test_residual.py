@@ -11,8 +11,10 @@ from megatron_ttrace.diagnose import residual
 from megatron_ttrace.diagnose.residual import HIGHEST, LOWEST, residuals
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.trace.records import Kind, Outcome, Residual, TraceKey, Verdict
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import Kind, Outcome, Residual, TraceKey
 from tests.diagnose.evidence_by_hand import evidence_of, meshes, values
+from tests.diagnose.judged_by_hand import judged
 from tests.report.synthetic_report import culprit_of
 
 REFERENCE = values(8, 4)
@@ -70,12 +72,9 @@ def test_what_is_no_number_is_worst() -> None:
     assert math.isnan(next(one for one in again.worst if one.index == (3, 2)).candidate)
 
 
-def verdict(name: str, margin: float, microbatch: int = 0) -> Verdict:
+def verdict(name: str, margin: float, microbatch: int = 0) -> Judged:
     """A tensor that diverged."""
-    return Verdict(
-        *(1, microbatch, Kind.OUTPUT, name, 0, Outcome.DIVERGED, margin, margin, 1.0, margin),
-        *((0,), "", (4,)),
-    )
+    return judged(Kind.OUTPUT, name, Outcome.DIVERGED, microbatch=microbatch, margin=margin)
 
 
 def test_the_worst_of_each_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
-from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.trace.records import Kind, Outcome
+from tests.diagnose.judged_by_hand import localise
 from tests.diagnose.test_culprits import run, verdict
 
 FC1, ROUTER = "decoder.layers.0.mlp.shared_experts.linear_fc1", "decoder.layers.0.mlp.router"

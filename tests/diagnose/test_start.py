@@ -5,7 +5,7 @@ import pytest
 
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.diagnose import start
-from megatron_ttrace.diagnose.culprits import localise
+from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.records import (
     MAIN,
     ONE_DEVICE,
@@ -17,6 +17,7 @@ from megatron_ttrace.trace.records import (
     TraceKey,
 )
 from tests.diagnose.evidence_by_hand import meshes
+from tests.diagnose.judged_by_hand import localise
 from tests.diagnose.test_culprits import after, run, verdict
 
 WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -31,7 +32,7 @@ def test_consequences_of_another_start(outcome: Outcome) -> None:
     assert [one.name for one in found if one.verdict.is_failure] == [WEIGHT]
     unchecked = [one for one in found if one.reason is Reason.OTHER_START]
     assert len(unchecked) == sum(one.verdict.is_failure for one in consequences) > 10
-    assert "began from other parameters" in unchecked[0].note
+    assert "began from other parameters" in notes_text(unchecked[0].notes)
     (culprit,) = localise(found)
     assert WEIGHT.startswith(culprit.name)
 
@@ -68,7 +69,7 @@ def test_a_layer_that_two_stages_claim() -> None:
     verdicts.append(verdict("decoder.layers.1.mlp", Kind.OUTPUT, Outcome.DIVERGED))
     claimed = start.claims(verdicts, measured, meshes(2, pp=2))
     assert [one.name for one in claimed if one.verdict is Outcome.EXTRA] == [names[1]]
-    assert claimed[1].note == "pipeline stages 0 and 1 hold layer 1"
+    assert notes_text(claimed[1].notes) == "pipeline stages 0 and 1 hold layer 1"
     found = start.without_consequences(claimed)
     assert [one.name for one in found if one.verdict.is_failure] == [names[1]]
     assert start.claims(verdicts, measured, ()) == verdicts

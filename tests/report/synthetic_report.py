@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_ttrace.report.table import tally
 from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Culprit,
@@ -79,6 +81,13 @@ def make_verdict(
         note=note,
         reason=reason,
     )
+
+
+def make_judged(*place: Any, **more: Any) -> Judged:
+    """The same before it is put into words; ``notes``, and arguments of :func:`make_verdict`."""
+    notes = more.pop("notes", ())
+    values = dataclasses.asdict(make_verdict(*place, **more))
+    return Judged(**{name: value for name, value in values.items() if name != "note"}, notes=notes)
 
 
 def modules(layers: int) -> list[str]:

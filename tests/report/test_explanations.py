@@ -2,6 +2,7 @@
 """Every type of finding and every kind of grounds has its words."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,31 @@ from megatron_ttrace.trace.findings import (
     FailingRanks,
     Finding,
     Grounds,
+    Note,
+    Remark,
     ShareWeights,
     UnequalShares,
 )
-from megatron_ttrace.trace.records import Kind, Outcome
-from tests.report.synthetic_report import make_verdict
+from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.records import Direction, Kind, Outcome
+from tests.report.synthetic_report import make_judged
 
-VERDICT = make_verdict("a.b", verdict=Outcome.DIVERGED, note="the note")
+NOTE = Note(Remark.SHAPE, text="the note")
+VERDICT = make_judged("a.b", verdict=Outcome.DIVERGED, notes=(NOTE,))
+
+
+def reason_text(grounds: Grounds, verdict: Judged = VERDICT, **around: Any) -> str:
+    """The reason of a culprit of which only this is known."""
+    return explanations.reason_text(
+        Diagnosis(
+            name="a",
+            direction=Direction.FORWARD,
+            grounds=grounds,
+            verdict=verdict,
+            why=Explanation(),
+            **around,
+        )
+    )
 
 
 def types_of_findings() -> set[type]:
@@ -51,19 +70,19 @@ def test_every_member_has_words(enum: str) -> None:
 def test_a_reason_is_one_sentence(grounds: Grounds) -> None:
     """With its name, kind or note in place, and braces in names left alone."""
     verdict = dataclasses.replace(VERDICT, name="{odd}")
-    text = explanations.reason_text(grounds, verdict)
+    text = reason_text(grounds, verdict)
     assert text
     assert "{name}" not in text
 
 
 def test_what_is_around_a_culprit() -> None:
     """What passes before it, or how many of its kind fail."""
-    before = make_verdict("a.a", Kind.INPUT, index=4)
-    text = explanations.reason_text(Grounds.OUTPUT_WITHOUT_INPUTS, VERDICT, before)
+    before = make_judged("a.a", Kind.INPUT, index=4)
+    text = reason_text(Grounds.OUTPUT_WITHOUT_INPUTS, before=before)
     assert text == (
         "it has no traced inputs, and its output fails; the tensor before it (a.a input.4) passes"
     )
-    text = explanations.reason_text(Grounds.MAIN_GRAD, VERDICT, alike=[VERDICT, before, before])
+    text = reason_text(Grounds.MAIN_GRAD, alike=(VERDICT, before, before))
     assert text.endswith("of a.b does not; 1 of 3 of its kind fail")
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_ttrace.diagnose.culprits import localise
+from megatron_ttrace.diagnose.culprits import owner
 from megatron_ttrace.report import html, junit, publish, table, terminal, wandb, wording
+from megatron_ttrace.report.texts import verdict_of
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks, PartialSums
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
@@ -28,7 +30,8 @@ from megatron_ttrace.trace.records import (
     Verdict,
 )
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
-from tests.report.synthetic_report import make_summary, make_verdict
+from tests.diagnose.judged_by_hand import localise
+from tests.report.synthetic_report import make_judged, make_summary, make_verdict
 
 Check = tuple[Summary, list[Verdict]]
 
@@ -196,7 +199,7 @@ def test_culprits_with_one_cause_are_told_once(diverged: Check) -> None:
     assert "with this cause" not in text
 
 
-def norms_not_reduced(layers: int) -> Check:
+def norms_not_reduced(layers: int) -> list[Judged]:
     """Known bug 11 in a deep model: the gradients of all norms are partial sums over tp."""
     norms = [
         f"decoder.layers.{layer}.{norm}"
@@ -204,8 +207,8 @@ def norms_not_reduced(layers: int) -> Check:
         for norm in ("input_layernorm", "pre_mlp_layernorm")
     ]
     names = [*norms, "decoder.final_layernorm", "output_layer"]
-    verdicts = [
-        make_verdict(
+    return [
+        make_judged(
             f"{name}.{leaf}",
             Kind.MAIN_GRAD,
             verdict=Outcome.PASS if name == "output_layer" else Outcome.REPLICA_CONFLICT,
@@ -218,21 +221,27 @@ def norms_not_reduced(layers: int) -> Check:
         for leaf in ("weight", "bias")
     ]
 
-    def explain(verdict: Verdict) -> Explanation:
+
+def deep_check(layers: int) -> Check:
+    """The check that finds this."""
+
+    def explain(verdict: Judged) -> Explanation:
         ranks = FailingRanks(verdict.ranks, 2, 8)
         return Explanation(PartialSums(Cause.PARTIAL, ("tp",)), "there", ranks)
 
+    judged = norms_not_reduced(layers)
+    verdicts = [verdict_of(one) for one in judged]
     summary = dataclasses.replace(
         make_summary(verdicts),
-        culprits=tuple(localise(verdicts, explain)),
-        execution_order=tuple(names),
+        culprits=tuple(localise(judged, explain)),
+        execution_order=tuple(dict.fromkeys(owner(one.name) for one in judged)),
     )
     return summary, verdicts
 
 
 def test_a_deep_model_has_one_culprit_group(tmp_path: Path) -> None:
     """In all layers, on one screen; the same in HTML, JUnit and W&B."""
-    check = norms_not_reduced(64)
+    check = deep_check(64)
     text = text_of(check)
     before_the_table = text.partition("worst tensor of each layer")[0]
     assert len(before_the_table.splitlines()) < 30
@@ -261,8 +270,7 @@ def test_a_deep_model_has_one_culprit_group(tmp_path: Path) -> None:
 
 def test_unknown_causes_are_folded_over_layers() -> None:
     """The same module of several layers is one line, two modules are two."""
-    check = norms_not_reduced(8)
-    culprits = localise(check[1])
+    culprits = localise(norms_not_reduced(8))
     assert [len(group) for group in table.by_cause(culprits)] == [8, 8, 1]
     names = [one.name for one in culprits[2:]]
     said = table.folded(table.by_cause(culprits[2:])[0], ["decoder.layers.0.input_layernorm"])

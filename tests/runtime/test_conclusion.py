@@ -21,6 +21,7 @@ from megatron_ttrace.mcore import versions
 from megatron_ttrace.placement.boxes import Box, product, whole
 from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.runtime.conclusion import _is_evidence, conclude, not_enough, unjudged
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import (
     Kind,
     Outcome,
@@ -28,16 +29,16 @@ from megatron_ttrace.trace.records import (
     Result,
     Summary,
     TraceKey,
-    Verdict,
 )
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
+from tests.diagnose.judged_by_hand import judged
 from tests.placement.meshes import mesh_of
 
 
-def verdict(kind: Kind, outcome: Outcome, index: int = 0) -> Verdict:
+def verdict(kind: Kind, outcome: Outcome, index: int = 0) -> Judged:
     """A verdict of which only kind and outcome matter."""
-    return Verdict(1, 0, kind, "a", index, outcome, 0.0, 0.0, 1.0, 0.0, (0,), "Replicate", (1,))
+    return judged(kind, "a", outcome, microbatch=0, index=index, margin=0.0)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import torch
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.report import files
-from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
+from megatron_ttrace.trace.records import Kind, Result, Summary, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal, verify
+from tests.report.synthetic_report import make_verdict
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a")
 INDEX, DATA = "rank-00000.index.jsonl", "rank-00000.0000.safetensors"
@@ -88,8 +89,7 @@ def test_a_file_that_is_not_listed(reference: Path, name: str) -> None:
 
 def test_a_report(tmp_path: Path) -> None:
     """The summary seals itself and the verdicts."""
-    said = (Outcome.PASS, 1e-7, 1.0, 1e-6, 0.1, (0,), "Replicate", (4,))
-    files.write_verdicts(tmp_path / files.VERDICTS, [Verdict(1, 0, Kind.OUTPUT, "a", 0, *said)])
+    files.write_verdicts(tmp_path / files.VERDICTS, [make_verdict("a")])
     summary = Summary(Result.EQUIVALENT, {"pass": 1}, (), {}, {}, {})
     files.write_summary(tmp_path / files.SUMMARY, summary)
     run = files.run_of(tmp_path)

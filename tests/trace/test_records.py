@@ -29,6 +29,7 @@ from megatron_ttrace.trace.records import (
     Verdict,
 )
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
+from tests.report.synthetic_report import culprit_of, make_verdict
 
 numbers = st.none() | st.floats(min_value=0, allow_nan=False)
 ranks = st.lists(st.integers(0, 2**20), max_size=4).map(tuple)
@@ -169,10 +170,7 @@ def test_summaries_survive(summary):
 def test_an_older_summary_is_read():
     """Its culprits have no hint, no place to look at, and no cause."""
     names = "hint where cause axes"
-    culprit = Culprit(
-        *("a", Kind.OUTPUT, Direction.FORWARD, "", "unknown", 1, 0, 0, Outcome.DIVERGED, (0,)),
-        *(None, None, None, None),
-    )
+    culprit = dataclasses.replace(culprit_of(make_verdict(), "", "unknown"), axes=())
     data = {name: value for name, value in culprit.to_json().items() if name not in names.split()}
     assert Culprit.from_json(data) == culprit
 
@@ -260,7 +258,7 @@ def test_keys_in_words():
 )
 def test_a_foreign_line_is_refused(change):
     """Never half a verdict."""
-    verdict = Verdict(1, 0, Kind.LOSS, "a", 0, Outcome.PASS, *[math.inf] * 4, (), "", (), "")
+    verdict = make_verdict("a", Kind.LOSS, rel_err=math.inf)
     line = {**verdict.to_json(), **change}
     with pytest.raises(CodecError):
         Verdict.from_json(line)
@@ -291,7 +289,7 @@ def test_a_summary_that_cannot_be_true_is_refused(change, reason):
 
 def test_verdicts_are_counted_by_outcome():
     """A summary of another run's verdicts is noticed although their number is the same."""
-    verdict = Verdict(1, 0, Kind.LOSS, "a", 0, Outcome.PASS, *[0.0] * 4, (), "", (), "")
+    verdict = make_verdict("a", Kind.LOSS)
     counted = Summary(Result.EQUIVALENT, {"pass": 1}, (), {}, {}, {})
     assert counted.disagreement([verdict]) == ""
     other = dataclasses.replace(verdict, verdict=Outcome.UNCHECKED)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is concluded about tensors and modules, before ``report/`` puts it into words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_ttrace.trace.findings import Explanation, Grounds, Note
+from megatron_ttrace.trace.records import Direction, Reason, TensorResult
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Judged(TensorResult):
+    """A verdict whose notes are not text yet."""
+
+    notes: tuple[Note, ...] = ()
+    reason: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """A culprit, and everything that is known about it.
+
+    Attributes:
+        name: of the module.
+        direction: the stage of the step in which it went wrong.
+        grounds: why it is a culprit.
+        verdict: of the tensor that represents it.
+        why: its cause.
+        before: of the tensor before that in execution order, if it passes.
+        alike: of all tensors of the same kind, for one that belongs to the whole step.
+        group: number of the culprits that share a cause; 0 if this is not known.
+    """
+
+    name: str
+    direction: Direction
+    grounds: Grounds
+    verdict: Judged
+    why: Explanation
+    before: Judged | None = None
+    alike: tuple[Judged, ...] = ()
+    group: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TooFew:
+    """More tensors are unchecked than are allowed to be.
+
+    ``unchecked`` of the ``judged`` ones, where the share ``allowed`` may be; ``reasons`` are the
+    most frequent ones, each with its number of tensors.
+    """
+
+    unchecked: int
+    judged: int
+    allowed: float
+    reasons: tuple[tuple[Reason | None, int], ...]

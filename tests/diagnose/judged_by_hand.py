@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts that no run made, and their culprits as reports show them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ttrace.diagnose import culprits
+from megatron_ttrace.report.texts import culprit_of
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Kind, Outcome
+
+
+def judged(kind: Kind, name: str, outcome: Outcome = Outcome.PASS, **more: Any) -> Judged:
+    """A verdict of rank 0 in iteration 1; ``error`` is in units of the tolerance ``tolerance``."""
+    tolerance, margin = more.pop("tolerance", 1.0), more.pop("margin", None)
+    error = None if margin is None else margin * tolerance
+    known = {
+        "iteration": 1,
+        "microbatch": STEP_LEVEL,
+        "index": 0,
+        "rel_err": error,
+        "rel_err_eps": error,
+        "tolerance": None if margin is None else tolerance,
+        "margin": margin,
+        "ranks": (0,),
+        "placement": "Replicate",
+        "shape": (2,),
+    }
+    return Judged(kind=kind, name=name, verdict=outcome, **(known | more))
+
+
+def localise(verdicts: Sequence[Judged], *explain: Any, isolated: bool = False) -> list[Culprit]:
+    """The culprits, in words."""
+    return [culprit_of(one) for one in culprits.localise(verdicts, *explain, isolated=isolated)]
