@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import megatron_ttrace
-from megatron_ttrace.trace.codec import Record
 from tests.integration.jobs import ROOT
 
 PATH = ROOT / "docs" / "api.md"
@@ -77,7 +76,8 @@ def _members(value: Any) -> Iterator[str]:
     yield "Fields, then properties and methods:\n"
     for field in dataclasses.fields(value):
         yield f"- `{field.name}: {field.type}`"
-    members = {**vars(value), **(vars(Record) if issubclass(value, Record) else {})}
+    names = dict.fromkeys(name for kind in value.__mro__ for name in vars(kind))
+    members = {name: inspect.getattr_static(value, name) for name in names}
     for name, member in members.items():
         if name.startswith("_") or not (isinstance(member, property) or inspect.isfunction(member)):
             continue

@@ -307,6 +307,27 @@ def namespaces_are_of_commands(known: Modules) -> list[str]:
     ]
 
 
+LONG_CALLS = 39
+"""Calls with more than 5 unnamed arguments, outside ``cpu/``, whose signatures are others'. This number only falls."""
+
+
+def long_calls(known: Modules) -> list[str]:
+    """Calls with more positional arguments than a reader can tell apart."""
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node.func)} has {len(node.args)}"
+        for name, text in known.items()
+        if room_of(name) != "cpu"
+        for node in nodes(text)
+        if isinstance(node, ast.Call) and len(node.args) > 5
+    ]
+
+
+def test_long_calls() -> None:
+    """Name the arguments of a call that has many; lower ``LONG_CALLS`` when there are fewer."""
+    assert len(long_calls({"a": "f(1, 2, 3, 4, 5)\ng(1, 2, 3, 4, 5, 6)\n"})) == 1
+    assert len(long_calls(modules())) <= LONG_CALLS, "\n".join(long_calls(modules()))
+
+
 RULES = [
     namespaces_are_of_commands,
     files_change_in_one_module,
@@ -347,7 +368,6 @@ BROKEN = [
         evaluation_is_a_leaf,
         {"runtime.a": "from megatron_ttrace.evaluation.b import c\n", "evaluation.b": ""},
     ),
-    (upwards, {"compare.a": "from megatron_ttrace.report import b\n", "report.b": ""}),
     (report_renders, {"report.a": "from megatron_ttrace.placement import b\n", "placement.b": ""}),
     (
         circles,

@@ -129,6 +129,23 @@ class _Group(NamedTuple):
     name: str
 
 
+class _What(NamedTuple):
+    """A collective; the fields are those of ``trace/collectives.py: Ran``."""
+
+    iteration: int
+    operation: Operation
+    reduction: str
+    group: _Group
+    dtype: str
+    bytes: int
+    agreed: int
+    peer: int
+
+
+_Place = tuple[str, Phase, CodeType | None, int]
+"""Module, part of the step, code and line of a call."""
+
+
 class _Run:
     """What a thread runs: modules from the outermost, and when which of them was innermost."""
 
@@ -161,7 +178,7 @@ class CollectiveTap:
         self._mesh = mesh
         self._modules = {module: name for names in chunks for name, module in names.modules.items()}
         self._groups: dict[Any, _Group] = {}
-        self._ran: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        self._ran: collections.Counter[tuple[_What, _Place]] = collections.Counter()
         self._order: dict[str, Any] = {}
         self._functions: dict[str, ModuleCode] = {}
         self._users: dict[str, str] = {}
@@ -183,22 +200,21 @@ class CollectiveTap:
     def ledger(self) -> RankLedger:
         """What was recorded, without the code of modules."""
         groups: dict[_Group, int] = {}
-        counts: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        counts: collections.Counter[tuple[_What, _Place]] = collections.Counter()
         own = []
         for (what, place), count in self._ran.items():
-            iteration, operation, reduction, group, dtype, size, agreed, peer = what
-            varies = agreed < 0 and operation not in (Operation.SEND, Operation.RECV)
-            known = groups.setdefault(group, len(groups))
-            size_of_all = -1 if varies else size
-            key = iteration, operation, reduction, known, dtype, size_of_all, agreed, peer, place
+            groups.setdefault(what.group, len(groups))
+            varies = what.agreed < 0 and what.operation not in (Operation.SEND, Operation.RECV)
+            key = what._replace(bytes=-1) if varies else what, place
             counts[key] += count
             if varies:
-                own.append((key, size, count))
+                own.append((key, what.bytes, count))
         numbers = {key: number for number, key in enumerate(counts)}
         ran = []
-        for (*what, (module, phase, code, line)), count in counts.items():
+        for (what, (module, phase, code, line)), count in counts.items():
             where = "" if code is None else sources.shown(code, line)
-            ran.append(Ran(*(*what, module, phase, where, count)))
+            known = what._asdict() | {"group": groups[what.group]}
+            ran.append(Ran(**known, module=module, direction=phase, where=where, count=count))
         order = {name: digest.hexdigest() for name, digest in self._order.items()}
         return RankLedger(
             tuple(ran),
@@ -347,7 +363,7 @@ class CollectiveTap:
         pairs = zip(inputs, agreed, strict=True) if coalesced else [(inputs, agreed)]
         for tensors, alike in pairs:
             size = -1 if what.agreed is None else _bytes(_flat(alike))
-            self._add(what.operation, reduction, known, list(_flat(tensors)), size, peer)
+            self._add(what.operation, reduction, known, [*_flat(tensors)], agreed=size, peer=peer)
 
     def _note_functional(self, operation: Operation, original: Any, args: Any, kwargs: Any) -> None:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -359,7 +375,7 @@ class CollectiveTap:
         reduction = str(given.get("reduceOp", ""))
         for one in _flat(next(iter(given.values()))):
             size = -1 if operation is Operation.ALL_TO_ALL else _bytes([one])
-            self._add(operation, reduction, known, [one], size, -1)
+            self._add(operation, reduction, known, [one], agreed=size)
 
     def _add(
         self,
@@ -367,14 +383,24 @@ class CollectiveTap:
         reduction: str,
         group: _Group,
         tensors: Sequence[torch.Tensor],
+        *,
         agreed: int,
-        peer: int,
+        peer: int = -1,
     ) -> None:
         if len(group.members) < 2 or not tensors:
             return
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        what = operation, reduction, group, dtype, _bytes(tensors), agreed, peer
-        self._ran[(self._iteration, *what), self._place(operation)] += 1
+        what = _What(
+            iteration=self._iteration,
+            operation=operation,
+            reduction=reduction,
+            group=group,
+            dtype=dtype,
+            bytes=_bytes(tensors),
+            agreed=agreed,
+            peer=peer,
+        )
+        self._ran[what, self._place(operation)] += 1
         if operation not in (Operation.SEND, Operation.RECV):
             digest = self._order.setdefault(
                 group.communicator, hashlib.blake2b(digest_size=8, usedforsecurity=False)
@@ -389,7 +415,7 @@ class CollectiveTap:
             known = self._groups[group] = _Group(members, group.group_name, name)
         return known
 
-    def _place(self, operation: Operation) -> tuple[str, Phase, CodeType | None, int]:
+    def _place(self, operation: Operation) -> _Place:
         """Module, part of the step, code and line of the collective that is being called."""
         code, line, phase, nested = _site(operation)
         run = self._run

@@ -110,7 +110,18 @@ class Memory:
             return
         at = bisect.bisect_right(self._addresses, run.address)
         self._addresses.insert(at, run.address)
-        self._spans.insert(at, _Span(run.address, run.end, run.size, place, span[0], numel, tensor))
+        self._spans.insert(
+            at,
+            _Span(
+                address=run.address,
+                end=run.end,
+                size=run.size,
+                place=place,
+                first=span[0],
+                numel=numel,
+                tensor=tensor,
+            ),
+        )
 
     def find(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of the parts in a tensor; what lies between parameters is padding."""

@@ -50,12 +50,12 @@ def initial_values(model: TracedModel) -> list[Initial]:
             pieces = (moments_of(local_view(data, box)) for box in boxes)
             found.append(
                 Initial(
-                    place.name,
-                    str(data.dtype).removeprefix("torch."),
-                    place.logical_shape,
-                    describe(place.placement),
-                    boxes,
-                    sum(pieces, Moments(state=drawn_from[is_within_experts(place.name)])),
+                    name=place.name,
+                    dtype=str(data.dtype).removeprefix("torch."),
+                    logical_shape=place.logical_shape,
+                    placement=describe(place.placement),
+                    boxes=boxes,
+                    moments=sum(pieces, Moments(state=drawn_from[is_within_experts(place.name)])),
                 )
             )
     return found

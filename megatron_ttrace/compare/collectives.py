@@ -60,18 +60,18 @@ class _Alike:
         # Without what only the agreement needs.
         self.rows = [
             Collective(
-                one.iteration,
-                one.operation,
-                one.reduction,
-                names[one.group],
-                sizes[one.group],
-                one.dtype,
-                one.bytes,
-                one.module,
-                one.direction,
-                one.where,
-                one.count,
-                (),
+                iteration=one.iteration,
+                operation=one.operation,
+                reduction=one.reduction,
+                group=names[one.group],
+                size=sizes[one.group],
+                dtype=one.dtype,
+                bytes=one.bytes,
+                module=one.module,
+                direction=one.direction,
+                where=one.where,
+                count=one.count,
+                ranks=(),
             )
             for one in self.ran
         ]
@@ -200,18 +200,18 @@ def rows(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
         first = same[0]
         found.append(
             CollectiveRow(
-                first.operation,
-                first.reduction,
-                first.group,
-                first.size,
-                first.dtype,
-                min(one.bytes for one in same),
-                max(one.bytes for one in same),
-                pattern(first.module),
-                len({one.module for one in same}),
-                first.direction,
-                first.where,
-                max(counts.values()),
+                operation=first.operation,
+                reduction=first.reduction,
+                group=first.group,
+                size=first.size,
+                dtype=first.dtype,
+                least=min(one.bytes for one in same),
+                most=max(one.bytes for one in same),
+                module=pattern(first.module),
+                modules=len({one.module for one in same}),
+                direction=first.direction,
+                where=first.where,
+                count=max(counts.values()),
             )
         )
     order = {phase: number for number, phase in enumerate(Phase)}
@@ -265,20 +265,22 @@ def _disagreements(known: _Ranks) -> Iterable[LedgerFinding]:
                 if (found := known.alike[one].first(number, signature)) is not None
             }
             yield LedgerFinding(
-                LedgerFault.COUNT,
-                name,
-                members,
-                _by_ranks(here, first),
-                operation,
-                reduction,
-                dtype,
-                size,
+                fault=LedgerFault.COUNT,
+                group=name,
+                members=members,
+                ran=_by_ranks(here, first),
+                operation=operation,
+                reduction=reduction,
+                dtype=dtype,
+                bytes=size,
             )
         orders = dict.fromkeys(order for _, order in own.values())
         if not differ and len(orders) > 1:
             order_numbers = {order: number for number, order in enumerate(orders)}
             numbers = {one: order_numbers[order] for one, (_, order) in own.items()}
-            yield LedgerFinding(LedgerFault.ORDER, name, members, _by_ranks(numbers, {}))
+            yield LedgerFinding(
+                fault=LedgerFault.ORDER, group=name, members=members, ran=_by_ranks(numbers, {})
+            )
 
 
 _NOTHING: Counter[_Signature] = Counter()
@@ -320,14 +322,14 @@ def _messages(known: _Ranks) -> Iterable[LedgerFinding]:
         at = {op: first.get((source, target, dtype, size, op)) for op in _MESSAGES}
         ends = zip((source, target), _MESSAGES, strict=True)
         yield LedgerFinding(
-            LedgerFault.COUNT,
-            next(found[1] for found in at.values() if found),
-            (source, target),
-            tuple(
+            fault=LedgerFault.COUNT,
+            group=next(found[1] for found in at.values() if found),
+            members=(source, target),
+            ran=tuple(
                 _ran_here((rank,), counts.get(op, 0), found[0] if (found := at[op]) else None)
                 for rank, op in ends
             ),
-            Operation.SEND,
+            operation=Operation.SEND,
             dtype=dtype,
             bytes=size,
         )
@@ -349,15 +351,15 @@ def _imprecise(known: _Ranks, compute: str, gradients: str) -> Iterable[LedgerFi
     for (name, (operation, reduction, dtype, size), expected), ran_by in found.items():
         rank, first = next(iter(ran_by.items()))
         yield LedgerFinding(
-            LedgerFault.PRECISION,
-            name,
-            known.members(known.groups[rank][first.group]),
-            (_ran_here(tuple(sorted(ran_by)), first.count, first),),
-            operation,
-            reduction,
-            dtype,
-            size,
-            expected,
+            fault=LedgerFault.PRECISION,
+            group=name,
+            members=known.members(known.groups[rank][first.group]),
+            ran=(_ran_here(tuple(sorted(ran_by)), first.count, first),),
+            operation=operation,
+            reduction=reduction,
+            dtype=dtype,
+            bytes=size,
+            expected=expected,
         )
 
 

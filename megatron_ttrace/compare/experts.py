@@ -161,7 +161,17 @@ class ExpertRows:
             rows, _ = self._match(index, rows_key(self._iteration, number, layer), expert)
             words, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
             words = describe_partial(words, over)
-            found.append(Match(there, words, boxes, shape, factor, over, etp if over else 1))
+            found.append(
+                Match(
+                    key=there,
+                    placement=words,
+                    boxes=boxes,
+                    logical_shape=shape,
+                    factor=factor,
+                    partial_over=over,
+                    partial_ranks=etp if over else 1,
+                )
+            )
         return found
 
     def _match(

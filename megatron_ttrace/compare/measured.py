@@ -62,12 +62,13 @@ class Measured:
     def stranger(cls, key: TraceKey, shape: tuple[int, ...]) -> Measured:
         """A tensor that the reference does not have."""
         note = Note(Remark.EXTRA, text="not in the reference")
-        return cls(key, "", (), shape, None, Problem.EXTRA, note)
+        return cls(key, "", (), shape, None, problem=Problem.EXTRA, note=note)
 
     @classmethod
     def misfit(cls, key: TraceKey, shape: tuple[int, ...], why: str) -> Measured:
         """A tensor whose shape fits none of the reference's; of a parameter, the whole one's."""
-        return cls(key, "", (), shape, None, Problem.SHAPE, Note(Remark.SHAPE, text=why))
+        note = Note(Remark.SHAPE, text=why)
+        return cls(key, "", (), shape, None, problem=Problem.SHAPE, note=note)
 
     @property
     def region(self) -> tuple[object, ...]:

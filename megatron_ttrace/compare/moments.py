@@ -44,16 +44,16 @@ class Moments:
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(
-            self.n + other.n,
-            self.sum + other.sum,
-            self.squares + other.squares,
-            self.cubes + other.cubes,
-            self.fourths + other.fourths,
-            min(self.least, other.least),
-            max(self.most, other.most),
-            self.nonfinite + other.nonfinite,
-            joined(self.checksum, other.checksum),
-            self.state or other.state,
+            n=self.n + other.n,
+            sum=self.sum + other.sum,
+            squares=self.squares + other.squares,
+            cubes=self.cubes + other.cubes,
+            fourths=self.fourths + other.fourths,
+            least=min(self.least, other.least),
+            most=max(self.most, other.most),
+            nonfinite=self.nonfinite + other.nonfinite,
+            checksum=joined(self.checksum, other.checksum),
+            state=self.state or other.state,
         )
 
     @property
@@ -104,4 +104,14 @@ def moments_of(data: torch.Tensor) -> Moments:
     if not bool(torch.isfinite(found).all()):
         return Moments(flat.numel(), nonfinite=int((~torch.isfinite(flat)).sum().item()))
     one, two, three, four, low, high = found.tolist()
-    return Moments(flat.numel(), one, two, three, four, low, high, 0, checksum(data))
+    return Moments(
+        n=flat.numel(),
+        sum=one,
+        squares=two,
+        cubes=three,
+        fourths=four,
+        least=low,
+        most=high,
+        nonfinite=0,
+        checksum=checksum(data),
+    )

@@ -115,14 +115,14 @@ class Placer:
         axis = layout.partials.get((key.kind, key.name.partition("#")[0], key.index), "")
         ranks = copies(planned.steps, axis, layout.mesh) if axis else 1
         return Match(
-            key,
-            describe_partial(planned.words, axis if ranks > 1 else ""),
-            planned.boxes,
-            whole,
-            self.factor(key),
-            axis if ranks > 1 else "",
-            ranks,
-            copies(planned.steps, REDUCED_OVER, layout.mesh),
+            key=key,
+            placement=describe_partial(planned.words, axis if ranks > 1 else ""),
+            boxes=planned.boxes,
+            logical_shape=whole,
+            factor=self.factor(key),
+            partial_over=axis if ranks > 1 else "",
+            partial_ranks=ranks,
+            copies=copies(planned.steps, REDUCED_OVER, layout.mesh),
         )
 
     def _infer(

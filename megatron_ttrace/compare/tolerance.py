@@ -231,7 +231,9 @@ class Tolerances:
         # Perturbations everywhere move a tensor further than what a GPU adds up in another order.
         is_noise = repeated > max(eps, self._compute, NOISE * max(seeds, default=0.0))
         unit = eps if key.kind in _COMPUTED else 0.0
-        return Tolerance(value, rms, self._bound, unit, repeated, is_noise)
+        return Tolerance(
+            value=value, rms=rms, bound=self._bound, unit=unit, repeated=repeated, is_noise=is_noise
+        )
 
     @property
     def repeated(self) -> list[TraceKey]:

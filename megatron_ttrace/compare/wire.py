@@ -86,16 +86,16 @@ def decode(message: Any) -> list[Held]:
             raise CodecError(f"ranks {row.ranks} of {len(ranks)}")
         part = said.parts[row.part]
         measured = Measured(
-            row.key,
-            part.placement,
-            part.boxes,
-            part.logical_shape,
-            row.sums,
-            row.problem,
-            row.note,
-            row.sketch,
-            row.moments,
-            part.partial_over,
+            key=row.key,
+            placement=part.placement,
+            boxes=part.boxes,
+            logical_shape=part.logical_shape,
+            sums=row.sums,
+            problem=row.problem,
+            note=row.note,
+            sketch=row.sketch,
+            moments=row.moments,
+            partial_over=part.partial_over,
         )
         found.append(Held(ranks[row.ranks], row.copies, measured))
     return found

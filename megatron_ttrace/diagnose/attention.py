@@ -193,7 +193,17 @@ def _attention(evidence: Evidence) -> _Attention | None:
     lse = torch.logsumexp(score, -1, keepdim=True)
     delta = (grad * (torch.exp(score - lse) @ v)).sum(-1, keepdim=True)
     index = evidence.key.index
-    return _Attention(index, q, k, v, grad, lse, delta, groups if index else h, at)
+    return _Attention(
+        index=index,
+        q=q,
+        k=k,
+        v=v,
+        grad=grad,
+        lse=lse,
+        delta=delta,
+        groups=groups if index else h,
+        at=at,
+    )
 
 
 def _positions(evidence: Evidence, length: int) -> tuple[torch.Tensor, ...] | None:

@@ -82,13 +82,13 @@ def residual(evidence: Evidence) -> Residual:
                 worst[index] = max(size, worst.get(index, 0.0))
             worst = dict(sorted(worst.items(), key=lambda one: -one[1])[:WORST])
     return Residual(
-        evidence.key,
-        total,
-        exact,
-        LOWEST,
-        tuple(counts),
-        _side_by_side(evidence, worst),
-        tuple((part.rank, _spans(part.boxes)) for part in evidence.parts[:_RANKS]),
+        key=evidence.key,
+        total=total,
+        exact=exact,
+        lowest=LOWEST,
+        counts=tuple(counts),
+        worst=_side_by_side(evidence, worst),
+        boxes=tuple((part.rank, _spans(part.boxes)) for part in evidence.parts[:_RANKS]),
     )
 
 

@@ -56,22 +56,22 @@ def _is_full_precision(args: Any) -> bool:
 
 KNOWN = (
     KnownFailure(
-        1,
-        RuntimeError,
-        "core/optimizer/distrib_optimizer.py",
-        "_set_main_param_and_optimizer_states",
-        lambda args: bool(
+        finding=1,
+        error=RuntimeError,
+        file="core/optimizer/distrib_optimizer.py",
+        function="_set_main_param_and_optimizer_states",
+        when=lambda args: bool(
             args.use_distributed_optimizer and args.load and _is_full_precision(args)
         ),
-        "add --dist-ckpt-optim-fully-reshardable, or train in --bf16",
+        advice="add --dist-ckpt-optim-fully-reshardable, or train in --bf16",
     ),
     KnownFailure(
-        32,
-        TypeError,
-        "training/training.py",
-        "get_train_valid_test_num_samples",
-        lambda args: args.eval_interval is None,
-        "add --eval-interval 1000",
+        finding=32,
+        error=TypeError,
+        file="training/training.py",
+        function="get_train_valid_test_num_samples",
+        when=lambda args: args.eval_interval is None,
+        advice="add --eval-interval 1000",
     ),
 )
 

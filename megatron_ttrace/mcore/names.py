@@ -90,7 +90,14 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
         if getattr(chunk, "pre_process", True)
         else (name for name in modules if f"{name}.".startswith("embedding."))
     )
-    return Names(modules, parameters, buffers, frozenset(spans), frozenset(repeated), tuple(unused))
+    return Names(
+        modules=modules,
+        parameters=parameters,
+        buffers=buffers,
+        spans=frozenset(spans),
+        repeated=frozenset(repeated),
+        unused=tuple(unused),
+    )
 
 
 def _head_is_unused(chunk: torch.nn.Module) -> bool:

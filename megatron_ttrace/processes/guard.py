@@ -285,7 +285,15 @@ class Guarded:
             return None
         flags = None if name == "execve" else arguments[1 + (name == "openat")] & 0xFFFFFFFF
         pairs = (word.partition("=")[::2] for word in variables)
-        return Request(process, path, flags, words, dict(pairs), self, number)
+        return Request(
+            process=process,
+            path=path,
+            flags=flags,
+            words=words,
+            environment=dict(pairs),
+            _guard=self,
+            _id=number,
+        )
 
     def answer(self, number: int, value: int, error: int, flags: int) -> None:
         """Send the kernel an answer; a process that was killed meanwhile needs none."""

@@ -154,7 +154,16 @@ def heat_map_figure(
     longest = max((len(text) for one in maps for _, text, _ in one.rows), default=0)
     label = math.ceil(_LETTER * longest) + 4
     lines = arrangements([panel.width for panel in maps[0].panels], label, GAP)
-    return HeatMapFigure(maps, label, lines, header, pitch, len(names), cells, places)
+    return HeatMapFigure(
+        maps=maps,
+        label=label,
+        lines=lines,
+        header=header,
+        pitch=pitch,
+        folded=len(names),
+        cells=cells,
+        places=places,
+    )
 
 
 def _map(

@@ -211,7 +211,16 @@ def layer_rows(verdicts: Sequence[Verdict]) -> list[LayerRow]:
         worst = group.worst
         tensor = f"{split_name(worst.name, stacks)[1]} {worst.kind.value}.{worst.index}"
         start = first[layer, direction]
-        rows.append(LayerRow(layer, direction, group, depths[layer], tensor, start))
+        rows.append(
+            LayerRow(
+                layer=layer,
+                direction=direction,
+                group=group,
+                depth=depths[layer],
+                tensor=tensor,
+                first=start,
+            )
+        )
     return sorted(rows, key=_worst_first)
 
 

@@ -127,11 +127,11 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
     """
     is_packed = packed.padded_for(args) > 1
     return RankLayout(
-        model.mesh,
-        args.seq_length * (args.micro_batch_size if is_packed else 1),
-        model.gated,
-        gradient_factor(args, model.mesh),
-        frozenset(
+        mesh=model.mesh,
+        seq_length=args.seq_length * (args.micro_batch_size if is_packed else 1),
+        gated=model.gated,
+        gradient_factor=gradient_factor(args, model.mesh),
+        sequence_first=frozenset(
             name
             for names in model.names
             for name, module in names.modules.items()
@@ -139,12 +139,12 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
             # Modules that contain it have that attribute too, but do not transpose.
             and hasattr(module, "vocab_start_index")
         ),
-        stacked_outputs(model.names),
-        head_rows(model.names),
-        scale,
-        dispatcher(args),
-        partials(model.names),
-        is_packed,
+        stacked=stacked_outputs(model.names),
+        head_rows=head_rows(model.names),
+        loss_scale=scale,
+        dispatcher=dispatcher(args),
+        partials=partials(model.names),
+        packed=is_packed,
     )
 
 

@@ -119,7 +119,14 @@ def conclude(
             eps,
         ),
         *by_design.review(
-            judged, computed, reference, tolerances, eps, mesh, ledger, isolated=config.isolate
+            judged,
+            computed,
+            reference,
+            tolerances,
+            eps=eps,
+            mesh=mesh,
+            ledger=ledger,
+            isolated=config.isolate,
         ),
         *coverage.verdicts,
     ]

@@ -126,12 +126,12 @@ def changed(edits: Edits, messages: Sequence[Any], once: folded.Once) -> Changed
         state = Execution.NOT_RUN if is_known else Execution.NOT_KNOWN
         found.append(
             ChangedFunction(
-                edit.file,
-                edit.function,
-                edit.line,
-                Execution.ELSEWHERE if ran else state,
-                tuple(dict.fromkeys(module for module, _ in ran if module)),
-                tuple(dict.fromkeys(phase for _, phase in ran)),
+                file=edit.file,
+                function=edit.function,
+                line=edit.line,
+                ran=Execution.ELSEWHERE if ran else state,
+                modules=tuple(dict.fromkeys(module for module, _ in ran if module)),
+                phases=tuple(dict.fromkeys(phase for _, phase in ran)),
             )
         )
     return ChangedCode(edits.since, tuple(found))

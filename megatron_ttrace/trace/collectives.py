@@ -48,7 +48,7 @@ class Phase(StrEnum):
     OTHER = "other"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Collective(Record):
     """Equal collectives of one module: one line of ``collectives.jsonl``.
 
@@ -79,7 +79,7 @@ class Collective(Record):
     ranks: tuple[Rank, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow(Record):
     """Alike collectives of all layers: one row of the table in a report.
 
@@ -123,7 +123,7 @@ class Group(Record):
     order: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ran(Record):
     """Equal collectives as one rank records them. Ranks in groups of one structure have equal ones.
 
@@ -258,7 +258,7 @@ class RanHere:
     where: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerFinding(Record):
     """A fault that the collectives themselves show, whatever the tensors' values are.
 

@@ -258,15 +258,15 @@ def _counting(message: Any, known: int, once: Once) -> Counting:
     statistic, value, unknown = _VALUES((statistic, value, unknown))
     found = once(_SUMS, made)
     return Counting(
-        statistic,
-        tuple(
+        statistic=statistic,
+        made=tuple(
             Sum(group, order, _terms(own, known), _terms(earlier, len(found)))
             for group, order, own, earlier in found
         ),
-        _terms(once(_SPANS, parts), known),
-        _terms(once(_SPANS, sums), len(found)),
-        value,
-        unknown,
+        parts=_terms(once(_SPANS, parts), known),
+        sums=_terms(once(_SPANS, sums), len(found)),
+        value=value,
+        unknown=unknown,
     )
 
 

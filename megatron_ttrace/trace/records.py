@@ -203,13 +203,7 @@ class TraceKey:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorResult(Record):
-    """What was measured of a logical tensor, and its outcome.
-
-    ``rel_err`` is the relative error of the worst rank, ``rel_err_eps`` the same in machine
-    epsilons of the compute dtype, ``tolerance`` what rounding alone may cause, ``margin`` their
-    ratio; all four are ``None`` where nothing could be measured. ``ranks`` are those the verdict
-    speaks of (the worst ones of a failure, all holders of a pass). ``shape`` is the logical shape.
-    """
+    """What a verdict says without words; the fields are explained in :class:`Verdict`."""
 
     iteration: Count
     microbatch: Microbatch
@@ -243,7 +237,14 @@ class TensorResult(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict(TensorResult):
-    """One line of ``verdicts.jsonl``; ``note`` is for people, what is decided on is ``reason``."""
+    """One line of ``verdicts.jsonl``.
+
+    ``rel_err`` is the relative error of the worst rank, ``rel_err_eps`` the same in machine
+    epsilons of the compute dtype, ``tolerance`` what rounding alone may cause, ``margin`` their
+    ratio; all four are ``None`` where nothing could be measured. ``ranks`` are those the verdict
+    speaks of (the worst ones of a failure, all holders of a pass). ``shape`` is the logical shape.
+    ``note`` is for people; what is decided on is ``reason``.
+    """
 
     note: str = ""
     reason: Reason | None = None

@@ -299,7 +299,7 @@ def test_an_error_of_ours_is_no_error_of_the_step(
 ) -> None:
     """The step goes on; the record says that it is not complete."""
 
-    def broken(*args: object) -> None:
+    def broken(*args: object, **named: object) -> None:
         raise RuntimeError("broken")
 
     tap = tap_of(nn.Linear(1, 1))

@@ -65,5 +65,15 @@ def test_bad_seeds(seeds, capsys):
 
 def test_a_line_tells_of_lost_exactness():
     """A line shows lost exactness beside the worst margin."""
-    row = MatrixRow("pp2", Result.EQUIVALENT, 9, 0, 0.1, "w", 1.0, exact=5, inexact=2)
+    row = MatrixRow(
+        name="pp2",
+        verdict=Result.EQUIVALENT,
+        tensors=9,
+        unchecked=0,
+        worst_margin=0.1,
+        worst="w",
+        seconds=1.0,
+        exact=5,
+        inexact=2,
+    )
     assert "2 of 5 not bitwise" in matrix._line(row)

@@ -120,8 +120,18 @@ class World:
 def reduction(phase, operation=Operation.REDUCE_SCATTER, module="layer.mlp", **more):
     """A collective over tp of one activation."""
     made = Collective(
-        *(1, operation, "sum", "tp", 2, "float32", 4 * S * H),
-        *(module, phase, "mappings.py:1 (f)", 1, (0, 1)),
+        iteration=1,
+        operation=operation,
+        reduction="sum",
+        group="tp",
+        size=2,
+        dtype="float32",
+        bytes=4 * S * H,
+        module=module,
+        direction=phase,
+        where="mappings.py:1 (f)",
+        count=1,
+        ranks=(0, 1),
     )
     return dataclasses.replace(made, **more)
 

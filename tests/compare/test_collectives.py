@@ -82,18 +82,18 @@ def rank(*called: Called, order: str = "a") -> RankLedger:
     for one in called:
         varies = one.operation is Operation.ALL_TO_ALL
         ran = Ran(
-            one.iteration,
-            one.operation,
-            one.reduction,
-            numbers[one.group, one.members, one.communicator],
-            one.dtype,
-            -1 if varies else one.bytes,
-            -1 if varies else one.agreed,
-            one.members.index(one.peer) if one.peer >= 0 else -1,
-            one.module,
-            one.direction,
-            one.where,
-            0,
+            iteration=one.iteration,
+            operation=one.operation,
+            reduction=one.reduction,
+            group=numbers[one.group, one.members, one.communicator],
+            dtype=one.dtype,
+            bytes=-1 if varies else one.bytes,
+            agreed=-1 if varies else one.agreed,
+            peer=one.members.index(one.peer) if one.peer >= 0 else -1,
+            module=one.module,
+            direction=one.direction,
+            where=one.where,
+            count=0,
         )
         counts[ran] += one.count
         if varies:

@@ -51,8 +51,24 @@ def tolerances(tolerance=0.01):
 def found(error=0.0, boxes=WHOLE, *, key=KEY, checksum=1, nonfinite=0, problem=None):
     """What a rank with reference elements of one measured: relative error ``error``."""
     n = sum(box.numel for box in boxes)
-    sums = Sums(n, n * error**2, n, n, n, error, nonfinite, checksum)
-    return Measured(key, "tp:Shard(0)", boxes, SHAPE, None if problem else sums, problem)
+    sums = Sums(
+        n=n,
+        diff=n * error**2,
+        reference=n,
+        candidate=n,
+        dot=n,
+        worst=error,
+        nonfinite=nonfinite,
+        checksum=checksum,
+    )
+    return Measured(
+        key=key,
+        placement="tp:Shard(0)",
+        boxes=boxes,
+        logical_shape=SHAPE,
+        sums=None if problem else sums,
+        problem=problem,
+    )
 
 
 def verdict_of(*ranks, limits=None, key=KEY):

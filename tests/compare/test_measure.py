@@ -239,7 +239,14 @@ def test_strides_do_not_matter():
 def test_scalars_single_elements_and_empty_tensors():
     """0 dims, one element, no element."""
     assert measure(torch.tensor(3.0), torch.tensor(1.0), whole(torch.tensor(1.0))) == Sums(
-        1, 4.0, 1.0, 9.0, 3.0, 2.0, 0, checksum(torch.tensor(3.0))
+        n=1,
+        diff=4.0,
+        reference=1.0,
+        candidate=9.0,
+        dot=3.0,
+        worst=2.0,
+        nonfinite=0,
+        checksum=checksum(torch.tensor(3.0)),
     )
     one = torch.tensor([[2.0]])
     assert measure(one, one, whole(one)).diff == 0.0
@@ -289,7 +296,16 @@ def test_discrete_tensors(dtype):
     r = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
     c = torch.tensor([0, 1, 0, 1, 1]).to(dtype)
     assert measure(r, r, whole(r)).diff == 0.0
-    assert measure(c, r, whole(r)) == Sums(5, 2.0, 5.0, 5.0, 3.0, 1.0, 0, checksum(c))
+    assert measure(c, r, whole(r)) == Sums(
+        n=5,
+        diff=2.0,
+        reference=5.0,
+        candidate=5.0,
+        dot=3.0,
+        worst=1.0,
+        nonfinite=0,
+        checksum=checksum(c),
+    )
     assert measure(r, r, whole(r)).checksum == 0
 
 

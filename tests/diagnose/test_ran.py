@@ -72,7 +72,18 @@ def ran(
     """A collective of the first iteration."""
     reduction = "sum" if operation.reduces else ""
     return Collective(
-        1, operation, reduction, group, 2, "float32", size, module, direction, place, 1, (0, 1)
+        iteration=1,
+        operation=operation,
+        reduction=reduction,
+        group=group,
+        size=2,
+        dtype="float32",
+        bytes=size,
+        module=module,
+        direction=direction,
+        where=place,
+        count=1,
+        ranks=(0, 1),
     )
 
 
@@ -291,7 +302,9 @@ def test_changed_code_in_a_culprit(
     expected: bool,
 ) -> None:
     """Where it ran in the culprit, inside it, or in its part of the step; then it is first."""
-    ran = ChangedFunction("a.py", "f", 1, Execution.ELSEWHERE, modules, phases)
+    ran = ChangedFunction(
+        file="a.py", function="f", line=1, ran=Execution.ELSEWHERE, modules=modules, phases=phases
+    )
     idle = ChangedFunction("a.py", "g", 9, Execution.NOT_RUN)
     found = in_culprits(ChangedCode("v1", (idle, ran)), [blamed(name, direction)])
     state = Execution.IN_CULPRIT if expected else Execution.ELSEWHERE

@@ -71,7 +71,16 @@ def measured(job: Job, rank: int, *, failing: bool) -> list[Measured]:
             # Numbers of a tensor's own, as long in JSON as real ones.
             seed = number(one.key) ^ (hash(one.region) & 0xFFFFFFFF)
             error = 0.5 if failing and FAILING in one.key.name else 1e-6 * (seed % 997) / 997
-            sums = Sums(n, error**2 * n, n / 3, n / 3, n / 3, error, 0, seed)
+            sums = Sums(
+                n=n,
+                diff=error**2 * n,
+                reference=n / 3,
+                candidate=n / 3,
+                dot=n / 3,
+                worst=error,
+                nonfinite=0,
+                checksum=seed,
+            )
             found.append(dataclasses.replace(one, sums=sums))
     return found
 

@@ -79,12 +79,12 @@ def records(draw):
         ]
         countings.append(
             Counting(
-                statistic,
-                tuple(made),
-                terms(len(parts)),
-                terms(len(made)),
-                draw(st.floats()),
-                draw(st.text("?")),
+                statistic=statistic,
+                made=tuple(made),
+                parts=terms(len(parts)),
+                sums=terms(len(made)),
+                value=draw(st.floats()),
+                unknown=draw(st.text("?")),
             )
         )
     held = tuple(term.number for term in terms(len(parts)))

@@ -75,11 +75,28 @@ def check_with(name: str, note: str, verdict: Outcome = Outcome.DIVERGED):
         versions={name: note},
         collectives=(
             CollectiveRow(
-                *(Operation.REDUCE, note, name, 2, note, 1, 2, name, 1, Phase.OTHER, note, 1),
+                operation=Operation.REDUCE,
+                reduction=note,
+                group=name,
+                size=2,
+                dtype=note,
+                least=1,
+                most=2,
+                module=name,
+                modules=1,
+                direction=Phase.OTHER,
+                where=note,
+                count=1,
             ),
         ),
         collective_findings=tuple(
-            LedgerFinding(fault, name, (0, 1), (RanHere((0,), 1, name, note),), dtype=note)
+            LedgerFinding(
+                fault=fault,
+                group=name,
+                members=(0, 1),
+                ran=(RanHere((0,), 1, name, note),),
+                dtype=note,
+            )
             for fault in LedgerFault
         ),
     )

@@ -45,7 +45,16 @@ def check(one: Configuration, name: str, seed: int, runner: Runner) -> MatrixRow
         # Log lines belong to some errors, and their text is foreign.
         why = clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)
         seconds = time.monotonic() - began
-        return MatrixRow(name, Result.COULD_NOT_CHECK, 0, 0, 0.0, "", seconds, why)
+        return MatrixRow(
+            name=name,
+            verdict=Result.COULD_NOT_CHECK,
+            tensors=0,
+            unchecked=0,
+            worst_margin=0.0,
+            worst="",
+            seconds=seconds,
+            why=why,
+        )
     worst = max(verdicts, key=suites.margin_of)
     return MatrixRow(
         name=name,

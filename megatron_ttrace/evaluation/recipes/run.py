@@ -241,7 +241,12 @@ def coverage(recipes: Iterable[Recipe], finished: dict[str, JobRow]) -> list[Rec
             worst = max((finished[key] for key in keys), key=lambda row: _WORST.index(row.answer))
             rows.append(
                 RecipeRow(
-                    recipe.name, worst.answer, worst.why, worst.finding, keys, tuple(recipe.lost)
+                    name=recipe.name,
+                    answer=worst.answer,
+                    why=worst.why,
+                    finding=worst.finding,
+                    jobs=keys,
+                    lost=tuple(recipe.lost),
                 )
             )
     return rows
