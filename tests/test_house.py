@@ -308,7 +308,7 @@ def namespaces_are_of_commands(known: Modules) -> list[str]:
 
 
 LONG_CALLS = 39
-"""Calls with more than 5 unnamed arguments, outside ``cpu/``, whose signatures are others'. This number only falls."""
+"""Calls with more than 5 unnamed arguments; ``cpu/`` has others' signatures. It only falls."""
 
 
 def long_calls(known: Modules) -> list[str]:
