@@ -313,6 +313,11 @@ def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
     if re.match(r"\w+\+=", words[0]):
         raise TTraceError(f"{words[0][:40]!a} adds to a variable: write its whole value")
     name, rest = os.path.basename(words[0]), words[1:]
+    if name == "env" and rest[:1] and rest[0].startswith("-"):
+        raise TTraceError(
+            f"env {rest[0][:40]!a} takes variables away from the job: unset them in this shell, "
+            "and give the command without it"
+        )
     if name in _PREFIXES:
         return _words(rest, context)
     if name in _TORCHRUN:
