@@ -72,9 +72,8 @@ def traced_step(options: Options) -> Iterator[Row]:
             note = f"plain {turns.plain_peak / _MB:.0f} MB; {turns.peak_mapped / _MB:.0f} MB with "
             note += "mapped files"
             yield Row("memory", f"{job.name}: above plain", memory, "MB a rank", note)
-            for name in ("reference", "candidate"):
-                size = _size(home / "run" / name) / _MB
-                yield Row("disk", f"{job.name}: {name}", size, "MB")
+            size = _size(home / "run" / "reference") / _MB
+            yield Row("disk", f"{job.name}: reference", size, "MB")
 
 
 def other_tools(options: Options) -> Iterator[Row]:

@@ -25,7 +25,7 @@ def shown(row: Row) -> str:
 
 
 def write(path: Path, rows: Sequence[Row], machine: str, pairs: int) -> None:
-    """Put the rows between the markers; those that were not measured now stay there.
+    """Put the rows between the markers; those that were not measured now stay, with their date.
 
     Raises:
         ValueError: when the page has no markers.
@@ -39,16 +39,13 @@ def write(path: Path, rows: Sequence[Row], machine: str, pairs: int) -> None:
     kept = [
         one for one in old.splitlines() if (m := _ROW.match(one)) and m.groups() not in measured
     ]
-    new = [
-        f"| {r.section} | {r.name} | {shown(r)} | {r.note} | {_how(machine, pairs)} |" for r in rows
-    ]
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    new = [f"| {r.section} | {r.name} | {shown(r)} | {r.note} | {today} |" for r in rows]
+    how = f"Latest run: {today}, {pairs} pairs, {machine}."
     head = ["| section | what | figure | | measured |", "|---|---|---|---|---|"]
     body = sorted((*kept, *new), key=_section)
-    path.write_text("\n".join([before + BEGIN, *head, *body, END + after]), encoding="utf-8")
-
-
-def _how(machine: str, pairs: int) -> str:
-    return f"{datetime.now(UTC):%Y-%m-%d}, {pairs} pairs, {machine}"
+    lines = [before + BEGIN, how, "", *head, *body, END + after]
+    path.write_text("\n".join(lines), encoding="utf-8")
 
 
 def _section(row: str) -> str:
