@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.experts import ExpertSink, Microbatch
-from megatron_ttrace.compare.routing import Groups
+from megatron_ttrace.trace.captured import Groups
 
 _Function = Callable[..., Any]
 

@@ -39,7 +39,7 @@ from megatron_ttrace.capture.modules import tensors_in
 from megatron_ttrace.errors import one_line
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.groups import group_name
-from megatron_ttrace.mcore.names import ROOT, Names
+from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import (
     Group,
@@ -51,6 +51,7 @@ from megatron_ttrace.trace.collectives import (
     RankLedger,
 )
 from megatron_ttrace.trace.counted import runs_of
+from megatron_ttrace.trace.records import ROOT
 
 _NODES = 200
 """Graph nodes of a module that are looked at for autograd functions."""

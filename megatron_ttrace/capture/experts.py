@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron_ttrace.compare.device import to_device
-from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.token_index import TokenIndex
+from megatron_ttrace.trace.captured import Groups
+from megatron_ttrace.trace.staging import to_device
 
 CAN_FOLLOW = ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher")
 """Dispatchers whose steps carry any tensor of tokens; DeepEP's kernels want hidden states."""

@@ -8,15 +8,15 @@ import dataclasses
 import torch
 
 from megatron_ttrace.capture.step import TracedModel, has_positions
-from megatron_ttrace.compare.checksum import checksum
-from megatron_ttrace.compare.measure import local_view
-from megatron_ttrace.compare.moments import Moments, moments_of
 from megatron_ttrace.mcore import quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.plan import describe
+from megatron_ttrace.trace.checksum import checksum
+from megatron_ttrace.trace.moments import Moments, moments_of
+from megatron_ttrace.trace.views import local_view
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ from megatron_ttrace.capture.direct import DirectCalls
 from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
-from megatron_ttrace.mcore.names import ROOT, Names
+from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.captured import Place
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.records import ROOT, Kind
 
 
 class Sink(ExpertSink, Protocol):

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.chunk_state import ChunkState
-from megatron_ttrace.mcore.names import ROOT, Names
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.trace.records import ROOT, Kind
 
 _PIECES = (
     *("pre_dispatch_computation", "attn"),  # megatron-core 0.19, and before

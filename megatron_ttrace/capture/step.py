@@ -19,7 +19,7 @@ from megatron_ttrace.capture.isolate import clipped_by
 from megatron_ttrace.capture.loads import watched
 from megatron_ttrace.capture.modules import ModuleTap, Sink
 from megatron_ttrace.mcore import logged
-from megatron_ttrace.mcore.names import ROOT, Names
+from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
@@ -37,6 +37,7 @@ from megatron_ttrace.trace.records import (
     LEFT,
     LOADS,
     LOSS,
+    ROOT,
     STEP_LEVEL,
     VALUE,
     Kind,

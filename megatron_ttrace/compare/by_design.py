@@ -39,13 +39,12 @@ from megatron_ttrace.compare.judge import judge, summed, verdict_of
 from megatron_ttrace.compare.measure import relative_error
 from megatron_ttrace.compare.planning import REDUCED_OVER
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.trace.collectives import Ledger, Phase
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import FLOW, Direction, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import FLOW, ROOT, Direction, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 _GRADIENT = {Kind.OUTPUT: Kind.GRAD_OUTPUT, Kind.INPUT: Kind.GRAD_INPUT}

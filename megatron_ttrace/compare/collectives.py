@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -32,6 +31,7 @@ from megatron_ttrace.trace.collectives import (
     RanHere,
     RankLedger,
     Sources,
+    pattern,
 )
 from megatron_ttrace.trace.counted import Runs, ranks_of
 
@@ -216,11 +216,6 @@ def rows(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
         )
     order = {phase: number for number, phase in enumerate(Phase)}
     return tuple(sorted(found, key=lambda row: order[row.direction]))
-
-
-def pattern(module: str) -> str:
-    """A module's name without the numbers of its layer and its expert."""
-    return re.sub(r"\b\d+\b", "*", module)
 
 
 def _sources(ranks: Sequence[RankLedger]) -> Sources:

@@ -14,22 +14,14 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.checksum import MASK, weighted
-from megatron_ttrace.compare.measure import Sums, box_views, plain_sums
-from megatron_ttrace.compare.staging import stage
+from megatron_ttrace.compare.measure import Sums, plain_sums
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.checksum import MASK, weighted
+from megatron_ttrace.trace.staging import to_device
+from megatron_ttrace.trace.views import box_views
 
 ROW = 8
 """diff, reference, candidate, dot, worst; nonfinite, undefined, checksum."""
-
-
-def to_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to ``device`` without waiting for it."""
-    if data.device == device:
-        return data
-    if device.type == "cuda" and data.device.type == "cpu" and data.numel():
-        return stage(device).copy(data)
-    return data.to(device, non_blocking=True)
 
 
 def launch(

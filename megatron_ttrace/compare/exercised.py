@@ -12,13 +12,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
 
 import torch
 
 from megatron_ttrace.compare.tokens import PRIMARY
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.mcore import quiet
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.judged import Judged
@@ -79,30 +77,6 @@ class Requested(Record):
     buckets: int = 0
     final_batch: int = 0
     micro_batch: int = 0
-
-    @classmethod
-    def of(cls, args: Any, chunks: Sequence[Any] = ()) -> Self:
-        """From Megatron's validated arguments and this rank's model chunks."""
-        window = getattr(args, "window_size", None)
-        sparse = getattr(args, "experimental_attention_variant", None) == "dsa"
-        return cls(
-            dropout=quiet.has_dropout(args),
-            random_routing=quiet.has_random_routing(args),
-            clip=float(args.clip_grad or 0.0),
-            masks_ends=bool(args.eod_mask_loss),
-            resets_positions=bool(args.reset_position_ids),
-            resets_attention=bool(args.reset_attention_mask),
-            per_token_loss=bool(args.calculate_per_token_loss),
-            seq_length=int(args.seq_length),
-            window=max(0, int(window[0])) if window else 0,
-            sparse=int(getattr(args, "dsa_indexer_topk", None) or 0) if sparse else 0,
-            drops_tokens=getattr(args, "moe_expert_capacity_factor", None) is not None,
-            sharded_optimizer=bool(args.use_distributed_optimizer),
-            overlap=bool(args.overlap_grad_reduce or getattr(args, "overlap_param_gather", False)),
-            buckets=_buckets(chunks),
-            final_batch=int(args.global_batch_size) if args.rampup_batch_size else 0,
-            micro_batch=int(args.micro_batch_size),
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,12 +279,3 @@ def _zero_by_name(tolerances: Tolerances, keys: Iterable[TraceKey]) -> dict[str,
     for key in keys:
         zero[key.name] = zero.get(key.name, True) and tolerances.of(key).rms == 0.0
     return zero
-
-
-def _buckets(chunks: Sequence[Any]) -> int:
-    """Gradient buckets of Megatron's DistributedDataParallel; 0 for another wrapper."""
-    return sum(
-        len(getattr(chunk, "bucket_groups", ()))
-        + len(getattr(chunk, "expert_parallel_bucket_groups", ()))
-        for chunk in chunks
-    )

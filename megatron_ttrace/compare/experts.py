@@ -15,7 +15,7 @@ import torch
 
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.mcore.roles import expert_and_module, is_partial, is_within_experts
+from megatron_ttrace.mcore.roles import expert_and_module, is_partial
 from megatron_ttrace.placement.boxes import Box, DimMap, length, product, whole
 from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import Mesh
@@ -23,20 +23,6 @@ from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex, expert_boxes, match
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
-
-FOLLOWED = ("alltoall", "allgather")
-"""Dispatchers (``--moe-token-dispatcher-type``) that can also send other data than activations."""
-
-
-def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
-    """Whether ``key`` lies in distributed experts whose dispatcher cannot be followed."""
-    spread = mesh.size("ep") > 1 or mesh.size("etp") > 1
-    return (
-        spread
-        and dispatcher not in FOLLOWED
-        and key.microbatch >= 0
-        and is_within_experts(key.name)
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

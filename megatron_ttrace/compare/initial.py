@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ttrace.compare.judge import conflicting, verdict_of
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.mcore.roles import without_number
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace.findings import Cause, Note, Remark, Sample
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey
 
 LIMIT = 36.0

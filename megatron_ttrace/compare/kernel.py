@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_ttrace.compare.checksum import WORDS, powers, weights
+from megatron_ttrace.trace.checksum import WORDS, powers, weights
 
 _BLOCK = 2048
 _BLOCKS = 8

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import xxhash
 
 from megatron_ttrace.compare import native
 from megatron_ttrace.compare.blocks import blocks
-from megatron_ttrace.compare.checksum import checksum, joined
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Bounds, Count, Word
+from megatron_ttrace.trace.checksum import checksum, joined
+from megatron_ttrace.trace.codec import Count, Word
 from megatron_ttrace.trace.memory import memory
-
-Total = Annotated[float, Bounds(0.0, nan=True)]
-"""A sum of squares, or a largest difference."""
+from megatron_ttrace.trace.moments import Total
+from megatron_ttrace.trace.views import box_views
 
 _SMALL = 1 << 22
 """Bytes of a tensor that is copied as a whole to be read in order."""
@@ -77,35 +76,6 @@ class Sums:
             checksum=joined(self.checksum, other.checksum),
             undefined=self.undefined + other.undefined,
         )
-
-
-def box_views(
-    local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For each box its (local, logical) pair of equally shaped views."""
-    for box in boxes:
-        yield local_view(local, box), logical_view(logical, box)
-
-
-def local_view(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """The local side of ``box`` as a view (of the logical box's shape)."""
-    if box.is_flat:
-        return local.reshape(-1).narrow(0, box.local[0], box.numel).view(box.extent)
-    return _narrowed(local, box.local, box.extent)
-
-
-def logical_view(logical: torch.Tensor, box: Box) -> torch.Tensor:
-    """The logical side of ``box`` as a view."""
-    return _narrowed(logical, box.logical, box.extent)
-
-
-def _narrowed(data: torch.Tensor, starts: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
-    whole = tuple(data.shape)
-    if whole != extent:
-        for dim, (start, size) in enumerate(zip(starts, extent, strict=True)):
-            if size != whole[dim]:
-                data = data.narrow(dim, start, size)
-    return data
 
 
 def measure(

@@ -10,10 +10,10 @@ from enum import StrEnum
 import torch
 
 from megatron_ttrace.compare.measure import Sums, relative_error
-from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.records import TraceKey
 
 

@@ -19,17 +19,16 @@ import torch
 
 from megatron_ttrace.compare.measure import Sums, measure
 from megatron_ttrace.compare.measured import Measured, fails
-from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.reference_layout import Layout
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, counted
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted
+from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.records import FLOW, Kind
 from megatron_ttrace.trace.sanitise import clean
 from megatron_ttrace.trace.store import Entry, TraceReader
@@ -80,42 +79,36 @@ def epsilon_of(trace: TraceReader) -> float:
     Raises:
         TTraceError: when the trace has none that a dtype has.
     """
-    found = trace.meta.get("epsilon")
-    with _damaged(trace):
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < 1:
-            why = f"expected a number between 0 and 1, got {codec.shown(found)}"
-            raise CodecError(why, "epsilon")
-    return float(found)
+    return trace.field("epsilon", _epsilon)
 
 
-def meshes_of(candidate: TraceReader) -> list[Mesh]:
+def _epsilon(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise CodecError(f"expected a number between 0 and 1, got {codec.shown(value)}")
+    return float(value)
+
+
+def meshes_of(candidate: TraceReader) -> tuple[Mesh, ...]:
     """The meshes of all ranks of a saved candidate, each of which has an index.
 
     Raises:
         TTraceError: when they contradict each other, or a rank's index is missing.
     """
-    with _damaged(candidate):
-        meshes = codec.decode(tuple[Mesh, ...], candidate.meta.get("meshes"))
-        for rank, mesh in enumerate(meshes):
-            if reason := _contradiction(mesh, rank, len(meshes)):
-                raise CodecError(reason, f"meshes[{rank}]")
+    meshes = candidate.field("meshes", _meshes)
     if not meshes or sorted(candidate.ranks) != list(range(len(meshes))):
         raise TTraceError(
             f"{candidate.directory} holds the tensors of {len(candidate.ranks)} of {len(meshes)} "
             "ranks: collect the files of all ranks in one directory"
         )
-    return list(meshes)
+    return meshes
 
 
-def reference_layout_of(reference: TraceReader) -> Layout | None:
-    """The layout of a reference on several ranks; ``None`` for one device.
-
-    Raises:
-        TTraceError: when it is damaged.
-    """
-    found = reference.meta.get("layout")
-    with _damaged(reference, "layout"):
-        return None if found is None else codec.decode(Layout, found)
+def _meshes(value: Any) -> tuple[Mesh, ...]:
+    meshes: tuple[Mesh, ...] = codec.decode(tuple[Mesh, ...], value)
+    for rank, mesh in enumerate(meshes):
+        if reason := _contradiction(mesh, rank, len(meshes)):
+            raise CodecError(reason, f"[{rank}]")
+    return meshes
 
 
 def counts_of(candidate: TraceReader) -> dict[int, tuple[Counted, ...]]:
@@ -124,9 +117,12 @@ def counts_of(candidate: TraceReader) -> dict[int, tuple[Counted, ...]]:
     Raises:
         TTraceError: when it contradicts itself.
     """
-    with _damaged(candidate):
-        saved = codec.decode(tuple[Any, ...], candidate.meta.get("counted", []))
-        return {rank: counted.decode(message) for rank, message in enumerate(saved)}
+    return dict(enumerate(candidate.field("counted", _counts)))
+
+
+def _counts(value: Any) -> list[tuple[Counted, ...]]:
+    messages: tuple[Any, ...] = codec.decode(tuple[Any, ...], [] if value is None else value)
+    return [counted.decode(message) for message in messages]
 
 
 def ledger_of(candidate: TraceReader) -> Ledger:
@@ -135,20 +131,9 @@ def ledger_of(candidate: TraceReader) -> Ledger:
     Raises:
         TTraceError: when the record is damaged.
     """
-    found = candidate.meta.get("ledger")
-    with _damaged(candidate, "ledger"):
-        return UNRECORDED if found is None else Ledger.from_json(found)
-
-
-@contextmanager
-def _damaged(trace: TraceReader, field: str = "") -> Iterator[None]:
-    """Name the file, and the field of it, that an error is about."""
-    try:
-        yield
-    except CodecError as error:
-        raise TTraceError(
-            f"{trace.directory}/meta.json is damaged ({field}{error}): run the traced job again"
-        ) from error
+    return candidate.field(
+        "ledger", lambda found: UNRECORDED if found is None else Ledger.from_json(found)
+    )
 
 
 def _contradiction(mesh: Mesh, rank: int, world_size: int) -> str:

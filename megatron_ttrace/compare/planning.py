@@ -13,15 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ttrace.compare.experts import ExpertRows, Match, is_beyond
+from megatron_ttrace.compare.experts import ExpertRows, Match
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.mcore.packed import BOUNDS, ends_of
-from megatron_ttrace.mcore.roles import is_first_of_gated
+from megatron_ttrace.mcore.roles import is_beyond, is_first_of_gated
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placements, copies, describe, describe_partial, plan
-from megatron_ttrace.placement.token_index import token_positions
+from megatron_ttrace.placement.token_index import ends_of, token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
@@ -56,7 +55,8 @@ class RankLayout:
         sequence_first: modules that return [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
-        packed: whether context parallelism divides packed sequences one by one.
+        bounds: the tensor of the batch that has the ends of packed sequences, where context
+            parallelism divides these one by one; else empty.
     """
 
     mesh: Mesh
@@ -69,7 +69,7 @@ class RankLayout:
     loss_scale: float = 1.0
     dispatcher: str = ""
     partials: Partials = dataclasses.field(default_factory=dict)
-    packed: bool = False
+    bounds: str = ""
 
 
 class _Planned(NamedTuple):
@@ -227,10 +227,10 @@ class Planner(Placer):
 
     def _ends_of(self, microbatch: int) -> tuple[int, ...]:
         """Where a microbatch's packed sequences end, if they are divided one by one."""
-        if not self._layout.packed or microbatch == STEP_LEVEL:
+        if not self._layout.bounds or microbatch == STEP_LEVEL:
             return ()
         if microbatch not in self._ends:
-            key = TraceKey(self._iteration, microbatch, Kind.TOKENS, BOUNDS)
+            key = TraceKey(self._iteration, microbatch, Kind.TOKENS, self._layout.bounds)
             bounds = self._reference.data(key)
             self._ends[microbatch] = ends_of(bounds.tolist())
         return self._ends[microbatch]

@@ -19,20 +19,11 @@ is the lowest chosen group's score less T's, bounded by the same argument.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from megatron_ttrace.compare.checksum import checksum
 from megatron_ttrace.compare.measure import Sums
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Groups:
-    """``chosen`` of ``number`` equal groups of experts may be used by a token."""
-
-    number: int
-    chosen: int
+from megatron_ttrace.trace.captured import Groups
+from megatron_ttrace.trace.checksum import checksum
 
 
 def choice(

@@ -19,13 +19,13 @@ from megatron_ttrace.compare.keeper import Keeper
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Match, Planner, RankLayout
-from megatron_ttrace.compare.routing import Groups, choice, left
+from megatron_ttrace.compare.routing import choice, left
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.budget import Budget
-from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.captured import Groups, Place
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.device import to_device
-from megatron_ttrace.compare.measure import box_views
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.staging import to_device
+from megatron_ttrace.trace.views import box_views
 
 BUCKETS = 128
 

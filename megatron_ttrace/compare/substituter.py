@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_ttrace.compare.device import to_device
-from megatron_ttrace.compare.measure import box_views
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Match, Planner
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import TraceReader
+from megatron_ttrace.trace.views import box_views
 
 Perturb = Callable[[TraceKey, torch.Tensor], torch.Tensor]
 

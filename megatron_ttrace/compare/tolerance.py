@@ -52,6 +52,7 @@ from megatron_ttrace.trace.records import (
     ELEMENTS,
     KEPT,
     LOSS,
+    ROOT,
     SCORES,
     Kind,
     TraceKey,
@@ -87,7 +88,7 @@ _STUDENT = (
 
 _SUMMED_INTO = {
     (Kind.MAIN_GRAD, ""): Kind.GRAD_NORM,
-    (Kind.OUTPUT, "model"): Kind.LOSS,
+    (Kind.OUTPUT, ROOT): Kind.LOSS,
     (Kind.PARAM_DELTA, ""): Kind.METRIC,
 }
 """Which tensors' elements the scalars of a step are sums of."""

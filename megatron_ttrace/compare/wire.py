@@ -10,12 +10,12 @@ from typing import Annotated, Any
 from megatron_ttrace.compare.gathered import Held
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
-from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, CodecError, Count
 from megatron_ttrace.trace.counted import Runs, ranks_of, runs_of
 from megatron_ttrace.trace.findings import Note
+from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.records import TraceKey
 
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.experts import encode_rows, within
-from megatron_ttrace.compare.routing import Groups
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
-from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.captured import Groups, Place
 from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
 

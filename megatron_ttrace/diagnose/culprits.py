@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from megatron_ttrace.diagnose.groups import Groups, group_of
 from megatron_ttrace.diagnose.start import loaded
-from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation, Grounds
 from megatron_ttrace.trace.judged import Diagnosis, Judged
@@ -32,6 +31,7 @@ from megatron_ttrace.trace.records import (
     LEFT,
     LOADS,
     MOMENTS,
+    ROOT,
     STEP_LEVEL,
     Direction,
     Kind,

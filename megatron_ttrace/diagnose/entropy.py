@@ -15,10 +15,9 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.diagnose.summands import counted
-from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.mcore.roles import HEAD
 from megatron_ttrace.trace.findings import LossTerm, Term
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.records import ROOT, Kind
 
 
 def terms(evidence: Evidence) -> LossTerm | None:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_ttrace.compare.measure import Sums, local_view, logical_view, relative_error
+from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.findings import FailingRanks, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.views import local_view, logical_view
 
 ELEMENTS = 1 << 20
 """Of larger tensors, only so many elements on all ranks are judged: it must be quick."""

@@ -37,7 +37,6 @@ from megatron_ttrace.diagnose.evidence import (
 from megatron_ttrace.diagnose.losses import Separate, Share
 from megatron_ttrace.diagnose.search import Found, alternative, repeated, search
 from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.mcore.numbers import numbers
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
@@ -59,7 +58,7 @@ from megatron_ttrace.trace.findings import (
     OtherTensor,
 )
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 STRICT = "TTRACE_STRICT"

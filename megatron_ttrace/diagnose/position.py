@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose.evidence import RIGHT, Evidence, FailedPart, dot
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.findings import (
@@ -21,6 +20,7 @@ from megatron_ttrace.trace.findings import (
     RowOrder,
     Transposed,
 )
+from megatron_ttrace.trace.views import logical_view
 
 _ROWS = 4096
 _WIDTH = 8

@@ -11,9 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron_ttrace.compare.collectives import pattern
 from megatron_ttrace.mcore import places
-from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import (
     Citation,
@@ -23,12 +21,13 @@ from megatron_ttrace.trace.collectives import (
     Operation,
     Phase,
     Sources,
+    pattern,
 )
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding, LossShare
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import MAIN, Culprit, Direction, Kind
+from megatron_ttrace.trace.records import MAIN, ROOT, Culprit, Direction, Kind
 
 _PHASES = {
     Direction.FORWARD: Phase.FORWARD,

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat
 from megatron_ttrace.diagnose.scaling import constant_factor
-from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.trace.findings import Cause, Finding, InPart, Span, WrongRows, WrongTokens
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.records import ROOT, Kind
+from megatron_ttrace.trace.views import logical_view
 
 _LIKELY = 8
 """Other tensors that a part of this one is compared with."""

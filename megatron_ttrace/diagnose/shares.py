@@ -19,10 +19,10 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat, weights
 from megatron_ttrace.diagnose.sources import product, standardised
-from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT, ROOT
+from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
 from megatron_ttrace.mcore.roles import HEAD, LOOKED_UP
 from megatron_ttrace.trace.findings import Cause, ShareWeights, UnequalShares
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.records import ROOT, Kind
 
 _OF_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
 """Parameters of a norm that is fused with the linear layer after it."""

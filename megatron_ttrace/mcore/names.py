@@ -14,10 +14,10 @@ import re
 
 import torch
 
+from megatron_ttrace.trace.records import ROOT
+
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
 HEAD_WEIGHT = "output_layer.weight"
-ROOT = "model"
-"""Name of the whole model where a name is needed for it."""
 
 _GROUPED_WEIGHT = re.compile(r"(weight|bias)(\d+)")
 

@@ -10,7 +10,6 @@ as the candidate's does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
@@ -44,20 +43,3 @@ def pad_for(ranks: int) -> None:
         return original(self, idx)
 
     SFTDataset.__getitem__ = padded
-
-
-def ends_of(bounds: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Where the sequences of a microbatch end, its samples laid one after the other.
-
-    Args:
-        bounds: of each sample, as :data:`BOUNDS` has them.
-
-    Returns:
-        The ends, the last of them the number of tokens.
-    """
-    found: list[int] = []
-    for row in bounds:
-        start = found[-1] if found else 0
-        # What fills up a row repeats its last end.
-        found += [start + end for end in sorted(set(row[1:]))]
-    return tuple(found)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.store import TraceReader
 
 _OPTIONS = {
     "tp": "tensor_model_parallel_size",
@@ -173,4 +175,15 @@ def notice(layout: Layout, args: Any) -> str:
     return (
         f"{described(layout)}; both runs have {' '.join(both)}: its faults that only the full size "
         "shows are not seen"
+    )
+
+
+def of_trace(reference: TraceReader) -> Layout | None:
+    """The layout of a reference on several ranks; ``None`` for one device.
+
+    Raises:
+        TTraceError: when it is damaged.
+    """
+    return reference.field(
+        "layout", lambda found: None if found is None else codec.decode(Layout, found)
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.records import Kind, TraceKey
 
 INNER_ATTENTION = "core_attention"
 """The attention between the projections."""
@@ -32,6 +33,9 @@ STATE_SPACE = {
 standard deviation of start values that reveal faults (a state is carried over some five tokens, and
 is as large as the direct share), and of Megatron's own (megatron/core/ssm/mamba_mixer.py)."""
 
+FOLLOWED = ("alltoall", "allgather")
+"""Dispatchers (``--moe-token-dispatcher-type``) that can also send other data than activations."""
+
 _PARTIAL = {
     Kind.OUTPUT: ("", "linear_fc2", "quantization_unpadding"),
     Kind.INPUT: ("quantization_unpadding",),
@@ -48,6 +52,17 @@ _ONE_BY_ONE = "local_experts."
 def is_within_experts(name: str) -> bool:
     """Whether a tensor is inside a layer's experts, which have their own numbering of ranks."""
     return ".experts." in f".{name}."
+
+
+def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
+    """Whether ``key`` lies in distributed experts whose dispatcher cannot be followed."""
+    spread = mesh.size("ep") > 1 or mesh.size("etp") > 1
+    return (
+        spread
+        and dispatcher not in FOLLOWED
+        and key.microbatch >= 0
+        and is_within_experts(key.name)
+    )
 
 
 def is_shared_embedding(name: str) -> bool:

@@ -14,6 +14,7 @@ of the second linear layer is partial: the dispatcher adds it up afterwards.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -180,3 +181,21 @@ def token_positions(
     samples = np.arange(local[1])
     positions: Rows = (numbers[:, None] * local[1] + samples[None, :]).reshape(-1)
     return positions
+
+
+def ends_of(bounds: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Where the sequences of a microbatch end, its samples laid one after the other.
+
+    Args:
+        bounds: [samples, tokens + 1] of where each sample's sequences start and end, filled up with
+            the number of tokens.
+
+    Returns:
+        The ends, the last of them the number of tokens.
+    """
+    found: list[int] = []
+    for row in bounds:
+        start = found[-1] if found else 0
+        # What fills up a row repeats its last end.
+        found += [start + end for end in sorted(set(row[1:]))]
+    return tuple(found)

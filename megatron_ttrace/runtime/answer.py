@@ -16,7 +16,7 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.diagnose.losses import Separate
-from megatron_ttrace.mcore import balancing, logged, own_shards, provenance
+from megatron_ttrace.mcore import balancing, logged, own_shards, provenance, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.placement.mesh import Mesh
@@ -162,7 +162,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         init=settings.init,
         reference=str(settings.directory / "reference"),
         arithmetic=_arithmetic(model, args, settings),
-        requested=Requested.of(args, model.chunks),
+        requested=requested(args, model.chunks),
     )
 
 
@@ -182,6 +182,39 @@ def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings)
         same_code=not (settings.reference_args or settings.allow_other_megatron)
         # A reference on several ranks adds up in an order of its own.
         and settings.reference_layout is None,
+    )
+
+
+def requested(args: Any, chunks: Sequence[Any]) -> Requested:
+    """What Megatron's validated arguments ask of this rank's model chunks."""
+    window = getattr(args, "window_size", None)
+    sparse = getattr(args, "experimental_attention_variant", None) == "dsa"
+    return Requested(
+        dropout=quiet.has_dropout(args),
+        random_routing=quiet.has_random_routing(args),
+        clip=float(args.clip_grad or 0.0),
+        masks_ends=bool(args.eod_mask_loss),
+        resets_positions=bool(args.reset_position_ids),
+        resets_attention=bool(args.reset_attention_mask),
+        per_token_loss=bool(args.calculate_per_token_loss),
+        seq_length=int(args.seq_length),
+        window=max(0, int(window[0])) if window else 0,
+        sparse=int(getattr(args, "dsa_indexer_topk", None) or 0) if sparse else 0,
+        drops_tokens=getattr(args, "moe_expert_capacity_factor", None) is not None,
+        sharded_optimizer=bool(args.use_distributed_optimizer),
+        overlap=bool(args.overlap_grad_reduce or getattr(args, "overlap_param_gather", False)),
+        buckets=_buckets(chunks),
+        final_batch=int(args.global_batch_size) if args.rampup_batch_size else 0,
+        micro_batch=int(args.micro_batch_size),
+    )
+
+
+def _buckets(chunks: Sequence[Any]) -> int:
+    """Gradient buckets of Megatron's DistributedDataParallel; 0 for another wrapper."""
+    return sum(
+        len(getattr(chunk, "bucket_groups", ()))
+        + len(getattr(chunk, "expert_parallel_bucket_groups", ()))
+        for chunk in chunks
     )
 
 

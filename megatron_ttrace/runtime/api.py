@@ -289,7 +289,6 @@ def _compared(
         ledger_of,
         measure_saved,
         meshes_of,
-        reference_layout_of,
     )
     from megatron_ttrace.report import publish
     from megatron_ttrace.runtime.conclusion import conclude
@@ -321,7 +320,7 @@ def _compared(
         notices = (*review.notices(), *summary.notices)
         both = {**summary.config, "against": review.layout()}
         summary = dataclasses.replace(summary, notices=notices, config=both)
-    elif layout := reference_layout_of(trusted):
+    elif layout := reference_layout.of_trace(trusted):
         notices = (reference_layout.described(layout), *summary.notices)
         summary = dataclasses.replace(summary, notices=notices)
     if own is not None:

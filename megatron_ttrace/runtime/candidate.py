@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.executed import ExecutedTap
-from megatron_ttrace.compare.offline import reference_layout_of
 from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.mcore import (
@@ -244,7 +243,7 @@ class CandidateSession(Session):
             keep_all=self.settings.saves_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
-        if layout := reference_layout_of(self.comparison.reference):
+        if layout := reference_layout.of_trace(self.comparison.reference):
             self._notice(reference_layout.notice(layout, self.args))
         self._timings["reference"] = time.monotonic() - began
         self.ranks.meet("reading the reference")

@@ -144,7 +144,7 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
         loss_scale=scale,
         dispatcher=dispatcher(args),
         partials=partials(model.names),
-        packed=is_packed,
+        bounds=packed.BOUNDS if is_packed else "",
     )
 
 

@@ -16,14 +16,12 @@ from megatron_ttrace.compare import (
     counted,
     exactness,
     exercised,
-    experts,
     initial,
 )
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.gathered import Held, by_rank
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose.control import controlled
 from megatron_ttrace.diagnose.culprits import localise
@@ -33,6 +31,7 @@ from megatron_ttrace.diagnose.ran import in_culprits
 from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.diagnose.start import is_start
 from megatron_ttrace.mcore import own_shards, versions
+from megatron_ttrace.mcore.roles import is_beyond
 from megatron_ttrace.mcore.settings import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.report import texts, wording
@@ -41,6 +40,7 @@ from megatron_ttrace.trace.counted import Counted, decode
 from megatron_ttrace.trace.executed import ChangedCode
 from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.judged import Judged, TooFew
+from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
@@ -232,7 +232,7 @@ def unjudged(
         )
     ):
         return Reason.OWN_SHARD
-    return Reason.DISPATCHED if experts.is_beyond(key, mesh, job.dispatcher) else None
+    return Reason.DISPATCHED if is_beyond(key, mesh, job.dispatcher) else None
 
 
 def _is_evidence(verdict: Judged) -> bool:

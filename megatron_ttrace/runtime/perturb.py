@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.compare.device import to_device
 from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu import te
-from megatron_ttrace.mcore.names import ROOT, Names
+from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
+from megatron_ttrace.trace.records import ROOT
+from megatron_ttrace.trace.staging import to_device
 
 
 @dataclasses.dataclass(frozen=True)

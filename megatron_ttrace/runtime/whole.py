@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.measure import box_views
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.offline import meshes_of
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.runtime.conclusion import unjudged
 from megatron_ttrace.trace.memory import memory
+from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.records import Reason, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
+from megatron_ttrace.trace.views import box_views
 
 
 class Shards:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from megatron_ttrace.trace.records import Kind
@@ -15,3 +17,11 @@ Batch = dict[str, torch.Tensor]
 
 Partials = dict[tuple[Kind, str, int], str]
 """By kind, module and index: the mesh axis over which an activation or its gradient is partial."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Groups:
+    """``chosen`` of ``number`` equal groups of experts may be used by a token."""
+
+    number: int
+    chosen: int

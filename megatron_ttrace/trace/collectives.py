@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -319,3 +320,8 @@ class Citation:
     without: tuple[str, ...] = ()
     lacking: tuple[tuple[Operation, str], ...] = ()
     siblings: int = 0
+
+
+def pattern(module: str) -> str:
+    """A module's name without the numbers of its layer and its expert."""
+    return re.sub(r"\b\d+\b", "*", module)

@@ -59,6 +59,9 @@ MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 FLOW = (Kind.INPUT, Kind.OUTPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
 """Activations and their gradients."""
 
+ROOT = "model"
+"""Name of the whole model where a name is needed for it."""
+
 
 class Direction(StrEnum):
     """Where in a training step a module went wrong."""

@@ -34,7 +34,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -334,6 +334,20 @@ class TraceReader:
             for rank, entries in self.ranks.items()
             for number, entry in enumerate(entries)
         }
+
+    def field[T](self, name: str, read: Callable[[Any], T]) -> T:
+        """What ``read`` makes of a field of the meta data, or of ``None`` if it is absent.
+
+        Raises:
+            TTraceError: when it raises ``CodecError``.
+        """
+        try:
+            return read(self.meta.get(name))
+        except codec.CodecError as error:
+            raise TTraceError(
+                f"{self.directory}/{META} is damaged ({error.inside(name)}): run the traced job "
+                "again"
+            ) from error
 
     @property
     def checksum(self) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ttrace.capture.experts import DispatchTap, RouterTap
-from megatron_ttrace.compare.routing import Groups
+from megatron_ttrace.trace.captured import Groups
 
 MICROBATCH, TOKENS, SAMPLES = 3, 4, 2
 

@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.step import StepTap, TracedModel
 from megatron_ttrace.compare import device, sketch
-from megatron_ttrace.compare.checksum import checksum
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.routing import choice
 from megatron_ttrace.compare.sinks import CompareSink
@@ -30,6 +29,7 @@ from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.runtime.perturb import perturbed
 from megatron_ttrace.trace import copies as copying
 from megatron_ttrace.trace.budget import Budget
+from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.copies import Copies
 from megatron_ttrace.trace.records import Kind

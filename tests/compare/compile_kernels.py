@@ -7,7 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_ttrace.compare import kernel
-from megatron_ttrace.compare.checksum import WORDS
+from megatron_ttrace.trace.checksum import WORDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {1: "*i8", 2: "*i16", 4: "*i32", 8: "*i64"}

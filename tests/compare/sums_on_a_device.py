@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare import device
-from megatron_ttrace.compare.checksum import MASK, WORDS, checksum, weighted
 from megatron_ttrace.compare.measure import measure
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import plan
+from megatron_ttrace.trace.checksum import MASK, WORDS, checksum, weighted
 
 FLOATS = (
     torch.float64,

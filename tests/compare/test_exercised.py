@@ -15,6 +15,7 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exercised import Observed, Requested, observe, share, unexercised
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.runtime.answer import requested as asked
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.records import (
     CHOICE,
@@ -278,7 +279,7 @@ ARGS = Namespace(
 def test_arguments_survive_the_configuration() -> None:
     """A saved candidate asks for what the running one asked for."""
     chunk = Namespace(bucket_groups=[1, 2], expert_parallel_bucket_groups=[3])
-    requested = Requested.of(ARGS, [chunk, Namespace()])
+    requested = asked(ARGS, [chunk, Namespace()])
     assert requested == Requested(
         dropout=True,
         clip=1.0,

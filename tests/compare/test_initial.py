@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from mpmath import betainc, mp  # comes with torch
 
 from megatron_ttrace.compare.initial import FEW, LIMIT, alike, cause, distance, judge
-from megatron_ttrace.compare.measure import local_view
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.moments import Moments, moments_of
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.report.wording import notes_text, same_start_text
 from megatron_ttrace.trace.findings import Cause, Note, Remark
+from megatron_ttrace.trace.moments import Moments, moments_of
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
+from megatron_ttrace.trace.views import local_view
 from tests.placement.meshes import mesh_of
 
 EPS = 2.0**-23

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.compare.gathered import of_ranks
 from megatron_ttrace.compare.judge import judge
-from megatron_ttrace.compare.measure import Sums, local_view, logical_view, measure, relative_error
+from megatron_ttrace.compare.measure import Sums, measure, relative_error
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Tolerance, is_exact
 from megatron_ttrace.placement.boxes import Box
@@ -20,6 +20,7 @@ from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, Z
 from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey
+from megatron_ttrace.trace.views import local_view, logical_view
 from tests.placement.by_hand import local_shape
 from tests.placement.meshes import mesh_of
 

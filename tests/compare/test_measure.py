@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from megatron_ttrace.compare import blocks as arrangement
 from megatron_ttrace.compare import native
 from megatron_ttrace.compare.blocks import BLOCK
-from megatron_ttrace.compare.checksum import checksum
-from megatron_ttrace.compare.measure import Sums, local_view, logical_view, measure
+from megatron_ttrace.compare.measure import Sums, measure
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.boxes import whole as undivided
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.placements import FlatShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, plan
+from megatron_ttrace.trace.checksum import checksum
+from megatron_ttrace.trace.views import local_view, logical_view
 from tests.placement.meshes import mesh_of
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from megatron_ttrace.compare.offline import reference_layout_of
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sharding import ShardSink, divided, known
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import reference_layout
 from megatron_ttrace.mcore.reference_layout import Layout
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.placements import Shard
@@ -114,4 +114,4 @@ def test_the_layout_in_a_trace(tmp_path, layout, expected):
     seal(tmp_path, {"role": "reference", "layout": layout})
     fails = pytest.raises(TTraceError, match="is damaged") if expected == "" else nullcontext()
     with fails:
-        assert reference_layout_of(TraceReader(tmp_path)) == expected
+        assert reference_layout.of_trace(TraceReader(tmp_path)) == expected

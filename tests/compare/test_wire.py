@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from megatron_ttrace.compare.gathered import Held, of_rank
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
-from megatron_ttrace.compare.moments import Moments
 from megatron_ttrace.compare.wire import decode, encode
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.records import Kind, TraceKey
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.diagnose.search import search
@@ -15,6 +14,7 @@ from megatron_ttrace.report.explanations import explanation_text, hint_text
 from megatron_ttrace.trace.findings import Explanation, Finding
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.views import logical_view
 from tests.diagnose.judged_by_hand import judged
 from tests.placement.meshes import mesh_of
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence
-from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import ROOT, Kind, TraceKey
 from tests.diagnose.evidence_by_hand import evidence_of, explain, meshes, text, values
 
 LOSS, LOGITS = (TraceKey(1, 0, Kind.OUTPUT, name, 0) for name in (ROOT, "output_layer"))

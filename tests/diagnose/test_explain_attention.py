@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from megatron_ttrace.compare.measure import logical_view
 from megatron_ttrace.diagnose import attention
 from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Step, plan
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.views import logical_view
 from tests.diagnose.evidence_by_hand import evidence_of, explain, meshes, text, values
 
 S, B, H, G, D = 16, 2, 4, 2, 8

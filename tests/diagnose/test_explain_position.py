@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from megatron_ttrace.diagnose import position, region, sources
-from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.findings import Cause, OtherMicrobatch
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, TraceKey
 from tests.diagnose.evidence_by_hand import OUTPUT, evidence_of, explain, meshes, text, values
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from megatron_ttrace.compare import device
-from megatron_ttrace.compare.checksum import MASK, weighted
 from megatron_ttrace.compare.measure import Sums, measure
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import plan
 from megatron_ttrace.processes.child import free_port
+from megatron_ttrace.trace.checksum import MASK, weighted
+from megatron_ttrace.trace.staging import to_device
 
 DTYPES = (
     torch.float64,
@@ -119,7 +120,7 @@ def kernel_speed(where: str) -> dict[str, Any]:
         copied = _seconds(lambda: target.copy_(c), where, times)  # noqa: B023
         moved = 2 * c.nbytes / 1e9
         host = r.cpu()
-        staged = _seconds(lambda: device.to_device(host, c.device), where, 3)  # noqa: B023
+        staged = _seconds(lambda: to_device(host, c.device), where, 3)  # noqa: B023
         told[str(dtype)] = {
             "compare_gb_per_s": moved / compared,
             "copy_gb_per_s": moved / copied,

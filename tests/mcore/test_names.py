@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ttrace.mcore.names import ROOT, canonical_names, unwrap
+from megatron_ttrace.mcore.names import canonical_names, unwrap
+from megatron_ttrace.trace.records import ROOT
 from tests.capture.recorder import Block
 
 

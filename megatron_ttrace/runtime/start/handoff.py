@@ -18,8 +18,6 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.capture.step import TracedModel
-from megatron_ttrace.compare.checksum import checksum
-from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import fingerprint
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
@@ -31,8 +29,10 @@ from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.runtime.agreement import Ranks
 from megatron_ttrace.runtime.start.moments import set_step
 from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.views import local_view, logical_view
 
 
 def write(model: TracedModel, directory: Path) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.mcore.optimizer import Owned, is_precision_aware
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import like
@@ -24,6 +23,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.start.generator import generate
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.start import StartValues
+from megatron_ttrace.trace.views import local_view, logical_view
 
 SCALE = 0.01
 """Standard deviation of the first moment. Larger than usual gradients: the update is linear."""

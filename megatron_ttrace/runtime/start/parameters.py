@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.mcore.arguments import ModelConfig
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.roles import STATE_SPACE
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.runtime.start.generator import generate
 from megatron_ttrace.trace.start import StartValues
+from megatron_ttrace.trace.views import local_view, logical_view
 
 GAIN = 0.5
 """Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth, and a

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from megatron_ttrace.compare.measure import local_view, logical_view
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
+from megatron_ttrace.trace.views import local_view, logical_view
 from tests.assay.planting import SavedShard
 
 ASSERT_CLOSE = {

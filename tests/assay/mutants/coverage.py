@@ -134,7 +134,8 @@ class _Inside:
             pass
 
     def _name(self, chunk: Any) -> None:
-        from megatron_ttrace.mcore.names import ROOT, unwrap
+        from megatron_ttrace.mcore.names import unwrap
+        from megatron_ttrace.trace.records import ROOT
 
         model = unwrap(chunk)
         outer = chunk

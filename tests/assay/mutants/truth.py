@@ -6,9 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megatron_ttrace.mcore.names import ROOT
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import Culprit, Kind
+from megatron_ttrace.trace.records import ROOT, Culprit, Kind
 from tests.assay.mutants.coverage import folded
 from tests.assay.mutants.records import Mutant, Phase, Ran
 

@@ -18,7 +18,6 @@ import torch
 
 from megatron_ttrace.compare import wire
 from megatron_ttrace.compare.gathered import of_rank
-from megatron_ttrace.compare.moments import moments_of
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
@@ -30,6 +29,7 @@ from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.report import files
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.moments import moments_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import checksum_of, seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal

@@ -67,3 +67,12 @@ def stage(device: torch.device) -> Stage:
     """The one of a device."""
     with torch.cuda.device(device):
         return Stage(device)
+
+
+def to_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy to ``device`` without waiting for it."""
+    if data.device == device:
+        return data
+    if device.type == "cuda" and data.device.type == "cpu" and data.numel():
+        return stage(device).copy(data)
+    return data.to(device, non_blocking=True)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from megatron_ttrace.compare.checksum import checksum, joined
-from megatron_ttrace.compare.measure import Total
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import Count, Word
+from megatron_ttrace.trace.checksum import checksum, joined
+from megatron_ttrace.trace.codec import Bounds, Count, Word
 
 _CHUNK = 1 << 16
+
+Total = Annotated[float, Bounds(0.0, nan=True)]
+"""A sum of squares, or a largest difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

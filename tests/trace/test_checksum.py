@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.checksum import MASK, WORDS, checksum, weighted
 from megatron_ttrace.compare.measure import measure
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import plan
+from megatron_ttrace.trace.checksum import MASK, WORDS, checksum, weighted
 from tests.compare.test_measure import random
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.checksum import checksum
-from megatron_ttrace.compare.moments import Moments, moments_of
+from megatron_ttrace.trace.checksum import checksum
+from megatron_ttrace.trace.moments import Moments, moments_of
 
 
 @given(st.integers(1, 4000), st.integers(0, 4000), st.sampled_from(["float32", "bfloat16"]))

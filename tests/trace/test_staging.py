@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare import staging
+from megatron_ttrace.trace import staging
 
 CPU = torch.device("cpu")
 
