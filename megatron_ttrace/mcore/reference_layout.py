@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.store import TraceReader
 
 _OPTIONS = {
     "tp": "tensor_model_parallel_size",
@@ -178,12 +177,10 @@ def notice(layout: Layout, args: Any) -> str:
     )
 
 
-def of_trace(reference: TraceReader) -> Layout | None:
-    """The layout of a reference on several ranks; ``None`` for one device.
+def decoded(value: Any) -> Layout | None:
+    """The layout in the ``meta.json`` of a reference; ``None`` for one device.
 
     Raises:
-        TTraceError: when it is damaged.
+        CodecError: when it is damaged.
     """
-    return reference.field(
-        "layout", lambda found: None if found is None else codec.decode(Layout, found)
-    )
+    return None if value is None else codec.decode(Layout, value)

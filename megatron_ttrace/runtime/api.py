@@ -320,7 +320,7 @@ def _compared(
         notices = (*review.notices(), *summary.notices)
         both = {**summary.config, "against": review.layout()}
         summary = dataclasses.replace(summary, notices=notices, config=both)
-    elif layout := reference_layout.of_trace(trusted):
+    elif layout := trusted.field("layout", reference_layout.decoded):
         notices = (reference_layout.described(layout), *summary.notices)
         summary = dataclasses.replace(summary, notices=notices)
     if own is not None:

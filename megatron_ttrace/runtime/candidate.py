@@ -243,7 +243,7 @@ class CandidateSession(Session):
             keep_all=self.settings.saves_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
-        if layout := reference_layout.of_trace(self.comparison.reference):
+        if layout := self.comparison.reference.field("layout", reference_layout.decoded):
             self._notice(reference_layout.notice(layout, self.args))
         self._timings["reference"] = time.monotonic() - began
         self.ranks.meet("reading the reference")

@@ -114,4 +114,4 @@ def test_the_layout_in_a_trace(tmp_path, layout, expected):
     seal(tmp_path, {"role": "reference", "layout": layout})
     fails = pytest.raises(TTraceError, match="is damaged") if expected == "" else nullcontext()
     with fails:
-        assert reference_layout.of_trace(TraceReader(tmp_path)) == expected
+        assert TraceReader(tmp_path).field("layout", reference_layout.decoded) == expected

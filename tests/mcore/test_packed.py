@@ -1,26 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where packed conversations end, and how they are padded."""
+"""How packed conversations are padded."""
 
 import sys
 import types
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_ttrace.mcore import packed
-
-LENGTH = 32
-
-
-@given(st.lists(st.sets(st.integers(1, LENGTH - 1)), min_size=1, max_size=3))
-def test_ends(samples):
-    """Of all samples one after the other; what fills up the batch's rows is left out."""
-    rows = [[0, *sorted(inner), *[LENGTH] * (LENGTH - len(inner))] for inner in samples]
-    ends = packed.ends_of(rows)
-    assert ends == tuple(
-        at * LENGTH + end for at, inner in enumerate(samples) for end in (*sorted(inner), LENGTH)
-    )
 
 
 @pytest.mark.parametrize(("sft", "expected"), [(True, 4), (False, 1)])

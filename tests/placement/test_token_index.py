@@ -12,6 +12,7 @@ from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.token_index import (
     NOBODY,
     TokenIndex,
+    ends_of,
     expert_boxes,
     match,
     token_positions,
@@ -189,3 +190,16 @@ def test_a_run_is_one_segment():
     found, _ = match(long, long, 0)
     assert len(found) == 1
     assert length(found) == 1000
+
+
+PACKED = 32
+
+
+@given(st.lists(st.sets(st.integers(1, PACKED - 1)), min_size=1, max_size=3))
+def test_ends_of_packed_sequences(samples):
+    """Of all samples one after the other; what fills up the batch's rows is left out."""
+    rows = [[0, *sorted(inner), *[PACKED] * (PACKED - len(inner))] for inner in samples]
+    ends = ends_of(rows)
+    assert ends == tuple(
+        at * PACKED + end for at, inner in enumerate(samples) for end in (*sorted(inner), PACKED)
+    )
