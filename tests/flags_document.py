@@ -27,7 +27,7 @@ def _row(flag: Flag) -> str:
     shown = f"{flag.name} {value}".rstrip().replace("|", "\\|")
     meaning = re.sub(r"(?<!\w)'([^']+)'(?!\w)", r"`\1`", flag.help or "")
     meaning = re.sub(r"(--ttrace-[\w-]+)", r"`\1`", meaning)
-    alias = f"`ttrace check` and `ttrace record` also accept `{flag.alias}`." if flag.alias else ""
+    alias = f"In `ttrace check` and `ttrace record` also `{flag.alias}`." if flag.alias else ""
     return f"| `{shown}` | {' '.join(filter(None, (meaning, flag.details, alias)))} |\n"
 
 

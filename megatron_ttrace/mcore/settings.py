@@ -106,7 +106,7 @@ class Flag:
 
 CHECK = Flag(
     name="--ttrace",
-    help="Check this run: compare its first iterations with a single-device reference.",
+    help="Compare the first iterations of this run with a single-device reference.",
 )
 
 
@@ -152,8 +152,7 @@ class Settings:
         metavar="N|A-B,...",
         value=parse_iterations,
         text=_iterations_text,
-        help="Iterations to trace: numbers or ranges from 1, e.g. 1-2,5 (default 1).",
-        details="Counted from the start of this run.",
+        help="Iterations to trace, counted from the start of this run, e.g. 1-2,5 (default 1).",
     )
     """1-based, ascending."""
     reference: Path | None = _flag(
@@ -164,39 +163,36 @@ class Settings:
         value=_path_or_none,
         valid=Path.is_dir,
         asks="no such directory; omit the flag to make one",
-        help="Use this reference trace instead of making one.",
-        details="A reference of another configuration or another Megatron is refused.",
+        help="Use this reference trace; it must have the same configuration and Megatron.",
     )
     allow_other_megatron: bool = _flag(
         "--ttrace-allow-other-megatron",
         False,
-        help="Accept a --ttrace-reference that was made by another Megatron.",
+        help="Accept a --ttrace-reference made by a different Megatron.",
     )
     reference_args: str = _flag(
         "--ttrace-reference-args",
         "",
         metavar='"ARGS"',
-        help="Arguments to add to those of the reference, e.g. another attention implementation.",
+        help="Additional arguments of the reference, e.g. a different attention implementation.",
     )
     reference_layout: Layout | None = _flag(
         "--ttrace-reference-layout",
         None,
         metavar='"tp=N pp=N"',
         value=parse_layout,
-        help="Make the reference on several ranks, for a model that does not fit one device; the "
-        "layout is checked against one device first, on a shrunk job.",
+        help="Make the reference on several ranks, for a model that does not fit on one device.",
         details="See [scaling.md](scaling.md#when-the-model-does-not-fit-on-one-device).",
     )
     save_candidate: bool = _flag(
         "--ttrace-save-candidate",
         False,
-        help="Save all tensors of the candidate under DIR/candidate, for 'ttrace compare'.",
-        details="Failed tensors are always kept.",
+        help="Save all tensors of the candidate in DIR/candidate, for 'ttrace compare'.",
     )
     isolate: bool = _flag(
         "--ttrace-isolate",
         False,
-        help="Give every module the reference's inputs, so that errors do not propagate.",
+        help="Feed every module its reference's inputs, so that errors do not propagate.",
     )
     exit_after: bool = _flag(
         "--ttrace-exit",
@@ -207,20 +203,21 @@ class Settings:
         "--ttrace-bug",
         None,
         metavar="ID",
-        help="Re-introduce a known bug ('ttrace eval bugs list'), to test the checker.",
+        help="Add a known bug ('ttrace eval bugs list'), to test the checker.",
     )
     device: str = _flag(
         "--ttrace-device",
         "auto",
         choices=("auto", "cpu"),
-        help="cpu: train on the CPU over gloo even if an accelerator is present (default auto).",
+        help="'cpu' trains on the CPU over gloo even if an accelerator is present.",
     )
     init: str = _flag(
         "--ttrace-init",
         "reveal",
         choices=_INITS,
-        help="Start values: 'reveal' (default) sets nothing to zero or one, so that bugs "
-        "are visible; 'megatron' uses Megatron's own distributions.",
+        help="Start values: 'reveal' (default) makes bugs visible; 'megatron' uses Megatron's own "
+        "distributions.",
+        details="See [tolerance.md](tolerance.md#start-values-that-keep-tolerances-small).",
     )
     seeds: int | None = _flag(
         "--ttrace-seeds",
@@ -229,14 +226,13 @@ class Settings:
         word=integer(),
         valid=lambda count: 1 <= count <= _MOST_SEEDS,
         asks=f"give 1 to {_MOST_SEEDS} replays",
-        help="Number of perturbed replays of the reference from which tolerances are estimated "
-        "(default: as many as they need, 2 to 4).",
+        help="Perturbed replays from which tolerances are estimated (default: 2 to 4, as needed).",
         details="See [tolerance.md](tolerance.md#how-many-replays).",
     )
     wandb_online: bool = _flag(
         "--ttrace-wandb",
         False,
-        help="Send the verdicts to W&B (default: into the run of the job; without one, offline).",
+        help="Upload the verdicts to W&B, even if the job has no W&B run.",
         details="See [wandb.md](wandb.md).",
     )
     wandb: bool = _flag("--ttrace-no-wandb", True, help="Do not log the verdicts to W&B.")
@@ -248,7 +244,7 @@ class Settings:
         valid=lambda seconds: 0 < seconds <= _MOST_TIMEOUT,
         asks="give seconds above 0, at most a year",
         alias="--timeout",
-        help="Time limit for a reference run, and for a rank that does not answer "
+        help="Time limit of a reference run, and of a silent rank "
         f"(default {DEFAULT_TIMEOUT:.0f}).",
         details="See [Waiting](#waiting).",
     )
@@ -260,20 +256,16 @@ class Settings:
         valid=lambda share: 0 <= share <= 1,
         asks="give a share from 0 to 1",
         alias="--allow-unchecked",
-        help="Share of tensors that may be unchecked; above it the answer is 'could not check' "
-        f"(default {DEFAULT_ALLOW_UNCHECKED}).",
-        details="Only tensors that the step computes count, not tokens, start parameters or "
-        "initial values.",
+        help="Share of the computed tensors that may be unchecked; above it the answer is 'could "
+        f"not check' (default {DEFAULT_ALLOW_UNCHECKED}).",
     )
     memory_mb: int = _flag(
         "--ttrace-memory-mb",
         DEFAULT_MB,
         metavar="MB",
         word=integer(LEAST_MB, MOST_MB),
-        help="Memory of a rank for tensors that wait to be compared or written, for pages of the "
-        f"reference, and for copies of the training state (default {DEFAULT_MB}).",
-        details="A rank that has used it waits, and copies that do not fit are in a file "
-        "([scaling.md](scaling.md#memory-and-disk-of-a-check)).",
+        help=f"Memory that a check may use on each rank (default {DEFAULT_MB}).",
+        details="See [scaling.md](scaling.md#memory-and-disk-of-a-check).",
     )
     keep: Keep = _flag(
         "--ttrace-keep",
@@ -282,7 +274,6 @@ class Settings:
         value=Keep,
         help="Tensors that stay on disk: 'none'; the reference and 'failed' tensors of the "
         "candidate (default); or 'all', as with --ttrace-save-candidate.",
-        details="Reports stay.",
     )
     role: str = _flag("--ttrace-role", "candidate", choices=_ROLES)
     """``candidate`` for what the user starts, ``reference`` for the run we start."""
