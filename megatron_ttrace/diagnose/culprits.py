@@ -50,6 +50,10 @@ _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.B
 """In the order in which an optimizer's step computes them."""
 
 
+_At = tuple[int, str]
+"""A microbatch, and a module in it."""
+
+
 class _Origin(NamedTuple):
     """A failure that is not a consequence of another one, and the module that it belongs to."""
 
@@ -81,11 +85,8 @@ def localise(
     steps = [verdict for verdict in verdicts if verdict.kind not in (Kind.INITIAL, Kind.LOADED)]
     # Where several stages claim a layer, they hold initial values of different layers.
     claimed = {v.name for v in _failures(steps, Kind.PARAM) if v.verdict is Outcome.EXTRA}
-    initial = [
-        _Origin(verdict, owner(verdict.name), Grounds.INITIAL)
-        for verdict in _failures(verdicts, Kind.INITIAL)
-        if verdict.name not in claimed
-    ]
+    drawn = [v for v in _failures(verdicts, Kind.INITIAL) if v.name not in claimed]
+    initial = _of_owners(drawn, Grounds.INITIAL)
     initial += [_Origin(v, owner(v.name), grounds) for v, grounds in loaded(verdicts)]
     failed = _failures(steps)
     first = min((verdict.iteration for verdict in failed), default=0)
@@ -94,11 +95,9 @@ def localise(
     if isolated:
         stages += [(direction, _each(now, direction)) for direction in Direction]
     elif failed:
-        unexplained = [_Origin(failed[0], failed[0].name, Grounds.FIRST_FAILURE)]
-        found = ((direction, origins(now)) for direction, origins in _STAGES)
-        stages.append(
-            next((one for one in found if one[1]), (failed[0].kind.direction, unexplained))
-        )
+        unexplained = failed[0].kind.direction, _of_modules(failed[:1], Grounds.FIRST_FAILURE)
+        failing = ((direction, origins(now)) for direction, origins in _STAGES)
+        stages.append(next((stage for stage in failing if stage[1]), unexplained))
     groups: Groups = {}
     return [
         culprit
@@ -115,6 +114,14 @@ def owner(parameter: str) -> str:
 def _failures(verdicts: Iterable[Judged], *kinds: Kind) -> list[Judged]:
     """Those that fail, of these kinds or of all."""
     return [v for v in verdicts if v.verdict.is_failure and (not kinds or v.kind in kinds)]
+
+
+def _of_modules(verdicts: Iterable[Judged], grounds: Grounds) -> list[_Origin]:
+    return [_Origin(v, v.name, grounds) for v in verdicts]
+
+
+def _of_owners(parameters: Iterable[Judged], grounds: Grounds) -> list[_Origin]:
+    return [_Origin(v, owner(v.name), grounds) for v in parameters]
 
 
 def _one_per_module(
@@ -154,10 +161,10 @@ def _around(
     """The tensor before this one, if it passes; for one of the whole step, all of its kind."""
     if verdict.verdict in _ABSENT or verdict.direction is Direction.START:
         return None, ()
-    verdicts = [one for one in verdicts if one.iteration == verdict.iteration]
+    verdicts = [v for v in verdicts if v.iteration == verdict.iteration]
     if verdict.microbatch == STEP_LEVEL:
         kind = verdict.kind, verdict.index
-        return None, tuple(one for one in verdicts if (one.kind, one.index) == kind)
+        return None, tuple(v for v in verdicts if (v.kind, v.index) == kind)
     before = None
     for other in verdicts:
         if other.key == verdict.key:
@@ -178,18 +185,14 @@ def _each(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]:
     Absence does propagate: only the first gradient that was not computed is listed, and the norm of
     the remaining gradients is not examined.
     """
-    absent = (
-        _absent(verdicts)
-        or [_Origin(v, v.name, Grounds.ABSENT) for v in verdicts if v.verdict in _ABSENT][:1]
-    )
+    absent = _absent(verdicts)
+    if not absent:
+        gone = [v for v in verdicts if v.verdict in _ABSENT]
+        absent = _of_modules(gone[:1], Grounds.ABSENT)
     # A parameter that no rank has means a module that no rank has: its forward pass is missing.
     started = {Direction.START: Direction.FORWARD}
     return (
-        [
-            one
-            for one in absent
-            if started.get(one.verdict.direction, one.verdict.direction) is direction
-        ]
+        [o for o in absent if started.get(o.verdict.direction, o.verdict.direction) is direction]
         + [
             _Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
             for v in _failures(verdicts)
@@ -203,14 +206,14 @@ def _each(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]:
 
 
 def _start(verdicts: Sequence[Judged]) -> list[_Origin]:
-    return [
-        _Origin(verdict, verdict.name, Grounds.START)
-        for verdict in _failures(verdicts, Kind.TOKENS, Kind.PARAM)
-        if verdict.verdict not in _ABSENT and verdict.direction is Direction.START
-    ] or [
-        _Origin(verdict, f"{ROOT}.{verdict.index}", Grounds.MODEL_INPUT)
-        for verdict in _failures(verdicts, Kind.INPUT)
-        if verdict.name == ROOT and verdict.verdict not in _ABSENT
+    held = [v for v in _failures(verdicts) if v.verdict not in _ABSENT]
+    started = [
+        v for v in held if v.kind in (Kind.TOKENS, Kind.PARAM) and v.direction is Direction.START
+    ]
+    return _of_modules(started, Grounds.START) or [
+        _Origin(v, f"{ROOT}.{v.index}", Grounds.MODEL_INPUT)
+        for v in held
+        if v.kind is Kind.INPUT and v.name == ROOT
     ]
 
 
@@ -220,27 +223,26 @@ def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
     Where all parameters of a module are absent, it is named, and not each module in it.
     A gradient that is absent was not computed: that belongs to its own stage.
     """
-    absent = [
-        verdict
-        for verdict in verdicts
-        if verdict.verdict in _ABSENT and verdict.direction in (Direction.START, Direction.FORWARD)
-    ]
-    started = [v for v in verdicts if v.kind is Kind.PARAM and v.direction is Direction.START]
-    held: dict[Outcome, Counter[str]] = defaultdict(Counter)
-    for v in started:
-        held[v.verdict].update(_containers(v.name))
-    every = sum(held.values(), Counter())
-    found = []
-    for v in (v for v in absent if v.kind is Kind.PARAM):
-        alike = held[v.verdict]
-        whole = [one for one in _containers(v.name) if alike[one] == every[one]]
+    early = (Direction.START, Direction.FORWARD)
+    absent = [v for v in verdicts if v.verdict in _ABSENT and v.direction in early]
+    parameters: dict[Outcome, Counter[str]] = defaultdict(Counter)
+    for v in verdicts:
+        if v.kind is Kind.PARAM and v.direction is Direction.START:
+            parameters[v.verdict].update(_containers(v.name))
+    every = sum(parameters.values(), Counter())
+    origins = []
+    for v in absent:
+        if v.kind is not Kind.PARAM:
+            continue
+        alike = parameters[v.verdict]
+        whole = [name for name in _containers(v.name) if alike[name] == every[name]]
         module, grounds = owner(v.name), Grounds.ABSENT
         if v.verdict is not Outcome.UNCOVERED and whole and every[whole[0]] > every[module]:
             # The innermost of those that have all these parameters.
-            module = max(whole, key=lambda one: (every[one], len(one)))
+            module = max(whole, key=lambda name: (every[name], len(name)))
             grounds = Grounds.ABSENT_MODULE
-        found.append(_Origin(v, module, grounds))
-    return found or [_Origin(v, v.name, Grounds.ABSENT) for v in absent]
+        origins.append(_Origin(v, module, grounds))
+    return origins or _of_modules(absent, Grounds.ABSENT)
 
 
 def _containers(name: str) -> Iterator[str]:
@@ -260,7 +262,7 @@ def _forward(verdicts: Sequence[Judged]) -> list[_Origin]:
         without_inputs=Grounds.OUTPUT_WITHOUT_INPUTS,
     )
     # The whole model is named only if no part of it can be.
-    parts = [found for found in born if found.module != ROOT]
+    parts = [origin for origin in born if origin.module != ROOT]
     return parts or _first(verdicts, Kind.INPUT, Grounds.BETWEEN_MODULES) or born
 
 
@@ -269,9 +271,9 @@ def _loss(verdicts: Sequence[Judged]) -> list[_Origin]:
 
 
 def _backward(verdicts: Sequence[Judged]) -> list[_Origin]:
-    for v in verdicts:
-        if v.verdict in _ABSENT and v.direction is Direction.BACKWARD:
-            return [_Origin(v, v.name, Grounds.FIRST_ABSENT_GRADIENT)]
+    absent = (v for v in verdicts if v.verdict in _ABSENT and v.direction is Direction.BACKWARD)
+    if (first := next(absent, None)) is not None:
+        return _of_modules([first], Grounds.FIRST_ABSENT_GRADIENT)
     born = _born(
         verdicts,
         inputs=Kind.GRAD_OUTPUT,
@@ -291,24 +293,30 @@ def _within(verdicts: Sequence[Judged]) -> list[_Origin]:
 
     What makes the gradient of an output is the code that uses it: that of a module around it.
     """
-    leaving: dict[tuple[int, str], float] = {}
-    for v in verdicts:
-        if v.kind is Kind.GRAD_OUTPUT:
-            place = v.microbatch, v.name
-            leaving[place] = max(leaving.get(place, 0.0), _severity(v))
+    leaving = _worst(verdicts, Kind.GRAD_OUTPUT)
     wrong = _failures(verdicts, Kind.GRAD_OUTPUT)
     failed = {(v.microbatch, v.name) for v in wrong}
-    found: dict[tuple[int, str], _Origin] = {}
+    origins: dict[_At, _Origin] = {}
     for v in wrong:
-        places = [(v.microbatch, one) for one in _containers(v.name)]
-        around = [one for one in places if one in leaving][-1:]
+        places = [(v.microbatch, name) for name in _containers(v.name)]
+        around = [place for place in places if place in leaving][-1:]
         if not failed.isdisjoint(around) or not around:
-            if not found:
+            if not origins:
                 return []
         # Of the later ones, those in which no earlier error surfaces again.
-        elif not found or _severity(v) >= _SURFACING * leaving[around[0]]:
-            found.setdefault(around[0], _Origin(v, around[0][1], Grounds.WITHIN))
-    return list(found.values())
+        elif not origins or _severity(v) >= _SURFACING * leaving[around[0]]:
+            origins.setdefault(around[0], _Origin(v, around[0][1], Grounds.WITHIN))
+    return list(origins.values())
+
+
+def _worst(verdicts: Iterable[Judged], kind: Kind) -> dict[_At, float]:
+    """How far off the worst tensor of a kind is, at each module of each microbatch."""
+    worst: dict[_At, float] = {}
+    for v in verdicts:
+        if v.kind is kind:
+            place = v.microbatch, v.name
+            worst[place] = max(worst.get(place, 0.0), _severity(v))
+    return worst
 
 
 def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Judged]) -> list[_Origin]:
@@ -319,47 +327,40 @@ def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Judged]) -> l
     """
     wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
     sharing: dict[tuple[int, float], list[_Origin]] = {}
-    for one in origins:
-        error = one.verdict.rel_err
+    for origin in origins:
+        error = origin.verdict.rel_err
         # All tensors of zeros have the error 1, and all that are missing have none.
         if error is not None and math.isfinite(error) and error != 1.0:
-            sharing.setdefault((one.verdict.microbatch, error), []).append(one)
+            sharing.setdefault((origin.verdict.microbatch, error), []).append(origin)
     innocent = {
-        id(one)
+        id(origin)
         for alike in sharing.values()
-        if any(one.module in wrong for one in alike)
-        for one in alike
-        if one.module not in wrong
+        if any(other.module in wrong for other in alike)
+        for origin in alike
+        if origin.module not in wrong
     }
-    return [one for one in origins if id(one) not in innocent]
+    return [origin for origin in origins if id(origin) not in innocent]
 
 
 def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:
     wrong = _failures(verdicts, Kind.MAIN_GRAD)
-    reduced = [one for one in _counted(verdicts) if one.verdict.index == _REDUCED]
     # Values do not change which elements an optimizer has; where it has wrong ones, it reads
     # gradients that this rank did not reduce.
     read = {v.name for v in wrong if v.verdict not in _ABSENT}
-    counted = [v for v in _failures(verdicts, Kind.COUNTED) if v.index in (_REDUCED, _STEPPED)]
-    stepped = [
-        _Origin(v, owner(v.name), Grounds.STEPPED)
-        for v in counted
-        if v.index == _STEPPED and v.name in read
-    ]
-    known = {v.name for v in counted if v.index == _REDUCED}.union(
-        one.verdict.name for one in stepped
+    counted = _failures(verdicts, Kind.COUNTED)
+    stepped = [v for v in counted if v.index == _STEPPED and v.name in read]
+    known = {v.name for v in (*stepped, *(v for v in counted if v.index == _REDUCED))}
+    origins = (
+        [origin for origin in _counted(verdicts) if origin.verdict.index == _REDUCED]
+        + _of_owners(stepped, Grounds.STEPPED)
+        + _of_owners((v for v in wrong if v.name not in known), Grounds.MAIN_GRAD)
     )
-    found = (
-        reduced
-        + stepped
-        + [_Origin(v, owner(v.name), Grounds.MAIN_GRAD) for v in wrong if v.name not in known]
-    )
-    if found and all(one.verdict.verdict in _ABSENT for one in found):
+    if origins and all(origin.verdict.verdict in _ABSENT for origin in origins):
         # No optimizer has these: what each one steps says which elements, and why.
-        return _counted(verdicts) or found
-    if found or any(v.verdict in _ABSENT for v in _failures(verdicts, *MOMENTS)):
+        return _counted(verdicts) or origins
+    if origins or any(v.verdict in _ABSENT for v in _failures(verdicts, *MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.
-        return found
+        return origins
     return _counted(verdicts) or _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
 
 
@@ -376,17 +377,13 @@ def _counted(verdicts: Sequence[Judged]) -> list[_Origin]:
 
 def _update(verdicts: Sequence[Judged]) -> list[_Origin]:
     unknown = {v.name for v in _failures(verdicts, *MOMENTS) if v.verdict in _ABSENT}
-    never = [
-        _Origin(v, owner(v.name), Grounds.NO_OPTIMIZER_STATE)
-        for v in _failures(verdicts, Kind.PARAM_DELTA)
-        if v.name in unknown
-    ]
+    never = [v for v in _failures(verdicts, Kind.PARAM_DELTA) if v.name in unknown]
     first: dict[str, Judged] = {}
-    for verdict in sorted(_failures(verdicts, *_UPDATED), key=lambda v: _UPDATED.index(v.kind)):
-        first.setdefault(verdict.name, verdict)
+    for v in sorted(_failures(verdicts, *_UPDATED), key=lambda v: _UPDATED.index(v.kind)):
+        first.setdefault(v.name, v)
     # Without their gradients the norm is wrong, and with it every clipped update.
     return (
-        never
+        _of_owners(never, Grounds.NO_OPTIMIZER_STATE)
         or [
             _Origin(v, owner(v.name), _SPECIAL.get((v.kind, v.index), Grounds.UPDATE))
             for v in verdicts
@@ -414,50 +411,40 @@ def _born(
     innermost = [
         v for v in born if not any(other != v.name and _inside(other, v.name) for other in names)
     ]
-    entering: dict[tuple[int, str], float] = {}
-    for v in verdicts:
-        if v.kind is inputs:
-            place = (v.microbatch, v.name)
-            entering[place] = max(entering.get(place, 0.0), _severity(v))
-    found = []
-    for number, v in enumerate(innermost):
-        if _is_new(v, innermost[:number], entering.get((v.microbatch, v.name), 0.0)):
-            known = (v.microbatch, v.name) in entering
+    entering = _worst(verdicts, inputs)
+    origins = []
+    begun: set[int] = set()
+    for v in innermost:
+        place = v.microbatch, v.name
+        # An error may fall below the tolerance on its way (in a softmax, a norm) and exceed it
+        # again later. The module where it does so has inputs that pass, but are nearly as far off
+        # as its output.
+        if v.microbatch not in begun or _severity(v) >= _SURFACING * entering.get(place, 0.0):
             jump = _largest_jump(v, _failures(verdicts, *outputs), entering)
-            found.append(jump or _Origin(v, v.name, grounds if known else without_inputs))
-    return found
+            where = grounds if place in entering else without_inputs
+            origins.append(jump or _Origin(v, v.name, where))
+        begun.add(v.microbatch)
+    return origins
 
 
 def _largest_jump(
-    container: Judged, failed: Sequence[Judged], entering: Mapping[tuple[int, str], float]
+    container: Judged, failed: Sequence[Judged], entering: Mapping[_At, float]
 ) -> _Origin | None:
     """A module inside, whose inputs fail a little and whose output by many times more.
 
     It must also be many times further off than the container, whose inputs pass.
     """
     jumps = [
-        (_severity(one) / max(1.0, entering[one.microbatch, one.name]), one)
-        for one in failed
-        if one.microbatch == container.microbatch
-        and one.name != container.name
-        and _inside(one.name, container.name)
-        and (one.microbatch, one.name) in entering
-        and _severity(one) >= _SURFACING * _severity(container)
+        (_severity(v) / max(1.0, entering[v.microbatch, v.name]), v)
+        for v in failed
+        if v.microbatch == container.microbatch
+        and v.name != container.name
+        and _inside(v.name, container.name)
+        and (v.microbatch, v.name) in entering
+        and _severity(v) >= _SURFACING * _severity(container)
     ]
-    size, largest = max(jumps, key=lambda one: one[0], default=(0.0, container))
+    size, largest = max(jumps, key=lambda jump: jump[0], default=(0.0, container))
     return _Origin(largest, largest.name, Grounds.JUMP) if size >= _SURFACING else None
-
-
-def _is_new(verdict: Judged, earlier: Sequence[Judged], entering: float) -> bool:
-    """Whether an error starts here, and is not an earlier one that surfaces again.
-
-    An error may fall below the tolerance on its way (in a softmax, a norm) and exceed it again
-    later. The module where it does so has inputs that pass, but are nearly as far off as its
-    output.
-    """
-    if not any(other.microbatch == verdict.microbatch for other in earlier):
-        return True
-    return _severity(verdict) >= _SURFACING * entering
 
 
 def _inside(module: str, container: str) -> bool:
@@ -471,7 +458,7 @@ def _inside(module: str, container: str) -> bool:
 
 def _first(verdicts: Sequence[Judged], kind: Kind, grounds: Grounds) -> list[_Origin]:
     """The first failure of a kind, if no module can be blamed for it."""
-    return [_Origin(v, v.name, grounds) for v in _failures(verdicts, kind)[:1]]
+    return _of_modules(_failures(verdicts, kind)[:1], grounds)
 
 
 _STAGES = (

@@ -208,8 +208,7 @@ class Evidence:
         """The same tensor after a repair; ``None`` where it cannot be applied to every part."""
         parts = []
         for part in self.parts:
-            pieces = repair(part)
-            if pieces is None:
+            if (pieces := repair(part)) is None:
                 return None
             self.work.spend(sum(piece.numel() for piece in pieces))
             parts.append(dataclasses.replace(part, pieces=tuple(pieces)))
@@ -288,6 +287,10 @@ class Evidence:
             for part in self.parts
         )
 
+    def instead[T: Finding](self, others: Iterable[tuple[T, torch.Tensor]]) -> T | None:
+        """The finding of the first of other tensors that every failing part holds."""
+        return next((finding for finding, other in others if self.holds(other)), None)
+
     def limit(self, part: FailedPart, free: int = 0, bits: float = 0.0, gain: float = 1.0) -> float:
         """The largest error that a repair may leave in a part; negative if none can explain it.
 
@@ -317,11 +320,30 @@ class Evidence:
         """Number of elements of all failing parts."""
         return sum(piece.numel() for part in self.parts for piece in part.pieces)
 
+    def less(
+        self, part: FailedPart, values: torch.Tensor | None = None, times: float = 1.0
+    ) -> list[torch.Tensor]:
+        """A part less ``times`` its slices of ``values``, by default of the reference."""
+        there = self.expected(part, values)
+        return [piece - times * value for piece, value in zip(part.pieces, there, strict=True)]
+
     def ratio(self, pairs: Iterable[tuple[Pieces, Pieces]]) -> float:
         """The factor that fits ``ours = factor * theirs`` best; 0 where there is none."""
         self.work.spend(self.elements)
         cross, size = dot(pairs)
         return cross / size if size and math.isfinite(cross) else 0.0
+
+    def factor(self) -> float:
+        """What all failing parts are multiplied by."""
+        return self.ratio((part.pieces, self.expected(part)) for part in self.parts)
+
+    def factors(self) -> dict[int, float]:
+        """What each rank's failing part is multiplied by."""
+        return {part.rank: self.ratio([(part.pieces, self.expected(part))]) for part in self.parts}
+
+    def surplus(self, summand: torch.Tensor) -> float:
+        """How many times too often a summand is in all failing parts."""
+        return self.ratio((self.less(part), self.expected(part, summand)) for part in self.parts)
 
     def near(self, other: torch.Tensor) -> bool:
         """Whether a formula's result is roughly the reference: the formula then applies here."""
@@ -428,13 +450,11 @@ def dot(parts: Iterable[tuple[Pieces, Pieces]]) -> tuple[float, float]:
     return cross, size
 
 
-def weights(terms: torch.Tensor, total: torch.Tensor) -> list[float]:
-    """How often each of the terms (rows) counts in a total; least squares in float64."""
-    terms, total = terms.double(), total.double()
-    found: list[float] = torch.linalg.lstsq(
-        terms @ terms.T, terms @ total, driver="gelsd"
-    ).solution.tolist()
-    return found
+def indices_of(boxes: Iterable[Box], dim: int) -> torch.Tensor:
+    """The logical index of each local index of a dim."""
+    runs = sorted({(box.local[dim], box.logical[dim], box.extent[dim]) for box in boxes})
+    pieces = [torch.arange(logical, logical + size) for _, logical, size in runs]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
 
 def flat(pieces: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from megatron_ttrace.diagnose import replicas, scaling
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, Pieces, axis_combinations
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations
 from megatron_ttrace.trace.findings import Cause, Finding, Loss, LossShare, RankFactors
 from megatron_ttrace.trace.records import Kind, TraceKey
 
@@ -87,10 +87,7 @@ def _of_share(evidence: Evidence, share: torch.Tensor) -> Evidence | None:
     """What the ranks hold of the share, if they hold the rest as they should."""
     rest = evidence.reference.float() - share
 
-    def without_rest(part: FailedPart) -> list[torch.Tensor]:
-        return [p - r for p, r in zip(part.pieces, evidence.expected(part, rest), strict=True)]
-
-    held = evidence.repaired(without_rest)
+    held = evidence.repaired(functools.partial(evidence.less, values=rest))
     if held is None:
         return None
     # What is left of the parts are other values, of which there may be fewer.
@@ -102,35 +99,33 @@ def _faults(share: Evidence) -> Iterator[tuple[int, float, Finding]]:
 
     Each with the number of its parameters, and the error that is left.
     """
-    ratio = share.ratio((part.pieces, share.expected(part)) for part in share.parts)
+    ratio = share.factor()
     layout = scaling.sizes_of(share)
     sizes = [math.prod(layout[axis] for axis in axes) for axes in axis_combinations([*layout])]
-    ranks = [part.rank for part in share.parts]
     likely = {0.0, *sizes, *(1 / size for size in sizes)}
     for times in sorted(likely, key=lambda times: abs(times - ratio)):
-        repair = functools.partial(_once, share, dict.fromkeys(ranks, times))
-        if share.repairs(repair):
+        if (left := _left(share, times)) is not None:
             lost = Finding(Cause.ZERO)
-            yield 0, _left(share, repair), scaling.constant_factor(share, times) if times else lost
+            yield 0, left, scaling.constant_factor(share, times) if times else lost
             break
     for finding, summed in replicas.reduced(share):
         if summed.is_right:
-            yield 0, _left(summed, lambda part: part.pieces), finding
-    repair = functools.partial(_once, share, dict.fromkeys(ranks, ratio))
-    if ratio and share.repairs(repair, free=1):
-        yield 1, _left(share, repair), scaling.constant_factor(share, ratio)
-    own = {part.rank: share.ratio([(part.pieces, share.expected(part))]) for part in share.parts}
-    repair = functools.partial(_once, share, own)
-    if len(own) > 1 and share.repairs(repair, free=1):
-        factors = tuple(sorted(own.items()))
-        yield len(own), _left(share, repair), RankFactors(Cause.FACTOR, factors=factors)
+            yield 0, max(summed.error(part, part.pieces) for part in summed.parts), finding
+    if ratio and (left := _left(share, ratio, free=1)) is not None:
+        yield 1, left, scaling.constant_factor(share, ratio)
+    factors = share.factors()
+    if len(factors) > 1 and (left := _left(share, factors, free=1)) is not None:
+        by_rank = tuple(sorted(factors.items()))
+        yield len(factors), left, RankFactors(Cause.FACTOR, factors=by_rank)
 
 
-def _left(share: Evidence, repair: Callable[[FailedPart], Pieces]) -> float:
-    return max(share.error(part, repair(part)) for part in share.parts)
+def _left(share: Evidence, times: float | Mapping[int, float], free: int = 0) -> float | None:
+    """The error that is left of a share that counts so many times; ``None`` if that is not it."""
 
+    def once(part: FailedPart) -> list[torch.Tensor]:
+        count = times[part.rank] if isinstance(times, Mapping) else times
+        return share.less(part, times=count - 1)
 
-def _once(share: Evidence, times: Mapping[int, float], part: FailedPart) -> list[torch.Tensor]:
-    """A part that counts the share ``times[rank]`` times, with the share counted once."""
-    expected = zip(part.pieces, share.expected(part), strict=True)
-    return [piece - (times[part.rank] - 1) * once for piece, once in expected]
+    if not share.repairs(once, free):
+        return None
+    return max(share.error(part, once(part)) for part in share.parts)

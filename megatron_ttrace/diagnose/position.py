@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import RIGHT, Evidence, FailedPart, dot
-from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.diagnose.evidence import RIGHT, Evidence, FailedPart, dot, indices_of
 from megatron_ttrace.trace.findings import (
     Cause,
     Finding,
@@ -82,7 +81,7 @@ class _Move:
 def _shards(evidence: Evidence) -> list[_Indexed]:
     """Each failing part on its own; flat ranges (ZeRO) combined into one whole tensor."""
     found = [
-        _Indexed(part.rank, local, tuple(_indices(part.boxes, d) for d in range(local.ndim)))
+        _Indexed(part.rank, local, tuple(indices_of(part.boxes, d) for d in range(local.ndim)))
         for part in evidence.parts
         if (local := part.laid_out()) is not None
     ]
@@ -96,12 +95,6 @@ def _shards(evidence: Evidence) -> list[_Indexed]:
                 return []
             target.copy_(piece)
     return [_Indexed(evidence.parts[0].rank, whole, tuple(map(torch.arange, whole.shape)))]
-
-
-def _indices(boxes: tuple[Box, ...], dim: int) -> torch.Tensor:
-    runs = sorted({(box.local[dim], box.logical[dim], box.extent[dim]) for box in boxes})
-    pieces = [torch.arange(logical, logical + size) for _, logical, size in runs]
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
 
 def _moves(evidence: Evidence, shard: _Indexed, dim: int) -> _Move | None:

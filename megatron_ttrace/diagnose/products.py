@@ -39,30 +39,23 @@ def _factors(evidence: Evidence) -> dict[int, float]:
     if evidence.key.kind is not Kind.OUTPUT:
         return {}
     bias = evidence.bias()
-    own: dict[int, float] = {}
-    for part in evidence.parts:
-        added = _added(part, bias)
-        ours = [p - b for p, b in zip(part.pieces, added, strict=True)]
-        theirs = [r - b for r, b in zip(evidence.expected(part), added, strict=True)]
-        own[part.rank] = evidence.ratio([(ours, theirs)])
+    added = (torch.zeros(()) if bias is None else bias).expand(evidence.reference.shape)
+    of_product = evidence.reference.float() - added.float()
+    factors = {
+        part.rank: evidence.ratio(
+            [(evidence.less(part, added), evidence.expected(part, of_product))]
+        )
+        for part in evidence.parts
+    }
 
     def divide(part: FailedPart) -> list[torch.Tensor]:
-        pairs = zip(part.pieces, _added(part, bias), strict=True)
-        return [(piece - b) / own[part.rank] + b for piece, b in pairs]
+        pairs = zip(evidence.less(part, added), evidence.expected(part, added), strict=True)
+        return [product / factors[part.rank] + b for product, b in pairs]
 
-    if not all(own.values()):
+    if not all(factors.values()):
         return {}
-    return own if evidence.repairs(divide, 1, lambda part: gain_of(own[part.rank])) else {}
-
-
-def _added(part: FailedPart, bias: torch.Tensor | None) -> list[torch.Tensor]:
-    """What the bias adds to each piece of a part."""
-    if bias is None:
-        return [torch.zeros(()) for _ in part.pieces]
-    return [
-        bias.float().narrow(0, box.logical[-1], piece.shape[-1])
-        for box, piece in zip(part.boxes, part.pieces, strict=True)
-    ]
+    right = evidence.repairs(divide, 1, lambda part: gain_of(factors[part.rank]))
+    return factors if right else {}
 
 
 def _cast(evidence: Evidence, own: Mapping[int, float]) -> ProductFactors | None:

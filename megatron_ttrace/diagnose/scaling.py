@@ -14,6 +14,7 @@ import torch
 from megatron_ttrace.diagnose.evidence import (
     Evidence,
     FailedPart,
+    Pieces,
     axis_combinations,
     dot,
     gain_of,
@@ -63,16 +64,13 @@ def zero(evidence: Evidence) -> Finding | None:
 
 def factor(evidence: Evidence) -> ConstantFactor | None:
     """One constant for all failing parts. The repair: divide by it, or by the size that it is."""
-    found = evidence.ratio((part.pieces, evidence.expected(part)) for part in evidence.parts)
-    if not found:
-        return None
-    return tested(
-        evidence,
-        constant_factor(evidence, found),
-        lambda ratio, free: evidence.repairs(
-            functools.partial(_divided, ratio), free, lambda part: gain_of(ratio)
-        ),
-    )
+    best = evidence.factor()
+
+    def repairs(ratio: float, free: int) -> bool:
+        divide = functools.partial(_divided, ratio)
+        return evidence.repairs(divide, free, lambda part: gain_of(ratio))
+
+    return tested(evidence, constant_factor(evidence, best), repairs) if best else None
 
 
 def tested(
@@ -106,10 +104,8 @@ def tested(
 
 def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
     """Divide by a size of the layout, or by its inverse, that the values are about too large."""
-    expected = [(part.pieces, evidence.expected(part)) for part in evidence.parts]
-    ours, theirs = (
-        math.sqrt(dot((side, side) for side in sides)[1]) for sides in zip(*expected, strict=True)
-    )
+    sides = [part.pieces for part in evidence.parts], map(evidence.expected, evidence.parts)
+    ours, theirs = (math.sqrt(dot((each, each) for each in side)[1]) for side in sides)
     if not (theirs and 0 < ours < math.inf):
         return
     evidence.work.spend(2 * evidence.elements)
@@ -134,25 +130,17 @@ def shift(evidence: Evidence) -> Shift | None:
     """The logarithm of a size is added to all values. The repair: subtract it."""
     total = 0.0
     for part in evidence.parts:
-        pairs = zip(part.pieces, evidence.expected(part), strict=True)
-        total += sum(float((piece - there).sum(dtype=torch.float64)) for piece, there in pairs)
-    if not math.isfinite(total):
-        return None
+        total += sum(float(error.sum(dtype=torch.float64)) for error in evidence.less(part))
     constant = total / evidence.elements
     if not -_LARGEST < constant < _LARGEST:
         return None
-    named = constant_factor(evidence, math.exp(constant))
 
-    def subtracted(ratio: float, part: FailedPart) -> list[torch.Tensor]:
-        return [piece - math.log(ratio) for piece in part.pieces]
+    def repairs(ratio: float, free: int) -> bool:
+        if ratio <= 0:
+            return False
+        return evidence.repairs(lambda part: [p - math.log(ratio) for p in part.pieces], free)
 
-    fitted = tested(
-        evidence,
-        named,
-        lambda ratio, free: (
-            ratio > 0 and evidence.repairs(functools.partial(subtracted, ratio), free)
-        ),
-    )
+    fitted = tested(evidence, constant_factor(evidence, math.exp(constant)), repairs)
     if fitted is None or not fitted.sizes:
         return None
     return Shift(fitted.cause, fitted.axes, constant=constant, sizes=fitted.sizes)
@@ -160,36 +148,31 @@ def shift(evidence: Evidence) -> Shift | None:
 
 def factor_per_rank(evidence: Evidence) -> RankFactors | None:
     """Another constant for each rank. The repair: divide each part by its own."""
-    own = {
-        part.rank: evidence.ratio([(part.pieces, evidence.expected(part))])
-        for part in evidence.parts
-    }
+    factors = evidence.factors()
 
     def divide(part: FailedPart) -> list[torch.Tensor] | None:
-        return [p / own[part.rank] for p in part.pieces] if own[part.rank] else None
+        return _divided(factors[part.rank], part) if factors[part.rank] else None
 
-    if len(own) < 2 or not evidence.repairs(divide, 1, lambda part: gain_of(own[part.rank])):
+    if len(factors) < 2 or not evidence.repairs(divide, 1, lambda p: gain_of(factors[p.rank])):
         return None
-    return RankFactors(Cause.FACTOR, factors=tuple(sorted(own.items())))
+    return RankFactors(Cause.FACTOR, factors=tuple(sorted(factors.items())))
 
 
 def rounded(evidence: Evidence) -> Rounded | None:
     """The reference, rounded to a coarser dtype. The repair: do not round."""
+    tolerance = evidence.tolerance.value
     for (name, dtype), scaled in itertools.product(_COARSE.items(), (False, True)):
-        too_fine = torch.finfo(dtype).eps <= 4 * evidence.tolerance.value
-        if too_fine or evidence.tolerance.value >= 0.5 or (scaled and dtype.itemsize > 1):
+        too_fine = torch.finfo(dtype).eps <= 4 * tolerance
+        if too_fine or tolerance >= 0.5 or (scaled and dtype.itemsize > 1):
             continue
+        round_off = functools.partial(_round, dtype=dtype, scaled=scaled)
 
-        def off(
-            part: FailedPart, dtype: torch.dtype = dtype, scaled: bool = scaled
-        ) -> list[torch.Tensor]:
+        def unrounded(part: FailedPart, of: Callable[..., torch.Tensor] = round_off) -> Pieces:
             # c is round(r): the error that is left beside what rounding explains.
-            return [
-                there + (piece - _round(there, dtype, scaled))
-                for piece, there in zip(part.pieces, evidence.expected(part), strict=True)
-            ]
+            pairs = zip(part.pieces, evidence.expected(part), strict=True)
+            return [there + (piece - of(there)) for piece, there in pairs]
 
-        if evidence.repairs(off):
+        if evidence.repairs(unrounded):
             return Rounded(Cause.PRECISION, dtype=name, scaled=scaled)
     return None
 

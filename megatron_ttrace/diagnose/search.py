@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ttrace.diagnose import (
     attention,
-    entropy,
-    moments,
     position,
     products,
     region,
@@ -28,6 +26,7 @@ from megatron_ttrace.diagnose import (
     scaling,
     shares,
     sources,
+    summands,
 )
 from megatron_ttrace.diagnose.evidence import Evidence, ExhaustedError, Work
 from megatron_ttrace.trace import findings as f
@@ -53,9 +52,9 @@ CLOSING: tuple[Closing, ...] = (
     scaling.shift,
     products.factor,
     scaling.factor_per_rank,
-    entropy.terms,
-    moments.gradient,
-    sources.addend,
+    summands.entropy,
+    summands.gradient,
+    summands.addend,
     sources.elsewhere,
     position.rows,
     scaling.rounded,

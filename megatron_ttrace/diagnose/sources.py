@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat
-from megatron_ttrace.trace.findings import Addend, Cause, Finding, WrongOperand
+from megatron_ttrace.diagnose.evidence import Evidence, flat
+from megatron_ttrace.trace.findings import Cause, Finding, WrongOperand
 from megatron_ttrace.trace.records import Kind
 
 _SAMPLE = 256
@@ -20,54 +21,21 @@ _EPSILON = 1e-5
 
 def elsewhere(evidence: Evidence) -> Finding | None:
     """The tensor is another one of the reference. The repair: use the right one."""
+    return evidence.instead(_likely(evidence))
+
+
+def _likely(evidence: Evidence) -> Iterator[tuple[Finding, torch.Tensor]]:
+    """Other tensors that begin as a failing part does."""
+    first = evidence.parts[0]
+    head = flat(first.pieces[:1])[:_SAMPLE]
     for finding, key in evidence.others():
         evidence.work.spend(0)
         other = evidence.whole(key)
         if other is None or other.shape != evidence.reference.shape:
             continue
-        first = evidence.parts[0]
-        head = flat(first.pieces[:1])[:_SAMPLE]
         there = flat(evidence.expected(first, other)[:1])[:_SAMPLE]
-        if torch.linalg.vector_norm(head - there) > 0.5 * torch.linalg.vector_norm(there):
-            continue
-        if evidence.holds(other):
-            return finding
-    return None
-
-
-def addend(evidence: Evidence) -> Addend | None:
-    """A bias or the module's own input is added too often or not at all. The repair: undo that."""
-    if evidence.key.kind is not Kind.OUTPUT:
-        return None
-    for is_bias, addend in _addends(evidence):
-        surplus = evidence.ratio(
-            (
-                [p - r for p, r in zip(part.pieces, evidence.expected(part), strict=True)],
-                evidence.expected(part, addend),
-            )
-            for part in evidence.parts
-        )
-        times = round(surplus, 2)
-
-        def without(
-            part: FailedPart, times: float = times, addend: torch.Tensor = addend
-        ) -> list[torch.Tensor]:
-            pairs = zip(part.pieces, evidence.expected(part, addend), strict=True)
-            return [piece - times * added for piece, added in pairs]
-
-        if times and evidence.repairs(without):
-            return Addend(Cause.ADDEND, bias=is_bias, surplus=times)
-    return None
-
-
-def _addends(evidence: Evidence) -> Iterator[tuple[bool, torch.Tensor]]:
-    """What a module may add to its result; whether it is a bias."""
-    shape = evidence.reference.shape
-    if (bias := evidence.bias()) is not None:
-        yield True, bias.expand(shape)
-    own = evidence.tensor(Kind.INPUT, evidence.key.name)
-    if own is not None and own.shape == shape:
-        yield False, own
+        if torch.linalg.vector_norm(head - there) <= 0.5 * torch.linalg.vector_norm(there):
+            yield finding, other
 
 
 def operand(evidence: Evidence) -> WrongOperand | None:
@@ -80,14 +48,15 @@ def operand(evidence: Evidence) -> WrongOperand | None:
     module = key.name.removesuffix(".weight")
     if key.kind is not Kind.MAIN_GRAD or module == key.name or evidence.reference.ndim != 2:
         return None
-    own = _total(evidence, module, module)
+    own = _gradient(evidence, module, module)
     if own is None or not evidence.near(own):
         return None
-    for other in itertools.chain(_siblings(module), evidence.alike(module)):
-        total = _total(evidence, module, other)
-        if total is not None and evidence.holds(total):
-            return WrongOperand(Cause.OPERAND, module=other)
-    return None
+    modules = itertools.chain(_siblings(module), evidence.alike(module))
+    return evidence.instead(
+        (WrongOperand(Cause.OPERAND, module=other), gradient)
+        for other in modules
+        if (gradient := _gradient(evidence, module, other)) is not None
+    )
 
 
 def _siblings(module: str) -> Iterator[str]:
@@ -103,15 +72,20 @@ def _siblings(module: str) -> Iterator[str]:
                 yield ".".join([*words[:position], str(layer), *words[position + 1 :]])
 
 
-def _total(evidence: Evidence, module: str, fed: str) -> torch.Tensor | None:
+def _gradient(evidence: Evidence, module: str, fed: str) -> torch.Tensor | None:
     """A linear layer's weight gradient, made with the input of ``fed``."""
-    total: torch.Tensor | None = None
-    for microbatch in itertools.count():
-        one = product(evidence, module, fed, microbatch)
-        if one is None:
-            break
-        total = one if total is None else total + one
-    return total if total is not None and total.shape == evidence.reference.shape else None
+    shares = by_microbatch(evidence, lambda number: product(evidence, module, fed, number))
+    return functools.reduce(torch.add, shares) if shares else None
+
+
+def by_microbatch(
+    evidence: Evidence, share: Callable[[int], torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """The shares of all microbatches in a tensor: up to the first that has none."""
+    shares: list[torch.Tensor] = []
+    while (value := share(len(shares))) is not None and value.shape == evidence.reference.shape:
+        shares.append(value)
+    return shares
 
 
 def product(

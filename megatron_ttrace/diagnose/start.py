@@ -2,19 +2,26 @@
 """A start that failed: what the step computes from it says nothing about the step.
 
 The checker's own start values go into parameters by name, place and layer number. Where these are
-wrong (a mark of parallelism is lost, two pipeline stages number their layers alike), the step
-begins from other parameters than the reference's, and everything in it differs.
+wrong (a mark of parallelism is lost, two pipeline stages number their layers alike, no stage has a
+layer), the step begins from other parameters than the reference's, and everything in it differs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.diagnose.absent import layer_in, stages_of
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.findings import Cause, Grounds, Note, OtherDivision, Remark
+from megatron_ttrace.trace.findings import (
+    Cause,
+    Grounds,
+    MisnumberedLayers,
+    MissingLayers,
+    Note,
+    OtherDivision,
+    Remark,
+)
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import (
     AGREED,
@@ -44,6 +51,12 @@ _LOADED = {
     MAIN: Grounds.LOADED_MAIN,
     AGREED: Grounds.LOADED_AGREED,
 }
+_LAYER = re.compile(r"^(|.*?\.)layers\.(\d+)\.")
+
+Layer = tuple[str, int]
+"""What precedes ``layers`` in its name, and its number."""
+Stages = Mapping[int, set[Layer]]
+"""The layers that each pipeline stage holds; empty if the ranks' places are not known."""
 
 
 def loaded(verdicts: Iterable[Judged]) -> list[tuple[Judged, Grounds]]:
@@ -62,25 +75,26 @@ def is_start(key: TraceKey) -> bool:
     return key.kind is Kind.PARAM and key.index == 0 and key.microbatch == STEP_LEVEL
 
 
-def claims(
-    verdicts: Iterable[Judged], measured: Mapping[int, Sequence[Measured]], meshes: Sequence[Mesh]
-) -> list[Judged]:
+def stages_of(started: Mapping[int, Iterable[str]], meshes: Sequence[Mesh]) -> Stages:
+    """The layers of each pipeline stage, from the parameters of each rank."""
+    stages: dict[int, set[Layer]] = {}
+    if all(rank < len(meshes) for rank in started):
+        for rank, names in started.items():
+            stages.setdefault(meshes[rank].at("pp"), set()).update(_layers(names))
+    return stages
+
+
+def claims(verdicts: Iterable[Judged], stages: Stages) -> list[Judged]:
     """The verdicts, where parameters of a layer that several pipeline stages hold are failures."""
-    held = {
-        rank: [one.key.name for one in found if is_start(one.key)]
-        for rank, found in measured.items()
-    }
-    stages = stages_of(held, meshes)
-    found = []
+    reviewed = []
     for verdict in verdicts:
-        layer = layer_in(verdict.name) if is_start(verdict.key) else None
-        at = [stage for stage, layers in stages.items() if layer in layers]
-        if layer is not None and len(at) > 1:
-            text = " and ".join(map(str, at))
-            notes = (Note(Remark.CLAIMED, layer[1], text=text),)
-            verdict = dataclasses.replace(verdict, verdict=Outcome.EXTRA, notes=notes)
-        found.append(verdict)
-    return found
+        for layer in _layers([verdict.name] if is_start(verdict.key) else []):
+            at = [stage for stage, layers in stages.items() if layer in layers]
+            if len(at) > 1:
+                notes = (Note(Remark.CLAIMED, layer[1], text=" and ".join(map(str, at))),)
+                verdict = dataclasses.replace(verdict, verdict=Outcome.EXTRA, notes=notes)
+        reviewed.append(verdict)
+    return reviewed
 
 
 def without_consequences(verdicts: Sequence[Judged]) -> list[Judged]:
@@ -88,14 +102,17 @@ def without_consequences(verdicts: Sequence[Judged]) -> list[Judged]:
     begun = [
         verdict.iteration
         for verdict in verdicts
-        if is_start(verdict.key) and (verdict.verdict in _OTHER_START or _is_claimed(verdict))
+        if is_start(verdict.key)
+        and (
+            verdict.verdict in _OTHER_START
+            or (verdict.verdict is Outcome.EXTRA and _layers([verdict.name]))
+        )
     ]
-    if not begun:
-        return list(verdicts)
     notes = (Note(Remark.OTHER_START),)
     return [
         dataclasses.replace(one, verdict=Outcome.UNCHECKED, reason=Reason.OTHER_START, notes=notes)
-        if one.verdict.is_failure
+        if begun
+        and one.verdict.is_failure
         and one.iteration >= min(begun)
         and one.direction is not Direction.START
         else one
@@ -119,27 +136,71 @@ def other_division(
         meshes: of all ranks.
         axes: over which parameters of its sort can be divided.
     """
-    found = {tuple(one) for one in taken}
-    if len(found) != 1 or not meshes:
+    shapes = {tuple(each) for each in taken}
+    if len(shapes) != 1 or not meshes or len(held := shapes.pop()) != len(shape):
         return None
-    held = found.pop()
-    odd = [dim for dim, (a, b) in enumerate(zip(held, shape, strict=False)) if a != b]
-    if len(held) != len(shape) or len(odd) != 1:
+    odd = [dim for dim, (ours, right) in enumerate(zip(held, shape, strict=True)) if ours != right]
+    if len(odd) != 1:
         return None
-    small, large = sorted((held[odd[0]], shape[odd[0]]))
+    ours, right = held[odd[0]], shape[odd[0]]
+    small, large = sorted((ours, right))
     fits = tuple(axis for axis in axes if small * meshes[0].size(axis) == large)
     if not fits:
         return None
     return OtherDivision(
-        Cause.DIVISION,
-        fits,
-        dim=odd[0],
-        held=held[odd[0]],
-        total=shape[odd[0]],
-        inverse=held[odd[0]] > shape[odd[0]],
+        Cause.DIVISION, fits, dim=odd[0], held=ours, total=right, inverse=ours > right
     )
 
 
-def _is_claimed(verdict: Judged) -> bool:
-    """Whether ``claims`` made this failure: the reference has this parameter."""
-    return verdict.verdict is Outcome.EXTRA and layer_in(verdict.name) is not None
+def misplaced_layers(
+    name: str, expected: Iterable[str], stages: Stages, chunks: int = 1
+) -> MissingLayers | MisnumberedLayers | None:
+    """Whole layers are on no stage, or on several. The repair: hold or number each layer once.
+
+    Args:
+        name: of the parameter that is missing or held too often.
+        expected: parameters of the reference.
+        stages: the candidate's layers.
+        chunks: of the model on each stage.
+    """
+    layer = next(iter(_layers([name])), None)
+    if layer is None or not stages:
+        return None
+    wanted = {other for other in _layers(expected) if other[0] == layer[0]}
+    there = {stage: {o for o in layers if o[0] == layer[0]} for stage, layers in stages.items()}
+    everywhere = set().union(*there.values())
+    lost, strange = wanted - everywhere, everywhere - wanted
+    twice = {o for o in everywhere if sum(o in layers for layers in there.values()) > 1}
+    if layer not in lost | strange | twice:
+        return None
+    counts = tuple(len(there[stage]) for stage in sorted(there))
+    if twice or strange:
+        return MisnumberedLayers(
+            Cause.LAYER_NUMBERS,
+            ("pp",),
+            missing=_numbers(lost),
+            twice=_numbers(twice),
+            strange=_numbers(strange),
+            total=len(wanted),
+            held=counts,
+        )
+    chunks *= len(there)
+    dropped = chunks > 1 and len(lost) == len(wanted) % chunks
+    return MissingLayers(
+        Cause.LAYERS,
+        ("pp",),
+        layers=_numbers(lost),
+        total=len(wanted),
+        held=counts,
+        divisor=chunks if dropped else 0,
+    )
+
+
+def _numbers(layers: Iterable[Layer]) -> tuple[int, ...]:
+    return tuple(sorted(number for _, number in layers))
+
+
+def _layers(names: Iterable[str]) -> set[Layer]:
+    """The layers that parameters belong to."""
+    matches = filter(None, map(_LAYER.match, names))
+    return {(match[1], int(match[2])) for match in matches}

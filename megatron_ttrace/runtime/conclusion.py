@@ -23,13 +23,14 @@ from megatron_ttrace.compare.gathered import Held, by_rank
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.diagnose import start
 from megatron_ttrace.diagnose.control import controlled
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
+from megatron_ttrace.diagnose.gather import Traces
 from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.diagnose.ran import in_culprits
 from megatron_ttrace.diagnose.residual import residuals
-from megatron_ttrace.diagnose.start import is_start
 from megatron_ttrace.mcore import own_shards, versions
 from megatron_ttrace.mcore.roles import is_beyond
 from megatron_ttrace.mcore.settings import DEFAULT_ALLOW_UNCHECKED
@@ -133,16 +134,11 @@ def conclude(
     verdicts, exact = exactness.examine(review(verdicts), config.arithmetic)
     was_judged = time.monotonic()
     failed = {verdict.key for verdict in verdicts if verdict.verdict.is_failure}
-    of_interest = (one for one in held if one.found.key in failed or is_start(one.found.key))
-    explainer = Explainer(
-        reference,
-        candidate,
-        tolerances,
-        measured=by_rank(of_interest),
-        ledger=ledger,
-        counted=coverage.findings,
-    )
-    verdicts = explainer.started(verdicts)
+    of_interest = (one for one in held if one.found.key in failed or start.is_start(one.found.key))
+    traces = Traces.read(reference, candidate, tolerances, by_rank(of_interest))
+    explainer = Explainer(traces, ledger=ledger, counted=coverage.findings)
+    stages = start.stages_of(traces.started, traces.meshes)
+    verdicts = start.without_consequences(start.claims(verdicts, stages))
     # With isolation nothing is computed from a wrong tensor.
     explain: Callable[[Judged], Explanation] = explainer.explain
     if not config.isolate:

@@ -13,9 +13,10 @@ import torch
 from megatron_ttrace.compare.measure import measure
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
-from megatron_ttrace.diagnose import absent, search
+from megatron_ttrace.diagnose import search, start
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.diagnose.explain import Explainer
+from megatron_ttrace.diagnose.gather import Traces
 from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.plan import plan
@@ -79,15 +80,8 @@ def explainer_of(
     moved = {key: Moved(128, float(value.norm()), (1e-6,)) for key, value in data.items()}
     tolerances = Tolerances(moved, dict.fromkeys(data, "float32"))
     ledger = Ledger(sources=Sources(finalize="finalize"))
-    explainer = Explainer(
-        TraceReader(reference),
-        candidate,
-        tolerances,
-        measured=measured,
-        ledger=ledger,
-        counted=counted,
-    )
-    return explainer, candidate
+    traces = Traces.read(TraceReader(reference), candidate, tolerances, measured)
+    return Explainer(traces, ledger=ledger, counted=counted), candidate
 
 
 def test_one_sentence(made: tuple[Explainer, Path]) -> None:
@@ -122,8 +116,8 @@ def test_a_budget_of_work(made: tuple[Explainer, Path]) -> None:
     counted = []
     for _ in range(2):
         made[0]._work.left = 300_000
-        made[0]._found.clear()
-        made[0]._told.clear()
+        made[0]._repairs.clear()
+        made[0]._explanations.clear()
         counted.append([made[0].explain(failed(key)).finding is None for key in keys()])
     assert counted[0] == counted[1]
     assert any(counted[0])
@@ -186,7 +180,9 @@ def test_damage_is_unknown(made: tuple[Explainer, Path]) -> None:
 
 def test_nothing_kept_is_unknown(made: tuple[Explainer, Path], tmp_path: Path) -> None:
     """A candidate of which nothing was kept has no explanations."""
-    explainer = Explainer(made[0]._reference, tmp_path / "none", made[0]._tolerances)
+    traces = made[0]._traces
+    traces = Traces.read(traces.reference, tmp_path / "none", traces.tolerances, {})
+    explainer = Explainer(traces)
     assert explainer.explain(failed(keys()[0])).finding is None
     assert explainer.explain(failed(keys()[0], Outcome.MISSING)).finding is None
 
@@ -219,11 +215,12 @@ def test_missing_layers() -> None:
     expected = [f"decoder.layers.{layer}.mlp.weight" for layer in range(7)]
     ranks = meshes(2, pp=2)
     held = {0: expected[:3], 1: expected[3:6]}
-    found = absent.misplaced_layers(expected[6], expected, held, ranks)
+    found = start.misplaced_layers(expected[6], expected, start.stages_of(held, ranks))
     assert "layer 6 of 7 on no pipeline stage: the stages hold 3 + 3 = 6 layers" in text(found)
     assert "7 // 2 layers each" in hint(found)
     all_held = {0: expected[:3], 1: expected[3:]}
-    assert absent.misplaced_layers(expected[6], expected, all_held, ranks) is None
+    stages = start.stages_of(all_held, ranks)
+    assert start.misplaced_layers(expected[6], expected, stages) is None
 
 
 @pytest.mark.parametrize(
@@ -238,7 +235,8 @@ def test_misnumbered_layers(second: tuple[int, ...], words: str) -> None:
     """A stage whose layers have the numbers of others."""
     names = [f"decoder.layers.{layer}.mlp.weight" for layer in range(6)]
     held = {0: names[:2], 1: [names[layer] for layer in second]}
-    found = absent.misplaced_layers(names[second[0]], names[:4], held, meshes(2, pp=2))
+    stages = start.stages_of(held, meshes(2, pp=2))
+    found = start.misplaced_layers(names[second[0]], names[:4], stages)
     assert words in text(found)
     assert found.cause is Cause.LAYER_NUMBERS
 

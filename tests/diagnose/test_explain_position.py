@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_ttrace.diagnose import position, region, sources
+from megatron_ttrace.diagnose import position, region, sources, summands
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.findings import Cause, OtherMicrobatch
@@ -163,7 +163,7 @@ def test_bias(times: int, words: str) -> None:
     """A bias added on every tensor-parallel rank, or on none."""
     bias = values(12, seed=3)
     trace = {TraceKey(1, STEP_LEVEL, Kind.PARAM, f"{OUTPUT.name}.bias", 0): bias}
-    found = sources.addend(
+    found = summands.addend(
         evidence_of(
             values(6, 2, 12), meshes(2), lambda _, x: x + times * bias, key=OUTPUT, trace=trace
         )

@@ -3,7 +3,6 @@
 
 import pytest
 
-from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.diagnose import start
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.records import (
@@ -14,7 +13,6 @@ from megatron_ttrace.trace.records import (
     Kind,
     Outcome,
     Reason,
-    TraceKey,
 )
 from tests.diagnose.evidence_by_hand import meshes
 from tests.diagnose.judged_by_hand import localise
@@ -55,24 +53,17 @@ def test_a_layer_that_two_stages_claim() -> None:
     """Its parameters fail, however equal they are; layers outside are left alone."""
     names = [f"decoder.layers.{layer}.mlp.weight" for layer in range(2)]
     held = {0: names, 1: names[1:]}
-    measured = {
-        rank: [
-            Measured(TraceKey(1, STEP_LEVEL, Kind.PARAM, name, 0), "", (), (1,), None)
-            for name in [*own, "embedding.word_embeddings.weight"]
-        ]
-        for rank, own in held.items()
-    }
     verdicts = [
         verdict(name, Kind.PARAM, microbatch=STEP_LEVEL)
         for name in [*names, "embedding.word_embeddings.weight"]
     ]
     verdicts.append(verdict("decoder.layers.1.mlp", Kind.OUTPUT, Outcome.DIVERGED))
-    claimed = start.claims(verdicts, measured, meshes(2, pp=2))
+    claimed = start.claims(verdicts, start.stages_of(held, meshes(2, pp=2)))
     assert [one.name for one in claimed if one.verdict is Outcome.EXTRA] == [names[1]]
     assert notes_text(claimed[1].notes) == "pipeline stages 0 and 1 hold layer 1"
     found = start.without_consequences(claimed)
     assert [one.name for one in found if one.verdict.is_failure] == [names[1]]
-    assert start.claims(verdicts, measured, ()) == verdicts
+    assert start.claims(verdicts, start.stages_of(held, ())) == verdicts
 
 
 def test_all_parameters_of_a_failed_start_are_one_group() -> None:

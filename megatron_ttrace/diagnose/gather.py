@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evidence of failed tensors, from two traces: the reference's, and the shards that were kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.measured import Measured, fails
+from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.diagnose.evidence import ELEMENTS, Evidence, FailedPart, Work
+from megatron_ttrace.diagnose.start import is_start
+from megatron_ttrace.mcore.numbers import numbers
+from megatron_ttrace.mcore.roles import any_layer
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.findings import (
+    BeforeStep,
+    Cause,
+    Finding,
+    OtherIteration,
+    OtherMicrobatch,
+    OtherTensor,
+)
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import TraceReader
+
+_SEARCH = 400
+_WHOLE = 1 << 22
+"""Elements of the largest tensor that other tensors are read to be compared with."""
+_FORWARD, _BACKWARD = (Kind.INPUT, Kind.OUTPUT), (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+_SAME_SORT = dict.fromkeys(_FORWARD, _FORWARD) | dict.fromkeys(_BACKWARD, _BACKWARD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traces:
+    """What two runs left.
+
+    Attributes:
+        reference: the trusted trace.
+        tolerances: of the reference.
+        measured: what each rank measured; it shows which ranks hold which tensors.
+        kept: the shards that were kept of the candidate, if there are any.
+        meshes: of the candidate's ranks.
+        seq_length: of both; 0 if unknown.
+    """
+
+    reference: TraceReader
+    tolerances: Tolerances
+    measured: Mapping[int, Sequence[Measured]]
+    kept: TraceReader | None = None
+    meshes: tuple[Mesh, ...] = ()
+    seq_length: int = 0
+
+    @classmethod
+    def read(
+        cls,
+        reference: TraceReader,
+        candidate: Path,
+        tolerances: Tolerances,
+        measured: Mapping[int, Sequence[Measured]],
+    ) -> Traces:
+        """With the directory of the shards that were kept, which may be absent or damaged."""
+        # Explanations are optional: the verdict does not depend on them.
+        with contextlib.suppress(Exception):
+            kept = TraceReader(candidate)
+            meshes = codec.decode(tuple[Mesh, ...], kept.meta["meshes"])
+            length = RunConfig.from_json(kept.meta["config"]).seq_length
+            return cls(reference, tolerances, measured, kept, meshes, seq_length=length)
+        return cls(reference, tolerances, measured)
+
+    @functools.cached_property
+    def started(self) -> dict[int, list[str]]:
+        """The parameters that each rank holds before the step."""
+        return {
+            rank: [one.key.name for one in each if is_start(one.key)]
+            for rank, each in self.measured.items()
+        }
+
+    def of(self, key: TraceKey) -> Iterator[tuple[int, Measured]]:
+        """Each rank that measured a tensor, with its measurements."""
+        for rank, each in self.measured.items():
+            yield from ((rank, one) for one in each if one.key == key)
+
+    def evidence(self, key: TraceKey, work: Work) -> Evidence | None:
+        """What is known of a failed tensor; ``None`` if its shards were not kept.
+
+        Raises:
+            TTraceError, CodecError: the files are damaged.
+        """
+        if self.kept is None or key not in self.reference or key.kind is Kind.INITIAL:
+            return None
+        entry = self.reference.entry(key)
+        reference = self.reference.tensor(entry)
+        if not reference.is_floating_point() and key.kind not in (Kind.TOKENS, Kind.INPUT):
+            return None  # choices
+        microbatches = codec.decode(int, self.reference.meta.get("microbatches", 1))
+        ranks = self.meshes[0].size("dp") if self.meshes else 1
+        evidence = Evidence(
+            key=key,
+            reference=reference,
+            parts=list(self._parts(self.kept, key)),
+            tolerance=self.tolerances.of(key),
+            meshes=self.meshes,
+            held={rank: one.boxes for rank, one in self.of(key) if one.boxes},
+            microbatches=max(1, microbatches // ranks),
+            seq_length=self.seq_length,
+            numbers=numbers(self.reference.meta),
+            work=work,
+            others=lambda: self._others(key, entry.shape),
+            whole=lambda other: self.reference.data(other) if other in self.reference else None,
+            alike=lambda module: self._alike(key.iteration, module),
+        )
+        return evidence if evidence.parts else None
+
+    def ratios(self, iteration: int) -> dict[TraceKey, list[float]]:
+        """The factor of each rank's part of each main gradient that fails."""
+        ratios: dict[TraceKey, list[float]] = {}
+        for one in (one for each in self.measured.values() for one in each):
+            key, sums = one.key, one.sums
+            if key.kind is not Kind.MAIN_GRAD or key.iteration != iteration or sums is None:
+                continue
+            if sums.reference and fails(sums, self.tolerances, key):
+                ratios.setdefault(key, []).append(sums.dot / sums.reference)
+        return ratios
+
+    @functools.cached_property
+    def _shards(self) -> dict[TraceKey, list[tuple[int, int]]]:
+        """Rank and number of the shards that were kept of each tensor."""
+        shards: dict[TraceKey, list[tuple[int, int]]] = {}
+        for rank, entries in (self.kept.ranks if self.kept else {}).items():
+            for number, entry in enumerate(entries):
+                shards.setdefault(entry.key, []).append((rank, number))
+        return shards
+
+    def _parts(self, kept: TraceReader, key: TraceKey) -> Iterator[FailedPart]:
+        shards = self._shards.get(key, [])
+        limit = max(1, ELEMENTS // max(1, len(shards)))
+        for rank, number in shards:
+            entry = kept.resolve(rank, number)
+            if not (entry.partial_over or entry.sums) and (entry.boxes or not entry.logical_shape):
+                local = kept.tensor(entry)
+                yield FailedPart.of(local, self.meshes[rank], entry.boxes, entry.factor, limit)
+
+    def _others(self, key: TraceKey, shape: tuple[int, ...]) -> Iterator[tuple[Finding, TraceKey]]:
+        """Tensors that may be in this one's place: other times first, then other modules."""
+        if math.prod(shape) > _WHOLE:
+            return
+        before = dataclasses.replace(key, index=0)
+        if key.kind is Kind.PARAM and key != before:
+            yield BeforeStep(Cause.OTHER_TIME), before
+        near: dict[TraceKey, list[TraceKey]] = {}
+        primary = self.reference.primary
+        for other in self.reference:
+            now, here = other.iteration == key.iteration, other.microbatch == key.microbatch
+            if (other.kind, other.name, other.index) == (key.kind, key.name, key.index):
+                if now and not here:
+                    microbatch = other.microbatch
+                    yield OtherMicrobatch(Cause.OTHER_TIME, microbatch=microbatch), other
+                elif here and not now:
+                    yield OtherIteration(Cause.OTHER_TIME, iteration=other.iteration), other
+            elif (
+                (now and here)
+                and other.kind in _SAME_SORT.get(key.kind, (key.kind,))
+                and self.reference.entry(other).shape == shape
+                and primary(other) != primary(key)
+            ):
+                near.setdefault(primary(other), []).append(other)
+
+        def unlike(other: TraceKey) -> int:
+            return 0 if sort_of(other) == sort_of(key) else 1 if other.kind is key.kind else 2
+
+        # One tensor has many names: the one most like the culprit's is the most informative.
+        named = [min(names, key=unlike) for names in near.values()]
+        for other in sorted(named, key=unlike)[:_SEARCH]:
+            yield OtherTensor(Cause.OTHER_MODULE, kind=other.kind.value, name=other.name), other
+
+    def _alike(self, iteration: int, module: str) -> Iterator[str]:
+        """Other linear layers that are given a tensor of this shape, in execution order."""
+        fed = TraceKey(iteration, 0, Kind.INPUT, module, 0)
+        if fed not in self.reference:
+            return
+        shape = self.reference.entry(fed).shape
+        for other in self.reference:
+            weight = TraceKey(iteration, STEP_LEVEL, Kind.PARAM, f"{other.name}.weight", 0)
+            if (
+                other == dataclasses.replace(fed, name=other.name) != fed
+                and weight in self.reference
+                and self.reference.entry(other).shape == shape
+            ):
+                yield other.name
+
+
+def sort_of(key: TraceKey) -> tuple[Kind, str, int]:
+    """What a tensor has in common with the same tensor of other layers."""
+    return key.kind, any_layer(key.name), key.index
