@@ -145,11 +145,17 @@ def _guarded(
     argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser]
 ) -> int:
     """Run a command; every other end than its own answer is one line, and never exit code 1."""
-    from megatron_ttrace.errors import ExitCode, TTraceError
+    from megatron_ttrace.errors import ExitCode, TTraceError, one_line
 
     parsing = True
     try:
-        args = build(sys.argv[1:] if argv is None else list(argv)).parse_args(argv)
+        from megatron_ttrace.cli import command
+        from megatron_ttrace.mcore import disclosure
+
+        words = sys.argv[1:] if argv is None else list(argv)
+        parser = build(words)
+        disclosure.withhold(["ttrace", *words], known=dict(command.options(parser)))
+        args = parser.parse_args(words)
         args.began = _began(argv is None)
         parsing = False
         with signals.orderly():
@@ -166,8 +172,7 @@ def _guarded(
         if parsing and isinstance(error, SystemExit):
             raise  # argparse has printed an error, or the help
         if not signals.received():
-            said = f"{type(error).__name__}: {error}".removesuffix(": ")
-            _tell(f"internal error: {said} (set TTRACE_DEBUG=1 for the traceback)")
+            _tell(f"internal error: {one_line(error)} (set TTRACE_DEBUG=1 for the traceback)")
             return int(ExitCode.COULD_NOT_CHECK)
     else:
         if not signals.received():

@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+from megatron_ttrace import errors
+
 STARTERS = ("tests.warm", "tests.documents", "tests.integration.jobs")
 """What runs whole programs; test modules that use it are left out of `make unit`."""
 
@@ -46,11 +48,12 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """A command that a test calls in its own process sets variables for its children."""
+    """A command that a test calls in its own process sets variables, and withholds values."""
     before = dict(os.environ)
     yield
     os.environ.clear()
     os.environ.update(before)
+    errors._withheld.clear()
 
 
 @pytest.fixture

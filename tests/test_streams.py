@@ -17,6 +17,7 @@ TALKS = """
 import sys
 from megatron_ttrace import __main__ as entry
 class Parser:
+    _actions = ()
     def parse_args(self, argv):
         return self
     def run(self, args):

@@ -10,7 +10,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.errors import TTraceError
@@ -44,7 +44,8 @@ class Parser(flags.Parser):
         if rest:
             options = [word.partition("=")[0] for word in rest if word.startswith("-")]
             meant = flags.similar(options[0], self._option_string_actions) if options else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
+            shown = " ".join(options) or f"{len(rest)} more than this command has"
+            self.error(f"unrecognized arguments: {shown}{meant}")
         return found, rest
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
@@ -56,6 +57,15 @@ class Parser(flags.Parser):
                 error.message = f"there is no {str(value)!r}"
             error.message += flags.similar(str(value), choices)
             raise
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, int]]:
+    """All flags of a parser and of its commands, and whether they have a value."""
+    for action in parser._actions:
+        yield from ((flag, int(action.nargs != 0)) for flag in action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in set(action.choices.values()):
+                yield from options(inner)
 
 
 def add_evaluation(subparsers: Subparsers) -> Subparsers:

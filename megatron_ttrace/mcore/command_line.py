@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.mcore import disclosure
 
 EXAMPLE = "torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2 ..."
 
@@ -139,13 +140,13 @@ def _text(
             before = before[1:]
         if before and (found is not None or before[0][0] in "({"):
             raise TTraceError(
-                f"several commands in one text, at {' '.join(words)[:40]!a}: give the training "
+                f"several commands in one text, at {_quoted(words)}: give the training "
                 "command alone, with its arguments on lines that begin with -"
             )
         found = _words(words, context) or found
         if before and found is None:
             raise NoScriptError(
-                f"no training script in this command: {' '.join(words)[:40]!a}; give the "
+                f"no training script in this command: {_quoted(words)}; give the "
                 f"training command alone, e.g. ttrace check -- {EXAMPLE}"
             )
     return found
@@ -167,8 +168,8 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
         ]
         if words[0].startswith("-"):
             raise TTraceError(
-                f"a line of the text after -c begins with {words[0][:40]!a}: for the shell this is "
-                "another command; end the line before it with a backslash"
+                f"a line of the text after -c begins with {_quoted(words[:1])}: for the shell this "
+                "is another command; end the line before it with a backslash"
             )
         command = _words(words, context)
         if command is None:
@@ -176,11 +177,17 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
         given = (command.script, *command.arguments) if isinstance(command, Command) else ()
         if found or words[0] in _KEYWORDS or any(_UNKNOWN in word for word in given):
             raise TTraceError(
-                f"only a shell knows what {' '.join(words)[:60].replace(_UNKNOWN, '')!a} in the "
+                f"only a shell knows what {_quoted(words)} in the "
                 f"text after -c trains: give the command itself, e.g. {EXAMPLE}"
             )
         found = _known(command)
     return found
+
+
+def _quoted(words: Sequence[str]) -> str:
+    """The beginning of a command for an error, without values that may be secret."""
+    shown = disclosure.command([word.replace(_UNKNOWN, "") for word in words])
+    return ascii(" ".join(shown)[:60])
 
 
 def _known(command: Command | ShellScript) -> Command | ShellScript:
@@ -245,9 +252,8 @@ def _tokens(text: str, *, lines: bool = False) -> list[_Word | None]:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            near = text[at : at + 30].splitlines()[0]
             raise TTraceError(
-                f"the command cannot be split into words at {near!a}: close the quote"
+                f"the command cannot be split into words: close the quote at character {at + 1}"
             )
         at = match.end()
         kind = match.lastgroup or ""
@@ -260,8 +266,8 @@ def _tokens(text: str, *, lines: bool = False) -> list[_Word | None]:
             continue
         if kind == "strange" and not lines:
             raise TTraceError(
-                f"{text[match.start() : at + 30].splitlines()[0]!a} has a meaning for shells that "
-                "is not understood here: write what it stands for"
+                f"{match[kind]!a}, character {at} of the command, has a meaning for shells that is "
+                "not understood here: write what it stands for"
             )
         pieces = [(match[kind], kind in ("double", "plain"))]
         if kind == "strange":
@@ -295,7 +301,7 @@ def _expand(word: str, known: Mapping[str, str], *, strict: bool = True) -> str:
             return f"{_UNKNOWN}{match[0]}"
         if name not in known:
             raise TTraceError(
-                f"{word[match.start() :][:40]!a} has no value here: put the value into the "
+                f"{match[0]!a} has no value here: put the value into the "
                 "command, or use double quotes, in which the shell does"
             )
         return known[name]
@@ -311,11 +317,13 @@ def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
     if not words:
         return None
     if re.match(r"\w+\+=", words[0]):
-        raise TTraceError(f"{words[0][:40]!a} adds to a variable: write its whole value")
+        raise TTraceError(
+            f"{words[0].partition('=')[0][:40]!a} adds to a variable: write its whole value"
+        )
     name, rest = os.path.basename(words[0]), words[1:]
     if name == "env" and rest[:1] and rest[0].startswith("-"):
         raise TTraceError(
-            f"env {rest[0][:40]!a} takes variables away from the job: unset them in this shell, "
+            f"env {_quoted(rest[:1])} takes variables away from the job: unset them in this shell, "
             "and give the command without it"
         )
     if name in _PREFIXES:
@@ -385,7 +393,9 @@ def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | No
         name, equals, value = words[at].lstrip("-").partition("=")
         name = name.replace("_", "-")
         if any(full.startswith(name) for full in _COUNTS - {name}):
-            raise TTraceError(f"torchrun's {words[at]!a} is shortened: write the whole option")
+            raise TTraceError(
+                f"torchrun's {_quoted(words[at : at + 1])} is shortened: write the whole option"
+            )
         if not equals and name not in _TORCHRUN_SWITCHES:
             at += 1
             value = words[at] if at < len(words) else ""

@@ -8,17 +8,19 @@ shown, credentials in addresses are hidden.
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import hashlib
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from megatron_ttrace import errors
 from megatron_ttrace.mcore.options.decisions import option_of
-from megatron_ttrace.mcore.options.roles import ROLES, Role
+from megatron_ttrace.mcore.options.roles import ROLES, VALUES, Role
 from megatron_ttrace.mcore.settings import CHECK, FLAGS
 
 HIDDEN = "***"
@@ -64,6 +66,7 @@ _OF_COMMANDS = frozenset({"-c", "--against", "--ttrace-reference-args"})
 """Flags whose value is a command itself, or arguments."""
 _PROGRAM = re.compile(
     r"([\w./-]*/)?(ttrace|torchrun|python[\d.]*|srun|mpirun|env|bash|sh|accelerate|timeout|nohup)"
+    r"|cd|exec|export|set"
 )
 _SUBCOMMANDS = frozenset(
     """
@@ -71,6 +74,8 @@ _SUBCOMMANDS = frozenset(
     data eval bugs matrix mutants nightly plant baselines growth run
     """.split()
 )
+_SCRIPT = re.compile(r"[\w./-]+\.(py|sh|slurm|sbatch)")
+_SEPARATORS = ";&|\n"
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -125,67 +130,100 @@ def text(value: str) -> str:
     return _ADDRESS.sub(hide, value)
 
 
+_NONE: Mapping[str, int] = MappingProxyType({})
+
+
+def withhold(words: Sequence[str], known: Mapping[str, int] = _NONE) -> None:
+    """Keep what must not be shown of a command out of the errors of this process.
+
+    Words before the script that belong to no flag are shown there. ``known``: further flags, and
+    how many values they have.
+    """
+    errors.withhold(_withheld(words, known))
+
+
+def _withheld(words: Sequence[str], known: Mapping[str, int] = _NONE) -> Iterator[str]:
+    for word, shown in zip(words, _shown(words, lambda word: word, known), strict=True):
+        before, hides, _ = shown.partition(HIDDEN)
+        hidden = word.removeprefix(before)
+        if hides and shown != word and not os.path.exists(hidden):
+            yield hidden
+        if re.search(r"\s", word):
+            with contextlib.suppress(ValueError):
+                yield from _withheld(_split(word))
+
+
 def command(words: Sequence[str]) -> list[str]:
     """The words of a command, with :data:`HIDDEN` for values that may be secret.
 
-    Flags stay, as do the launcher, the script, and assigned variables by name. A quoted command
-    within a command is treated alike.
+    Flags stay, as do the launcher, the script, and assigned variables by name. Behind the script
+    only values of known options are shown, as many as the option takes. A quoted command within a
+    command is treated alike.
     """
+    return _shown(words, _positional)
+
+
+def _shown(
+    words: Sequence[str], positional: Callable[[str], str], known: Mapping[str, int] = _NONE
+) -> list[str]:
+    """See :func:`command`; ``positional`` decides on words before the script."""
     shown: list[str] = []
     flag = ""
-    kind = _Values.NONE
+    left: int | None = 0  # values of the flag that may follow; None: any word may be one
+    in_script = is_over = False
     for word in words:
-        if _is_flag(word):
+        if is_over:
+            shown.append(HIDDEN)
+        elif _is_separator(word):
+            shown.append(word)
+            left = 0
+        elif _is_flag(word):
+            is_over = in_script and word == "--"
             flag, equals, value = word.partition("=")
-            kind = _kind_of(flag)
-            if kind is _Values.HIDDEN and not flag.startswith("--"):
-                # "-pSECRET"
-                flag = f"{flag[:2]}{HIDDEN if flag[2:] else ''}"
-            shown.append(f"{flag}={_value(flag, kind, value)}" if equals else flag)
-            kind = _Values.NONE if equals and kind is _Values.ONE else kind
-        elif kind in (_Values.ONE, _Values.ALL):
-            shown.append(_value(flag, kind, word))
-            kind = _Values.NONE if kind is _Values.ONE else kind
-        elif match := _ASSIGNMENT.fullmatch(word):
-            allowed = kind is _Values.NONE and match[1] in _VARIABLES
+            left = known.get(flag, _values_of(flag, in_script=in_script))
+            if left is None and not flag.startswith("--") and flag[2:]:
+                # "-n4", "-pSECRET"
+                is_known = not in_script and flag[:2] in _LAUNCHER_VALUES - _OF_COMMANDS
+                glued = _value(flag[:2], flag[2:]) if is_known else HIDDEN
+                flag, left = f"{flag[:2]}{glued}", 0 if is_known else None
+            shown.append(f"{flag}={_value(flag, value) if left else HIDDEN}" if equals else flag)
+            left = 0 if equals and left else left
+        elif left:
+            shown.append(_value(flag, word))
+            left -= 1
+        elif not in_script and (match := _ASSIGNMENT.fullmatch(word)):
+            allowed = left == 0 and match[1] in _VARIABLES
             shown.append(f"{match[1]}={text(match[2]) if allowed else HIDDEN}")
-        elif _is_place(word):
+        elif (left == 0 and _PROGRAM.fullmatch(word)) or (not in_script and _is_place(word)):
             shown.append(word)
-            kind = _Values.NONE
-        elif kind is _Values.NONE and (word in _SUBCOMMANDS or _NUMBER.fullmatch(word)):
-            shown.append(word)
+            in_script = _SCRIPT.fullmatch(word) is not None
+            left = 0
         else:
-            nested = kind is _Values.NONE and re.search(r"\s", word)
-            shown.append(_nested(word) if nested else HIDDEN)
+            shown.append(HIDDEN if in_script or left is None else positional(word))
     return shown
 
 
-class _Values(enum.Enum):
-    """What follows a flag."""
-
-    NONE = enum.auto()
-    ONE = enum.auto()
-    ALL = enum.auto()
-    HIDDEN = enum.auto()
+def _is_separator(word: str) -> bool:
+    """Whether it ends a command in a shell's text: ``;``, ``&&``, a line's end."""
+    return bool(word) and not word.strip(_SEPARATORS)
 
 
 def _is_flag(word: str) -> bool:
     return word == "--" or _FLAG.fullmatch(word.partition("=")[0]) is not None
 
 
-def _kind_of(flag: str) -> _Values:
+def _values_of(flag: str, *, in_script: bool) -> int | None:
+    """How many words after a flag may be shown; ``None`` for a flag that is not known."""
     if flag in _SWITCHES:
-        return _Values.NONE
-    if flag in _LAUNCHER_VALUES or flag in _OUR_FLAGS:
-        return _Values.ONE
-    is_known = flag.startswith("--") and is_shown(option_of(flag))
-    return _Values.ALL if is_known else _Values.HIDDEN
+        return 0
+    if flag in _OUR_FLAGS or (flag in _LAUNCHER_VALUES and not in_script):
+        return 1
+    option = option_of(flag) if flag.startswith("--") else None
+    return VALUES[option] if option is not None and is_shown(option) else None
 
 
-def _value(flag: str, kind: _Values, value: str) -> str:
-    """A value of a flag."""
-    if kind in (_Values.HIDDEN, _Values.NONE):
-        return HIDDEN
+def _value(flag: str, value: str) -> str:
+    """A value of a known flag."""
     if value.startswith("-") and not (_NUMBER.fullmatch(value) or flag in _OF_COMMANDS):
         return HIDDEN
     if flag in _OF_COMMANDS and re.search(r"[\s=-]", value):
@@ -195,15 +233,33 @@ def _value(flag: str, kind: _Values, value: str) -> str:
     return text(value)
 
 
+def _positional(word: str) -> str:
+    """A word before the script that is no value, no program and no file."""
+    if word in _SUBCOMMANDS or _NUMBER.fullmatch(word):
+        return word
+    parts = word.split()
+    is_command = any(_PROGRAM.fullmatch(part) or _SCRIPT.fullmatch(part) for part in parts[:-1])
+    return _nested(word) if is_command else HIDDEN
+
+
 def _nested(value: str) -> str:
     try:
-        return shlex.join(command(shlex.split(value)))
+        shown = command(_split(value))
     except ValueError:
         return HIDDEN
+    quoted = [word.strip() if _is_separator(word) else shlex.quote(word) for word in shown]
+    return " ".join(word for word in quoted if word)
+
+
+def _split(value: str) -> list[str]:
+    """A shell's text as words and separators. Raises ``ValueError`` for an open quote."""
+    lexer = shlex.shlex(value.replace("\\\n", " "), posix=True, punctuation_chars=_SEPARATORS)
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    return list(lexer)
 
 
 def _is_place(word: str) -> bool:
-    """Whether a word names a script, a file that exists, or a program."""
+    """Whether a word before the script names it, a file that exists, or a program."""
     if "://" in word:
         return False
     if _PROGRAM.fullmatch(word) or re.fullmatch(r"[\w./-]+\.(py|sh|ya?ml|slurm|sbatch)", word):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.errors import TTraceError, without_secrets
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.ends import EndRecord, Frame
@@ -87,7 +87,9 @@ def record_of(error: BaseException, code: int, *, follows: bool = False) -> EndR
         return EndRecord(code=code, at=0, message=str(error), follows=follows)
     frames = tuple(_frames(error))
     if isinstance(error, SystemExit):
-        message = clean(error.code, NOTE_LIMIT) if isinstance(error.code, str) else ""
+        message = (
+            clean(without_secrets(error.code), NOTE_LIMIT) if isinstance(error.code, str) else ""
+        )
         kind = type(error).__name__ if message else ""
         return EndRecord(code=code, at=0, message=message, error=kind, frames=frames)
     known = _known(error, frames)
@@ -97,7 +99,7 @@ def record_of(error: BaseException, code: int, *, follows: bool = False) -> EndR
     return EndRecord(
         code=code,
         at=0,
-        message=clean(" ".join(text.split()), NOTE_LIMIT),
+        message=clean(without_secrets(" ".join(text.split())), NOTE_LIMIT),
         error=type(error).__name__,
         frames=frames,
         follows=follows or _is_communication(error),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.errors import TTraceError, without_secrets
 
 _MOST_ITERATIONS = 1000
 MOST_RANKS = 4096
@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
         """See :class:`argparse.ArgumentParser`. Raises ``TTraceError``."""
         from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
-        raise TTraceError(f"{clean(message, NOTE_LIMIT)} (see {self.prog} --help)")
+        message = clean(without_secrets(message), NOTE_LIMIT)
+        raise TTraceError(f"{message} (see {self.prog} --help)")
 
 
 def path(text: str) -> Path:

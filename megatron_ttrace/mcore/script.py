@@ -95,10 +95,11 @@ def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     With ``--ttrace`` among its arguments, our flags are added to Megatron's parser on its import.
     What it raises is left as a record (``trace/ends.py``), and raised.
     """
-    from megatron_ttrace.mcore import failures
+    from megatron_ttrace.mcore import disclosure, failures
     from megatron_ttrace.trace import ends
 
     ends.begin()
+    disclosure.withhold(["python", script, *arguments])
     try:
         _run(script, arguments, path)
     except SystemExit as leaving:

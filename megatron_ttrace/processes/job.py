@@ -140,6 +140,8 @@ def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summa
     if fork and (why := forkserver.refuses(job.script)):
         say(f"{job.script} runs in fresh processes: {why}")
         fork = False
+    assigned = [f"{name}={value}" for name, value in job.environment.items()]
+    disclosure.withhold([*assigned, "python", str(job.script), *job.arguments])
     program = (sys.executable, str(job.script)) if fork else scripts.command(job.script)
     settings = dataclasses.replace(job.settings, exit_after=True)
     command = (*program, *job.arguments, CHECK.name, *settings.words())

@@ -13,7 +13,7 @@ import re
 import signal
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.errors import TTraceError, without_secrets
 from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.ends import EndRecord
 
@@ -98,7 +98,7 @@ def usage_error(log: Path) -> str:
 
 
 def _lines(log: Path) -> list[str]:
-    return [line for line in end_of(log).splitlines() if line.strip()]
+    return [line for line in without_secrets(end_of(log)).splitlines() if line.strip()]
 
 
 def _raised(lines: list[str]) -> str:

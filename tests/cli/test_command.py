@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as a whole: what a newcomer sees, and what is said of a typing error."""
 
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -42,11 +43,14 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
         ("eval bgs", "'matrix', 'nightly'); did you mean bugs? (see ttrace eval --help)"),
         ("bugs rn", "did you mean run? (see ttrace eval bugs --help)"),
         ("xyzzy", "there is no 'xyzzy' (see ttrace --help)"),
-        ("report DIR --htlm x", "--htlm x; did you mean --html"),
-        ("report DIR --jnuit=x", "--jnuit=x; did you mean --junit"),
+        ("report DIR --htlm x", "--htlm; did you mean --html"),
+        ("report DIR --jnuit=x", "--jnuit; did you mean --junit"),
         ("check --nproc_per_node 2 -- a.py", "did you mean --nproc-per-node?"),
         ("check --ttrace-device cpuu -- a.py", "(choose from 'auto', 'cpu'); did you mean cpu?"),
-        ("doctor more", "unrecognized arguments: more (see ttrace doctor --help)"),
+        (
+            "doctor more",
+            "unrecognized arguments: 1 more than this command has (see ttrace doctor --help)",
+        ),
     ],
 )
 def test_typing_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +58,38 @@ def test_typing_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--token CANARY",
+        "--token CANARY check -- train.py",
+        "check --token=CANARY -- train.py",
+        "check --json=CANARY -- train.py",
+        "report DIR --json CANARY",
+        "check -- torchrun --nproc CANARY train.py",
+        "check -- torchrun --nproc=CANARY train.py",
+        "check -- env -STOKEN=CANARY train.py",
+        "check -- TOKEN+=CANARY train.py",
+        "check -- bash -c 'torchrun train.py\n--token CANARY'",
+        'check -- bash -c "torchrun train.py --token CANARY $(id)"',
+        "check 'TOKEN=CANARY ls -l CANARY'",
+        "check 'torchrun train.py --token CANARY; ls'",
+        "check 'torchrun train.py --token \"CANARY'",
+        "check 'torchrun train.py --token >(CANARY) -a'",
+        "check 'torchrun train.py --token {CANARY,b}'",
+        "check 'torchrun train.py --token ${CANARY:-1}' -a",
+        "check --nproc-per-node 0 -- train.py --token CANARY",
+        "shrink -- a.py CANARY --bf16",
+    ],
+)
+def test_errors_do_not_show_values(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of flags that are not known, of variables, and words that no option takes."""
+    assert main(shlex.split(words)) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("ttrace: ")
+    assert "CANARY" not in said.out + said.err
 
 
 def test_a_command_works_in_the_shell_it_is_shown_in(

@@ -103,9 +103,13 @@ def test_what_megatron_or_ttrace_refuses(
 
 
 def test_an_unknown_argument(tmp_path: Path) -> None:
-    """The parser's complaint is passed on."""
-    done = check(tmp_path, job=[*TINY, "--no-such-flag"])
-    refused(done, "unrecognized arguments: --no-such-flag")
+    """The parser's complaint is passed on, without the value."""
+    done = check(tmp_path, job=[*TINY, "--no-such-flag", "canary 7f3a"])
+    refused(done, "unrecognized arguments: --no-such-flag ***")
+    logs = [path for path in tmp_path.rglob("*.log") if "canary" in path.read_text()]
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path not in logs]
+    assert logs
+    assert not [path for path in written if "canary" in path.read_text(errors="replace")]
 
 
 def test_an_unknown_bug(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ import json
 import shlex
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_ttrace.mcore import disclosure, provenance
 from megatron_ttrace.mcore.disclosure import command
-from megatron_ttrace.mcore.options.roles import ROLES
+from megatron_ttrace.mcore.options.decisions import option_of
+from megatron_ttrace.mcore.options.roles import ROLES, VALUES
 
 CANARY = "canary7f3a"
 
@@ -63,11 +66,47 @@ def test_values_of_unknown_flags(flag: str) -> None:
         ["torchrun", "train.py", "--lr", "1", f"-----BEGIN {CANARY}"],
         ["torchrun", "--rdzv-conf", f"token={CANARY}", "train.py"],
         [CANARY],
+        ["torchrun", "train.py", "--bf16", "123456"],
+        ["torchrun", "train.py", "--bf16=1", CANARY],
+        ["torchrun", "train.py", "--lr=1", CANARY],
+        ["torchrun", "train.py", "--bf16", f"{CANARY}.py"],
+        ["torchrun", "train.py", "--hf-tok", f"{CANARY}.py", f"{CANARY}.sh"],
+        ["torchrun", "train.py", "--bf16", f"A={CANARY}", f"NCCL_DEBUG={CANARY}"],
+        ["torchrun", "train.py", "--bf16", f"python {CANARY}.py"],
+        ["torchrun", "train.py", "--", CANARY, "--lr", CANARY],
+        ["torchrun", "train.py", "-m", CANARY, "--tee", CANARY],
+        ["bash", "-c", f"torchrun train.py --data-path /d; login {CANARY}"],
+        ["bash", "-c", f"torchrun train.py --data-path /d\nlogin {CANARY}"],
+        ["bash", "-c", f"torchrun train.py --lr 1&&{CANARY}"],
+        ["env", "-S", f"TOKEN={CANARY} torchrun train.py {CANARY}"],
+        ["env", f"-STOKEN={CANARY} torchrun train.py {CANARY}"],
+        ["vault-exec", f"test {CANARY}", "torchrun", "train.py"],
     ],
 )
 def test_values_elsewhere(words: list[str]) -> None:
     """Assignments, positional words, addresses."""
-    assert CANARY not in json.dumps(command(words))
+    shown = json.dumps(command(words))
+    assert CANARY not in shown
+    assert "123456" not in shown
+
+
+@given(st.data())
+def test_words_that_no_option_takes(data: st.DataObject) -> None:
+    """Behind each option as many words are shown as Megatron's parser takes, and no more."""
+    words, expected = ["torchrun", "train.py"], ["torchrun", "train.py"]
+    for option in data.draw(st.lists(st.sampled_from(sorted(VALUES)), max_size=4)):
+        most = VALUES[option] if disclosure.is_shown(option) else 0
+        count = data.draw(st.integers(0, 5))
+        flag = f"--{option.replace('_', '-')}"
+        known = option_of(flag) == option
+        values = ["value"] * count
+        words += [flag, *values]
+        if known:
+            expected += [flag, *values[:most], *["***"] * (count - most)]
+        else:
+            expected = command(words)
+    assert command(words) == expected
+    assert command(expected) == expected
 
 
 @pytest.mark.parametrize(
@@ -80,6 +119,8 @@ def test_values_elsewhere(words: list[str]) -> None:
         "OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun train.py --moe-layer-freq [0,1]",
         "ttrace diff 'torchrun a.py --lr 1' --directory out",
         "timeout 60 bash train.sh",
+        "srun -n4 bash bind.sh python -mtorch.distributed.run train.py --rampup-batch-size 1 2 3",
+        "bash -c 'cd /tmp && torchrun train.py --lr 1e-3'",
     ],
 )
 def test_an_ordinary_command_is_whole(text: str) -> None:

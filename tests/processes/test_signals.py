@@ -19,6 +19,7 @@ from megatron_ttrace import __main__ as entry
 from megatron_ttrace.processes import ranks
 here, fork = Path(sys.argv[1]), sys.argv[2] == "fork"
 class Parser:
+    _actions = ()
     def parse_args(self, argv):
         return self
     def run(self, args):

@@ -57,7 +57,9 @@ class Given:
             elif flags:
                 flags[-1][1].append(word)
             else:
-                raise TTraceError(f"{word[:60]!a} stands before the first flag of the script")
+                raise TTraceError(
+                    "a word stands before the first flag of the script: give flags only"
+                )
         return cls([Flag(name, tuple(values)) for name, values in flags])
 
     def has(self, option: str) -> bool:

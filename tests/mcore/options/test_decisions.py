@@ -9,7 +9,7 @@ import pytest
 from megatron_ttrace.mcore import reference_arguments, versions
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.mcore.options.decisions import Action, decision, option_of
-from megatron_ttrace.mcore.options.roles import ROLES, Role
+from megatron_ttrace.mcore.options.roles import MANY, ROLES, VALUES, Role
 
 RELEASES = versions.KNOWN
 
@@ -49,6 +49,8 @@ def test_the_installed_release_is_covered(installed):
             if flag.startswith("--") and flag != "--help":
                 assert decision(action.dest) is not None, f"{flag} has no decision"
                 assert decision(option_of(flag)) is not None, flag
+                values = {None: 1, "+": MANY, "*": MANY}.get(action.nargs, action.nargs)
+                assert VALUES[action.dest] == values, f"{flag} has {action.nargs} values"
 
 
 def test_nothing_is_decided_that_no_release_has():
