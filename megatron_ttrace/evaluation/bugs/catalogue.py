@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The known bugs, read from ``patches/bugs/*.toml``. docs/bugs/README.md describes the format."""
+"""The known bugs, read from ``patches/bugs/*.toml``, whose fields are those of the records here."""
 
 from __future__ import annotations
 
@@ -106,7 +106,12 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bug:
-    """One known bug. ``axis`` says in words what triggers it."""
+    """One known bug.
+
+    Attributes:
+        axis: what triggers it, in words.
+        confidence: of the identification: A direct evidence, B unique best match, C one of several.
+    """
 
     id: str
     name: str
