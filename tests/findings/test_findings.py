@@ -71,13 +71,13 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         (
             "",
             "norm-after-dense",
-            f"{TE} --bf16 {matrix.EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
+            f"{TE} --bf16 {matrix.PARTS['experts']} --moe-grouped-gemm --expert-model-parallel-size 2 "
             f"{matrix.FLAGS['in-pieces']} --moe-layer-freq [1,0]",
         ),
         (
             "",
             "fsdp-single-copies",
-            f"{FSDP} {matrix.EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
+            f"{FSDP} {matrix.PARTS['experts']} --moe-grouped-gemm --expert-model-parallel-size 2 "
             "--global-batch-size 8",
         ),
         (

@@ -14,6 +14,7 @@ from megatron_ttrace.evaluation.recipes import collect, known
 from megatron_ttrace.evaluation.recipes import run as running
 from megatron_ttrace.evaluation.recipes.collect import Kind
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, RecipeRow
+from megatron_ttrace.mcore.shrink.given import Given
 from megatron_ttrace.trace import codec, ends
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -144,7 +145,9 @@ def test_refusals_are_megatrons_own(tmp_path):
 def test_known_findings_are_those_of_the_page():
     """Headings are spelled as they stand there, and name what is combined."""
     text = (ROOT / "docs" / "findings.md").read_text()
-    for finding in known.FINDINGS:
+    for finding in known.findings():
+        for flag in Given.parse(f"{finding.given} {finding.absent}".split()).flags:
+            assert flag.option, flag
         assert re.search(rf"^## [0-9]+\. {re.escape(finding.heading)}", text, re.MULTILINE)
     words = "--multi-latent-attention --tensor-model-parallel-size 2"
     assert known.finding_of(words.split(), "0.19.2") == "MLA without sequence parallelism"
