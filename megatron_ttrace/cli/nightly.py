@@ -86,7 +86,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the parts, store the results and log."""
-    from megatron_ttrace.evaluation.nightly import changes, history
+    from megatron_ttrace.evaluation.nightly import history
     from megatron_ttrace.evaluation.nightly import run as runner
 
     options = _options(args)
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     good = history.last_good(nights)
     night = runner.run(options, args.directory, command.progress())
     history.append(nights, night)
-    lines = changes.lines(night, good)
-    print("\n".join([changes.headline(night), *lines]))
+    lines = history.changes(night, good)
+    print("\n".join([history.headline(night), *lines]))
     if not args.no_wandb:
         from megatron_ttrace.evaluation.nightly import wandb
 

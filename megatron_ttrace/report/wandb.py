@@ -50,7 +50,6 @@ _FORMER_HOST = "api.wandb.ai"
 """Keys stored for this host are valid for the public service under its newer name too."""
 
 _OFFLINE = "an offline run; upload it with: wandb sync "
-_WARNING = "ttrace: WARNING: W&B logging failed, the report itself is complete"
 
 
 def log(
@@ -68,37 +67,65 @@ def log(
         summary: the answer.
         verdicts: all verdicts, in execution order.
         html_path: the page to attach; left out when it does not exist.
-        run: a W&B run to log into, or the wandb module as Megatron's ``get_wandb_writer()`` returns
-            it; with ``None`` the active run is used, or a run of our own is made and finished.
-        directory: where an own run keeps its files.
-        online: whether the user allows an own run to be sent (``--ttrace-wandb``).
+        run: as for :func:`logged`.
+        directory: where a run of our own keeps its files.
+        online: whether the user allows a run of our own to be sent (``--ttrace-wandb``).
     """
+    about = summary.run.to_json() if summary.run else {}
+    return logged(
+        "report",
+        lambda wandb, run: _log(wandb, run, summary, verdicts, html_path),
+        run=run,
+        directory=directory,
+        project="ttrace",
+        config={"layout": summary.config, "versions": summary.versions, "run": about},
+        online=online,
+    )
+
+
+def logged(
+    what: str,
+    fill: Callable[[Any, Any], None],
+    *,
+    run: Any = None,
+    directory: Path,
+    project: str,
+    config: dict[str, Any],
+    online: bool,
+) -> str:
+    """Fill a W&B run and return one line that says where it is. Never raises.
+
+    Args:
+        what: is logged, for the line about a failure.
+        fill: logs everything, given the wandb module and the run.
+        run: a W&B run, or the wandb module as Megatron's ``get_wandb_writer()`` returns it; with
+            ``None`` the active run is filled, or a run of our own is made and finished.
+        directory: where a run of our own keeps its files.
+        project: and type of the job, of a run of our own.
+        config: of a run of our own.
+        online: whether a run of our own may be sent to the server.
+    """
+    warning = f"ttrace: WARNING: W&B logging failed, the {what} itself is complete"
     try:
         import wandb
     except Exception as error:  # noqa: BLE001 - a broken installation raises anything
-        return f"{_WARNING}: wandb cannot be imported ({clean(error, 200)})"
+        return f"{warning}: wandb cannot be imported ({clean(error, 200)})"
     try:
         given = run.run if isinstance(run, ModuleType) else run
         active = given if given is not None else wandb.run
         if active is not None:
-            _log(wandb, active, summary, verdicts, html_path)
+            fill(wandb, active)
             return f"W&B: logged to {_where(active)}"
-        about = summary.run.to_json() if summary.run else {}
-        config = {"layout": summary.config, "versions": summary.versions, "run": about}
-        return within(
-            TOTAL_SECONDS,
-            lambda: own_run(
-                wandb,
-                lambda run: _log(wandb, run, summary, verdicts, html_path),
-                directory=directory,
-                project="ttrace",
-                job_type="ttrace",
-                config=_harmless(config),
-                online=online,
-            ),
-        )
+        options = {
+            "project": os.environ.get("WANDB_PROJECT") or project,
+            "job_type": project,
+            "dir": str(directory),
+            "config": _harmless(config),
+            "settings": _settings(wandb),
+        }
+        return _within(TOTAL_SECONDS, lambda: _own_run(wandb, fill, options, online))
     except Exception as error:  # noqa: BLE001 - this sink fails open
-        return f"{_WARNING}: {type(error).__name__}: {clean(error, 300)}"
+        return f"{warning}: {type(error).__name__}: {clean(error, 300)}"
 
 
 def _harmless(value: Any) -> Any:
@@ -112,21 +139,10 @@ def _harmless(value: Any) -> Any:
     return value if value is None or isinstance(value, int) else clean(value, NOTE_LIMIT)
 
 
-def own_run(
-    wandb: Any,
-    log: Callable[[Any], None],
-    *,
-    directory: Path,
-    project: str,
-    job_type: str,
-    config: dict[str, Any],
-    online: bool,
+def _own_run(
+    wandb: Any, fill: Callable[[Any, Any], None], options: dict[str, Any], online: bool
 ) -> str:
-    """Make a run, ``log`` into it, finish it; offline unless it may be sent and the server answers.
-
-    Returns:
-        One line that says where it is.
-    """
+    """Make, fill and finish a run; offline unless it may be sent and the server answers."""
     mode, why = _mode(wandb, online)
     if mode == "offline":
         # wandb's service reports its own errors to its makers, also from an offline run.
@@ -134,13 +150,6 @@ def own_run(
     # The address of a service that a parent process started. It may have ended, or end before it
     # has written the run. Where this process has opened a run before, its service stays in use.
     os.environ.pop("WANDB_SERVICE", None)
-    options = {
-        "project": os.environ.get("WANDB_PROJECT") or project,
-        "job_type": job_type,
-        "dir": str(directory),
-        "config": config,
-        "settings": _settings(wandb),
-    }
     try:
         run = wandb.init(mode=mode, **options)
     except Exception as error:
@@ -149,19 +158,15 @@ def own_run(
         run = wandb.init(mode="offline", **options)
         why = f" (WARNING: online logging failed: {clean(error, 200)})"
     try:
-        log(run)
+        fill(wandb, run)
         where = _where(run)
     finally:
         run.finish(exit_code=0)
     return f"W&B: logged to {where}{why}"
 
 
-def within(seconds: float, work: Callable[[], str]) -> str:
-    """Run ``work`` for at most ``seconds``; a hanging upload is left behind, not waited for.
-
-    Raises:
-        TimeoutError: when it did not end; else what ``work`` raised.
-    """
+def _within(seconds: float, work: Callable[[], str]) -> str:
+    """Run ``work`` for at most ``seconds``; a hanging upload is left behind, not waited for."""
     answer: Future[str] = Future()
 
     def target() -> None:
@@ -239,7 +244,7 @@ def _answers(base_url: str) -> bool:
         return "answers"
 
     try:
-        return bool(within(PROBE_SECONDS + 1, probe))
+        return bool(_within(PROBE_SECONDS + 1, probe))
     except Exception:  # noqa: BLE001 - whatever it is, it is not an answer
         return False
 

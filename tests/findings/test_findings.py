@@ -48,6 +48,7 @@ ADAPTIVE = (
     "--transformer-impl local --tensor-model-parallel-size 2 --optimizer adaptive_muon --bf16 "
     "--muon-tp-mode duplicated"
 )
+EXPERTS = matrix.PARTS["experts"]
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
 FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
 
@@ -71,13 +72,13 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         (
             "",
             "norm-after-dense",
-            f"{TE} --bf16 {matrix.PARTS['experts']} --moe-grouped-gemm --expert-model-parallel-size 2 "
+            f"{TE} --bf16 {EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
             f"{matrix.FLAGS['in-pieces']} --moe-layer-freq [1,0]",
         ),
         (
             "",
             "fsdp-single-copies",
-            f"{FSDP} {matrix.PARTS['experts']} --moe-grouped-gemm --expert-model-parallel-size 2 "
+            f"{FSDP} {EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
             "--global-batch-size 8",
         ),
         (

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All nights in one file of JSON lines: a line for each night, followed by one for each case."""
+"""All nights in one file of JSON lines, and what changed since the last good one."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
-from megatron_ttrace.trace import owned
+from megatron_ttrace.evaluation.nightly.records import Night, NightCase, State
+from megatron_ttrace.trace import codec, owned
 
 FILE = "nights.jsonl"
+"""A line for each night, followed by one for each case."""
 
 
 def prepare(path: Path) -> None:
@@ -41,31 +43,25 @@ def append(path: Path, night: Night) -> None:
 
 
 def last_good(path: Path) -> Night | None:
-    """The last night with which later ones can be compared; ``None`` if there is none."""
-    heads: dict[str, dict[str, Any]] = {}
+    """The last night with which later ones can be compared; ``None`` if there is none.
+
+    Lines that were cut off, or are of another version, are skipped.
+    """
+    nights: dict[str, Night] = {}
     cases: dict[str, list[NightCase]] = {}
     for line in _lines(path):
+        began = str(line.get("began"))
         try:
-            if line["part"] is None:
-                heads[line["began"]] = line
-            else:
-                cases.setdefault(line["began"], []).append(_case(line))
-        except (KeyError, TypeError, ValueError):
-            continue  # cut off, or of another version
-    for began, head in reversed(heads.items()):
-        if head.get("exit_code") == ExitCode.EQUIVALENT:
-            return Night(
-                began=began,
-                seconds=head["seconds"],
-                versions=head["versions"],
-                options=head["options"],
-                cases=tuple(cases.get(began, ())),
-                gaps=tuple(
-                    Gap(NightPart(gap["part"]), gap["reason"], gap["by_choice"])
-                    for gap in head["gaps"]
-                ),
-            )
-    return None
+            if line.get("part") is not None:
+                cases.setdefault(began, []).append(codec.decode(NightCase, line))
+            elif line.get("exit_code") == ExitCode.EQUIVALENT:
+                nights[began] = codec.decode(Night, line)
+        except codec.CodecError:
+            continue
+    if not nights:
+        return None
+    began, night = nights.popitem()
+    return dataclasses.replace(night, cases=tuple(cases.get(began, ())))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -79,7 +75,41 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-def _case(line: dict[str, Any]) -> NightCase:
-    names = [field.name for field in dataclasses.fields(NightCase)]
-    values = {name: line[name] for name in names}
-    return NightCase(**{**values, "part": NightPart(line["part"]), "state": State(line["state"])})
+def headline(night: Night) -> str:
+    """E.g. ``all good: 134 cases`` or ``1 missed, 2 false alarms``."""
+    counts = Counter(case.state for case in night.cases)
+    alarms = counts[State.ALARM]
+    texts = [f"{counts[State.MISSED]} missed"] * bool(counts[State.MISSED])
+    texts += [f"{alarms} false alarm{'s' * (alarms > 1)}"] * bool(alarms)
+    texts += [f"{counts[State.BROKEN]} could not run"] * bool(counts[State.BROKEN])
+    lost = [gap.part.value for gap in night.gaps if not gap.by_choice]
+    texts += [f"{' and '.join(lost)} incomplete"] * bool(lost)
+    return ", ".join(texts) or f"all good: {len(night.cases)} cases"
+
+
+def changes(night: Night, good: Night | None) -> list[str]:
+    """What is wrong, then what changed since the last good night."""
+    broken = [case for case in night.cases if case.state is State.BROKEN]
+    lines = [f"{c.state}: {c.part} {c.name}: {c.note}" for c in (*night.bad, *broken)]
+    lines += [f"{gap.part} is incomplete: {gap.reason}" for gap in night.gaps if not gap.by_choice]
+    if night.is_good:
+        return lines
+    if good is None:
+        return [*lines, "there is no good night yet to compare with"]
+    moved = _moved(good.versions, night.versions, "not installed")
+    moved += _moved(good.options, night.options, "")
+    lines.append(f"since the last good night, {good.began}:")
+    lines += moved or ["  no version and no option changed"]
+    ran = {(case.part, case.name) for case in good.cases}
+    if new := sum((case.part, case.name) not in ran for case in (*night.bad, *broken)):
+        lines.append(f"  {new} of the cases above did not run then")
+    return lines
+
+
+def _moved(then: dict[str, str], now: dict[str, str], absent: str) -> list[str]:
+    """A line for each value that changed, appeared or went."""
+    return [
+        f"  {name}: {then.get(name, absent) or 'none'} -> {now.get(name, absent) or 'none'}"
+        for name in sorted({*then, *now})
+        if then.get(name, absent) != now.get(name, absent)
+    ]

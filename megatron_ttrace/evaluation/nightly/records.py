@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from enum import StrEnum
 
 from megatron_ttrace.errors import ExitCode
@@ -79,9 +78,9 @@ class Night:
 
     began: str
     seconds: float
-    versions: Mapping[str, str]
-    options: Mapping[str, str]
-    cases: tuple[NightCase, ...]
+    versions: dict[str, str]
+    options: dict[str, str]
+    cases: tuple[NightCase, ...] = ()
     gaps: tuple[Gap, ...] = ()
 
     @property

@@ -7,51 +7,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.evaluation.nightly.changes import headline
+from megatron_ttrace.evaluation.nightly.history import headline
 from megatron_ttrace.evaluation.nightly.records import Night, NightPart, State
 from megatron_ttrace.report.table import UNMEASURED_MARGIN
-from megatron_ttrace.report.wandb import TOTAL_SECONDS, own_run, within
+from megatron_ttrace.report.wandb import logged
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 COLUMNS = ("part", "case", "state", "reached", "margin", "seconds", "note")
-_WARNING = "ttrace: WARNING: W&B logging failed, the night itself is complete"
 
 
-def log(night: Night, said: Sequence[str], *, directory: Path, online: bool) -> str:
+def log(night: Night, changes: Sequence[str], *, directory: Path, online: bool) -> str:
     """Log a night and return one line that says where the run is. Never raises.
 
     Args:
         night: to log.
-        said: what is wrong and what changed, for the alert.
+        changes: what is wrong and what changed, for the alert.
         directory: where an offline run is kept.
         online: whether the run may be sent to the server.
     """
-    try:
-        import wandb
-
-        return within(
-            TOTAL_SECONDS,
-            lambda: own_run(
-                wandb,
-                lambda run: _log(wandb, run, night, said),
-                directory=directory,
-                project="ttrace-nightly",
-                job_type="ttrace-nightly",
-                config={"versions": dict(night.versions), "options": dict(night.options)},
-                online=online,
-            ),
-        )
-    except Exception as error:  # noqa: BLE001 - this sink fails open
-        return f"{_WARNING}: {type(error).__name__}: {clean(error, 300)}"
+    return logged(
+        "night",
+        lambda wandb, run: _log(wandb, run, night, changes),
+        directory=directory,
+        project="ttrace-nightly",
+        config={"versions": night.versions, "options": night.options},
+        online=online,
+    )
 
 
-def _log(wandb: Any, run: Any, night: Night, said: Sequence[str]) -> None:
+def _log(wandb: Any, run: Any, night: Night, changes: Sequence[str]) -> None:
     run.log({"ttrace_nightly": wandb.Table(columns=list(COLUMNS), data=_rows(night))})
     run.summary.update(summary_fields(night))
     if night.bad:
         level = wandb.AlertLevel.ERROR
         run.alert(
-            title=f"ttrace nightly: {headline(night)}", text="\n".join(said)[:4000], level=level
+            title=f"ttrace nightly: {headline(night)}", text="\n".join(changes)[:4000], level=level
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ttrace.evaluation.nightly import changes
+from megatron_ttrace.evaluation.nightly import history
 from megatron_ttrace.evaluation.nightly import wandb as sink
 from megatron_ttrace.evaluation.nightly.records import Night
 from tests.evaluation.nightly.synthetic import month
@@ -32,7 +32,7 @@ def logged(
     nights: list[Night], directory: Path
 ) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """The table, the summary fields and the alerts of a night that was logged offline."""
-    said = changes.lines(nights[-1], nights[0])
+    said = history.changes(nights[-1], nights[0])
     line = sink.log(nights[-1], said, directory=directory, online=False)
     assert "offline run" in line
     (folder,) = (directory / "wandb").glob("offline-run-*")
@@ -78,7 +78,7 @@ def test_it_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: object, **__: object) -> str:
         raise RuntimeError("no\nspace")
 
-    monkeypatch.setattr(sink, "own_run", fail)
+    monkeypatch.setattr(sink, "_log", fail)
     line = sink.log(month(1)[0], [], directory=tmp_path, online=False)
     assert line.startswith("ttrace: WARNING: W&B logging failed")
     assert "\n" not in line
