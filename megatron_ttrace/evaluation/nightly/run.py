@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.evaluation.nightly import rows
+from megatron_ttrace.evaluation.nightly import records
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
 from megatron_ttrace.evaluation.recipes.run import RESULTS
 from megatron_ttrace.mcore import provenance, versions
@@ -164,9 +164,9 @@ def _read(part: NightPart, output: Path) -> list[NightCase]:
 
 
 _ROWS = {
-    NightPart.BUGS: rows.known_bug,
-    NightPart.MATRIX: rows.configuration,
-    NightPart.RECIPES: rows.recipe,
+    NightPart.BUGS: records.known_bug,
+    NightPart.MATRIX: records.configuration,
+    NightPart.RECIPES: records.recipe,
 }
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_ttrace.evaluation.bugs import catalogue, suite
-from megatron_ttrace.evaluation.nightly import rows
+from megatron_ttrace.evaluation.nightly import records
 from megatron_ttrace.evaluation.nightly.records import State
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row
@@ -34,7 +34,7 @@ def test_rows_made_by_hand_are_like_those_of_the_suite() -> None:
 )
 def test_bug(changes: dict, state: State) -> None:
     """State, margin, marks and note of a known bug."""
-    found = rows.known_bug(bug_row(**changes))
+    found = records.known_bug(bug_row(**changes))
     assert found.state is state
     assert found.name == "01 tp-embedding-mask [TP 2]"
     assert found.note == changes.get("problem", "they all hold row 0")
@@ -42,10 +42,10 @@ def test_bug(changes: dict, state: State) -> None:
 
 def test_margins() -> None:
     """A missing layer has none; an infinite one travels as a string."""
-    assert rows.known_bug(bug_row(margin=None)).margin is None
-    assert rows.known_bug(bug_row(margin="inf")).margin == math.inf
-    assert rows.known_bug(bug_row()).margin == 65.6
-    assert rows.known_bug(bug_row()).marks == "detected, localised, explained"
+    assert records.known_bug(bug_row(margin=None)).margin is None
+    assert records.known_bug(bug_row(margin="inf")).margin == math.inf
+    assert records.known_bug(bug_row()).margin == 65.6
+    assert records.known_bug(bug_row()).marks == "detected, localised, explained"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_margins() -> None:
 )
 def test_configuration(verdict: str, state: State) -> None:
     """State, margin, marks and note of a healthy job."""
-    found = rows.configuration(matrix_row(verdict=verdict))
+    found = records.configuration(matrix_row(verdict=verdict))
     assert found.state is state
     assert (found.margin is None) == (state is State.BROKEN)
 
@@ -74,7 +74,7 @@ def test_configuration(verdict: str, state: State) -> None:
 def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
     """It must be found, and its margin says nothing about healthy jobs."""
     row = matrix_row(verdict=verdict, finding="MTP and CP", worst_margin="1e6")
-    found = rows.configuration(row)
+    found = records.configuration(row)
     assert found.state is state
     assert found.margin is None
     assert words in found.note
@@ -93,6 +93,6 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
 def test_recipe(changes: dict, state: State) -> None:
     """A recipe must be equivalent, show a finding, or be refused by Megatron itself."""
     row = JobRow(key="1a2b", answer=Answer.EQUIVALENT, ranks=2, tensors=9, why="why").to_json()
-    found = rows.recipe(json.loads(json.dumps(row)) | changes)
+    found = records.recipe(json.loads(json.dumps(row)) | changes)
     assert (found.name, found.state) == ("1a2b", state)
     assert "why" in found.note
