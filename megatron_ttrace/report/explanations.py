@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of findings: why a module is a culprit, what was tested, what that suggests.
 
-Each type of finding has one renderer, which returns what was tested, and what it hints at.
+Each type of finding has a renderer, or is simple enough for a template in ``messages.toml``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_ttrace.report.wording import STATISTICS, hyperparameters_text, notes_text, runs
+from megatron_ttrace.report.wording import (
+    MESSAGES,
+    STATISTICS,
+    hyperparameters_text,
+    messages,
+    notes_text,
+    runs,
+)
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
@@ -20,94 +27,17 @@ from megatron_ttrace.trace.sanitise import clean
 _OTHERS = 4
 """Further parameters that a sentence names."""
 
-Said = tuple[str, str]
+Text = tuple[str, str]
+"""What was tested, and what that suggests."""
 
-_GROUNDS = {
-    Grounds.INITIAL: "wrong before anything was computed",
-    Grounds.LOADED: "as loaded from the checkpoint, {name} is not what one device loads from it",
-    Grounds.LOADED_MAIN: "as loaded, the optimizer's main weights of {name} are not its weights",
-    Grounds.LOADED_AGREED: "as loaded, {name} is not the optimizer's main weights on every rank",
-    Grounds.START: "differs before anything was computed",
-    Grounds.MODEL_INPUT: "the data and the parameters pass, what the model is called with does not",
-    Grounds.ABSENT: "{note}",
-    Grounds.ABSENT_MODULE: "{note}: {name}, and likewise every parameter of this module",
-    Grounds.OUTPUT: "all its inputs pass, its output does not",
-    Grounds.OUTPUT_WITHOUT_INPUTS: "it has no traced inputs, and its output fails",
-    Grounds.BETWEEN_MODULES: "this input fails although all outputs before it pass",
-    Grounds.LOSS: "every module's output passes, the reported loss does not",
-    Grounds.FIRST_ABSENT_GRADIENT: "forward passes, this is the first gradient not computed",
-    Grounds.JUMP: "its output is off by many times more than its inputs: the largest jump within a "
-    "module whose inputs pass",
-    Grounds.GRAD_INPUT: "forward and its output gradients pass, its input gradient does not",
-    Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS: "the backward pass starts here",
-    Grounds.FIRST_GRADIENT: "forward passes, and this is the first gradient of the backward pass "
-    "that fails",
-    Grounds.WITHIN: "forward passes and so do its output gradients, the gradient of {name} inside "
-    "it does not",
-    Grounds.MAIN_GRAD: "activations and their gradients pass, the reduced gradient of {name} does "
-    "not",
-    Grounds.REDUCED: "every activation gradient passes, {index} does not have every element once",
-    Grounds.STEPPED: "{index} does not have every element of {name} once: it reads a gradient that "
-    "was not reduced on this rank",
-    Grounds.COUNTED: "no main gradient differs, {index} does not have every element once",
-    Grounds.GRAD_NORM: "every main gradient passes, their norm does not",
-    Grounds.NO_OPTIMIZER_STATE: "its main gradient passes, the optimizer keeps no state of {name}",
-    Grounds.UPDATE: "its main gradient passes, the optimizer's {kind} of {name} does not",
-    Grounds.METRIC: "every update passes, what Megatron logs as {name} does not",
-    Grounds.LEFT_OVER: "what it computes passes, not what it leaves of {name} for the next step",
-    Grounds.ISOLATED: "it was computed from the reference's own tensors, and differs",
-    Grounds.FIRST_FAILURE: "first failure in execution order; no module explains it",
-}
-
-_NO_STEP = "the optimizer took no step with this parameter"
-_ZERO = {
-    Kind.PARAM_DELTA: (
-        "never updated: its change is zero",
-        "the optimizer's step is zero, or does not reach the parameter",
-    ),
-    Kind.MAIN_GRAD: ("the gradient is zero", "never accumulated"),
-    Kind.EXP_AVG: ("the first moment is zero", _NO_STEP),
-    Kind.EXP_AVG_SQ: ("the second moment is zero", _NO_STEP),
-}
-_SIZES = {
-    "softmax": "the softmax scale (root of the head dim)",
-    "tokens": "the number of tokens of a microbatch",
-    "step_tokens": "the number of tokens of the global batch",
-    "loss_scale": "the loss scale",
-    "clipping": "the gradient norm over its limit",
-    "layers": "the number of layers",
-    "auxiliary": "the coefficient of the auxiliary loss",
-    "z": "the coefficient of the z loss",
-    "microbatches": "the number of microbatches",
-}
-_OPERANDS = {
-    f.CastOperand.INPUT: "its input",
-    f.CastOperand.OWN_PART: "its own part of the sequence",
-    f.CastOperand.EITHER: "its own part of the sequence; or of its input, whose scale is the same "
-    "here",
-}
-_ORDERS = {
-    f.RowOrder.REPEATED: "{moved} of {total} {dim} hold the values of other {dim}, some of them "
-    "twice",
-    f.RowOrder.HALVES: "the two halves of its {dim} are swapped",
-    f.RowOrder.REVERSED: "its {dim} are in reverse order",
-    f.RowOrder.BLOCKS: "{moved} of {total} {dim} are right but in another order, in {blocks} "
-    "blocks",
-}
-_TERMS = {
-    f.Term.LOGARITHM: "in the loss, the logarithm of the sum of the exponentials",
-    f.Term.LABEL: "in the loss, the logit of the label",
-    f.Term.SOFTMAX: "in the gradient of the loss, the softmax",
-    f.Term.ONE: "in the gradient of the loss, the one at the label",
-}
-_MASKS = {
-    f.MaskOrder.NONE: "no causal mask",
-    f.MaskOrder.REVERSED: "the causal masks of the blocks of keys in reverse order: each block "
-    "under another one's mask",
-    f.MaskOrder.SHIFTED: "the causal masks of the blocks of keys in an order shifted by {shift}: "
-    "each block under another one's mask",
-    f.MaskOrder.OWN: "the causal mask of a rank's own block of keys for all blocks",
-}
+_GROUNDS = messages(Grounds)
+_ORDERS = messages(f.RowOrder)
+_MASKS = messages(f.MaskOrder)
+_OPERANDS = messages(f.CastOperand)
+_TERMS = messages(f.Term)
+_ZERO = {Kind[name]: (text, hint) for name, (text, hint) in MESSAGES["Zero"].items()}
+_SUSPECTS = messages(Statistic, "Suspects")
+_SIZES = MESSAGES["sizes"]
 
 
 def reason_text(diagnosis: Diagnosis) -> str:
@@ -133,9 +63,9 @@ def explanation_text(why: Explanation, verdict: Judged) -> str:
     """What was tested, and on which ranks it holds; :data:`UNKNOWN` without a finding."""
     if why.finding is None:
         return UNKNOWN
-    text = _said(why.finding, verdict)[0]
+    text = _texts(why.finding, verdict)[0]
     if why.other is not None:
-        text += f" (as simple, and it fits as well: {_said(why.other, verdict)[0]})"
+        text += f" (as simple, and it fits as well: {_texts(why.other, verdict)[0]})"
     if why.alike is not None:
         alike, failing = why.alike
         count = f"all {failing}" if alike == failing else f"{alike} of the {failing}"
@@ -146,8 +76,8 @@ def explanation_text(why: Explanation, verdict: Judged) -> str:
 def hint_text(why: Explanation, verdict: Judged) -> str:
     """What the finding suggests, or the error's pattern without one; this was not tested."""
     if why.finding is not None:
-        return _said(why.finding, verdict)[1]
-    return _said(why.observed, verdict)[0] if why.observed is not None else ""
+        return _texts(why.finding, verdict)[1]
+    return _texts(why.observed, verdict)[0] if why.observed is not None else ""
 
 
 def ranks_text(failing: FailingRanks) -> str:
@@ -164,21 +94,29 @@ def ranks_text(failing: FailingRanks) -> str:
     return text + (" ({} {})".format(*failing.shared) if failing.shared else "")
 
 
-def _said(finding: f.Finding, verdict: Judged) -> Said:
+def _texts(finding: f.Finding, verdict: Judged) -> Text:
     if isinstance(finding, f.Composed):
-        texts, hints = map(list, zip(*(_said(one, verdict) for one in finding.steps), strict=True))
+        steps = (_texts(step, verdict) for step in finding.steps)
+        texts, hints = map(list, zip(*steps, strict=True))
         first = finding.steps[0]
         if isinstance(first, f.PartialSums) and not first.mean:
             texts[0] = f"partial sums over {' and '.join(first.axes)}"
         return "; with that repaired: ".join(texts), "; ".join(filter(None, hints))
     if type(finding) is not f.Finding:
-        return _RENDERERS[type(finding)](finding)
+        return _rendered(finding)
     if finding.cause is Cause.ZERO:
         return _ZERO.get(verdict.kind, ("all zero", ""))
     return notes_text(verdict.notes), ""
 
 
-def _layers(finding: f.MissingLayers) -> Said:
+def _rendered(finding: f.Finding) -> Text:
+    if render := _RENDERERS.get(type(finding)):
+        return render(finding)
+    text, hint = MESSAGES["Finding"][type(finding).__name__]
+    return text.format(it=finding), hint
+
+
+def _layers(finding: f.MissingLayers) -> Text:
     text = (
         f"layer{'s' * (len(finding.layers) > 1)} {_ranges(finding.layers)} of {finding.total} on "
         f"no pipeline stage: the stages hold {' + '.join(map(str, finding.held))} = "
@@ -188,20 +126,20 @@ def _layers(finding: f.MissingLayers) -> Said:
     return text, hint if finding.divisor else ""
 
 
-def _misnumbered(finding: f.MisnumberedLayers) -> Said:
-    found = {
+def _misnumbered(finding: f.MisnumberedLayers) -> Text:
+    holders = {
         "by several": finding.twice,
         "by none": finding.missing,
         "without being in the reference": finding.strange,
     }
-    said = ", ".join(f"{_ranges(layers)} {how}" for how, layers in found.items() if layers)
-    held = f"{' + '.join(map(str, finding.held))} = {sum(finding.held)}"
-    text = f"layers held by pipeline stages: {said}; the stages hold {held} of {finding.total}"
+    wrong = ", ".join(f"{_ranges(layers)} {how}" for how, layers in holders.items() if layers)
+    counts = f"{' + '.join(map(str, finding.held))} = {sum(finding.held)}"
+    text = f"layers held by pipeline stages: {wrong}; the stages hold {counts} of {finding.total}"
     right = sum(finding.held) == finding.total
     return text, "the offset of a stage's layer numbers" if right else ""
 
 
-def _division(finding: f.OtherDivision) -> Said:
+def _division(finding: f.OtherDivision) -> Text:
     over = " or ".join(finding.axes)
     marks = f"a mark of parallelism over {over}"
     if finding.inverse:
@@ -211,7 +149,7 @@ def _division(finding: f.OtherDivision) -> Said:
     return f"{text} them: divided over {over} its shape is right", f"a lost {marks[2:]}"
 
 
-def _factor(finding: f.ConstantFactor) -> Said:
+def _factor(finding: f.ConstantFactor) -> Text:
     if finding.cause is Cause.SIGN:
         return "the sign is flipped", ""
     large = abs(finding.ratio) > 1
@@ -240,15 +178,22 @@ def _factor(finding: f.ConstantFactor) -> Said:
     return text, f"{what} over {' or '.join(axes)}"
 
 
-def _loss_term(finding: f.LossTerm) -> Said:
+def _gradient_factor(finding: f.GradientFactor) -> Text:
+    if not finding.ratio:
+        return "its gradient is not in it", _ZERO[Kind.EXP_AVG][1]
+    text, hint = _factor(finding)
+    return f"its gradient is in it {text}", hint
+
+
+def _loss_term(finding: f.LossTerm) -> Text:
     what = _TERMS[finding.term]
     if type(finding.fault) is f.Finding:
         return f"{what} is missing", ""
-    text, hint = _RENDERERS[type(finding.fault)](finding.fault)
+    text, hint = _rendered(finding.fault)
     return f"{what} is {text}", hint
 
 
-def _shift(finding: f.Shift) -> Said:
+def _shift(finding: f.Shift) -> Text:
     sign = "minus " if finding.constant < 0 else ""
     text = f"{finding.constant:.4g} is added to all values = {sign}the logarithm of "
     hint = f"a sum of exponentials is {'too large' if finding.constant > 0 else 'too small'}"
@@ -265,7 +210,11 @@ def _listed(finding: f.RankFactors) -> str:
     return ", ".join(f"rank {rank}: {value:.4g}" for rank, value in finding.factors[:6])
 
 
-def _product(finding: f.ProductFactors) -> Said:
+def _rank_factors(finding: f.RankFactors) -> Text:
+    return f"each rank's part is off by a factor of its own ({_listed(finding)})", ""
+
+
+def _product(finding: f.ProductFactors) -> Text:
     text = f"the product is off by a factor ({_listed(finding)})"
     text += ", its bias is right" if finding.has_bias else ""
     if not finding.dtype:
@@ -279,7 +228,12 @@ def _product(finding: f.ProductFactors) -> Said:
     return text, "the scale was applied and never undone"
 
 
-def _partial(finding: f.PartialSums) -> Said:
+def _rounded(finding: f.Rounded) -> Text:
+    scale = " with one scale for the tensor" * finding.scaled
+    return f"precision lost: it is the reference rounded to {finding.dtype}{scale}", ""
+
+
+def _partial(finding: f.PartialSums) -> Text:
     over = " and ".join(finding.axes)
     if finding.mean:
         text = f"each rank holds values of its own: their mean over {over} is the reference"
@@ -288,7 +242,7 @@ def _partial(finding: f.PartialSums) -> Said:
     return text, f"a missing reduction over {over}"
 
 
-def _copies(finding: f.WrongCopies) -> Said:
+def _copies(finding: f.WrongCopies) -> Text:
     who, others = (
         f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}" for ranks in (finding.wrong, finding.right)
     )
@@ -296,7 +250,7 @@ def _copies(finding: f.WrongCopies) -> Said:
     return f"{who} {verb}, the copies on {others} are right", ""
 
 
-def _shares(finding: f.UnequalShares) -> Said:
+def _shares(finding: f.UnequalShares) -> Text:
     said = ["; ".join(map(_weights, weights)) for _, weights in finding.by_ranks]
     text = said[0]
     if len(said) > 1:
@@ -317,28 +271,28 @@ def _weights(weights: f.ShareWeights) -> str:
     return f"{of} shares count unequally ({counts} instead of 1)"
 
 
-def _loss_share(finding: f.LossShare) -> Said:
+def _loss_share(finding: f.LossShare) -> Text:
     whose = " and ".join(f"the {loss}'s" for loss in finding.losses)
     many = len(finding.losses) > 1
     share, be = f"{whose} share{'s' * many} of the gradient", "are" if many else "is"
     fault = finding.fault
     if type(fault) is f.Finding:
         return f"{share} {be} missing", ""
-    text, hint = _RENDERERS[type(fault)](fault)
+    text, hint = _rendered(fault)
     is_size = isinstance(fault, f.ConstantFactor) and fault.cause is not Cause.SIGN
     return f"{share}{f' {be}' if is_size else ':'} {text}", hint
 
 
-def _addend(finding: f.Addend) -> Said:
+def _addend(finding: f.Addend) -> Text:
     what = "the bias" if finding.bias else "the module's input (residual)"
     times = f"added {finding.surplus + 1:g} times"
     return f"{what} is {'missing' if finding.surplus == -1 else times}", ""
 
 
-def _in_part(finding: f.InPart) -> Said:
+def _in_part(finding: f.InPart) -> Text:
     text, hint = "these are zero", ""
     if type(finding.fault) is not f.Finding:
-        text, hint = _RENDERERS[type(finding.fault)](finding.fault)
+        text, hint = _rendered(finding.fault)
     spans = "; ".join(
         f"rank {rank}: {first}..{last} of {total}"
         for rank, (first, last), total in finding.spans[:_OTHERS]
@@ -346,7 +300,7 @@ def _in_part(finding: f.InPart) -> Said:
     return f"in some of its elements ({spans}): {text}; the rest is right", hint
 
 
-def _offset(finding: f.OffsetRows) -> Said:
+def _offset(finding: f.OffsetRows) -> Text:
     held, own = ("{}..{}".format(*span) for span in (finding.held, finding.own))
     if finding.shift is None:
         held = f"{held}, which belong to another rank,"
@@ -355,7 +309,7 @@ def _offset(finding: f.OffsetRows) -> Said:
     return f"wrong offset: {moved} (shifted by {finding.shift})", ""
 
 
-def _reordered(finding: f.ReorderedRows) -> Said:
+def _reordered(finding: f.ReorderedRows) -> Text:
     text = _ORDERS[finding.order].format(
         moved=finding.moved, total=finding.total, dim=finding.dim, blocks=finding.blocks
     )
@@ -363,7 +317,7 @@ def _reordered(finding: f.ReorderedRows) -> Said:
     return text, "gate and up projection are mistaken for each other" if halves else ""
 
 
-def _tokens(finding: f.WrongTokens) -> Said:
+def _tokens(finding: f.WrongTokens) -> Text:
     ids = "{}..{}".format(*finding.ids)
     if finding.owners is not None:
         first, last = finding.owners
@@ -380,19 +334,19 @@ def _tokens(finding: f.WrongTokens) -> Said:
     return f"{text}; they hold {rows} of the table {how}", ""
 
 
-def _rows(finding: f.WrongRows) -> Said:
+def _rows(finding: f.WrongRows) -> Text:
     share = len(finding.indices) / finding.total
     whose = ", the slice of {} {},".format(*finding.slice_of) if finding.slice_of else ""
     which = f"{finding.dim} {_ranges(finding.indices)} ({share:.0%}){whose}"
     return f"{which} are {'zero' if finding.zero else 'wrong'}, the rest right", ""
 
 
-def _masks(finding: f.WrongMasks) -> Said:
+def _masks(finding: f.WrongMasks) -> Text:
     masks = _MASKS[finding.order].format(shift=finding.shift)
     return f"the gradient of {finding.tensor} was computed with {masks}", ""
 
 
-def _blocks(finding: f.BlockWeight) -> Said:
+def _blocks(finding: f.BlockWeight) -> Text:
     steps = f"{_ranges(finding.steps)} of 0..{finding.ring - 1}"
     how = "is missing" if finding.missing else f"counts {finding.weight:.3f} times"
     what = f"what the block of step {steps} of the ring adds to the gradient of {finding.tensor}"
@@ -405,18 +359,7 @@ def statistic_text(verdict: Judged) -> str:
     return statistics[verdict.index % len(statistics)]
 
 
-_MARKS = "a mark of tensor parallelism or of sharing, or a process group"
-_SUSPECTS = {
-    Statistic.GRAD_NORM: _MARKS,
-    Statistic.NUM_ZEROS: _MARKS,
-    Statistic.PARAMS_NORM: _MARKS,
-    Statistic.CLIPPED: _MARKS,
-    Statistic.STEPPED: "the parameter groups of the optimizer, or its shards",
-    Statistic.REDUCED: "when the reduction of a bucket starts, or its process group",
-}
-
-
-def _miscounted(finding: f.Miscounted) -> Said:
+def _miscounted(finding: f.Miscounted) -> Text:
     what = STATISTICS[finding.statistic]
     if finding.cause is Cause.OTHER_NORM:
         text = "clipped by the norm of other parameters than in the reference"
@@ -436,47 +379,25 @@ def _miscounted(finding: f.Miscounted) -> Said:
     return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
 
 
-_OVERWRITTEN = "the input saved for backward was overwritten before it was used"
-
-_RENDERERS: dict[type, Callable[[Any], Said]] = {
+_RENDERERS: dict[type, Callable[[Any], Text]] = {
     f.MissingLayers: _layers,
     f.MisnumberedLayers: _misnumbered,
     f.OtherDivision: _division,
     f.LossTerm: _loss_term,
     f.Shift: _shift,
     f.ConstantFactor: _factor,
-    f.GradientFactor: lambda it: (
-        ("its gradient is not in it", _NO_STEP)
-        if not it.ratio
-        else (f"its gradient is in it {_factor(it)[0]}", _factor(it)[1])
-    ),
-    f.RankFactors: lambda it: (
-        f"each rank's part is off by a factor of its own ({_listed(it)})",
-        "",
-    ),
+    f.GradientFactor: _gradient_factor,
+    f.RankFactors: _rank_factors,
     f.ProductFactors: _product,
-    f.Rounded: lambda it: (
-        f"precision lost: it is the reference rounded to {it.dtype}"
-        + " with one scale for the tensor" * it.scaled,
-        "",
-    ),
+    f.Rounded: _rounded,
     f.PartialSums: _partial,
     f.WrongCopies: _copies,
     f.UnequalShares: _shares,
     f.LossShare: _loss_share,
     f.Addend: _addend,
-    f.OtherMicrobatch: lambda it: (f"holds the value of microbatch {it.microbatch}", ""),
-    f.BeforeStep: lambda it: (
-        "holds the value from before the step",
-        "not updated, or the update did not reach this rank",
-    ),
-    f.OtherIteration: lambda it: (f"holds the value of iteration {it.iteration}", ""),
-    f.OtherTensor: lambda it: (f"is the reference's {it.kind} of {it.name} instead of its own", ""),
-    f.WrongOperand: lambda it: (f"computed with the input of {it.module}", _OVERWRITTEN),
     f.InPart: _in_part,
     f.OffsetRows: _offset,
     f.ReorderedRows: _reordered,
-    f.Transposed: lambda it: ("dims {} and {} are transposed".format(*it.dims), ""),
     f.WrongTokens: _tokens,
     f.WrongRows: _rows,
     f.WrongMasks: _masks,

@@ -19,7 +19,7 @@ import jinja2
 from markupsafe import Markup
 
 from megatron_ttrace.report import figures, files, ledger, table, wording
-from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Summary, Verdict
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, script_json
 
 MAX_EMBEDDED = 50_000
@@ -31,6 +31,8 @@ MAX_ROWS = 60
 MAX_COLLECTIVES = 200
 OPEN_ROWS = 12
 _NAME_LIMIT = 240
+_LONGEST = 100_000
+"""Characters that the template prints at a time: the points of a curve."""
 _OF_PARAMETERS = (Kind.PARAM, Kind.MAIN_GRAD, Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
@@ -54,8 +56,6 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     worst = table.worst_of(verdicts)
     margin = table.margin_of(worst) if worst is not None else None
     causes = table.by_cause(summary.culprits)
-    order = summary.execution_order
-    culprits = [_culprit(group, failures, number, order) for group in causes[:MAX_CULPRITS]]
     data = payload(verdicts, found, figure, chosen) | {"residuals": _residuals(summary, verdicts)}
     return _template().render(
         css=Markup(_asset("report.css")),  # noqa: S704 - our own files
@@ -63,47 +63,48 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
         data=Markup(script_json(data)),  # noqa: S704 - escaped
         summary=summary,
         run_id=run or (summary.run.id if summary.run else ""),
-        headline=wording.RESULT_SENTENCES[summary.verdict],
         worst="" if margin is None else wording.margin_text(margin),
-        layout_text=wording.layout_text(summary.config),
-        counts=_counts(summary, verdicts),
-        reasons=[(wording.reason_text(r), n) for r, n in table.unchecked_reasons(verdicts)],
-        exactness=wording.exactness_text(summary.exactness),
-        inexact=bool(summary.exactness and summary.exactness.lost),
+        counts=summary.counts or table.tally(verdicts),
+        reasons=table.unchecked_reasons(verdicts),
         notices=[*map(ledger.finding_text, summary.collective_findings), *wording.notices(summary)],
-        culprits=culprits,
-        more_culprits=len(causes) - len(culprits),
+        culprits=[
+            (
+                group,
+                table.folded(group, summary.execution_order),
+                number.get(id(group[0].shown_by(failures)), -1),
+            )
+            for group in causes[:MAX_CULPRITS]
+        ],
+        more_culprits=max(0, len(causes) - MAX_CULPRITS),
         figure=figure,
-        legend=figures.LEGEND,
         curves=figures.curves(verdicts, found),
         ranks=figures.rank_map(
             summary.config, failures, (rank for c in summary.culprits for rank in c.ranks)
         ),
-        layers=[_layer(row) for row in rows[:MAX_ROWS]],
-        open_rows=OPEN_ROWS,
+        layers=rows[:MAX_ROWS],
         more_layers=max(0, len(rows) - MAX_ROWS),
-        collectives=ledger.table(summary.collectives[:MAX_COLLECTIVES]),
-        more_collectives=max(0, len(summary.collectives) - MAX_COLLECTIVES),
-        collectives_file=files.COLLECTIVES,
-        run=wording.run_pairs(summary.run),
-        config=_pairs(summary.config),
-        versions=_pairs(summary.versions),
-        timings=[(clean(k), f"{v:.2f} s") for k, v in summary.timings.items()],
         left_out=len(verdicts) - len(chosen),
         total=len(verdicts),
-        verdicts_file=files.VERDICTS,
-        outcomes=[outcome.value for outcome in Outcome],
-        directions=[direction.value for direction in Direction],
-        kinds=[kind.value for kind in Kind],
     )
 
 
 @functools.cache
 def _template() -> jinja2.Template:
+    """The page's template, in which whatever is printed is harmless."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: (
+            value if isinstance(value, (Markup, int, float)) else clean(value, _LONGEST)
+        ),
     )
-    return environment.from_string(_asset("report.html.j2"))
+    environment.filters |= {"clean": clean, "plain": _plain}
+    limits = {"max_alike": MAX_ALIKE, "max_collectives": MAX_COLLECTIVES, "open_rows": OPEN_ROWS}
+    records = {"Outcome": Outcome, "Direction": Direction, "Kind": Kind}
+    rooms = {"wording": wording, "figures": figures, "files": files, "ledger": ledger}
+    return environment.from_string(_asset("report.html.j2"), limits | records | rooms)
 
 
 def _asset(name: str) -> str:
@@ -219,66 +220,6 @@ def _short(value: float | None) -> float | str | None:
     if value is None:
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)
-
-
-def _counts(summary: Summary, verdicts: Sequence[Verdict]) -> list[tuple[str, int, str]]:
-    counts = summary.counts or table.tally(verdicts)
-    tones = dict.fromkeys(Outcome, "bad") | {Outcome.PASS: "ok", Outcome.UNCHECKED: "grey"}
-    return [
-        (outcome.value, counts.get(outcome.value, 0), tone)
-        for outcome, tone in tones.items()
-        if counts.get(outcome.value) or outcome is Outcome.PASS
-    ]
-
-
-def _culprit(
-    group: Sequence[Culprit],
-    failures: Sequence[Verdict],
-    number: Mapping[int, int],
-    order: Sequence[str],
-) -> dict[str, Any]:
-    """The first of the culprits with one cause, and the names of all."""
-    first = group[0]
-    names = table.folded(group, order) if len(group) > 1 else []
-    shown = first.shown_by(failures)
-    return {
-        "name": clean(first.name, _NAME_LIMIT),
-        "direction": first.direction.value,
-        "what": f"{first.kind.value}.{first.index} {wording.OUTCOME_WORDS[first.verdict]}",
-        "ranks": wording.on_ranks(first.ranks),
-        "when": wording.when_text(first),
-        "error": wording.error_text(first),
-        "tolerance": wording.sci(first.tolerance),
-        "margin": wording.margin_text(first.margin),
-        "story": [
-            ("Evidence", clean(first.reason, NOTE_LIMIT) or "-"),
-            *((label.capitalize(), text) for label, text in wording.cause_pairs(first)),
-        ],
-        "row": -1 if shown is None else number[id(shown)],
-        "all": f"{len(group)} {'with this cause' if first.cause else 'alike'}",
-        "likewise": names[:MAX_ALIKE],
-        "more": max(0, len(names) - MAX_ALIKE),
-    }
-
-
-def _layer(row: table.LayerRow) -> dict[str, Any]:
-    worst = row.group.worst
-    return {
-        "layer": clean(row.layer, 60),
-        "direction": row.direction.value,
-        "tensor": clean(row.tensor),
-        "verdict": worst.verdict.value,
-        "error": wording.error_text(worst),
-        "tolerance": wording.sci(worst.tolerance),
-        "margin": wording.margin_text(worst.margin),
-        "colour": figures.colour_class(worst),
-        "failed": f"{row.group.failures} of {row.group.total}",
-        "ranks": wording.ranks_text(worst.ranks),
-    }
-
-
-def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(clean(key, 60), clean(_plain(value), 400) or "-") for key, value in values.items()]
 
 
 def _plain(value: Any) -> str:

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from megatron_ttrace.report.wording import on_ranks
+from megatron_ttrace.report.wording import messages, on_ranks
 from megatron_ttrace.trace.collectives import (
     Citation,
-    CollectiveRow,
     LedgerFault,
     LedgerFinding,
     Operation,
@@ -20,11 +17,7 @@ from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 _SHOWN = 4
 """Collectives that a sentence names."""
 
-_WHEN = {
-    Phase.FORWARD: "in its forward pass",
-    Phase.BACKWARD: "in its backward pass",
-    Phase.GRADIENTS: "in the reduction of gradients",
-}
+_WHEN = messages(Phase)
 _UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB"))
 
 
@@ -91,25 +84,6 @@ def finding_text(finding: LedgerFinding) -> str:
 def size_text(size: int) -> str:
     """``4.0 KB``."""
     return next((f"{size / unit:.1f} {name}" for unit, name in _UNITS if size >= unit), f"{size} B")
-
-
-def table(rows: Sequence[CollectiveRow]) -> list[dict[str, str]]:
-    """The rows of the table in the HTML report."""
-    return [
-        {
-            "direction": row.direction.value.replace("_", " "),
-            "module": clean(row.module, 240) or "-",
-            "modules": str(row.modules),
-            "operation": row.operation.value + f" {clean(row.reduction, 40)}" * bool(row.reduction),
-            "group": f"{clean(row.group, 60)} ({row.size})",
-            "dtype": clean(row.dtype, 40),
-            "bytes": size_text(row.least)
-            + (f" to {size_text(row.most)}" if row.most > row.least else ""),
-            "count": f"{row.count:,}",
-            "where": clean(row.where, NOTE_LIMIT) or "-",
-        }
-        for row in rows
-    ]
 
 
 def _times(count: int) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 import shlex
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.trace.counted import Statistic
@@ -41,23 +44,25 @@ from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 COMMAND_LIMIT = 20_000
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
 
-OUTCOME_WORDS = {
-    Outcome.PASS: "passes",
-    Outcome.DIVERGED: "diverges",
-    Outcome.REPLICA_CONFLICT: "differs between replicas",
-    Outcome.MISSING: "is missing from the candidate",
-    Outcome.EXTRA: "exists only in the candidate",
-    Outcome.UNCOVERED: "is not covered by the ranks' slices",
-    Outcome.SHAPE: "has another shape than the reference",
-    Outcome.NONFINITE: "holds NaN or infinity",
-    Outcome.UNCHECKED: "was not checked",
-}
 
-RESULT_SENTENCES = {
-    Result.EQUIVALENT: "numerically equivalent to the reference",
-    Result.DIVERGED: "not equivalent to the reference",
-    Result.COULD_NOT_CHECK: "no answer: the check could not be completed",
-}
+MESSAGES: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("messages.toml").read_text(encoding="utf-8")
+)
+"""All sentences, by the enumeration whose members they put into words."""
+
+
+def messages[E: Enum](members: type[E], table: str = "") -> dict[E, str]:
+    """The sentences of an enumeration's members, from the table of its name, or another one."""
+    return {members[name]: text for name, text in MESSAGES[table or members.__name__].items()}
+
+
+OUTCOME_WORDS = messages(Outcome)
+RESULT_SENTENCES = messages(Result)
+STATISTICS = messages(Statistic)
+_NOTES = messages(Remark)
+_REASONS = messages(Reason)
+_NOT_EXERCISED = messages(Unexercised)
+_CHANGED = messages(Execution)
 
 
 def code_text(code: Code) -> str:
@@ -220,34 +225,6 @@ def sentence(one: Culprit | Verdict) -> str:
     return f"{text} ({when_text(one)}){note}"
 
 
-_NOT_EXERCISED = {
-    Unexercised.ONE_RANK: "parallelism (one rank is compared with one rank)",
-    Unexercised.SCHEDULE: "the pipeline's schedule (one microbatch on {limit} stages)",
-    Unexercised.DIFFERENT_DATA: "different data (all {value} microbatches hold the same tokens)",
-    Unexercised.SHARDED_OPTIMIZER: "the distributed optimizer (one rank holds all of its state)",
-    Unexercised.BUCKETS: "overlap between gradient buckets (there is one; --ddp-bucket-size "
-    "makes more)",
-    Unexercised.DROPOUT: "dropout (switched off in the traced steps)",
-    Unexercised.RANDOM_ROUTING: "random routing (switched off in the traced steps)",
-    Unexercised.LOSS_MASK: "--eod-mask-loss (no token of the batches is masked)",
-    Unexercised.POSITION_RESET: "--reset-position-ids (no sample of the batches holds the start "
-    "of a second document)",
-    Unexercised.ATTENTION_RESET: "--reset-attention-mask (no mask of the batches separates "
-    "documents)",
-    Unexercised.TOKEN_WEIGHTS: "weighting microbatches by their tokens (each has {value})",
-    Unexercised.WINDOW: "the attention window (it reaches {value} tokens back, a sample has "
-    "{limit})",
-    Unexercised.SPARSE_ATTENTION: "sparse attention (it chooses up to {value} tokens, a sample has "
-    "{limit})",
-    Unexercised.RAMP_UP: "the ramp-up of the batch size (the traced step has {value} of {limit} "
-    "samples)",
-    Unexercised.IDLE_EXPERTS: "{value} of {limit} experts (no token was routed to them: {names})",
-    Unexercised.CAPACITY: "the capacity of experts (no token was dropped)",
-    Unexercised.CLIP: "gradient clipping (norm {value} never exceeded {limit})",
-    Unexercised.GRADIENTS: "{value} of {limit} gradients (zero in the reference: {names})",
-    Unexercised.UPDATE: "the optimizer's update (no parameter changed in the reference)",
-    Unexercised.UNCHECKED: "{value} of {limit} tensors ({share}): unchecked",
-}
 _NAMES = 3
 
 
@@ -286,13 +263,6 @@ def isolated_texts(culprits: Sequence[Culprit]) -> list[str]:
     return [*told, f"and {more} more"] if more else told
 
 
-_CHANGED = {
-    Execution.IN_CULPRIT: "changed since {since}, and ran in the culprit",
-    Execution.ELSEWHERE: "changed since {since}, and ran elsewhere in the job",
-    Execution.NOT_RUN: "changed since {since}, and did not run up to the end of the traced steps "
-    "(a pass says nothing about it)",
-    Execution.NOT_KNOWN: "changed since {since}; whether it ran is not known",
-}
 _MAX_CHANGED = 4
 
 
@@ -320,21 +290,6 @@ def notices(summary: Summary) -> list[str]:
     return said + [not_exercised_text(one) for one in summary.not_exercised]
 
 
-_REASONS = {
-    Reason.BLIND: "blind: rounding alone changes them too much for a bug to show",
-    Reason.NONDETERMINISTIC: "non-deterministic: the same step, repeated, gives other values",
-    Reason.UNDEFINED: "undefined: NaN in both runs",
-    Reason.DISPATCHED: "dispatched: their token dispatcher cannot be followed",
-    Reason.OWN_TOKENS: "chosen by looking at a rank's own tokens: depends on the layout by design",
-    Reason.OWN_SHARD: "updated by looking at a rank's own shard: depends on the layout by design",
-    Reason.OTHER_START: "other start: consequences of parameters that differed before the step",
-    Reason.INITIAL_VALUES: "initial values: no distribution to compare",
-    Reason.ONE_RUN: "one run: the other run has no such tensors",
-    Reason.PADDED: "padded vocabulary: the softmax runs over other padded rows",
-    Reason.KNOWN: "known difference: on the list of differences between the runs",
-}
-
-
 def reason_text(reason: Reason | None) -> str:
     """Why tensors were not checked, for people."""
     return "no reason recorded" if reason is None else _REASONS.get(reason, reason.value)
@@ -351,17 +306,6 @@ def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
     return [(label, text) for label, text in found.items() if text]
 
 
-STATISTICS = {
-    Statistic.GRAD_NORM: "the gradient norm",
-    Statistic.NUM_ZEROS: "the number of zeros",
-    Statistic.PARAMS_NORM: "the norm of all parameters",
-    Statistic.CLIPPED: "gradient clipping",
-    Statistic.STEPPED: "the optimizer's update",
-    Statistic.REDUCED: "the reduction of gradients over data-parallel ranks",
-}
-"""What takes elements of parameters or gradients, for people."""
-
-
 def not_judged_text(statistic: Statistic, why: str) -> str:
     """The notice that it was not checked which elements are in a statistic."""
     return f"which elements are in {STATISTICS[statistic]} is not judged: {clean(why)} is unknown"
@@ -371,56 +315,6 @@ def hyperparameters_text(values: Iterable[tuple[str, float, float]]) -> str:
     """``the optimizer steps it with lr 0.005 instead of 0.001``."""
     each = (f"{clean(name)} {ours:.7g} instead of {right:.7g}" for name, ours, right in values)
     return f"the optimizer steps it with {', '.join(each)}"
-
-
-_NOTES = {
-    Remark.DISPATCHED: "dispatched: this token dispatcher cannot be followed (alltoall and "
-    "allgather can); its layer is judged as a whole",
-    Remark.OWN_TOKENS: "chosen by looking at all tokens of a rank, which has a part of them here: "
-    "depends on the layout by design; the rest is judged with the reference's choice",
-    Remark.OWN_SHARD: "the optimizer looks at a rank's whole shard of the matrix: depends on the "
-    "layout by design; its gradient is judged",
-    Remark.EXTRA: "the reference has no such tensor",
-    Remark.EMPTY: "empty: no element to compare",
-    Remark.MISSING: "no rank of the candidate has this tensor",
-    Remark.NONFINITE: "NaN or infinity",
-    Remark.UNCOVERED: "some elements are held by no rank",
-    Remark.UNEVEN: "held unevenly: {value:.0f} to {limit:.0f} replicas",
-    Remark.REPLICAS: "replicas differ on {ranks}",
-    Remark.REPLICAS_ROUNDED: "replicas differ in rounding on {ranks}",
-    Remark.UNDEFINED: "undefined: {value:.0f} elements are NaN in both runs",
-    Remark.NONDETERMINISTIC: "non-deterministic: the same step, repeated, moves it by {value:.2g}",
-    Remark.BLIND: "blind: rounding alone moves it by {value:.0%} (bound {limit:.0%})",
-    Remark.ROUTED: "{value:.0f} of {limit:.0f} tokens are routed differently",
-    Remark.DROPPED: "{value:.0f} assignments are dropped differently",
-    Remark.SHAPE: "{text}",
-    Remark.NOT_BITWISE: "not bitwise equal, though this layout does not reorder its arithmetic",
-    Remark.ONE_RUN: "initial values: only one of the runs has them",
-    Remark.OTHER_SHAPE: "initial values: the whole tensor is {text} in the reference",
-    Remark.REFERENCE_NONFINITE: "initial values: the reference's contain NaN or infinity",
-    Remark.OVERLAP: "initial values: the ranks' parts overlap or are incomplete",
-    Remark.INCOMPLETE: "initial values: the ranks' parts are incomplete",
-    Remark.FEW_VALUES: "initial values: fewer than {limit:.0f} random numbers",
-    Remark.ONE_VALUE: "initial values: one value has no distribution",
-    Remark.INITIAL_REPLICAS: "initial values differ between ranks that hold the same part",
-    Remark.SAME_START: "initial values on rank {ranks[0]} are bitwise equal to those of {text} on "
-    "rank {ranks[1]}",
-    Remark.DISTRIBUTION: "initial values differ in distribution: {samples}",
-    Remark.LOST: "initial values are lost: {samples}",
-    Remark.CLAIMED: "pipeline stages {text} hold layer {value:.0f}",
-    Remark.OTHER_START: "a consequence: the step began from other parameters than the reference's",
-    Remark.LACKING: "{text}",
-    Remark.PADDED: "the softmax runs over the padded rows of the vocabulary, which differ",
-    Remark.KNOWN: "known difference: {text}",
-    Remark.NOT_THE_REFERENCES: "initial values are not the reference's: {samples}",
-    Remark.COUNTED_TWICE: "elements are counted up to {limit:.0f} times in {text}",
-    Remark.NEVER_COUNTED: "elements are never counted in {text}",
-    Remark.HYPERPARAMETERS: "{text}",
-    Remark.PARTIAL: "partial by design over {text}: the ranks' values add up to the reference, and "
-    "what is computed from them passes",
-    Remark.UNUSED: "computed on {ranks} too, where nothing uses it; not compared there",
-    Remark.OTHER_NORM: "clipped by the norm of other parameters than in the reference",
-}
 
 
 def notes_text(notes: Iterable[Note]) -> str:

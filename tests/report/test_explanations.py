@@ -2,12 +2,16 @@
 """Every type of finding and every kind of grounds has its words."""
 
 import dataclasses
+from enum import Enum
 from typing import Any
 
 import pytest
 
 from megatron_ttrace.report import explanations
+from megatron_ttrace.report.wording import MESSAGES, messages
 from megatron_ttrace.trace import findings
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.executed import Execution
 from megatron_ttrace.trace.findings import (
     Cause,
     Explanation,
@@ -20,7 +24,8 @@ from megatron_ttrace.trace.findings import (
     UnequalShares,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
-from megatron_ttrace.trace.records import Direction, Kind, Outcome
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, Result
+from megatron_ttrace.trace.unexercised import Unexercised
 from tests.report.synthetic_report import make_judged
 
 NOTE = Note(Remark.SHAPE, text="the note")
@@ -50,20 +55,25 @@ def types_of_findings() -> set[type]:
 def test_every_type_of_finding_has_a_renderer() -> None:
     """A new type needs a sentence."""
     assert len(types_of_findings()) > 15
+    simple = {getattr(findings, name) for name in MESSAGES["Finding"]}
+    assert not simple & explanations._RENDERERS.keys()
     composed = {Finding, findings.Composed}
-    assert composed | explanations._RENDERERS.keys() == types_of_findings()
+    assert composed | simple | explanations._RENDERERS.keys() == types_of_findings()
 
 
-@pytest.mark.parametrize("enum", ["RowOrder", "MaskOrder", "CastOperand", "Grounds"])
-def test_every_member_has_words(enum: str) -> None:
+ENUMS: tuple[type[Enum], ...] = (
+    *(Result, Outcome, Grounds, Remark, Unexercised, Execution, Statistic),
+    *(findings.RowOrder, findings.MaskOrder, findings.CastOperand, findings.Term),
+)
+
+
+@pytest.mark.parametrize("enum", ENUMS)
+def test_every_member_has_words(enum: type[Enum]) -> None:
     """No enumeration is rendered in part."""
-    tables = {
-        "RowOrder": explanations._ORDERS,
-        "MaskOrder": explanations._MASKS,
-        "CastOperand": explanations._OPERANDS,
-        "Grounds": explanations._GROUNDS,
-    }
-    assert set(tables[enum]) == set(getattr(findings, enum))
+    assert {*messages(enum)} == {*enum}
+    partly = {"Phase", "Reason", "Zero", "Suspects", "Finding", "sizes"}
+    assert MESSAGES.keys() == {each.__name__ for each in ENUMS} | partly
+    assert {*messages(Statistic, "Suspects")} == {*Statistic}
 
 
 @pytest.mark.parametrize("grounds", Grounds)
