@@ -2,7 +2,7 @@
 """TTrace for Megatron-LM: is this parallel run numerically equivalent to a single-device run?
 
 A Megatron training script calls :func:`enable` before it imports Megatron; everything else is
-flags (``--ttrace``, see ``megatron_ttrace/mcore/flags.py``). A Python program that checks such a
+flags (``--ttrace``, see ``megatron_ttrace/jobs/flags.py``). A Python program that checks such a
 script calls :func:`check` (docs/api.md). Importing this package imports neither torch nor Megatron.
 """
 
@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_ttrace.errors import TTraceError
-    from megatron_ttrace.runtime.api import Report, check, compare, load_report
+    from megatron_ttrace.saved.api import Report, check, compare, load_report
+    from megatron_ttrace.trace.errors import TTraceError
     from megatron_ttrace.trace.records import Culprit, Kind, Outcome, Result, Summary, Verdict
 
 __version__ = "0.1.0"
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "megatron_ttrace.errors": ("TTraceError",),
-    "megatron_ttrace.runtime.api": ("Report", "check", "compare", "load_report"),
+    "megatron_ttrace.trace.errors": ("TTraceError",),
+    "megatron_ttrace.saved.api": ("Report", "check", "compare", "load_report"),
     "megatron_ttrace.trace.records": (
         "Culprit",
         "Kind",
@@ -105,7 +105,7 @@ def __dir__() -> list[str]:
 
 def _entry() -> ModuleType:
     """``runtime.entry``, with the known bugs offered to it; the only import of ``runtime`` here."""
-    from megatron_ttrace.runtime import entry, injection
+    from megatron_ttrace.run import entry, injection
 
     injection.offer(_known_bug)
     return entry

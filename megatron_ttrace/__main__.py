@@ -8,8 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 # Nothing else here: until ``main`` runs, Ctrl-C is Python's own, with a traceback.
-from megatron_ttrace import streams
-from megatron_ttrace.processes import signals
+from megatron_ttrace.jobs import streams
+from megatron_ttrace.jobs.processes import signals
 
 if TYPE_CHECKING:
     import argparse
@@ -145,12 +145,12 @@ def _guarded(
     argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser]
 ) -> int:
     """Run a command; every other end than its own answer is one line, and never exit code 1."""
-    from megatron_ttrace.errors import ExitCode, TTraceError, one_line
+    from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
 
     parsing = True
     try:
         from megatron_ttrace.cli import command
-        from megatron_ttrace.mcore import disclosure
+        from megatron_ttrace.jobs.commands import disclosure
 
         words = sys.argv[1:] if argv is None else list(argv)
         parser = build(words)
@@ -196,7 +196,7 @@ def _tell(text: str) -> None:
     """Print an error to standard error; with its traceback only if requested."""
     import traceback
 
-    from megatron_ttrace.errors import DEBUG
+    from megatron_ttrace.trace.errors import DEBUG
 
     if os.environ.get(DEBUG):
         traceback.print_exc()

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-from megatron_ttrace import errors
+from megatron_ttrace.trace import errors
 
 STARTERS = ("tests.warm", "tests.documents", "tests.integration.jobs")
 """What runs whole programs; test modules that use it are left out of `make unit`."""

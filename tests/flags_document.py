@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_ttrace.mcore.settings import CHECK, FLAGS, Flag
+from megatron_ttrace.jobs.settings import CHECK, FLAGS, Flag
 from tests.integration.jobs import ROOT
 
 PATH = ROOT / "docs" / "flags-and-files.md"

@@ -10,9 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_ttrace.processes import forkserver
-from megatron_ttrace.processes.ranks import log_of, run_ranks
-from megatron_ttrace.runtime import PRELOADED
+from megatron_ttrace.jobs.processes import forkserver
+from megatron_ttrace.jobs.processes.ranks import log_of, run_ranks
+from megatron_ttrace.run import PRELOADED
 
 
 def main(nproc: int, command: list[str]) -> int:

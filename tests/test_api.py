@@ -14,12 +14,12 @@ from rich.console import Console
 
 import megatron_ttrace
 from megatron_ttrace import Outcome, Report, Result, TTraceError
-from megatron_ttrace.report import files
 from megatron_ttrace.report.terminal import render
-from megatron_ttrace.runtime import api
+from megatron_ttrace.saved import api
+from megatron_ttrace.trace import files
 from tests import api_document, warm
 from tests.integration.jobs import ROOT, environment
-from tests.processes.test_job import ANSWER
+from tests.jobs.test_job import ANSWER
 from tests.report.synthetic_report import embedding_bug, make_verdict
 
 

@@ -265,7 +265,7 @@ def files_change_in_one_module(known: Modules) -> list[str]:
     """Only ``trace/owned.py`` creates, replaces and removes files: it knows whose they are."""
     found = []
     for name, text in known.items():
-        # What a shell script would write goes to temporary files (processes/shell_script.py).
+        # What a shell script would write goes to temporary files (jobs/commands/shell_script.py).
         if name in ("trace.owned", "trace.manifests", "processes.shell_script"):
             continue
         for node in nodes(text):
@@ -363,7 +363,7 @@ BROKEN = [
     (unknown_rooms, {"attic.box": ""}),
     (upwards, {"trace.a": "from megatron_ttrace.compare import b\n", "compare.b": ""}),
     (upwards, {"trace.a": "def f():\n    import megatron_ttrace.cli.b\n", "cli.b": ""}),
-    (upwards, {"trace.a": "from megatron_ttrace.runtime.b import c\n", "runtime.b": ""}),
+    (upwards, {"trace.a": "from megatron_ttrace.run.b import c\n", "runtime.b": ""}),
     (
         evaluation_is_a_leaf,
         {"runtime.a": "from megatron_ttrace.evaluation.b import c\n", "evaluation.b": ""},
@@ -428,7 +428,7 @@ def test_the_front_door() -> None:
 
 def test_the_front_door_finds() -> None:
     """Imports at module level and in functions are found."""
-    source = "from megatron_ttrace.runtime import api\ndef f():\n    import megatron_ttrace.cli.b\n"
+    source = "from megatron_ttrace.run import api\ndef f():\n    import megatron_ttrace.cli.b\n"
     by_function, _, at_once = front_door(source)
     assert at_once == {"runtime.api"}
     assert by_function == {"f": {"cli"}}

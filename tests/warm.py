@@ -105,8 +105,8 @@ def _order(
 
 def _serve(listening: socket.socket) -> None:
     """Fork for each order; tell its process id, and when it ends its exit code."""
-    from megatron_ttrace.processes import forkserver
-    from megatron_ttrace.runtime import PRELOADED
+    from megatron_ttrace.jobs.processes import forkserver
+    from megatron_ttrace.run import PRELOADED
 
     parent = os.getppid()
     forkserver.preload(ROOT / "launch" / "pretrain_gpt.py", modules=PRELOADED)

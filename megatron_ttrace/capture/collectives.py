@@ -36,7 +36,6 @@ from torch.nn.modules.module import (
 
 from megatron_ttrace.capture.chunk_state import is_recomputing
 from megatron_ttrace.capture.modules import tensors_in
-from megatron_ttrace.errors import one_line
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.groups import group_name
 from megatron_ttrace.mcore.names import Names
@@ -51,6 +50,7 @@ from megatron_ttrace.trace.collectives import (
     RankLedger,
 )
 from megatron_ttrace.trace.counted import runs_of
+from megatron_ttrace.trace.errors import one_line
 from megatron_ttrace.trace.records import ROOT
 
 _NODES = 200

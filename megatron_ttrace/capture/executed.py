@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.errors import one_line
-from megatron_ttrace.mcore import edited
+from megatron_ttrace.jobs import edited
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Phase, pattern
+from megatron_ttrace.trace.errors import one_line
 from megatron_ttrace.trace.executed import Edit, Executed
 
 _FRAMES = 40

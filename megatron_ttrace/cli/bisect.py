@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.cli import command, training
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags
-from megatron_ttrace.mcore.command_line import Command
-from megatron_ttrace.mcore.settings import Settings, checking
-from megatron_ttrace.processes import apart
-from megatron_ttrace.runtime import api
-from megatron_ttrace.runtime.bisection import Answer, FirstBad, first_bad
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.settings import Settings, checking
+from megatron_ttrace.saved import api
+from megatron_ttrace.saved.bisection import Answer, FirstBad, first_bad
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Culprit
 from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
-    from megatron_ttrace.processes.worktrees import Checkout, Hunk
+    from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
 
 _EPILOG = """\
 examples:
@@ -162,7 +162,7 @@ class _Checks:
 
 
 def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> int:
-    from megatron_ttrace.processes.worktrees import Checkout
+    from megatron_ttrace.jobs.processes.worktrees import Checkout
     from megatron_ttrace.trace import owned
 
     script = Path(found.script)

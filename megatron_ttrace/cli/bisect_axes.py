@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.cli import command, jobs, training
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore.command_line import Command
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.settings import split
+from megatron_ttrace.jobs.shrink import documents, plan
+from megatron_ttrace.jobs.shrink.given import Flag, Given
+from megatron_ttrace.jobs.shrink.plan import Job
 from megatron_ttrace.mcore.options.decisions import decision
 from megatron_ttrace.mcore.options.roles import Role
-from megatron_ttrace.mcore.settings import split
-from megatron_ttrace.mcore.shrink import documents, plan
-from megatron_ttrace.mcore.shrink.given import Flag, Given
-from megatron_ttrace.mcore.shrink.plan import Job
-from megatron_ttrace.runtime import api
-from megatron_ttrace.runtime.bisection import smallest
+from megatron_ttrace.saved import api
+from megatron_ttrace.saved.bisection import smallest
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.sanitise import in_one_line
 
@@ -109,8 +109,8 @@ class _Search:
         Raises:
             TTraceError: when none does, or the first cannot be checked.
         """
-        from megatron_ttrace.processes import job as processes
-        from megatron_ttrace.runtime import PRELOADED
+        from megatron_ttrace.jobs import job as processes
+        from megatron_ttrace.run import PRELOADED
 
         script = Path(self.command.script)
         if not script.is_file():

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 from megatron_ttrace.cli import command, diff, jobs, training
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags
-from megatron_ttrace.mcore.command_line import Command
-from megatron_ttrace.mcore.settings import check_single, settings_of, split
-from megatron_ttrace.runtime import api
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.settings import check_single, settings_of, split
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 _EPILOG = """\
 examples:
@@ -117,10 +117,10 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
     from rich.console import Console
 
     from megatron_ttrace.cli import shrink
-    from megatron_ttrace.mcore.shrink import documents, plan
-    from megatron_ttrace.processes import job
-    from megatron_ttrace.runtime import PRELOADED
-    from megatron_ttrace.runtime.requirements import SHRUNK
+    from megatron_ttrace.jobs import job
+    from megatron_ttrace.jobs.shrink import documents, plan
+    from megatron_ttrace.run import PRELOADED
+    from megatron_ttrace.run.requirements import SHRUNK
 
     settings, theirs = split(command_.arguments, settings_of(args))
     large = dataclasses.replace(command_, arguments=tuple(theirs))

@@ -8,8 +8,8 @@ import json
 from collections import Counter
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import flags
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.trace.errors import ExitCode
 
 _EPILOG = """\
 examples:
@@ -47,7 +47,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Compare, and list what is not the same."""
     from megatron_ttrace.mcore.checkpoints.stored import weights
-    from megatron_ttrace.runtime.weights import compare
+    from megatron_ttrace.saved.weights import compare
     from megatron_ttrace.trace.sanitise import clean
 
     found = list(compare(weights(args.a), weights(args.b)))

@@ -8,8 +8,8 @@ import sys
 from contextlib import ExitStack
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import flags
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.trace.errors import TTraceError
 
 _EPILOG = """\
 examples:
@@ -75,7 +75,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Check what the changes reach, and annotate them."""
     from megatron_ttrace.evaluation.recipes import pull
-    from megatron_ttrace.processes.worktrees import Checkout
+    from megatron_ttrace.jobs.processes.worktrees import Checkout
     from megatron_ttrace.report import review
     from megatron_ttrace.trace import owned
     from megatron_ttrace.trace.sanitise import log_line

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 _DAY = 86400.0
 _EPILOG = """\

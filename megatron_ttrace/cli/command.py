@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import flags
-from megatron_ttrace.mcore.settings import FLAGS, Settings
-from megatron_ttrace.runtime import api
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs.settings import FLAGS, Settings
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import TTraceError
 
 type Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 type Say = Callable[[str], None]

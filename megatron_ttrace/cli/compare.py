@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.mcore import flags
-from megatron_ttrace.runtime import api
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.saved import api
 
 _EPILOG = """\
 example:

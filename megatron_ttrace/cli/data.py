@@ -7,9 +7,9 @@ import argparse
 import json
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import flags, inputs
-from megatron_ttrace.mcore.settings import check_single
+from megatron_ttrace.jobs import flags, inputs
+from megatron_ttrace.jobs.settings import check_single
+from megatron_ttrace.trace.errors import ExitCode
 
 _EPILOG = """\
 example:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         TTraceError: on input that is missing or empty, and output that cannot be written.
     """
     # Megatron takes seconds to import; `ttrace --help` must not pay for that.
-    from megatron_ttrace.mcore import text_data
+    from megatron_ttrace.jobs import text_data
 
     check_single(args, "max_bytes")
     files = text_data.find_files(args.sources, args.glob)

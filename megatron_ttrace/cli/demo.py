@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode
+from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.records import Kind, Result, Summary
 
 _EPILOG = """\
@@ -60,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
     """Run both checks and say whether they came out as they must."""
     from rich.console import Console
 
-    from megatron_ttrace.mcore import text_data
-    from megatron_ttrace.report import files, terminal
-    from megatron_ttrace.runtime.runner import Case, Runner
+    from megatron_ttrace.jobs import text_data
+    from megatron_ttrace.report import terminal
+    from megatron_ttrace.saved.runner import Case, Runner
+    from megatron_ttrace.trace import files
 
     say = command.progress()
 

@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 
 from megatron_ttrace.cli import command, record
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import flags
-from megatron_ttrace.mcore.command_line import Command
-from megatron_ttrace.mcore.settings import Settings, settings_of, split
-from megatron_ttrace.runtime import api
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.settings import Settings, settings_of, split
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
 _EPILOG = """\
@@ -134,7 +134,7 @@ def _require_apart(trace: str, folder: Path, flag: str) -> None:
 def _require_known(file: Path | None) -> None:
     """Read the user's list before the long work. Raises ``TTraceError``."""
     if file is not None:
-        from megatron_ttrace.runtime import known
+        from megatron_ttrace.saved import known
 
         known.read(file)
 
@@ -167,8 +167,8 @@ def _padded_like(other: Path, found: Command) -> Command:
     size (megatron/training/vocab_utils.py), and the softmax runs over padded rows, too: runs with
     other paddings have other losses.
     """
-    from megatron_ttrace.mcore.shrink.given import Given
-    from megatron_ttrace.runtime import difference
+    from megatron_ttrace.jobs.shrink.given import Given
+    from megatron_ttrace.saved import difference
 
     multiple = difference.vocabulary_multiple(difference.open_side(other))
     given = Given.parse(split(found.arguments)[1])

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import index, versions
+from megatron_ttrace.jobs import index
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 _EPILOG = """\
 example:

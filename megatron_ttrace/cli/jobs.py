@@ -9,11 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import flags
-from megatron_ttrace.mcore.command_line import Command
-from megatron_ttrace.mcore.settings import Settings, add_arguments
-from megatron_ttrace.runtime import api
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.settings import Settings, add_arguments
+from megatron_ttrace.saved import api
+from megatron_ttrace.trace.errors import TTraceError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

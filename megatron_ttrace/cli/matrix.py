@@ -9,8 +9,8 @@ import json
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.matrix.configurations import configurations, select
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         raise TTraceError(f"no configuration matches {' '.join(args.patterns)}: see --list")
     from megatron_ttrace.evaluation.matrix import suite
-    from megatron_ttrace.runtime.runner import NO_WANDB, Runner
+    from megatron_ttrace.saved.runner import NO_WANDB, Runner
 
     runner = Runner(args.directory, flags=(NO_WANDB, *args.ttrace_flags.split()))
     rows = []

@@ -7,8 +7,8 @@ import argparse
 import json
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import flags, inputs, script_patch
+from megatron_ttrace.jobs import flags, inputs, script_patch
+from megatron_ttrace.trace.errors import ExitCode
 
 _EPILOG = """\
 example:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags
+from megatron_ttrace.jobs import flags
 from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:

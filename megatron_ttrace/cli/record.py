@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 from megatron_ttrace.cli import command, jobs, training
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore.command_line import Command
-from megatron_ttrace.mcore.settings import Settings, check_single, checking, settings_of, split
-from megatron_ttrace.processes import apart
-from megatron_ttrace.runtime import api
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.settings import Settings, check_single, checking, settings_of, split
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
 _EPILOG = """\

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.mcore import flags
-from megatron_ttrace.runtime import api
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace.records import Summary, Verdict
 
 _EPILOG = """\
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from megatron_ttrace.report import files, html, junit, terminal
+    from megatron_ttrace.report import html, junit, terminal
+    from megatron_ttrace.trace import files
 
     report = api.load_report(args.directory)
     summary, verdicts = report.summary, report.verdicts
@@ -78,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _machine(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """``summary.json`` with one row per layer and direction, worst first."""
-    from megatron_ttrace.report import files, table
+    from megatron_ttrace.report import table
+    from megatron_ttrace.trace import files
 
     rows = [
         {

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command, training
-from megatron_ttrace.errors import ExitCode
-from megatron_ttrace.mcore import flags
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.trace.errors import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_ttrace.mcore.shrink.plan import Plan
+    from megatron_ttrace.jobs.shrink.plan import Plan
 
 _EPILOG = """\
 examples:
@@ -58,7 +58,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
-    from megatron_ttrace.mcore.shrink import documents, plan
+    from megatron_ttrace.jobs.shrink import documents, plan
 
     found = plan.shrink(training.command_of(args), args.max_ranks)
     jobs = [training.checking(found.command, job, args.data) for job in found.jobs]

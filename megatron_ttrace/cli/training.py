@@ -8,18 +8,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import flags, settings
-from megatron_ttrace.mcore.command_line import (
+from megatron_ttrace.jobs import flags, settings
+from megatron_ttrace.jobs.commands.command_line import (
     EXAMPLE,
     Command,
     ShellScript,
     is_launcher,
     parse,
 )
+from megatron_ttrace.trace.errors import TTraceError
 
 if TYPE_CHECKING:
-    from megatron_ttrace.mcore.shrink.plan import Job
+    from megatron_ttrace.jobs.shrink.plan import Job
 
 DATA = "shrunk-text"
 """Name of the data set of small jobs."""
@@ -58,7 +58,7 @@ def command_of(args: argparse.Namespace) -> Command:
     if args.recipe is not None:
         if [word for word in args.command_words if word != "--"]:
             raise TTraceError("--recipe FILE and a command: give one of them")
-        from megatron_ttrace.mcore import recipe_file
+        from megatron_ttrace.jobs.commands import recipe_file
 
         return recipe_file.read(args.recipe)
     return parsed(args.command_words, args.command, getattr(args, "nproc_per_node", None))
@@ -80,7 +80,7 @@ def parsed(words: list[str], user: str, nproc: int | None = None) -> Command:
         raise TTraceError(f"no script given: ttrace {user} -- {EXAMPLE}")
     found = _as_script(words) or parse(words, os.environ)
     if isinstance(found, ShellScript):
-        from megatron_ttrace.processes import shell_script
+        from megatron_ttrace.jobs.commands import shell_script
 
         found = shell_script.resolve(found)
     if found.uncounted and not nproc:
@@ -114,7 +114,7 @@ def _as_script(words: list[str]) -> Command | ShellScript | None:
 
 def checking(command: Command, job: Job, prefix: Path) -> list[str]:
     """The command that checks a small job."""
-    from megatron_ttrace.mcore.shrink import documents
+    from megatron_ttrace.jobs.shrink import documents
 
     data = documents.arguments(command.script, prefix, job.arguments)
     words = settings.checking(command.script, [*job.arguments, *data], job.axes.ranks)

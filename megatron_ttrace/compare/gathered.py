@@ -2,7 +2,7 @@
 """What several ranks found out, in fewer records than one per rank and tensor.
 
 On its way to the rank that judges, every rank of the tree merges what it receives
-(``runtime/agreement.py``). Two rules keep the messages as small as the model and its batch,
+(``run/agreement.py``). Two rules keep the messages as small as the model and its batch,
 however many ranks there are:
 
 - Equal records of several ranks become one. Replicas whose tensors agree bit for bit have them.

@@ -21,13 +21,13 @@ from megatron_ttrace.compare.measure import Sums, measure
 from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, counted
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.records import FLOW, Kind
 from megatron_ttrace.trace.sanitise import clean

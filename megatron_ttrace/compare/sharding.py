@@ -15,10 +15,10 @@ import torch
 
 from megatron_ttrace.compare.planning import Placer, RankLayout
 from megatron_ttrace.compare.writing import Forecast
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.plan import Placements, describe, plan
 from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 

@@ -43,9 +43,9 @@ from typing import Annotated, Any
 
 import torch
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, Count
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import (
     CHOICE,
     CHOSEN,

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ttrace.cpu import apex, helpers_cpp, offload, te, warmup
 from megatron_ttrace.cpu.collectives import gloo
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 
 class _Adapter:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from megatron_ttrace.cpu import te
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 _active = False
 

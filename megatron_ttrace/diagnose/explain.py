@@ -24,10 +24,10 @@ from megatron_ttrace.diagnose.evidence import Evidence, ExhaustedError, Work, ax
 from megatron_ttrace.diagnose.gather import Traces, sort_of
 from megatron_ttrace.diagnose.losses import Separate, Share
 from megatron_ttrace.diagnose.search import Found, alternative, repeated, search
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import (
     FACTORS,
     Cause,

@@ -2,7 +2,7 @@
 """Repairs of one loss's share of a gradient: the rest of the gradient is right.
 
 A gradient is a sum of the gradients of all losses. The share of each was found by replaying the
-reference with the loss's coefficient changed (runtime/separation.py). A fault of a share is tested
+reference with the loss's coefficient changed (run/separation.py). A fault of a share is tested
 as every other one: the candidate's parts, with the share counted as it should be, must be within
 the tolerance of the whole gradient.
 """

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Outcome, Summary, Verdict
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def data_arguments(data: Data, directory: Path, words: int) -> tuple[str, ...]:
     """
     if data is Data.MOCK:
         return ("--mock-data",)
-    from megatron_ttrace.mcore import text_data
+    from megatron_ttrace.jobs import text_data
 
     prefix = (directory / "data" / data).resolve()
     if not prefix.with_name(f"{prefix.name}.idx").exists():

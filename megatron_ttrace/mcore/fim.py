@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy
 
+from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.settings import Settings
 
 _READ = "_query_document_sample_shuffle_indices"
 

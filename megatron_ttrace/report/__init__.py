@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ttrace.report import files, terminal
-from megatron_ttrace.trace import shared
+from megatron_ttrace.report import terminal
+from megatron_ttrace.trace import files, shared
 from megatron_ttrace.trace.collectives import Collective
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.sanitise import clean

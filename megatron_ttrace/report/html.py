@@ -18,7 +18,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from megatron_ttrace.report import figures, files, ledger, table, wording
+from megatron_ttrace.report import figures, ledger, table, wording
+from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, script_json
 

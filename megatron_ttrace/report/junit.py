@@ -10,7 +10,8 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ttrace.report import files, table, wording
+from megatron_ttrace.report import table, wording
+from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Result, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ttrace.errors import one_line
-from megatron_ttrace.report import files
+from megatron_ttrace.trace import files
+from megatron_ttrace.trace.errors import one_line
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 SECONDS = 180

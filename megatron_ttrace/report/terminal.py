@@ -16,8 +16,9 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from megatron_ttrace.report import files, table, wording
+from megatron_ttrace.report import table, wording
 from megatron_ttrace.report.ledger import finding_text
+from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Culprit, Direction, Outcome, Result, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean, for_encoding
 

@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 DEFAULT_MB = 512
 LEAST_MB, MOST_MB = 16, 1 << 20

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import torch
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, CodecError, Count, regular
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import TraceKey
 
 MAX_LINE = 16 << 20

@@ -29,7 +29,7 @@ from typing import Any
 
 import xxhash
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 MANIFEST = re.compile(r"\.ttrace-files-([0-9a-f]{16})")
 _PREFIX = ".ttrace-files-"

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any
 
-from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, Count, Rank, Record, Size
 from megatron_ttrace.trace.collectives import CollectiveRow, LedgerFinding
+from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.executed import ChangedCode
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.unexercised import NotExercised

@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.locks import Lock
 
 MARK = ".ttrace-run"

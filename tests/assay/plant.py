@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags, inputs
-from megatron_ttrace.mcore.settings import check_single
-from megatron_ttrace.runtime import api
+from megatron_ttrace.jobs import flags, inputs
+from megatron_ttrace.jobs.settings import check_single
+from megatron_ttrace.saved import api
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 SIZES = (0.5, 0.9, 1.1, 2.0, 5.0)
 FOUND = 0.99
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 def _checked(patterns: list[str], directory: Path) -> dict[str, list[Path]]:
     """Check healthy configurations; returns by name where reference and candidate were saved."""
     from megatron_ttrace.evaluation.matrix.configurations import configurations, select
-    from megatron_ttrace.runtime.runner import NO_WANDB, Runner
+    from megatron_ttrace.saved.runner import NO_WANDB, Runner
 
     runner = Runner(directory, flags=(NO_WANDB, "--ttrace-save-candidate"), shares=False)
     found = {}

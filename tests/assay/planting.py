@@ -23,9 +23,9 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import measure, scale_of
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.offline import epsilon_of, measure_saved
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.codec import CodecError
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader

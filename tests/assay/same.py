@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 _CULPRIT = ("name", "kind", "direction", "verdict", "cause", "axes")
 _TENSOR = ("iteration", "microbatch", "kind", "name", "index")

@@ -13,9 +13,9 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.assay import __main__

@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import training
 
-from megatron_ttrace.runtime import loop
-from megatron_ttrace.runtime.candidate import CandidateSession
+from megatron_ttrace.run import loop
+from megatron_ttrace.run.candidate import CandidateSession
 from tests.bench.memory import Peak, Turn
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"

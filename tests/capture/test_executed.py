@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_ttrace.capture.executed import ExecutedTap
-from megatron_ttrace.mcore import edited
+from megatron_ttrace.jobs import edited
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.executed import Edit

@@ -8,17 +8,17 @@ import pytest
 
 from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import bisect, bisect_axes, jobs
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.jobs import job as processes
+from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.processes.worktrees import Hunk
+from megatron_ttrace.jobs.shrink import documents
 from megatron_ttrace.mcore import versions
-from megatron_ttrace.mcore.shrink import documents
-from megatron_ttrace.processes import apart
-from megatron_ttrace.processes import job as processes
-from megatron_ttrace.processes.worktrees import Hunk
-from megatron_ttrace.runtime import api
+from megatron_ttrace.saved import api
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Culprit, Outcome, Result, Summary
-from tests.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import git
 from tests.report.synthetic_report import culprit_of, make_verdict
-from tests.runtime import kept
+from tests.run import kept
 
 COMMITS = 64
 FAULT = 41

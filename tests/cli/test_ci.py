@@ -10,14 +10,14 @@ import pytest
 from megatron_ttrace.__main__ import main
 from megatron_ttrace.evaluation.recipes import collect
 from megatron_ttrace.evaluation.recipes import pull as pull_request
+from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.shrink import documents
 from megatron_ttrace.mcore import versions
-from megatron_ttrace.mcore.shrink import documents
-from megatron_ttrace.processes import apart
-from megatron_ttrace.runtime import api
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace import owned
 from tests.evaluation.recipes.test_recipes import MODEL
-from tests.processes.test_worktrees import git
-from tests.runtime import kept
+from tests.jobs.processes.test_worktrees import git
+from tests.run import kept
 
 LAYERS = "megatron/layers.py"
 PIPELINE = "megatron/pipeline.py"

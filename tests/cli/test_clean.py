@@ -4,8 +4,8 @@ import json
 import pytest
 
 from megatron_ttrace.__main__ import build_parser
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import owned, shared
+from megatron_ttrace.trace.errors import TTraceError
 
 
 @pytest.fixture

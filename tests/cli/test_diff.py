@@ -8,13 +8,13 @@ import pytest
 
 from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import diff, record
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import versions
-from megatron_ttrace.mcore.settings import Settings
 from megatron_ttrace.report import wandb
-from megatron_ttrace.runtime import api
+from megatron_ttrace.saved import api
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Result, Summary
-from tests.runtime import kept
+from tests.run import kept
 
 JOB = "pretrain_gpt.py --num-layers 2"
 

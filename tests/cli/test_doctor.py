@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ttrace.cli import doctor
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 from tests.integration.jobs import ttrace
 
 SUBJECTS = {

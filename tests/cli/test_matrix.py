@@ -6,8 +6,8 @@ import pytest
 from megatron_ttrace import __main__
 from megatron_ttrace.cli import matrix
 from megatron_ttrace.evaluation.matrix.suite import MatrixRow
-from megatron_ttrace.processes import job as jobs
-from megatron_ttrace.report import files
+from megatron_ttrace.jobs import job as jobs
+from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Exactness, Result, Summary
 from tests.report.synthetic_report import make_verdict
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_ttrace.cli import training
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 SCRIPT = "print('a script')\n"
 CONSOLE = f"#!{sys.executable}\n{SCRIPT}"

@@ -26,7 +26,7 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
-from megatron_ttrace.runtime.perturb import perturbed
+from megatron_ttrace.run.perturb import perturbed
 from megatron_ttrace.trace import copies as copying
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.checksum import checksum

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.collectives import merge, rows
-from megatron_ttrace.runtime import recording
+from megatron_ttrace.run import recording
 from megatron_ttrace.trace import folded
 from megatron_ttrace.trace.collectives import (
     Group,

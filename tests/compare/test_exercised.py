@@ -15,7 +15,7 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exercised import Observed, Requested, observe, share, unexercised
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.runtime.answer import requested as asked
+from megatron_ttrace.run.answer import requested as asked
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.records import (
     CHOICE,

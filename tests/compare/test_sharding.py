@@ -8,12 +8,12 @@ import torch
 
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sharding import ShardSink, divided, known
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import reference_layout
-from megatron_ttrace.mcore.reference_layout import Layout
+from megatron_ttrace.jobs import reference_layout
+from megatron_ttrace.jobs.reference_layout import Layout
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.placement.meshes import mesh_of

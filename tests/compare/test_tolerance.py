@@ -18,7 +18,7 @@ from megatron_ttrace.compare.tolerance import (
     read,
     write,
 )
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import CHOSEN, LOSS, STEP_LEVEL, VALUE, Kind, TraceKey
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind
 from megatron_ttrace.trace.store import TraceWriter
 

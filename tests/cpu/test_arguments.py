@@ -9,7 +9,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_ttrace.cpu import adapt_arguments, apex, arguments, banner, collectives
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 pytest.importorskip("megatron.training")
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.cpu import indices
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 compiled = pytest.importorskip("megatron.core.datasets.helpers_cpp")
 

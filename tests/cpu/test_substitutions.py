@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace import cpu
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 ROOT = Path(__file__).parents[2]
 

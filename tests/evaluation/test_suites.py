@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.suites import Data
+from megatron_ttrace.trace.errors import TTraceError
 from tests.report.synthetic_report import make_verdict
 
 WORDS = 128

@@ -134,8 +134,8 @@ def _promised(promise: Promise, right: int) -> list[int]:
 
 def report_problem(command: Command, code: int) -> str:
     """Why the report in a command's directory does not support its exit code."""
-    from megatron_ttrace.errors import TTraceError
-    from megatron_ttrace.report import files
+    from megatron_ttrace.trace import files
+    from megatron_ttrace.trace.errors import TTraceError
 
     flag = "--output" if "--output" in command.words else "--ttrace-dir"
     directory = command.home / command.words[command.words.index(flag) + 1]

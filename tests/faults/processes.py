@@ -128,9 +128,9 @@ def warm() -> None:
 
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     for name in (
-        "megatron_ttrace.runtime.candidate",
-        "megatron_ttrace.runtime.reference_run",
-        "megatron_ttrace.report.files",
+        "megatron_ttrace.run.candidate",
+        "megatron_ttrace.run.reference_run",
+        "megatron_ttrace.trace.files",
         "megatron_ttrace.report.terminal",
         "numpy.ma",
     ):

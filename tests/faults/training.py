@@ -39,7 +39,7 @@ def _name(code: CodeType, package: str) -> str | None:
 
 
 def _error(kind: str) -> BaseException:
-    from megatron_ttrace.errors import TTraceError
+    from megatron_ttrace.trace.errors import TTraceError
 
     if kind == "OSError":
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

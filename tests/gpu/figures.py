@@ -17,9 +17,9 @@ import torch
 
 from megatron_ttrace.compare import device
 from megatron_ttrace.compare.measure import Sums, measure
+from megatron_ttrace.jobs.processes.child import free_port
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import plan
-from megatron_ttrace.processes.child import free_port
 from megatron_ttrace.trace.checksum import MASK, weighted
 from megatron_ttrace.trace.staging import to_device
 

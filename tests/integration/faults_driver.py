@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ttrace.processes import job as jobs
-from megatron_ttrace.processes import ranks
-from megatron_ttrace.runtime import PRELOADED
+from megatron_ttrace.jobs import job as jobs
+from megatron_ttrace.jobs.processes import ranks
+from megatron_ttrace.run import PRELOADED
 
 if __name__ == "__main__":
     fork = jobs.prepare("cpu", modules=PRELOADED)

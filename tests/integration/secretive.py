@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron.training import arguments
 
-from tests.mcore.test_disclosure import SECRET_FLAGS
+from tests.jobs.commands.test_disclosure import SECRET_FLAGS
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "pretrain_gpt.py"
 FLAGS = [

@@ -20,7 +20,7 @@ megatron_ttrace.enable()
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.mlp import MLP  # noqa: E402
 
-from megatron_ttrace.runtime import stall  # noqa: E402
+from megatron_ttrace.run import stall  # noqa: E402
 
 stall.SECONDS = 3.0
 WHERE = os.environ["STALL"]

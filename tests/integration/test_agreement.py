@@ -16,9 +16,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.runtime import agreement, channel
-from megatron_ttrace.runtime.agreement import Cause, EndError, GivenUpError, Ranks
+from megatron_ttrace.run import agreement, channel
+from megatron_ttrace.run.agreement import Cause, EndError, GivenUpError, Ranks
+from megatron_ttrace.trace.errors import TTraceError
 
 SIZE = 3
 

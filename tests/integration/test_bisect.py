@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 from tests.integration.test_checkout import make_checkout, plant
-from tests.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import git
 
 COMMITS = 64
 FAULT = 23

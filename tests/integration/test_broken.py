@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.evaluation.matrix.configurations import configurations
-from megatron_ttrace.report.files import load_report
+from megatron_ttrace.trace.files import load_report
 from tests.integration.jobs import ttrace
 
 SCRIPT = Path(__file__).with_name("broken.py")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import SCRIPT, TINY, our_lines, ttrace
-from tests.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import git
 
 ENABLE = "import megatron_ttrace\n\nmegatron_ttrace.enable()"
 PLACE = "        output_bias = self.bias if self.skip_bias_add else None\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.evaluation.matrix.configurations import configurations
-from megatron_ttrace.report.files import load_report
 from megatron_ttrace.trace.collectives import Collective, LedgerFault, Operation, Phase
+from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Summary
 from tests.integration.jobs import ttrace
 

@@ -38,7 +38,7 @@ def test_the_verdict_outlives_a_failed_isolation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was found before is reported, from whichever rank the failure comes."""
-    module = "megatron_ttrace.runtime"
+    module = "megatron_ttrace.run"
     preparing, checking = "comparison:Comparison.initial", "candidate:CandidateSession._check"
     for rank, fault in enumerate((preparing, checking)):
         monkeypatch.setenv("FAULT", f"{module}.{fault}@{rank}=2")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 from tests.integration.test_bad_input import refused
-from tests.processes.commands import Command
+from tests.jobs.commands.commands import Command
 
 OURS = ("check", "--ttrace-no-wandb", "--nproc-per-node", "2")
 LAYOUT = ("--tensor-model-parallel-size", "2")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.report.files import load_report
+from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import LEFT, LOADS, Kind, Outcome, Reason
 from tests.integration.jobs import TINY, ttrace

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import index
+from megatron_ttrace.jobs import index
 from megatron_ttrace.mcore.versions import SUPPORTED
+from megatron_ttrace.trace.errors import TTraceError
 from tests.integration.jobs import ROOT
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ttrace.trace import owned
 from tests.integration.secretive import FLAGS
-from tests.mcore.test_disclosure import CANARY, SECRET_VARIABLES
+from tests.jobs.commands.test_disclosure import CANARY, SECRET_VARIABLES
 from tests.trace.test_owned import foreign, state_of
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.mcore import disclosure, provenance
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs.commands import disclosure
 
 
 def git(folder: Path, *words: str) -> str:

@@ -9,7 +9,7 @@ from megatron_ttrace.evaluation.bugs import catalogue
 from tests.evaluation.recipes.test_recipes import MODEL
 from tests.integration.jobs import ttrace
 from tests.integration.test_checkout import make_checkout
-from tests.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import git
 
 LAYERS = "megatron/core/tensor_parallel/layers.py"
 EXPERTS = "megatron/core/transformer/moe/moe_utils.py"

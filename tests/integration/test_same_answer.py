@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ttrace.report.files import load_report
+from megatron_ttrace.trace.files import load_report
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 
 JOB = (

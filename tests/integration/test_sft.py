@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.mcore.shrink import documents
+from megatron_ttrace.jobs.shrink import documents
 from tests.integration.jobs import ROOT, SCRIPT, ttrace
 
 STAND_INS = ROOT / "tests" / "stand_ins"

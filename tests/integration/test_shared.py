@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.processes.child import free_port
+from megatron_ttrace.jobs.processes.child import free_port
 from megatron_ttrace.trace import manifests, owned, shared
+from megatron_ttrace.trace.errors import TTraceError
 from tests.integration.jobs import SCRIPT, TINY, environment
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from megatron_ttrace.evaluation.bugs import catalogue, expect
 from megatron_ttrace.evaluation.bugs.suite import MODELS
-from megatron_ttrace.mcore.shrink import axes, documents, plan
-from megatron_ttrace.mcore.shrink.given import Given
-from megatron_ttrace.resources import launch_dir
-from megatron_ttrace.runtime.runner import NO_WANDB, Case, Runner
+from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.jobs.shrink import axes, documents, plan
+from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.saved.runner import NO_WANDB, Case, Runner
 from tests.evaluation.bugs.test_shrunk import large_job
 
 BUGS = catalogue.load_catalogue()

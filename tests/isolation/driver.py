@@ -8,10 +8,10 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.settings import Settings, split
-from megatron_ttrace.processes import job as jobs
-from megatron_ttrace.runtime import PRELOADED
+from megatron_ttrace.jobs import job as jobs
+from megatron_ttrace.jobs.settings import Settings, split
+from megatron_ttrace.run import PRELOADED
+from megatron_ttrace.trace.errors import TTraceError
 
 if __name__ == "__main__":
     fork = jobs.prepare("cpu", modules=PRELOADED)

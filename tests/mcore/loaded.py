@@ -13,8 +13,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 
-from megatron_ttrace.errors import TTraceError  # noqa: E402
 from megatron_ttrace.mcore.checkpoints import stored  # noqa: E402
+from megatron_ttrace.trace.errors import TTraceError  # noqa: E402
 
 TENSORS = {
     "decoder.layers.self_attention.linear_qkv.weight": torch.randn(2, 6, 4),

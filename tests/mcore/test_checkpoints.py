@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.checkpoints import stored
+from megatron_ttrace.trace.errors import TTraceError
 from tests.integration import jobs
 
 

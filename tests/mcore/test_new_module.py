@@ -28,7 +28,7 @@ from megatron_ttrace.mcore import parameters, roles, versions
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.runtime.conclusion import conclude
+from megatron_ttrace.saved.conclusion import conclude
 from megatron_ttrace.trace.collectives import Ledger, ModuleCode
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Result, Summary, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal

@@ -13,8 +13,8 @@ from megatron_ttrace.mcore.optimizer import Owned
 from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import describe
-from megatron_ttrace.runtime.start import moments
-from megatron_ttrace.runtime.start.parameters import BIAS, EMBEDDING_GAIN, GAIN, fill, scale_of
+from megatron_ttrace.run.start import moments
+from megatron_ttrace.run.start.parameters import BIAS, EMBEDDING_GAIN, GAIN, fill, scale_of
 from tests.placement.by_hand import chunk, gated_chunk
 from tests.placement.meshes import mesh_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.report import files, later, publish
-from megatron_ttrace.trace import owned
+from megatron_ttrace.report import later, publish
+from megatron_ttrace.trace import files, owned
 from megatron_ttrace.trace.records import Summary, Verdict
 
 Check = tuple[Summary, list[Verdict]]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_ttrace.report import files, html, publish
+from megatron_ttrace.report import html, publish
 from megatron_ttrace.report.ledger import citation_text, finding_text, size_text
+from megatron_ttrace.trace import files
 from megatron_ttrace.trace.collectives import (
     Citation,
     Collective,

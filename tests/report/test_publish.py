@@ -16,9 +16,9 @@ import pytest
 from rich.console import Console
 
 from megatron_ttrace.cli import report as cli
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.report import files, html, junit, publish, table, tensorboard
-from megatron_ttrace.trace import owned
+from megatron_ttrace.report import html, junit, publish, table, tensorboard
+from megatron_ttrace.trace import files, owned
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Outcome, Result, Summary, Verdict
 from tests.report.synthetic_report import make_summary, make_verdict
 from tests.trace.test_sanitise import HOSTILE, check_with

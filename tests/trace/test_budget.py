@@ -7,9 +7,9 @@ import psutil
 import pytest
 import torch
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import budget as limits
 from megatron_ttrace.trace.budget import Budget, host_room, require_space, shown
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.bench.memory import Peak

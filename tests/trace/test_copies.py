@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import copies as module
 from megatron_ttrace.trace.copies import Copies
+from megatron_ttrace.trace.errors import TTraceError
 from tests.bench.memory import Peak
 
 MB = 1 << 20

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_ttrace.compare import tolerance
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.report import files
+from megatron_ttrace.trace import files
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, Result, Summary, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal, verify
 from tests.report.synthetic_report import make_verdict

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import manifests, owned, shared
+from megatron_ttrace.trace.errors import TTraceError
 
 FOREIGN = "exists and was not written by ttrace: choose another"
 OUR_NAMES = shared.NAMES

@@ -4,14 +4,14 @@
 import pytest
 import torch
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore.optimizer import Owned
 from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
-from megatron_ttrace.runtime.start import moments
-from megatron_ttrace.runtime.start.parameters import fill
+from megatron_ttrace.run.start import moments
+from megatron_ttrace.run.start.parameters import fill
 from megatron_ttrace.trace import start
 from megatron_ttrace.trace.budget import Budget
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.start import StartValues, write_moments
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from megatron_ttrace import trace
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import index as index_module
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.budget import Budget
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.sealing import seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal

@@ -20,7 +20,7 @@ from megatron_ttrace.cpu.te.products import (
     input_gradient,
     weight_gradient,
 )
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 _SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 

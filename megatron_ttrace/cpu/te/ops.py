@@ -8,7 +8,7 @@ operations that are looked for by name (``from ...ops import GroupedLinear``) ar
 
 from typing import Any
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 
 
 class FusibleOperation:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.suites import Data
-from megatron_ttrace.resources import patches_dir
+from megatron_ttrace.jobs.resources import patches_dir
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Direction, Kind, Outcome
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, SourcePatch
+from megatron_ttrace.trace.errors import TTraceError
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 Change = Callable[[str, Path], str]

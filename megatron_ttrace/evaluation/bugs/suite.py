@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, BugLayout
 from megatron_ttrace.evaluation.bugs.expect import Assessment, assess
-from megatron_ttrace.runtime.runner import NO_WANDB, Case, Checked, Runner
+from megatron_ttrace.saved.runner import NO_WANDB, Case, Checked, Runner
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result, Summary
 
 _FLAGS = ("--ttrace-device", "cpu", NO_WANDB)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.evaluation.suites import Data, data_arguments
-from megatron_ttrace.resources import launch_dir
+from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.trace import codec
 
 if TYPE_CHECKING:
-    from megatron_ttrace.runtime.runner import Case
+    from megatron_ttrace.saved.runner import Case
 
 VOCABULARY = 128
 COMMON = (
@@ -86,7 +86,7 @@ class Configuration:
 
     def case(self, directory: Path, name: str = "", more: tuple[str, ...] = ()) -> Case:
         """To be run below ``directory``, under another name and with more arguments if given."""
-        from megatron_ttrace.runtime.runner import Case
+        from megatron_ttrace.saved.runner import Case
 
         data = data_arguments(self.data, directory, VOCABULARY)
         return Case(

@@ -7,10 +7,10 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.matrix.configurations import Configuration
-from megatron_ttrace.runtime.runner import Runner
+from megatron_ttrace.saved.runner import Runner
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Outcome, Result
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.nightly.records import Night, NightCase, State
 from megatron_ttrace.trace import codec, owned
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 FILE = "nights.jsonl"
 """A line for each night, followed by one for each case."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation import suites
+from megatron_ttrace.trace.errors import ExitCode
 
 Json = Mapping[str, Any]
 

@@ -19,14 +19,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation.nightly import records
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
 from megatron_ttrace.evaluation.recipes.run import RESULTS
-from megatron_ttrace.mcore import provenance, versions
-from megatron_ttrace.processes import logs
-from megatron_ttrace.processes.tether import tethered
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs.processes import logs
+from megatron_ttrace.jobs.processes.tether import tethered
+from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import ExitCode
 
 QUICK_BUGS = ("01", "11")
 QUICK_MATRIX = ("dp2/gpt/fp32",)

@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import recipe_file
-from megatron_ttrace.mcore.command_line import Command, ShellScript
-from megatron_ttrace.mcore.shrink import plan
-from megatron_ttrace.processes import shell_script, stripped
+from megatron_ttrace.jobs.commands import recipe_file, shell_script
+from megatron_ttrace.jobs.commands.command_line import Command, ShellScript
+from megatron_ttrace.jobs.processes import stripped
+from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.trace import codec, small_files
+from megatron_ttrace.trace.errors import TTraceError
 
 _TESTS = "tests/functional_tests/test_cases"
 _SCRIPT = "pretrain_gpt.py"

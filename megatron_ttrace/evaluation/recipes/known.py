@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ttrace.mcore.shrink.given import Flag, Given
+from megatron_ttrace.jobs.shrink.given import Flag, Given
 from megatron_ttrace.trace import codec
 
 

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.recipes import collect, reached
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.reached import Files, Record, Records
-from megatron_ttrace.mcore.settings import Settings, checking
-from megatron_ttrace.mcore.shrink import documents
-from megatron_ttrace.processes import apart, stripped
-from megatron_ttrace.processes.worktrees import Checkout, Hunk
+from megatron_ttrace.jobs.processes import apart, stripped
+from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
+from megatron_ttrace.jobs.settings import Settings, checking
+from megatron_ttrace.jobs.shrink import documents
 from megatron_ttrace.report import table, wording
 from megatron_ttrace.report.review import Annotation, Level
-from megatron_ttrace.runtime import api
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace import changes, owned
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Culprit, Result
 from megatron_ttrace.trace.sanitise import clean, in_one_line
 

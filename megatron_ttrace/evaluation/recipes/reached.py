@@ -26,9 +26,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.report.files import write_atomically
 from megatron_ttrace.trace import changes, codec, owned
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.files import write_atomically
 
 Files = dict[str, dict[str, str]]
 """Path below the checkout -> function -> digest of its body; for ``""`` of the rest of the file."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.known import finding_of
-from megatron_ttrace.mcore import disclosure
-from megatron_ttrace.processes.logs import record_of, usage_error
+from megatron_ttrace.jobs.commands import disclosure
+from megatron_ttrace.jobs.processes.logs import record_of, usage_error
 from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Outcome, Result
 
 RESULTS = "jobs.jsonl"
@@ -136,8 +136,8 @@ class Checker:
             script: a training script of the checkout.
             seconds: after which a job is ended.
         """
-        from megatron_ttrace.mcore.shrink import documents
-        from megatron_ttrace.runtime.runner import Runner
+        from megatron_ttrace.jobs.shrink import documents
+        from megatron_ttrace.saved.runner import Runner
 
         self._seconds = seconds
         self._runner = Runner(directory / "jobs", script=script)
@@ -147,8 +147,8 @@ class Checker:
         """Check a job."""
         import shlex
 
-        from megatron_ttrace.mcore.shrink import documents
-        from megatron_ttrace.runtime.runner import Case
+        from megatron_ttrace.jobs.shrink import documents
+        from megatron_ttrace.saved.runner import Case
 
         case = Case(
             name=job.key,

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.errors import one_line
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.trace.errors import one_line
 
 _LONGEST = 120
 _NAME = "iter_{:07d}"

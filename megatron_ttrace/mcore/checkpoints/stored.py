@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import small_files
+from megatron_ttrace.trace.errors import TTraceError
 
 _DESCRIPTION = ".metadata"
 _MARK = "metadata.json"

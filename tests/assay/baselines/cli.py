@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode, TTraceError
-from megatron_ttrace.mcore import flags, inputs
-from megatron_ttrace.mcore.settings import check_single
+from megatron_ttrace.jobs import flags, inputs
+from megatron_ttrace.jobs.settings import check_single
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import suite
 from megatron_ttrace.evaluation.bugs.catalogue import Bug
 from megatron_ttrace.evaluation.matrix.configurations import Configuration
-from megatron_ttrace.report import files
-from megatron_ttrace.runtime.runner import NO_WANDB, Runner
+from megatron_ttrace.saved.runner import NO_WANDB, Runner
+from megatron_ttrace.trace import files
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Summary, TraceKey
 from tests.assay.baselines.tally import Flagged, Pair, apply
 

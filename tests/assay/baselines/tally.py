@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.report import files
+from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 from tests.assay.baselines.rules import RULES, RunFacts

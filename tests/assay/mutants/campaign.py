@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.matrix.configurations import Configuration
-from megatron_ttrace.processes import ranks
-from megatron_ttrace.processes.waiting import OutOfTimeError, Patience
-from megatron_ttrace.resources import launch_dir
-from megatron_ttrace.runtime.runner import NO_WANDB, Case, Runner
+from megatron_ttrace.jobs.processes import ranks
+from megatron_ttrace.jobs.processes.waiting import OutOfTimeError, Patience
+from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.saved.runner import NO_WANDB, Case, Runner
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Culprit, Result, Summary
 from tests.assay.mutants import coverage, survivors, train
 from tests.assay.mutants.layouts import in_order

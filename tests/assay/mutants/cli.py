@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 if TYPE_CHECKING:
     from tests.assay.mutants.records import Mutant, MutantRow

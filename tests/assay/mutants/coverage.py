@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants.records import Phase, Ran
 
 _Code = tuple[str, str, int, int]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.matrix.configurations import (
     SCRIPTS,
     Configuration,
     arguments_of,
 )
+from megatron_ttrace.trace.errors import TTraceError
 
 _BUCKETS = "--ddp-bucket-size 20000"
 """So small that even these models have several."""

@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs.patching import functions
+from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants.operators import OPERATORS
 from tests.assay.mutants.records import Mutant
 from tests.assay.mutants.source import Source, span_of

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megatron_ttrace
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.matrix.configurations import Configuration
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants import survivors
 from tests.assay.mutants.records import MutantRow
 from tests.assay.mutants.scan import modules

@@ -8,8 +8,8 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants.records import Explanation, Mutant
 
 FILE = Path(__file__).with_name("survivors.toml")

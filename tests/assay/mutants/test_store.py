@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants import store
 from tests.assay.mutants.layouts import LAYOUTS
 from tests.assay.mutants.records import Fate, MutantRow, MutantTrial, Phase, Ran

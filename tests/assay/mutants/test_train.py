@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants import train
 from tests.assay.mutants.scan import scan_source
 from tests.assay.mutants.train import introduce

@@ -18,9 +18,9 @@ from types import CodeType, FunctionType
 # A rank starts with this folder as its path, as any script does.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import patching
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants import coverage, outcome, truth
 from tests.assay.mutants.records import Mutant
 from tests.assay.mutants.scan import autograd_files, modules

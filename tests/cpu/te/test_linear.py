@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
 from megatron_ttrace.cpu.te.layernorm_linear import LayerNormLinear
 from megatron_ttrace.cpu.te.linear import Linear
-from megatron_ttrace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError
 from tests.cpu.te.ranks import close, run_ranks
 
 DOUBLE = {"params_dtype": torch.float64}

@@ -9,7 +9,7 @@ from megatron_ttrace.cpu.te.optimizers import FusedAdam, joined, parted
 from megatron_ttrace.mcore.optimizer import Owned, Snapshot
 from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
-from megatron_ttrace.runtime.start import moments
+from megatron_ttrace.run.start import moments
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import catalogue, patching
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, BugLayout
+from megatron_ttrace.trace.errors import TTraceError
 
 ROOT = Path(__file__).parents[3]
 BUGS = catalogue.load_catalogue()

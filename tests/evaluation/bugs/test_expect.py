@@ -118,4 +118,4 @@ def test_who_reads_the_flag() -> None:
     }
     # A suite's row has a bug, too.
     readers -= {"cli/bugs.py", "evaluation/bugs/suite.py", "evaluation/baselines/run.py"}
-    assert readers == {"mcore/settings.py", "runtime/loop.py", "runtime/entry.py"}
+    assert readers == {"jobs/settings.py", "run/loop.py", "run/entry.py"}

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.bugs import catalogue, patching
 from megatron_ttrace.evaluation.bugs.catalogue import SourcePatch
+from megatron_ttrace.trace.errors import TTraceError
 
 SOURCE = '''
 from __future__ import annotations

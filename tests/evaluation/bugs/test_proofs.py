@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.resources import patches_dir
+from megatron_ttrace.jobs.resources import patches_dir
 from tests.evaluation.bugs.test_suite import rows, ttrace
 
 ALL = sorted(path.name for path in (patches_dir() / "bugs").glob("*.toml"))

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.suite import MODELS
-from megatron_ttrace.mcore.command_line import Command
-from megatron_ttrace.mcore.shrink import axes, plan
-from megatron_ttrace.mcore.shrink.given import Given
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.shrink import axes, plan
+from megatron_ttrace.jobs.shrink.given import Given
 
 BUGS = catalogue.load_catalogue()
 LARGE = {

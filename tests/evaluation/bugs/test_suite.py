@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ttrace.resources import patches_dir
+from megatron_ttrace.jobs.resources import patches_dir
 from tests import warm
 from tests.integration.jobs import environment
 

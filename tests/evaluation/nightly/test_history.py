@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.errors import TTraceError
 from megatron_ttrace.evaluation.nightly import history
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightPart, State
+from megatron_ttrace.trace.errors import TTraceError
 from tests.evaluation.nightly.synthetic import case, month, night
 
 SWITCHED_OFF = Gap(NightPart.RECIPES, "switched off", by_choice=True)

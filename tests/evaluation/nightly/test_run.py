@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.errors import ExitCode
 from megatron_ttrace.evaluation.nightly import run as runner
 from megatron_ttrace.evaluation.nightly.records import NightPart, State
 from megatron_ttrace.evaluation.nightly.run import Options
 from megatron_ttrace.evaluation.recipes.run import RESULTS, Answer, JobRow
 from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import ExitCode
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row
 
 ROOT = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron_ttrace.evaluation.recipes.pull import Checked, new_culprits, place
-from megatron_ttrace.processes.worktrees import Hunk
+from megatron_ttrace.jobs.processes.worktrees import Hunk
 from megatron_ttrace.trace.records import Result
 from tests.cli.test_bisect import culprit
 

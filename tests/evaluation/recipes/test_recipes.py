@@ -9,13 +9,13 @@ import pytest
 
 from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import recipes as cli_recipes
-from megatron_ttrace.errors import ExitCode, TTraceError
 from megatron_ttrace.evaluation.recipes import collect, known
 from megatron_ttrace.evaluation.recipes import run as running
 from megatron_ttrace.evaluation.recipes.collect import Kind
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, RecipeRow
-from megatron_ttrace.mcore.shrink.given import Given
+from megatron_ttrace.jobs.shrink.given import Given
 from megatron_ttrace.trace import codec, ends
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = {

@@ -7,8 +7,8 @@ import dataclasses
 import os
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import command_line
+from megatron_ttrace.jobs.commands import command_line
+from megatron_ttrace.trace.errors import TTraceError
 from tests.faults.field.rows import Row
 
 

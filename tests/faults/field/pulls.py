@@ -13,7 +13,7 @@ from tests.evaluation.recipes.test_recipes import MODEL
 from tests.faults.field.rows import Row, said_wrongly
 from tests.integration.jobs import ttrace
 from tests.integration.test_checkout import make_checkout
-from tests.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import git
 
 CANARY = "kanarieCi44"
 LAYERS = "megatron/core/tensor_parallel/layers.py"

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore.command_line import ShellScript
-from megatron_ttrace.processes import shell_script
+from megatron_ttrace.jobs.commands import shell_script
+from megatron_ttrace.jobs.commands.command_line import ShellScript
+from megatron_ttrace.trace.errors import TTraceError
 from tests.faults.field.rows import Row, said_wrongly
 
 JOB = "pretrain_gpt.py --num-layers 4"

@@ -12,7 +12,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from megatron_ttrace.mcore import disclosure
+from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.trace import owned
 from tests.faults.field.rows import Row, said_wrongly
 from tests.integration.jobs import SCRIPT, TINY, ttrace

@@ -23,12 +23,11 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.errors import TTraceError
-from megatron_ttrace.mcore import script_patch
+from megatron_ttrace.jobs import script_patch
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.report import files
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import codec, files
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.moments import moments_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import checksum_of, seal_json
@@ -237,7 +236,7 @@ def messages(home: Path) -> Attempt:
 
 def patch(home: Path) -> Attempt:
     """Damage a patch, the script that it is for, or what says which release that is."""
-    from megatron_ttrace import resources
+    from megatron_ttrace.jobs import resources
 
     folder = resources.patches_dir() / "megatron-lm"
     diff = max(folder.glob("*.patch")).read_text(encoding="utf-8")
@@ -321,7 +320,7 @@ def flags(home: Path) -> Attempt:
     """Values that no flag takes, and paths that no file has."""
     import argparse
 
-    from megatron_ttrace.mcore import settings as ours
+    from megatron_ttrace.jobs import settings as ours
 
     def attempt(dice: random.Random) -> int:
         number, path = dice.choice(NUMBERS), dice.choice(PATHS)

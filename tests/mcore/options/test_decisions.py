@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.mcore import reference_arguments, versions
+from megatron_ttrace.jobs import reference_arguments
+from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.mcore.options.decisions import Action, decision, option_of
 from megatron_ttrace.mcore.options.roles import MANY, ROLES, VALUES, Role

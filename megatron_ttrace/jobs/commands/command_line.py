@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training script, its arguments and the number of ranks in a command as users have it.
+
+``torchrun``, ``python -m torch.distributed.run``, ``srun`` and the like, environment assignments
+and wrappers before them, or one text with all of it on several lines. Nothing is run and no file is
+read: a shell script is recognised, and ``jobs/commands/shell_script.py`` reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from megatron_ttrace.jobs.commands import disclosure
+from megatron_ttrace.trace.errors import TTraceError
+
+EXAMPLE = "torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2 ..."
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_PYTHON = re.compile(r"python[0-9.]*")
+_TORCHRUN = ("torchrun", "ft_launcher")
+_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_SHELLS = ("bash", "sh", "zsh")
+_PREFIXES = ("env", "exec", "export", "nohup", "time", "command")
+_TORCHRUN_SWITCHES = frozenset(
+    {"standalone", "no-python", "run-path", "use-env", "virtual-local-rank", "module", "m"}
+)
+"""Options of torchrun without a value (torch/distributed/run.py)."""
+_COUNTS = frozenset({"nproc-per-node", "nnodes"})
+_PYTHON_VALUES = ("-X", "-W")
+_TASKS = {"-n": "tasks", "--ntasks": "tasks", "-N": "nodes", "--nodes": "nodes", "-np": "tasks"}
+_TASKS |= {"--ntasks-per-node": "per node"}
+# Those of accelerate and deepspeed.
+_TASKS |= {"--num-processes": "tasks", "--num-machines": "nodes"}
+_TASKS |= {"--num-gpus": "per node", "--num-nodes": "nodes"}
+_LAUNCHERS = frozenset("accelerate deepspeed horovodrun mpiexec mpirun ray srun".split())
+"""Launchers that may be scripts of Python themselves, apart from torchrun's."""
+
+
+class NoScriptError(TTraceError):
+    """A command without a training script."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A training command.
+
+    Attributes:
+        script: the training script, as it is written.
+        arguments: of the script.
+        environment: what is assigned before it.
+        ranks: how many ranks it starts in all, or ``None`` if that is not said.
+        nodes: on how many machines.
+        unset: variables that it must not inherit.
+        uncounted: what leaves the number of ranks to the machine, if something does.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ranks: int | None = None
+    nodes: int = 1
+    unset: tuple[str, ...] = ()
+    uncounted: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShellScript:
+    """A shell script that starts the training somewhere.
+
+    Attributes:
+        words: the script and its arguments.
+        environment: what is assigned before it.
+    """
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Context:
+    """What the words before the script have said."""
+
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    tasks: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def parse(
+    words: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Command | ShellScript:
+    """Find the training script in a command.
+
+    Args:
+        words: the command as a shell splits it, or one word with the whole text. A line of a text
+            that begins with ``-`` continues the command.
+        environment: values of variables that a text mentions.
+
+    Raises:
+        NoScriptError: when there is no training script in it.
+        TTraceError: when a part of it is not understood.
+    """
+    context = _Context()
+    found = (
+        _text(words[0], context, environment or {})
+        if len(words) == 1 and re.search(r"\s", words[0].strip())
+        else _words(list(words), context)
+    )
+    if found is None:
+        raise NoScriptError(
+            f"no training script in this command: give one, e.g. ttrace check -- {EXAMPLE}"
+        )
+    return found
+
+
+def is_launcher(word: str) -> bool:
+    """Whether a program, maybe given by its path, starts training scripts."""
+    name = os.path.basename(word)
+    known = {*_TORCHRUN, *_SHELLS, *_PREFIXES, *_LAUNCHERS}
+    return name in known or bool(_PYTHON.fullmatch(name))
+
+
+def _text(
+    text: str, context: _Context, environment: Mapping[str, str]
+) -> Command | ShellScript | None:
+    """The one command of a text, after assignments.
+
+    Raises:
+        TTraceError: when there are other commands, or parts that only a shell could evaluate.
+    """
+    found = None
+    for statement in _statements(_tokens(text)):
+        words = []
+        for word in statement:
+            known = {**environment, **context.environment}
+            words.append("".join(_expand(part, known) if live else part for part, live in word))
+        before = words
+        while before and (before[0] == "export" or _ASSIGNMENT.fullmatch(before[0])):
+            before = before[1:]
+        if before and (found is not None or before[0][0] in "({"):
+            raise TTraceError(
+                f"several commands in one text, at {_quoted(words)}: give the training "
+                "command alone, with its arguments on lines that begin with -"
+            )
+        found = _words(words, context) or found
+        if before and found is None:
+            raise NoScriptError(
+                f"no training script in this command: {_quoted(words)}; give the "
+                f"training command alone, e.g. ttrace check -- {EXAMPLE}"
+            )
+    return found
+
+
+def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
+    """The text after ``bash -c``: the one of its statements that has a training script.
+
+    Raises:
+        TTraceError: when a line begins with ``-``, which is a different command for a shell, when
+            several statements have one, or when only a shell could evaluate its arguments.
+    """
+    found: Command | ShellScript | None = None
+    for statement in _statements(_tokens(text, lines=True)):
+        known = context.environment
+        words = [
+            "".join(_expand(part, known, strict=False) if live else part for part, live in word)
+            for word in statement
+        ]
+        if words[0].startswith("-"):
+            raise TTraceError(
+                f"a line of the text after -c begins with {_quoted(words[:1])}: for the shell this "
+                "is another command; end the line before it with a backslash"
+            )
+        command = _words(words, context)
+        if command is None:
+            continue
+        given = (command.script, *command.arguments) if isinstance(command, Command) else ()
+        if found or words[0] in _KEYWORDS or any(_UNKNOWN in word for word in given):
+            raise TTraceError(
+                f"only a shell knows what {_quoted(words)} in the "
+                f"text after -c trains: give the command itself, e.g. {EXAMPLE}"
+            )
+        found = _known(command)
+    return found
+
+
+def _quoted(words: Sequence[str]) -> str:
+    """The beginning of a command for an error, without values that may be secret."""
+    shown = disclosure.command([word.replace(_UNKNOWN, "") for word in words])
+    return ascii(" ".join(shown)[:60])
+
+
+def _known(command: Command | ShellScript) -> Command | ShellScript:
+    """The same without marks."""
+    variables = {k: v.replace(_UNKNOWN, "") for k, v in command.environment.items()}
+    if isinstance(command, ShellScript):
+        words = tuple(word.replace(_UNKNOWN, "") for word in command.words)
+        return ShellScript(words, variables)
+    uncounted = command.uncounted.replace(_UNKNOWN, "")
+    return dataclasses.replace(command, environment=variables, uncounted=uncounted)
+
+
+_UNKNOWN = "\0"
+"""Marks what only a shell could evaluate, in texts whose other commands may contain it."""
+_KEYWORDS = frozenset("! ( [[ case do elif else for function if select then until while {".split())
+
+_TOKEN = re.compile(
+    r"""(?P<skip> [ \t\r]+ | \\[ \t]*\r?\n )
+    | (?P<comment> (?<![^\s;&|]) \#[^\n]* )
+    | (?P<redirection> (?:(?<!\S)(?:[0-9]+|\{\w+\}))? (?:&>>?|>>?&?|>\||<<<|<) [ \t]*
+        (?! -\S ) (?: [^\s;&|<>'"\\(] | \\. | '[^']*' | "(?:[^"\\]|\\.)*" )+ (?=[\s;&|<>]|$) )
+    | (?P<home> (?<!\S) ~ (?=[/\s]|$) )
+    | (?P<strange> [<>] | (?<!\S) ~ | \$ (?=['"]) | \{ (?=[^\s{}]*(?:,|\.\.)[^\s{}]*\}) )
+    | (?P<more> (?: \n [ \t\r]* (?:\#[^\n]*)? )+ (?= - ) )
+    | (?P<end> [;&|\n] )
+    | '(?P<single> [^']* )'
+    | "(?P<double> (?:[^"\\]|\\.)* )"
+    | \\(?P<escaped> . )
+    | (?P<plain> (?: (?! \$['"] | \{[^\s{}]*(?:,|\.\.)[^\s{}]*\} ) [^\s;&|<>'"\\] )+ )""",
+    re.VERBOSE | re.DOTALL,
+)
+"""One piece of a shell's text. A word is pieces without a gap."""
+
+type _Word = list[tuple[str, bool]]
+"""Pieces of a word, and whether variables within are replaced."""
+
+
+def _statements(tokens: Iterable[_Word | None]) -> Iterator[list[_Word]]:
+    """Words up to each end of a statement, where there are any."""
+    statement: list[_Word] = []
+    for token in [*tokens, None]:
+        if token is not None:
+            statement.append(token)
+        elif statement:
+            yield statement
+            statement = []
+
+
+def _tokens(text: str, *, lines: bool = False) -> list[_Word | None]:
+    """The words of a text; ``None`` where a statement ends. Redirections and comments go.
+
+    Args:
+        text: what a shell would read.
+        lines: whether every line ends a statement, even if the next one begins with ``-``.
+
+    Raises:
+        TTraceError: when a quote is not closed.
+    """
+    found: list[_Word | None] = []
+    word: _Word | None = None
+    at = 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise TTraceError(
+                f"the command cannot be split into words: close the quote at character {at + 1}"
+            )
+        at = match.end()
+        kind = match.lastgroup or ""
+        if kind in ("skip", "comment", "redirection", "more", "end"):
+            if word is not None:
+                found.append(word)
+            word = None
+            if kind == "end" or (kind == "more" and lines):
+                found.append(None)
+            continue
+        if kind == "strange" and not lines:
+            raise TTraceError(
+                f"{match[kind]!a}, character {at} of the command, has a meaning for shells that is "
+                "not understood here: write what it stands for"
+            )
+        pieces = [(match[kind], kind in ("double", "plain"))]
+        if kind == "strange":
+            pieces = [(f"{_UNKNOWN}{match[kind]}", False)]
+        elif kind == "home":
+            pieces = [("$HOME", True)]
+        if kind == "double":
+            parts = re.split(r'(\\["\\$`\n])', match[kind])
+            # Every second part is escaped.
+            pieces = [
+                (part[1:].strip("\n") if number % 2 else part, not number % 2)
+                for number, part in enumerate(parts)
+            ]
+        word = [*(word or []), *pieces]
+    return found if word is None else [*found, word]
+
+
+_EXPANSION = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[({@*#?0-9!$-])|`")
+
+
+def _expand(word: str, known: Mapping[str, str], *, strict: bool = True) -> str:
+    """``$NAME`` and ``${NAME}``.
+
+    Raises:
+        TTraceError: if ``strict``, when a name is not known, or only a shell could evaluate it.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in known and not strict:
+            return f"{_UNKNOWN}{match[0]}"
+        if name not in known:
+            raise TTraceError(
+                f"{match[0]!a} has no value here: put the value into the "
+                "command, or use double quotes, in which the shell does"
+            )
+        return known[name]
+
+    return _EXPANSION.sub(value, word)
+
+
+def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
+    """A single command; what it assigns is remembered."""
+    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+        context.environment[match[1]] = match[2]
+        words = words[1:]
+    if not words:
+        return None
+    if re.match(r"\w+\+=", words[0]):
+        raise TTraceError(
+            f"{words[0].partition('=')[0][:40]!a} adds to a variable: write its whole value"
+        )
+    name, rest = os.path.basename(words[0]), words[1:]
+    if name == "env" and rest[:1] and rest[0].startswith("-"):
+        raise TTraceError(
+            f"env {_quoted(rest[:1])} takes variables away from the job: unset them in this shell, "
+            "and give the command without it"
+        )
+    if name in _PREFIXES:
+        return _words(rest, context)
+    if name in _TORCHRUN:
+        return _torchrun(rest, context)
+    if _PYTHON.fullmatch(name):
+        return _python(rest, context)
+    if name in _SHELLS:
+        return _shell(rest, context)
+    if name.endswith(".sh"):
+        return ShellScript(tuple(words), dict(context.environment))
+    if name.endswith(".py"):
+        return _command(words, context, None)
+    return _launched(name, rest, context)
+
+
+def _launched(launcher: str, words: list[str], context: _Context) -> Command | ShellScript | None:
+    """The command behind a launcher or wrapper whose own options are not known: srun, nsys, ..."""
+    for at, word in enumerate(words):
+        name = os.path.basename(word)
+        if (
+            name in (*_TORCHRUN, *_SHELLS)
+            or _PYTHON.fullmatch(name)
+            or name.endswith((".py", ".sh"))
+        ):
+            if ":" in words:
+                raise TTraceError(f"{launcher} starts several programs: give one training command")
+            _read_tasks(words[:at], context)
+            _read_variables(words[:at], context)
+            found = _words(words[at:], context)
+            if launcher == "accelerate" and isinstance(found, Command) and found.ranks is None:
+                return dataclasses.replace(found, uncounted="accelerate launch without a number")
+            return found
+    return None
+
+
+def _read_tasks(options: list[str], context: _Context) -> None:
+    for at, word in enumerate(options):
+        name, equals, value = word.partition("=")
+        if not equals and not word.startswith("--") and word[:2] in _TASKS and word[2:].isdigit():
+            name, value = word[:2], word[2:]  # -N2
+        elif not equals:
+            value = options[at + 1] if at + 1 < len(options) else ""
+        name = name.replace("_", "-")
+        if name in _TASKS and value.isdigit():
+            context.tasks[_TASKS[name]] = int(value)
+
+
+def _read_variables(options: list[str], context: _Context) -> None:
+    """What a launcher or a container sets: ``-x A=1``, ``-e A=1``, ``--export=ALL,A=1``."""
+    for before, word in zip(["", *options], options, strict=False):
+        exported = before == "--export" or word.startswith("--export=")
+        parts = word.removeprefix("--export=").split(",") if exported else [word]
+        for match in filter(None, map(_ASSIGNMENT.fullmatch, parts)):
+            if exported or match[1].isupper():
+                context.environment[match[1]] = match[2]
+
+
+def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | None:
+    options: dict[str, str] = {}
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "--":
+            at += 1
+            break
+        name, equals, value = words[at].lstrip("-").partition("=")
+        name = name.replace("_", "-")
+        if any(full.startswith(name) for full in _COUNTS - {name}):
+            raise TTraceError(
+                f"torchrun's {_quoted(words[at : at + 1])} is shortened: write the whole option"
+            )
+        if not equals and name not in _TORCHRUN_SWITCHES:
+            at += 1
+            value = words[at] if at < len(words) else ""
+        options[name] = value
+        at += 1
+    if {"m", "module"} & set(options):
+        raise TTraceError(f"{' '.join(words[at : at + 1])} is run as a module: give its file")
+    count = options.get("nproc-per-node", context.environment.get("PET_NPROC_PER_NODE", "1"))
+    per_node = _number(count)
+    nnodes = options.get("nnodes", context.environment.get("PET_NNODES", "1"))
+    nodes = _number(nnodes.split(":")[-1]) or 1
+    nodes = max(nodes, context.tasks.get("nodes", 1))
+    if at >= len(words):
+        return None
+    ranks = per_node and per_node * nodes
+    uncounted = "" if per_node else f"--nproc-per-node {count}"
+    if "no-python" not in options:
+        found: Command | ShellScript | None = _command(words[at:], context, ranks, nodes)
+    else:
+        found = _words(words[at:], context)
+    if isinstance(found, Command):
+        return dataclasses.replace(found, ranks=ranks, nodes=nodes, uncounted=uncounted)
+    return found
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() and int(text) else None
+
+
+def _python(words: list[str], context: _Context) -> Command | ShellScript | None:
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "-m":
+            if at + 1 < len(words) and words[at + 1] in _TORCHRUN_MODULES:
+                return _torchrun(words[at + 2 :], context)
+            raise TTraceError(f"{' '.join(words[at : at + 2])} is no training script: give a file")
+        if words[at].startswith("-c"):
+            return None
+        at += 2 if words[at] in _PYTHON_VALUES else 1
+    return _command(words[at:], context, None) if at < len(words) else None
+
+
+def _shell(words: list[str], context: _Context) -> Command | ShellScript | None:
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        at += 1
+        if not words[at - 1].startswith("--") and "c" in words[at - 1]:
+            inner = words[at] if at < len(words) else ""
+            return _inner_text(inner, context)
+    return ShellScript(tuple(words[at:]), dict(context.environment)) if at < len(words) else None
+
+
+def _command(
+    words: list[str], context: _Context, ranks: int | None, nodes: int | None = None
+) -> Command:
+    """The script at last. Without torchrun, a Slurm launcher starts the ranks."""
+    if nodes is None:
+        nodes = context.tasks.get("nodes", 1)
+        per_node = context.tasks.get("per node")
+        ranks = context.tasks.get("tasks") or (per_node and per_node * nodes)
+    return Command(words[0], tuple(words[1:]), dict(context.environment), ranks, nodes)

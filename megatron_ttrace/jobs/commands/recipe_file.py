@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training configuration of Megatron-LM's functional tests (``model_config.yaml``) as a command.
+
+``MODEL_ARGS`` become arguments as ``_run_training.sh`` makes them (in Megatron-LM's
+``tests/functional_tests/shell_test_utils``): ``true`` is a flag alone, ``[a b]`` several values,
+anything else one value.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.trace import small_files
+from megatron_ttrace.trace.errors import TTraceError
+
+RANKS_PER_NODE = 8
+"""Ranks that the functional tests start on a machine. A layout may need several machines."""
+
+_SIZE = re.compile(r"[0-9]{1,6}")
+_SCRIPTS = {
+    "bert": ("pretrain_bert.py",),
+    "hybrid": ("pretrain_hybrid.py", "pretrain_mamba.py"),
+    "mamba": ("pretrain_mamba.py", "pretrain_hybrid.py"),
+    "t5": ("pretrain_t5.py",),
+    "mimo": ("examples/mimo/train.py",),
+    "multimodal-llava": ("pretrain_vlm.py",),
+}
+"""Scripts of the families that are not trained by ``pretrain_gpt.py``."""
+
+
+class NoTrainingError(TTraceError):
+    """A file that configures something else than a training run of Megatron's."""
+
+
+def read(path: Path) -> Command:
+    """The training command of a file.
+
+    Raises:
+        NoTrainingError: when it configures inference, reinforcement learning, or another program.
+        TTraceError: when it cannot be read, or the checkout lacks its script.
+    """
+    try:
+        found = small_files.yaml(path)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise TTraceError(f"{path} cannot be read: {reason}") from error
+    if not isinstance(found, Mapping) or "MODEL_ARGS" not in found:
+        raise TTraceError(f"{path} has no MODEL_ARGS: give a model_config.yaml of Megatron-LM")
+    mode = str(found.get("MODE") or "pretraining")
+    if mode != "pretraining":
+        raise NoTrainingError(f"{path} is for {mode}, not for training")
+    values = found["MODEL_ARGS"]
+    if not isinstance(values, Mapping) or not all(str(key).startswith("--") for key in values):
+        raise NoTrainingError(f"{path} has no arguments of a training script of Megatron's")
+    variables = found.get("ENV_VARS")
+    environment = {
+        str(name): str(value)
+        for name, value in (variables.items() if isinstance(variables, Mapping) else ())
+    }
+    words = [word for name, value in values.items() for word in _words(str(name), value)]
+    return Command(str(_script(path, values)), tuple(words), environment, *_ranks(values))
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [flag, *" ".join(map(str, value)).split()]
+    text = str(value).strip()
+    if text.lower() == "true":
+        return [flag]
+    if text.startswith("[") and text.endswith("]"):
+        return [flag, *text[1:-1].split()]
+    for _ in range(2):
+        # Quotes protect a value from xargs, then from eval (run_training.sh of the tests).
+        try:
+            plain = shlex.split(text)
+        except ValueError:
+            break
+        if len(plain) == 1:
+            text = plain[0]
+    return [flag, text] if text else [flag]
+
+
+def _script(path: Path, values: Mapping[str, Any]) -> Path:
+    """The training script, in the checkout that the file lies in."""
+    parts = path.absolute().parts
+    family = parts[parts.index("test_cases") + 1] if "test_cases" in parts[:-1] else ""
+    if "--hybrid-layer-pattern" in values or "--hybrid-override-pattern" in values:
+        family = "hybrid"
+    names = _SCRIPTS.get(family, ("pretrain_gpt.py",))
+    roots = [folder for folder in path.absolute().parents if (folder / "megatron").is_dir()]
+    for root in roots or [Path.cwd()]:
+        for name in names:
+            if (root / name).is_file():
+                return Path(os.path.relpath(root / name)) if not roots else root / name
+    where = roots[0] if roots else Path.cwd()
+    raise TTraceError(f"{where} has no {' or '.join(names)}, which {path} is for")
+
+
+def _ranks(values: Mapping[str, Any]) -> tuple[int, int]:
+    """Ranks and machines: the functional tests start as many as the layout needs."""
+
+    def size(axis: str) -> int:
+        text = str(values.get(f"--{axis}-parallel-size", "1"))
+        return int(text) if _SIZE.fullmatch(text) and int(text) else 1
+
+    pipeline = size("pipeline-model")
+    dense = size("tensor-model") * size("context")
+    experts = size("expert-model") * (
+        size("expert-tensor") if "--expert-tensor-parallel-size" in values else size("tensor-model")
+    )
+    least = math.lcm(dense, experts if "--num-experts" in values else 1) * pipeline
+    ranks = math.lcm(least, RANKS_PER_NODE)
+    return ranks, ranks // RANKS_PER_NODE

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user changed in the Megatron that is imported.
+
+In a git checkout: what differs from the last release that HEAD descends from, or (without one, or
+if that is too much to list) from HEAD. In an installed wheel: the files whose content is not what
+the wheel's RECORD says.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.trace.changes import changes
+from megatron_ttrace.trace.executed import Edit, Edits
+
+_RELEASES = "core_v*"
+_MOST_FILES = 60
+"""A fork with more changed files is compared with HEAD: nobody reads such a list."""
+_MOST = 300
+"""Changed functions that are listed."""
+
+
+def folders() -> dict[str, str]:
+    """Where the packages of the imported Megatron are, by their path in :class:`Edit`.
+
+    As they are in the code's file names: links are not resolved.
+    """
+    found = {}
+    for name in scripts.MEGATRON:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file:
+            found[f"{name.replace('.', '/')}/"] = os.path.join(os.path.dirname(file), "")
+    return found
+
+
+def find() -> Edits:
+    """What differs from the release or commit; nothing where that is not known. Never raises."""
+    found: list[Edit] = []
+    since = ""
+    try:
+        for prefix, path in folders().items():
+            folder = Path(path)
+            base, edits = _in_checkout(folder, prefix) or _in_wheel(folder, prefix)
+            since = since or (base if edits else "")
+            found += edits
+    except Exception:  # noqa: BLE001 - an addition to the report
+        return Edits()
+    return Edits(since, tuple(found[:_MOST]))
+
+
+def _in_checkout(folder: Path, prefix: str) -> tuple[str, list[Edit]] | None:
+    """``None`` if the folder is not tracked by git."""
+    if not (provenance.git(folder, "ls-files", "--", "*.py") or ""):
+        return None
+    release = provenance.git(folder, "describe", "--tags", "--abbrev=0", "--match", _RELEASES)
+    commit = (provenance.git(folder, "rev-parse", "--short=12", "HEAD") or "").strip()
+    for base in filter(None, ((release or "").strip(), commit)):
+        words = ("diff", "--name-only", "-z", "--no-renames", "--diff-filter=d", "--relative")
+        listed = provenance.git(folder, *words, base, "--", "*.py")
+        fresh = provenance.git(
+            folder, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py"
+        )
+        names = sorted({name for name in f"{listed or ''}{fresh or ''}".split("\0") if name})
+        if listed is not None and len(names) <= _MOST_FILES:
+            return base, [edit for name in names for edit in _edits(folder, prefix, name, base)]
+    return "", []
+
+
+def _edits(folder: Path, prefix: str, name: str, base: str) -> Iterator[Edit]:
+    # As text on both sides, because that is how git's output is read.
+    before = (provenance.git(folder, "show", f"{base}:./{name}") or "").encode()
+    after = (folder / name).read_bytes().decode(errors="replace").encode()
+    for one in changes(before, after):
+        yield Edit(f"{prefix}{name}", one.name, one.line, one.is_seen)
+
+
+def _in_wheel(folder: Path, prefix: str) -> tuple[str, list[Edit]]:
+    try:
+        wheel = importlib.metadata.distribution("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "", []
+    found = []
+    for file in wheel.files or ():
+        if file.suffix != ".py" or not str(file).startswith(prefix) or file.hash is None:
+            continue
+        path = folder / str(file).removeprefix(prefix)
+        if path != Path(str(wheel.locate_file(file))):
+            return "", []
+        content = path.read_bytes() if path.is_file() else b""
+        digest = hashlib.new(file.hash.mode, content).digest()
+        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+            found.append(Edit(str(file), "", 1, is_whole=True))
+    return f"megatron-core {wheel.version}", found

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exception that ends a rank: where it was raised, and whether docs/findings.md knows it.
+
+This imports neither torch nor Megatron: a script may fail before it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.trace import ends
+from megatron_ttrace.trace.ends import EndRecord, Frame
+from megatron_ttrace.trace.errors import TTraceError, without_secrets
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+_OWN = str(Path(__file__).parents[1]) + os.sep
+_TRANSPARENT = tuple(f"{_OWN}{room}{os.sep}" for room in ("capture", "cpu"))
+"""What is raised below our hooks and our kernels is about the code that called them."""
+_COMMUNICATION = f"torch{os.sep}distributed{os.sep}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownFailure:
+    """An exception that a fault of Megatron's raises.
+
+    Attributes:
+        finding: the number of the fault in docs/findings.md.
+        error: the type of the exception.
+        file: of Megatron's innermost frame, below ``megatron/``.
+        function: that frame's.
+        when: whether a job with these validated arguments has the fault.
+        advice: what helps.
+        fixed: the series of Megatron that do not have it any more.
+    """
+
+    finding: int
+    error: type[BaseException]
+    file: str
+    function: str
+    when: Callable[[Any], bool]
+    advice: str
+    fixed: tuple[str, ...] = ()
+
+
+def _is_full_precision(args: Any) -> bool:
+    return not (args.bf16 or args.fp16)
+
+
+KNOWN = (
+    KnownFailure(
+        finding=1,
+        error=RuntimeError,
+        file="core/optimizer/distrib_optimizer.py",
+        function="_set_main_param_and_optimizer_states",
+        when=lambda args: bool(
+            args.use_distributed_optimizer and args.load and _is_full_precision(args)
+        ),
+        advice="add --dist-ckpt-optim-fully-reshardable, or train in --bf16",
+    ),
+    KnownFailure(
+        finding=32,
+        error=TypeError,
+        file="training/training.py",
+        function="get_train_valid_test_num_samples",
+        when=lambda args: args.eval_interval is None,
+        advice="add --eval-interval 1000",
+    ),
+)
+
+
+def record(error: BaseException, code: int, *, follows: bool = False) -> None:
+    """Leave the record of a process that an exception ends with exit code ``code``."""
+    ends.write(record_of(error, code, follows=follows))
+
+
+def record_of(error: BaseException, code: int, *, follows: bool = False) -> EndRecord:
+    """What is known of an exception; a :class:`TTraceError` is its message."""
+    if isinstance(error, TTraceError):
+        return EndRecord(code=code, at=0, message=str(error), follows=follows)
+    frames = tuple(_frames(error))
+    if isinstance(error, SystemExit):
+        message = (
+            clean(without_secrets(error.code), NOTE_LIMIT) if isinstance(error.code, str) else ""
+        )
+        kind = type(error).__name__ if message else ""
+        return EndRecord(code=code, at=0, message=message, error=kind, frames=frames)
+    known = _known(error, frames)
+    raised = traceback.extract_tb(error.__traceback__)[-1:]
+    # A bare "AssertionError" says nothing; the line that raised it does.
+    text = str(error) or "".join(frame.line or "" for frame in raised)
+    return EndRecord(
+        code=code,
+        at=0,
+        message=clean(without_secrets(" ".join(text.split())), NOTE_LIMIT),
+        error=type(error).__name__,
+        frames=frames,
+        follows=follows or _is_communication(error),
+        finding=known.finding if known else 0,
+        advice=known.advice if known else "",
+    )
+
+
+def _known(error: BaseException, frames: tuple[Frame, ...]) -> KnownFailure | None:
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if args is None or not frames:
+        return None
+    innermost, series = frames[0], versions.series(versions.megatron_core_version())
+    for known in KNOWN:
+        if (
+            type(error) is known.error
+            and innermost.file == f"megatron/{known.file}"
+            and innermost.function == known.function
+            and series not in known.fixed
+            and known.when(args)
+        ):
+            return known
+    return None
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether a collective failed, or the key-value store: mostly because another rank ended."""
+    if not isinstance(error, RuntimeError):  # of which PyTorch's errors of this kind are
+        return False
+    innermost = traceback.extract_tb(error.__traceback__)[-1:]
+    return type(error).__name__.startswith("Dist") or any(
+        _COMMUNICATION in frame.filename for frame in innermost
+    )
+
+
+def _frames(error: BaseException) -> Iterator[Frame]:
+    """Where an exception was raised, innermost first: code of Megatron and of the script.
+
+    Nothing if it was raised in code of ours.
+    """
+    packages = [sys.modules.get(name) for name in ("megatron.core", "megatron.training")]
+    files = [file for package in packages if (file := getattr(package, "__file__", None))]
+    folders = [f"{Path(file).parents[1]}{os.sep}" for file in files]
+    paths = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    installed = [f"{path}{os.sep}" for path in paths if path]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = frame.filename
+        folder = next((folder for folder in folders if file.startswith(folder)), "")
+        if folder:
+            shown = "megatron/" + file.removeprefix(folder)
+        elif file.startswith((*_TRANSPARENT, "<")):
+            continue
+        elif file.startswith(_OWN):
+            return
+        elif file.startswith(tuple(installed)):
+            continue
+        else:
+            shown = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+        yield Frame(shown, frame.lineno or 0, frame.name)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The identity of a reference: arguments, data, code and versions that its numbers depend on.
+
+Candidates with the same identity share a reference, whatever their layouts. Everything counts that
+is not known to be harmless: an unnecessary reference costs seconds, a stale one a false verdict.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.jobs.commands import disclosure
+from megatron_ttrace.jobs.commands.disclosure import is_shown
+from megatron_ttrace.jobs.reference_arguments import overrides_of
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import cyclic, fim, packed, versions
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
+
+FIM_BY_SAMPLE = "fim_by_sample"
+"""Whether samples are rearranged by their index (:mod:`megatron_ttrace.mcore.fim`)."""
+
+PADDED_FOR = "conversations padded for context-parallel ranks"
+"""How many (:mod:`megatron_ttrace.mcore.packed`)."""
+
+DEALT_TO = "data-parallel ranks that shuffled samples are dealt to"
+"""How many (:mod:`megatron_ttrace.mcore.cyclic`)."""
+
+_TOLD = "told"
+"""The part of an identity that is reported but not compared."""
+_HARMLESS_PREFIXES = (
+    "ttrace",
+    "log_",
+    "tensorboard_",
+    "wandb_",
+    "save",
+    "exit_",
+    "eval_",
+    "timing_",
+    "distributed_",
+    "profile",
+    "inprocess_",
+    "ckpt_",
+    "dist_ckpt_",
+    "non_persistent_",
+    "straggler_",
+    "one_logger",
+    "ft_",
+)
+_LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
+"""What is computed only if it is logged is compared if it is."""
+_DERIVED = frozenset(
+    {
+        *("params_dtype", "skipped_train_samples", "virtual_pipeline_model_parallel_size"),
+        *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+    }
+)
+"""What Megatron computes from its options, and the report may show."""
+_HARMLESS = {
+    "rank",
+    "local_rank",
+    "world_size",
+    "data_parallel_size",
+    "transformer_pipeline_model_parallel_size",
+    "num_workers",
+    "enable_one_logger",
+    "use_dist_ckpt",
+    "data_cache_path",
+    "consumed_train_samples",
+    "consumed_valid_samples",
+    "align_param_gather",
+    "align_grad_reduce",
+    "variable_seq_lengths",
+    "padded_vocab_size",
+    "iteration",
+    "curr_iteration",
+    "model_type",
+    "num_floating_point_operations_so_far",
+}
+
+
+def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
+    """Everything the reference of this candidate depends on, as JSON values."""
+    derived = {**vars(args), **SINGLE_DEVICE, **QUIET, **overrides_of(args)}
+    arguments = {
+        name: disclosure.identity(_plain(value), allowed=name in _DERIVED or is_shown(name))
+        for name, value in sorted(derived.items())
+        if name not in _HARMLESS
+        and (name in _LOGGED or not name.startswith(_HARMLESS_PREFIXES))
+        and name not in SINGLE_DEVICE
+        and name not in QUIET
+    }
+    return {
+        "arguments": arguments,
+        "ttrace": {
+            "iterations": list(settings.iterations),
+            "init": settings.init,
+            "seeds": settings.seeds,
+            "reference_args": _arguments(settings.reference_args),
+            "reference_layout": str(settings.reference_layout or ""),
+            "device": _device(),
+            FIM_BY_SAMPLE: fim.is_by_sample(args, settings),
+            PADDED_FOR: packed.padded_for(args),
+            DEALT_TO: cyclic.dealt_to(args),
+        },
+        "data": _data(args),
+        "environment": provenance.numeric_environment(),
+        "code": {
+            "script": _content([Path(sys.argv[0])]),
+            "modules beside the script": _content(_beside(Path(sys.argv[0]))),
+            "megatron_ttrace": _content(_sources("megatron_ttrace")),
+            **{name: _tree(_folder_of(name)) for name in scripts.MEGATRON},
+        },
+        "versions": versions.installed(),
+        _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
+    }
+
+
+def digest(identity_: dict[str, Any]) -> str:
+    """A short name for an identity. It does not depend on where the code is."""
+    identity_ = {name: value for name, value in identity_.items() if name != _TOLD}
+    text = json.dumps(identity_, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(
+    ours: dict[str, Any], theirs: dict[str, Any], *, any_megatron: bool = False
+) -> list[str]:
+    """How two identities differ, in words, the most important difference first.
+
+    Args:
+        ours: identity of the reference that is needed.
+        theirs: identity of an existing reference.
+        any_megatron: whether any Megatron may have made it.
+    """
+    found = []
+    for part in ("arguments", "ttrace", "data", "start", "environment", "versions", "code"):
+        here, there = ours.get(part) or {}, theirs.get(part) or {}
+        for name in sorted({*here, *there}):
+            if any_megatron and name in (*scripts.MEGATRON, "megatron-core"):
+                continue
+            if here.get(name) != there.get(name):
+                found.append(f"{name} is {here.get(name)!r} here and {there.get(name)!r} there")
+    return found
+
+
+def other_megatron(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Which other Megatron made a reference, in words; empty if it was the same."""
+    here, there = ours["code"], theirs.get("code") or {}
+    if all(here[name] == there.get(name) for name in scripts.MEGATRON):
+        return ""
+    return (
+        f"made by a different Megatron, {_named(theirs)}; this run has {_named(ours)}. Omit the "
+        "flag to make a matching reference, or add --ttrace-allow-other-megatron"
+    )
+
+
+def _named(identity_: dict[str, Any]) -> str:
+    version = (identity_.get("versions") or {}).get("megatron-core", "of unknown version")
+    return f"{version} in {(identity_.get(_TOLD) or {}).get('megatron', 'an unknown place')}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    text = str(value)
+    # An object that prints its address has no value to compare.
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _arguments(words: str) -> list[str]:
+    """Arguments as far as they may be shown, and a digest of all of them."""
+    if not words.strip():
+        return []
+    whole = disclosure.identity(words, allowed=False)
+    return [*disclosure.command(shlex.split(words)), str(whole)]
+
+
+def _device() -> str:
+    from megatron_ttrace import cpu
+
+    if cpu.active():
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def _data(args: MegatronArguments) -> dict[str, Any]:
+    """Sizes and modification times of the data files, whose content is too large to read."""
+    stamps: dict[str, Any] = {}
+    for name in ("data_path", "train_data_path"):
+        for word in getattr(args, name, None) or []:
+            for suffix in (".bin", ".idx"):
+                path = Path(f"{word}{suffix}")
+                if path.is_file():
+                    stat = path.stat()
+                    stamps[str(path)] = [stat.st_size, stat.st_mtime_ns]
+    return stamps
+
+
+def _sources(package: str) -> list[Path]:
+    import importlib.util
+
+    spec = importlib.util.find_spec(package)
+    roots = list(spec.submodule_search_locations or []) if spec else []
+    return sorted(path for root in roots for path in Path(root).rglob("*.py"))
+
+
+def _content(paths: Iterable[Path]) -> str:
+    total = hashlib.sha256()
+    for path in paths:
+        if path.is_file():
+            total.update(path.name.encode() + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def _folder_of(package: str) -> Path:
+    found = scripts.imported()
+    return Path(found.get(package) or scripts.origins(sys.path)[package]).parent
+
+
+def _tree(folder: Path) -> str:
+    """A hash of a package's Python files: about 8 MB for Megatron's core."""
+    total = hashlib.sha256()
+    for where, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(".py"):
+                path = os.path.join(where, name)
+                with open(path, "rb") as file:
+                    content = file.read()
+                head = f"{os.path.relpath(path, folder)}:{len(content)}:"
+                total.update(head.encode(errors="surrogateescape") + content)
+    return total.hexdigest()[:16]
+
+
+def _beside(script: Path) -> list[Path]:
+    """Files of the modules that were imported from the script's folder, except Megatron's."""
+    folder = script.resolve().parent
+    # An environment is often in the script's folder; installed packages have versions.
+    others = [Path(sys.prefix).resolve(), *(_folder_of(name) for name in scripts.MEGATRON)]
+    roots = [os.path.join(root, "") for root in map(str, others)]
+    inside = os.path.join(folder, "")
+    real = functools.cache(os.path.realpath)
+    found = set()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        # Thousands of modules lie in few folders: only a link needs a look of its own.
+        home, name = os.path.split(file)
+        path = os.path.join(real(home), name)
+        path = os.path.realpath(path) if os.path.islink(path) else path
+        if path.startswith(inside) and not path.startswith(tuple(roots)):
+            found.add(Path(path))
+    return sorted(found - {script.resolve()})

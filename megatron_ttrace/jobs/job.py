@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One check on this machine, from a command line to an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.jobs.commands import disclosure
+from megatron_ttrace.jobs.processes import forkserver, ranks, signals
+from megatron_ttrace.jobs.processes.logs import (
+    died_of,
+    how_it_ended,
+    port_was_taken,
+    record_of,
+    tail,
+    unwritable,
+)
+from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo, Progress
+from megatron_ttrace.jobs.processes.waiting import OutOfTimeError, Patience
+from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.jobs.settings import CHECK, Settings, checking
+from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.records import Result, Summary
+
+__all__ = ["Job", "OutOfTimeError", "prepare", "run"]
+
+_MARGIN_SECONDS = 10.0
+_UNBIDDEN = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+)
+"""Signals that no process sends itself when another rank is lost."""
+_DIVERGED = int(ExitCode.DIVERGED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to check.
+
+    Attributes:
+        script: a Megatron training script.
+        arguments: its arguments, without ours.
+        nproc: number of ranks.
+        settings: of the check.
+        environment: added to each rank's environment.
+        limit: seconds after which the job is ended, or ``None``. (``--ttrace-timeout`` limits how
+            long it may be silent.)
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    nproc: int
+    settings: Settings
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    limit: float | None = None
+
+    @property
+    def directory(self) -> Path:
+        """The ``--ttrace-dir``."""
+        return self.settings.directory
+
+    def checking(self) -> list[str]:
+        """The command that checks this job, without values that may be secret."""
+        words = checking(self.script, self.arguments, self.nproc, self.settings)
+        return disclosure.command(["ttrace", *words])
+
+    def isolating(self) -> list[str]:
+        """The command that checks this job with modules isolated, in a directory of its own."""
+        return self._isolated().checking()
+
+    def isolated(self) -> Job:
+        """This job with modules isolated, in a directory of its own and with the same reference."""
+        job = self._isolated()
+        reference = self.settings.reference or self.directory / "reference"
+        return dataclasses.replace(
+            job,
+            settings=dataclasses.replace(job.settings, reference=reference),
+            environment={
+                **self.environment,
+                provenance.COMMAND: provenance.command_line(job.checking()),
+            },
+        )
+
+    def _isolated(self) -> Job:
+        directory = Path(f"{self.directory}-isolated")
+        settings = dataclasses.replace(self.settings, directory=directory, isolate=True)
+        return dataclasses.replace(self, settings=settings)
+
+
+def prepare(
+    device: str = "auto",
+    script: Path | None = None,
+    *,
+    modules: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+) -> bool:
+    """Import Megatron into this process if ranks can be forked; returns whether they can.
+
+    Args:
+        device: ``--ttrace-device``.
+        script: imports this Megatron; by default our own ``pretrain_gpt.py``.
+        modules: further modules that every rank imports (``runtime.PRELOADED``).
+        arguments: of the script. If they are wrong, the ranks say so before they need the modules.
+    """
+    # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
+    with signals.abrupt():
+        from megatron_ttrace import cpu
+
+        if not cpu.needed(device):
+            return False
+        script = script or launch_dir() / "pretrain_gpt.py"
+        forkserver.preload(script, modules=modules, arguments=arguments)
+    return True
+
+
+def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> Summary:
+    """Run a check to its end; ``fork`` is what :func:`prepare` returned.
+
+    Raises:
+        OutOfTimeError: when it took longer than its limit; its ranks are ended.
+        TTraceError: when there is no answer, with the reason.
+    """
+    if not job.script.is_file():
+        wrong = "is not a regular file" if job.script.exists() else "no such script"
+        raise TTraceError(f"{job.script}: {wrong}")
+    with shared.claim(job.directory) as claim:
+        return _run(job, claim.run, fork, say)
+
+
+def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summary:
+    """Run a check in a directory that is locked for it."""
+    logs = job.directory / "logs"
+    if fork and (why := forkserver.refuses(job.script)):
+        say(f"{job.script} runs in fresh processes: {why}")
+        fork = False
+    assigned = [f"{name}={value}" for name, value in job.environment.items()]
+    disclosure.withhold([*assigned, "python", str(job.script), *job.arguments])
+    program = (sys.executable, str(job.script)) if fork else scripts.command(job.script)
+    settings = dataclasses.replace(job.settings, exit_after=True)
+    command = (*program, *job.arguments, CHECK.name, *settings.words())
+    environment = {
+        provenance.COMMAND: provenance.command_line(),
+        **job.environment,
+        shared.VARIABLE: run_id,
+    }
+    began = time.monotonic()
+    progress = Progress(say)
+    progress(f"starting {job.nproc} rank{'s' if job.nproc > 1 else ''}")
+    watch = _Watch(job, ranks.log_of(logs, 0), progress, fork)
+    for _ in range(2):
+        observed = ranks.Observed()
+        codes = ranks.run_ranks(
+            job.nproc,
+            command,
+            logs,
+            fork=fork,
+            environment=environment,
+            progress=watch,
+            patience=_patience(job, fork, progress.note),
+            observed=observed,
+        )
+        watch.flush()
+        if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):
+            break
+    summary = _believed(job.directory, run_id, codes, logs, observed)
+    return dataclasses.replace(
+        summary, timings={**summary.timings, "wall": time.monotonic() - began}
+    )
+
+
+def _believed(
+    directory: Path,
+    run_id: str,
+    codes: Sequence[int | None],
+    logs: Path,
+    observed: ranks.Observed,
+) -> Summary:
+    """The answer of a run whose ranks ended with ``codes``.
+
+    All ranks must have ended with the same code, and the summary of this very run must be intact,
+    belong to the verdicts beside it, and say the same. (Ranks that could not check end with 2, with
+    a summary or without one.)
+
+    Raises:
+        TTraceError: otherwise.
+    """
+    from megatron_ttrace.trace import files
+
+    answers = set(codes)
+    if answers == {int(ExitCode.COULD_NOT_CHECK)}:
+        with contextlib.suppress(TTraceError):
+            summary = files.answer_of(directory, run_id)
+            if summary.verdict is Result.COULD_NOT_CHECK:
+                return summary
+    if answers not in ({int(ExitCode.EQUIVALENT)}, {int(ExitCode.DIVERGED)}):
+        raise TTraceError(_why(codes, logs, observed))
+    if not (directory / files.SUMMARY).exists():
+        raise TTraceError(_why(codes, logs, observed))
+    summary = files.answer_of(directory, run_id)
+    if {int(summary.verdict.exit_code)} != answers:
+        raise TTraceError(
+            f"the ranks ended with exit code {codes[0]}, but {directory / files.SUMMARY} says "
+            f"{summary.verdict.value!r}: run the check again (logs: {logs})"
+        )
+    return summary
+
+
+def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
+    # Without the fork server rank 0 limits the reference run, and should give up first.
+    margin = 0.0 if fork else _MARGIN_SECONDS
+    return Patience(job.settings.timeout + margin, say, _logs_of_references(job))
+
+
+def _logs_of_references(job: Job) -> list[Path]:
+    several = ranks.log_of(job.directory / shared.REFERENCE_LOGS, 0)
+    return [job.directory / "reference.log", job.directory / "replay.log", several]
+
+
+class _Watch:
+    """Repeats our own lines of the job's logs as they appear, and enforces the time limit."""
+
+    def __init__(self, job: Job, log: Path, progress: Progress, fork: bool) -> None:
+        self._log = log
+        # Without the fork server rank 0 starts the reference and repeats its lines itself.
+        logs = _logs_of_references(job) if fork else []
+        self._echoes = [Echo(self._log, progress.heard)]
+        self._echoes += [Echo(log, progress.heard, OF_REFERENCE) for log in logs]
+        self._progress = progress
+        self._limit = job.limit
+        self._deadline = None if job.limit is None else time.monotonic() + job.limit
+        self._next = 0.0
+
+    def __call__(self) -> None:
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise OutOfTimeError(f"still running after {self._limit:.0f} s (log: {self._log})")
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 0.2
+        self.flush()
+        self._progress.tick()
+
+    def flush(self) -> None:
+        """Repeat the lines that are complete."""
+        for echo in self._echoes:
+            echo.flush()
+
+
+def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | None = None) -> str:
+    """One reason out of many logs and exit codes.
+
+    In this order: processes that are stopped; ranks that were killed from outside, or crashed
+    before any other rank gave up; the rank that failed first, and not because of another. Ranks
+    that we ended are never the reason.
+    """
+    observed = observed or ranks.Observed()
+    if observed.stopped:
+        are = "is" if len(observed.stopped) == 1 else "are"
+        log = observed.stopped_log
+        return f"{', '.join(observed.stopped[:4])} {are} stopped; the others gave up (log: {log})"
+    gave_up = False
+    for end in observed.ends:
+        log = ranks.log_of(logs, end.rank)
+        gave_up |= end.code > 0
+        if -end.code in _UNBIDDEN or (end.code < 0 and not gave_up and not _aborted(end, log)):
+            return (
+                f"rank {end.rank} {how_it_ended(end.code)}; its last lines, from {log}:\n"
+                f"{tail(log)}"
+            )
+    failed = [rank for rank, code in enumerate(codes) if code not in (0, None)]
+    if failed:
+        first = min(failed, key=lambda rank: _order(rank, codes, logs, observed))
+        # Where all ranks fail alike, the first number says so best.
+        alike = (rank for rank in failed if _kind(rank, codes, logs) == _kind(first, codes, logs))
+        rank = min(alike)
+        return _failure(rank, codes[rank] or 0, ranks.log_of(logs, rank))
+    log = ranks.log_of(logs, 0)
+    return f"the job ended without a result; its last lines, from {log}:\n{tail(log)}"
+
+
+def _kind(rank: int, codes: Sequence[int | None], logs: Path) -> object:
+    record = record_of(ranks.log_of(logs, rank))
+    return codes[rank], dataclasses.replace(record, at=0) if record else rank
+
+
+def _order(
+    rank: int, codes: Sequence[int | None], logs: Path, observed: ranks.Observed
+) -> tuple[bool, int]:
+    """Sorts the rank that failed by itself, and first, before those that failed because of it."""
+    record = record_of(ranks.log_of(logs, rank))
+    if record is not None:
+        return record.follows, record.at
+    # Without a record, exit code 1 is that of a rank whose check diverged, or of os._exit.
+    return codes[rank] == _DIVERGED, _fell_silent(rank, logs, observed)
+
+
+def _failure(rank: int, code: int, log: Path) -> str:
+    record = record_of(log)
+    if record is not None and record.reason:
+        if not record.error:
+            return record.reason
+        return f"rank {rank} failed: {record.reason} (log: {log})"
+    died = died_of(log)
+    if died:
+        how = how_it_ended(code) if code < 0 else "failed"
+        return f"rank {rank} {how}: {died} (log: {log})"
+    if full := unwritable(log):
+        return f"rank {rank} {how_it_ended(code)}: {log} cannot be written ({full})"
+    return f"rank {rank} {how_it_ended(code)}; its last lines, from {log}:\n{tail(log)}"
+
+
+def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:
+    """When a rank last wrote to its log; for a crash, which writes nothing, when it ended."""
+    for end in observed.ends:
+        if end.rank == rank and end.code < 0 and -end.code != signal.SIGABRT:
+            return end.seen
+    log = ranks.log_of(logs, rank)
+    return log.stat().st_mtime_ns if log.is_file() else 0
+
+
+def _aborted(end: ranks.End, log: Path) -> bool:
+    """Whether an exception ended this rank: perhaps a lost connection to another rank."""
+    return record_of(log) is not None or (-end.code == signal.SIGABRT and bool(died_of(log)))

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start ranks by forking a process that has already imported torch and Megatron.
+
+Without a GPU, imports take most of the time of a small check. Here one parent imports, and every
+rank and every reference run is a fork of it. This is not possible with a GPU: CUDA does not survive
+a fork. A rank requests its reference run over a socket that it inherits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.jobs.processes import preload as megatron
+from megatron_ttrace.jobs.processes import signals, tether
+from megatron_ttrace.mcore.versions import quiet_imports
+from megatron_ttrace.trace import ends, owned
+from megatron_ttrace.trace.errors import TTraceError
+
+_VARIABLE = "TTRACE_FORKSERVER"
+_MARGIN_SECONDS = 10.0
+
+
+def preload(script: Path, *, modules: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
+    """Import what every rank of ``script`` needs into this process, without starting a thread.
+
+    If Megatron's parser does not accept the arguments, only what the ranks need until they say so.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from megatron_ttrace import cpu
+
+    with scripts.as_search_path_of(script), quiet_imports():
+        cpu.activate()
+        import torch
+
+        torch.set_num_threads(1)
+        # There is next to no garbage, and all that is imported stays.
+        gc.disable()
+        try:
+            megatron.preload()
+            for name in modules if megatron.accepts(arguments) else ():
+                importlib.import_module(name)
+        finally:
+            gc.enable()
+
+
+def refuses(script: Path) -> str:
+    """Why a fork of this process differs from ``python SCRIPT``; empty if it does not.
+
+    The modules imported here must be the ones that the script would import.
+    """
+    path = scripts.search_path(script)
+    here, there = scripts.imported(), scripts.origins(path)
+    for name in scripts.MEGATRON:
+        if here.get(name) != there.get(name):
+            return f"it has {name} from {there.get(name, 'nowhere')}"
+    module = scripts.shadowed(script, path)
+    return f"it has its own module {module}" if module else ""
+
+
+def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
+    """Fork a child that runs ``[python, script, *args]``, and return its process id.
+
+    The child dies with this process (with the thread that forked it, as Linux counts).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    environment = {**environment, **ends.announced(ends.file_of(log))}
+    with signals.deferred():
+        child = os.fork()
+        if not child:
+            _run(parent, command, environment, log)
+        # Both processes do this, so that the group exists when either continues.
+        with contextlib.suppress(OSError):
+            os.setpgid(child, child)
+    return child
+
+
+def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: Path) -> NoReturn:
+    """The child, from its first instruction to its last."""
+    code = 1
+    try:
+        # What the parent imported is not garbage: looking at it would copy its pages.
+        gc.freeze()
+        tether.die_with(parent)
+        os.setpgid(0, 0)
+        # A group in the background that reads from the terminal is stopped.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        output = owned.create(log, owned.PRIVATE_FILE)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        # Not before: a Ctrl-C that arrived in the terminal's group is then written to the log.
+        signals.reset()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
+        os.environ.clear()
+        os.environ.update(environment)
+        _, script, *arguments = command
+        scripts.run(script, arguments, scripts.search_path(script))
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+class Requests:
+    """The parent's end of the socket over which ranks ask for reference runs."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setblocking(False)
+        self._theirs.set_inheritable(True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks need in their environment."""
+        return {_VARIABLE: str(self._theirs.fileno())}
+
+    def poll(self) -> tuple[list[str], list[tuple[dict[str, str], Path]]] | None:
+        """The next request, if there is one: a command, and environment and log of each rank."""
+        try:
+            message, files, _, _ = socket.recv_fds(self._ours, 16, 1)
+        except BlockingIOError:
+            return None
+        if not message:
+            return None
+        try:
+            with open(files[0], "rb") as file:
+                file.seek(0)
+                request: dict[str, Any] = json.loads(file.read())
+        except (OSError, ValueError, LookupError) as error:
+            raise TTraceError(f"the request for a reference run was lost: {error}") from error
+        return request["command"], [(own, Path(log)) for own, log in request["ranks"]]
+
+    def answer(self, code: int, rank: int = 0) -> None:
+        """Tell the rank that its reference run ended, unless the rank is dead.
+
+        Args:
+            code: of the reference's rank that failed first; 0 if none did.
+            rank: its number.
+        """
+        with contextlib.suppress(OSError):
+            self._ours.send(f"{code} {rank}".encode())
+
+    def fileno(self) -> int:
+        """For ``select``: readable when there is a request."""
+        return self._ours.fileno()
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._ours.close()
+        self._theirs.close()
+
+
+def available() -> bool:
+    """Whether this process was forked by a parent that takes requests."""
+    return _VARIABLE in os.environ
+
+
+def request(
+    command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None = None
+) -> int:
+    """Ask the parent to run ``[python, script, *args]`` to its end; returns the exit code.
+
+    Raises as :func:`request_ranks`.
+    """
+    return request_ranks(command, [(environment, log)], timeout)[0]
+
+
+def request_ranks(
+    command: Sequence[str],
+    each: Sequence[tuple[Mapping[str, str], Path]],
+    timeout: float | None = None,
+) -> tuple[int, int]:
+    """Ask the parent to run ``[python, script, *args]`` on several ranks.
+
+    Args:
+        command: of each rank.
+        each: environment and log of each rank.
+        timeout: seconds for all of them.
+
+    Returns:
+        The exit code of the rank that failed first, and its number; the others are ended then. Zero
+        if none failed.
+
+    Raises:
+        TTraceError: when there is no answer within ``timeout`` seconds and a margin, in which the
+            parent should have ended the process.
+    """
+    # Command lines can be larger than a packet, and environments hold secrets: the packet carries
+    # a file in memory, which no other user can open and which no kill leaves behind.
+    log = each[0][1]
+    asked = [(dict(environment), str(own)) for environment, own in each]
+    with socket.socket(fileno=os.dup(int(os.environ[_VARIABLE]))) as line:
+        with open(os.memfd_create("ttrace-request"), "wb") as file:
+            file.write(json.dumps({"command": list(command), "ranks": asked}).encode())
+            file.flush()
+            socket.send_fds(line, [b"reference"], [file.fileno()])
+        # Not ``settimeout``: that would make the socket, which ranks share, non-blocking for all.
+        wait = None if timeout is None else timeout + _MARGIN_SECONDS
+        if not select.select([line], [], [], wait)[0]:
+            raise TTraceError(f"no reference after {timeout:.0f} s (log: {log})")
+        code, rank = line.recv(64).decode().split()
+        return int(code), int(rank)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run all ranks of a job on this machine and watch over them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megatron_ttrace.jobs.processes import child, forkserver, signals
+from megatron_ttrace.jobs.processes.waiting import Patience, Waited
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import TTraceError
+
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 5.0
+_LEAVING_SECONDS = 2.0
+_REAPING_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class End:
+    """How a rank ended: its exit code (negative: a signal), and when that was seen.
+
+    ``seen`` is in nanoseconds since the epoch, as a file's time of modification.
+    """
+
+    rank: int
+    code: int
+    seen: int
+
+
+@dataclasses.dataclass(slots=True)
+class Observed:
+    """What was observed of a job's processes.
+
+    Attributes:
+        ends: of the ranks, in the order in which they ended, without those that we ended.
+        stopped: names of processes that were stopped (SIGSTOP) when the job ended.
+        stopped_log: log of the first of them.
+    """
+
+    ends: list[End] = dataclasses.field(default_factory=list)
+    stopped: list[str] = dataclasses.field(default_factory=list)
+    stopped_log: Path | None = None
+
+
+def log_of(logs: Path, rank: int) -> Path:
+    """The file with the output of a rank."""
+    return logs / f"rank-{rank:05d}.log"
+
+
+def run_ranks(
+    nproc: int,
+    command: Sequence[str],
+    logs: Path,
+    *,
+    fork: bool,
+    environment: dict[str, str] | None = None,
+    progress: Callable[[], None] = lambda: None,
+    patience: Patience | None = None,
+    observed: Observed | None = None,
+) -> list[int | None]:
+    """Run ``[python, script, *args]`` as ``nproc`` ranks; returns their exit codes.
+
+    When a rank dies, the others have some seconds to end by themselves; then they are killed, and
+    their code is ``None``. No process of the job is left when this returns or raises, nor when this
+    process is killed.
+
+    Args:
+        nproc: number of ranks.
+        command: of every rank.
+        logs: directory for one log per rank.
+        fork: fork this process (``forkserver.preload`` first) instead of starting new ones.
+        environment: added to each rank's environment.
+        progress: called several times per second.
+        patience: limits the waiting.
+        observed: is filled in.
+
+    Raises:
+        OutOfTimeError: when ``patience`` has run out.
+        TTraceError: when a rank cannot be started.
+    """
+    owned.make(logs, owned.PRIVATE_FOLDER)
+    job = _Job(fork, observed or Observed())
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    base = child.environment_of(nproc, {**threads, **(environment or {}), **job.environment})
+    with signals.orderly():
+        try:
+            for rank in range(nproc):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                job.start(rank, command, {**base, **own}, log_of(logs, rank))
+            return job.watch(progress, patience or Patience(None))
+        except OSError as error:
+            raise TTraceError(f"a rank cannot be started ({error.strerror or error})") from error
+        finally:
+            with signals.deferred():
+                job.end()
+
+
+class _Job:
+    """The processes of one job, forks or subprocesses, by process id."""
+
+    def __init__(self, fork: bool, observed: Observed) -> None:
+        self._requests = forkserver.Requests() if fork else None
+        self._observed = observed
+        self._ranks: dict[int, int] = {}
+        self._references: dict[int, int] = {}  # the number of each rank by its process id
+        self._failed: tuple[int, int] | None = None  # the first code that is not 0, and whose
+        self._ending = math.inf  # when the others are ended
+        self._groups: list[int] = []
+        self._waited: dict[int, Waited] = {}
+        self._watched: dict[int, int] = {}
+        self._codes: dict[int, int | None] = {}
+        # Without this reference the next Popen would reap a process and lose its exit code.
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return self._requests.environment if self._requests else {}
+
+    def start(
+        self, rank: int, command: Sequence[str], environment: dict[str, str], log: Path
+    ) -> None:
+        # A signal must not arrive between the start of a process and its registration.
+        with signals.deferred():
+            pid = self._start(command, environment, log)
+            self._ranks[pid] = rank
+            self._watch_over(Waited(f"rank {rank}", pid, log))
+
+    def _start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> int:
+        if self._requests:
+            return forkserver.fork(command, environment, log)
+        process = child.start(command, environment, log, group=0)
+        self._processes[process.pid] = process
+        return process.pid
+
+    def _watch_over(self, one: Waited) -> None:
+        self._waited[one.pid] = one
+        self._groups.append(one.pid)
+        # An old kernel has no pidfd: processes are then only polled.
+        with contextlib.suppress(OSError, AttributeError):
+            self._watched[one.pid] = os.pidfd_open(one.pid)
+
+    def watch(self, progress: Callable[[], None], patience: Patience) -> list[int | None]:
+        count = len(self._ranks)
+        deadline: float | None = None
+        while True:
+            self._reap()
+            if len(self._codes) >= count:
+                break
+            self._serve()
+            self._end_references()
+            if deadline is None and any(code not in (0, 1) for code in self._codes.values()):
+                deadline = time.monotonic() + _GRACE_SECONDS
+            if deadline is None and 0 < len(self._codes) < count:
+                # One rank ended early: in an orderly end all end together.
+                deadline = time.monotonic() + 6 * _GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                for rank in range(count):
+                    self._codes.setdefault(rank, None)
+                break
+            signals.check()
+            patience.look(list(self._waited.values()))
+            progress()
+            self._pause()
+        for one in self._waited.values():
+            if one.is_stopped:
+                self._observed.stopped.append(str(one))
+                self._observed.stopped_log = self._observed.stopped_log or one.log
+        return [self._codes[rank] for rank in range(count)]
+
+    def _pause(self) -> None:
+        """Wait until a process ends or asks, but not long: the first to die is the cause."""
+        waiter = select.poll()
+        for descriptor in self._watched.values():
+            waiter.register(descriptor, select.POLLIN)
+        if self._requests is not None and not self._references:
+            waiter.register(self._requests.fileno(), select.POLLIN)
+        waiter.poll(_POLL_SECONDS * 1000)
+
+    def _reap(self) -> None:
+        for pid, code in self._ended():
+            if pid in self._references:
+                number = self._references.pop(pid)
+                if code and self._failed is None:
+                    self._failed = code, number
+                    self._ending = time.monotonic() + _GRACE_SECONDS
+                if self._requests and not self._references:
+                    self._requests.answer(*(self._failed or (0, 0)))
+                    self._failed, self._ending = None, math.inf
+            else:
+                rank = self._ranks.pop(pid)
+                self._codes[rank] = code
+                self._observed.ends.append(End(rank, code, time.time_ns()))
+
+    def _ended(self) -> Iterator[tuple[int, int]]:
+        """Process ids and exit codes of processes that have ended since the last call."""
+        for pid in list(self._waited):
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                found, status = pid, 1 << 8
+            if not found:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            del self._waited[pid]
+            descriptor = self._watched.pop(pid, None)
+            if descriptor is not None:
+                os.close(descriptor)
+            if pid in self._processes:
+                self._processes[pid].returncode = code
+            yield pid, code
+
+    def _serve(self) -> None:
+        if self._requests is None or self._references:
+            return
+        order = self._requests.poll()
+        if order is None:
+            return
+        command, each = order
+        for number, (environment, log) in enumerate(each):
+            with signals.deferred():
+                pid = forkserver.fork(command, environment, log)
+                self._references[pid] = number
+                self._watch_over(Waited("the reference run", pid, log, is_reference=True))
+
+    def _end_references(self) -> None:
+        """End the ranks of a reference whose first one failed some seconds ago."""
+        if time.monotonic() > self._ending:
+            for pid in self._references:
+                _kill(pid)
+
+    def end(self) -> None:
+        """Kill what is left: the processes that we started, then those that they started."""
+        for pid in self._waited:
+            _kill(pid)
+        deadline = time.monotonic() + _REAPING_SECONDS
+        while self._waited and time.monotonic() < deadline:
+            if not list(self._ended()):
+                time.sleep(0.005)
+        # Workers of a data loader end by themselves when their rank is gone.
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        while (left := [*filter(_has_members, self._groups)]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for group in left:
+            # Not the leader: it is gone, and its process id may be reused.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        for descriptor in self._watched.values():
+            os.close(descriptor)
+        if self._requests:
+            self._requests.close()
+
+
+def _kill(group: int) -> None:
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(group, signal.SIGKILL)
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a job's processes are waited for, and the messages meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_ttrace.trace.errors import TTraceError
+
+_LOOK_SECONDS = 0.25
+_LONGEST_LOOK_SECONDS = 1.0
+_FIRST_WORD_SECONDS = 30.0
+
+
+class OutOfTimeError(TTraceError):
+    """The job was still running at its limit, or did nothing for too long."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Waited:
+    """A process that is waited for; while one makes the reference, ranks are silent."""
+
+    name: str
+    pid: int
+    log: Path
+    is_reference: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is stopped (SIGSTOP, Ctrl-Z), from Linux's ``/proc``."""
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[:1] == ["T"]
+
+
+class Patience:
+    """Limits the waiting.
+
+    A reference run may take ``timeout`` seconds. While none runs, ranks may be silent for as long:
+    no log grows, and no process starts or ends. Time counts only while this process runs, so that a
+    machine that was suspended causes no time-out.
+    """
+
+    def __init__(
+        self,
+        timeout: float | None,
+        say: Callable[[str], None] = lambda line: None,
+        logs: Sequence[Path] = (),
+    ) -> None:
+        """``logs`` are those of other processes, whose growth counts too."""
+        self._timeout = timeout
+        self._say = say
+        self._logs = logs
+        self._seen: object = None
+        self._idle = 0.0
+        self._word = _FIRST_WORD_SECONDS
+        self._last = time.monotonic()
+        self._stopped: frozenset[int] = frozenset()
+        self._told: set[int] = set()
+
+    def look(self, waited: Sequence[Waited]) -> None:
+        """To be called repeatedly with the processes that are waited for now.
+
+        Raises:
+            OutOfTimeError: when it took too long.
+        """
+        now = time.monotonic()
+        if now - self._last < _LOOK_SECONDS or not waited:
+            return
+        self._idle += min(now - self._last, _LONGEST_LOOK_SECONDS)
+        self._last = now
+        references = [one for one in waited if one.is_reference]
+        self._tell_stopped(waited)
+        seen = self._signs(waited, bool(references))
+        if seen != self._seen:
+            self._seen, self._idle, self._word = seen, 0.0, _FIRST_WORD_SECONDS
+            return
+        named = references or list(waited)
+        if self._timeout is not None and self._idle >= self._timeout:
+            raise OutOfTimeError(self._too_long(named, waited))
+        if self._idle >= self._word:
+            self._word *= 2
+            limit = "" if self._timeout is None else f" of at most {self._timeout:.0f}"
+            self._say(
+                f"waiting for {_names(named)}: {self._idle:.0f} s{limit} (log: {named[0].log})"
+            )
+
+    def _signs(self, waited: Sequence[Waited], reference: bool) -> object:
+        """A value that changes when something happens."""
+        pids = tuple(one.pid for one in waited)
+        if reference:
+            return pids
+        return pids, tuple(_size(log) for log in (*(one.log for one in waited), *self._logs))
+
+    def _tell_stopped(self, waited: Sequence[Waited]) -> None:
+        """Report a stopped process when two checks in a row found it stopped."""
+        stopped = {one.pid: one for one in waited if one.is_stopped}
+        for pid, one in stopped.items():
+            if pid in self._stopped and pid not in self._told:
+                self._told.add(pid)
+                self._say(f"{one} is stopped; 'kill -CONT {pid}' continues it")
+        self._stopped = frozenset(stopped)
+        self._told &= stopped.keys()
+
+    def _too_long(self, named: Sequence[Waited], waited: Sequence[Waited]) -> str:
+        stopped = [one for one in waited if one.is_stopped]
+        if stopped:
+            are = "is" if len(stopped) == 1 else "are"
+            said = f"{_names(stopped)} {are} stopped, and nothing happened for {self._idle:.0f} s"
+        elif named[0].is_reference:
+            said = f"{_names(named)} did not end within {self._idle:.0f} s"
+        else:
+            said = f"{_names(named)} produced no output for {self._idle:.0f} s"
+        return f"{said}; --timeout SECONDS waits longer (log: {(stopped or named)[0].log})"
+
+
+def _names(several: Sequence[Waited]) -> str:
+    few = ", ".join(map(str, several[:4]))
+    return f"{few} and {len(several) - 4} more" if len(several) > 4 else few
+
+
+def _size(log: Path) -> int:
+    try:
+        return log.stat().st_size
+    except OSError:
+        return -1

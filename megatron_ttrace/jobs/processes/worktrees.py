@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits of a git checkout, each in a worktree of its own; the checkout's files are left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_CONTEXT = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hunk:
+    """Changed lines of a file.
+
+    Attributes:
+        file: path in the repository.
+        line: of the new file, where they begin.
+        count: lines of the new file.
+        text: as git prints them.
+    """
+
+    file: str
+    line: int
+    count: int
+    text: str
+
+    def distance(self, line: int) -> int:
+        """How many lines are between these and a line of the new file."""
+        return max(self.line - line, line - (self.line + self.count - 1), 0)
+
+
+class Checkout:
+    """A git checkout."""
+
+    def __init__(self, folder: Path) -> None:
+        """Find it from a folder in it. Raises ``TTraceError`` when there is none."""
+        self.root = folder
+        try:
+            self.root = Path(self._git("rev-parse", "--show-toplevel").strip())
+        except TTraceError as error:
+            raise TTraceError(
+                f"{folder} is not in a git checkout: give Megatron's with --checkout DIR"
+            ) from error
+
+    def commit(self, name: str) -> str:
+        """The id of a commit. Raises ``TTraceError`` when there is no such commit."""
+        return self._git("rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").strip()
+
+    def between(self, good: str, bad: str) -> tuple[str, ...]:
+        """The commits after ``good`` up to ``bad``, the oldest first; of merges the first parents.
+
+        Raises:
+            TTraceError: when ``bad`` does not descend from ``good``.
+        """
+        listed = self._git("rev-list", "--first-parent", "--reverse", f"{good}..{bad}").split()
+        parent = self._git("rev-parse", f"{listed[0]}^1").strip() if listed else ""
+        if parent != good:
+            raise TTraceError(
+                f"{bad[:12]} does not descend from {good[:12]} by first parents: give GOOD BAD, in "
+                "this order"
+            )
+        return tuple(listed)
+
+    def fork_point(self, base: str, head: str) -> str:
+        """The last commit that two have in common.
+
+        Raises:
+            TTraceError: when there is none, as in a shallow clone.
+        """
+        try:
+            return self._git("merge-base", base, head).strip()
+        except TTraceError as error:
+            raise TTraceError(
+                f"{base[:12]} and {head[:12]} have no commit in common: fetch the whole history "
+                "(actions/checkout: fetch-depth: 0; GitLab: GIT_DEPTH: 0)"
+            ) from error
+
+    def tree(self, commit: str) -> str:
+        """The id of a commit's content."""
+        return self._git("rev-parse", "--verify", f"{commit}^{{tree}}").strip()
+
+    def changed_files(self, commit: str, base: str) -> list[str]:
+        """Paths in the repository of the files of a commit that differ from another one."""
+        words = ("diff", "--name-only", "-z", "--no-renames", "--diff-filter=d", base, commit)
+        return [name for name in self._git(*words).split("\0") if name]
+
+    def is_edited(self) -> bool:
+        """Whether tracked files differ from the commit that is checked out."""
+        return bool(self._git("status", "--porcelain", "--untracked-files=no").strip())
+
+    def described(self, commit: str) -> str:
+        """Author, date and subject of a commit."""
+        said = self._git("show", "--no-patch", "--format=%an, %ad: %s", "--date=short", commit)
+        return clean(said.strip(), NOTE_LIMIT)
+
+    def hunks(self, commit: str, base: str = "", context: int = _CONTEXT) -> list[Hunk]:
+        """What a commit changed, compared with another one, or else with its first parent."""
+        # Attributes of the repository decide neither which files are text nor how they are shown.
+        words = ["diff", "--no-color", "--no-ext-diff", "--no-textconv", "--text"]
+        words += ["--src-prefix=a/", "--dst-prefix=b/", f"--unified={context}"]
+        found: list[Hunk] = []
+        file = ""
+        old = new = 0  # lines of the hunk that are to come
+        for line in self._git(*words, base or f"{commit}^1", commit).split("\n"):
+            if old > 0 or new > 0:
+                old -= line[:1] in ("-", " ")
+                new -= line[:1] in ("+", " ")
+                found[-1] = dataclasses.replace(found[-1], text=f"{found[-1].text}\n{line}")
+            elif line.startswith("+++ "):
+                file = line[4:].removeprefix("b/")
+            elif match := _HUNK.match(line):
+                old, new = int(match[1] or 1), int(match[3] or 1)
+                found.append(Hunk(file, int(match[2]), new, line))
+        return found
+
+    @contextmanager
+    def at(self, commit: str, folder: Path) -> Iterator[Path]:
+        """A worktree of a commit in ``folder``, which is removed afterwards.
+
+        Raises:
+            ForeignError: when the directory that holds it was not made for worktrees.
+        """
+        owned.make(folder.parent, whole=True)
+        self._remove(folder)
+        self._git("worktree", "add", "--detach", "--force", str(folder), commit)
+        try:
+            yield folder
+        finally:
+            self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        if os.path.lexists(folder):
+            owned.wipe(folder)
+        # Not pruned: others of the user's may be missing for a while.
+        with suppress(TTraceError):
+            self._git("worktree", "remove", "--force", str(folder))
+
+    def _git(self, *words: str) -> str:
+        # In a git hook, git's variables name another repository. No hook of the user's runs here.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(self.root), "-c", f"core.hooksPath={os.devnull}", *words],
+                env={**own, "GIT_LFS_SKIP_SMUDGE": "1"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except OSError as error:
+            raise TTraceError(f"git cannot be run ({error.strerror})") from error
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            said = clean(lines[-1], NOTE_LIMIT).removeprefix("fatal: ")
+            raise TTraceError(f"git {words[0]} in {self.root} failed: {said}")
+        return done.stdout

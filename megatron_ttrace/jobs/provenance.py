@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What identifies a run: its command, script and Megatron, the host, user and date."""
+
+from __future__ import annotations
+
+import datetime
+import getpass
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ttrace import __version__
+from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.jobs.commands import disclosure
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Code, Run
+
+COMMAND = "TTRACE_COMMAND"
+"""Environment variable: the launcher's command line, for its ranks, as a JSON list."""
+
+_GIT_SECONDS = 5.0
+_NAMES = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHASHSEED", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE")
+_PREFIXES = (
+    *("ATEN_", "CUBLAS", "CUDA_", "CUDNN_", "DNNL_", "FLASH_", "GLOO_", "MEGATRON", "MKL_"),
+    *("NCCL_", "NVTE_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH", "TRITON_", "TTRACE_", "UCX_"),
+)
+_INTERNAL = (COMMAND, "TTRACE_FORKSERVER")
+_NUMERIC_NAMES = ("NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS")
+_NUMERIC_PREFIXES = (
+    *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "FLASH_", "MKL_", "NVTE_", "ONEDNN_"),
+    *("TORCH_ALLOW_TF32", "TORCH_CUDNN_", "TORCHINDUCTOR_"),
+)
+
+_began = ""
+_environment: dict[str, str] = {}
+
+
+def begin() -> None:
+    """Record the time and the environment of a run; later calls do nothing.
+
+    Megatron itself sets variables while it builds a model.
+    """
+    global _began
+    if not _began:
+        _began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        _environment.update(os.environ)
+
+
+def command_line(words: Sequence[str] = ()) -> str:
+    """A command line as a JSON list, without values that may be secret (``disclosure.py``).
+
+    Args:
+        words: of the command; by default this process's.
+    """
+    if not words:
+        as_ttrace = os.path.basename(sys.argv[0] or "") == "ttrace"
+        words = sys.argv if as_ttrace else sys.orig_argv
+    return json.dumps(disclosure.command(words))
+
+
+def require_found() -> None:
+    """Check that the imported Megatron is the one that ``sys.path`` leads to now.
+
+    Raises:
+        TTraceError: when the script changed ``sys.path`` after Megatron had been imported for it.
+    """
+    here, there = scripts.imported(), scripts.origins(sys.path)
+    for name, file in there.items():
+        if here.get(name, file) != file:
+            folder = Path(file).parents[2]
+            raise TTraceError(
+                f"{name} was imported from {here[name]}, but the script then put another one on "
+                f"sys.path, {file}: run with PYTHONPATH={folder}"
+            )
+
+
+def megatron() -> Code:
+    """The Megatron that this process imported."""
+    core = Path(scripts.imported()["megatron.core"]).parent
+    return _code(versions.megatron_core_version(), core.parent, core / "package_info.py")
+
+
+def ttrace() -> Code:
+    """This package."""
+    folder = Path(__file__).resolve().parents[1]
+    return _code(__version__, folder, folder / "__init__.py")
+
+
+def collect(args: MegatronArguments) -> Run:
+    """The record of this run, on the rank that writes the summary."""
+    begin()
+    script = Path(sys.argv[0])
+    told = os.environ.get(COMMAND)
+    return Run(
+        id=shared.run_id(),
+        command=tuple(json.loads(told or command_line())),
+        script=os.path.abspath(script),
+        script_sha256=_sha256(script),
+        megatron=megatron(),
+        ttrace=ttrace(),
+        host=socket.gethostname(),
+        user=_user(),
+        date=_began,
+        environment=disclosure.environment(_chosen(_environment, _NAMES, _PREFIXES)),
+        seed=int(args.seed),
+    )
+
+
+def numeric_environment() -> dict[str, str]:
+    """Variables that can change numbers on a single device: values, or digests of them."""
+    begin()
+    chosen = _chosen(_environment, _NUMERIC_NAMES, _NUMERIC_PREFIXES)
+    shown = disclosure.environment(chosen)
+    return {
+        name: str(disclosure.identity(value, allowed=shown[name] != disclosure.HIDDEN))
+        for name, value in chosen.items()
+    }
+
+
+def commit_of(file: Path) -> tuple[str, bool]:
+    """The commit of the git checkout that tracks ``file``, and whether tracked files differ.
+
+    The commit is empty without git, and for an installed package that is in the folder of a
+    repository without being part of it.
+    """
+    folder = file.parent
+    if git(folder, "ls-files", "--error-unmatch", "--", file.name) is None:
+        return "", False
+    commit = git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return "", False
+    return commit.strip(), bool(git(folder, "status", "--porcelain", "--untracked-files=no"))
+
+
+def git(folder: Path, *words: str) -> str | None:
+    """What git prints in a folder; ``None`` if it fails. The folder's files are left alone."""
+    # In a git hook, git's variables name another repository.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+def _code(version: str, folder: Path, file: Path) -> Code:
+    commit, dirty = commit_of(file)
+    return Code(version=version, path=str(folder), commit=commit, dirty=dirty)
+
+
+def _chosen(
+    environment: Mapping[str, str], names: tuple[str, ...], prefixes: tuple[str, ...]
+) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if (name in names or name.startswith(prefixes)) and name not in _INTERNAL
+    }
+
+
+def _sha256(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return str(os.getuid())

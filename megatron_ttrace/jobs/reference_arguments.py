@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the candidate's arguments to those of its single-device reference.
+
+Everything that spreads the model or reorders work is reset; everything that defines the numbers
+(model, data, optimizer, precision) stays: see :mod:`megatron_ttrace.mcore.options`. Two values must
+be carried over explicitly, because Megatron derives them from the layout: the global batch size
+(default: micro batch times data parallel size) and the padded vocabulary (a multiple of
+``--make-vocab-size-divisible-by`` times the tensor parallel size,
+megatron/training/vocab_utils.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.options import decisions
+from megatron_ttrace.trace.errors import TTraceError
+
+
+def overrides_of(args: MegatronArguments) -> dict[str, Any]:
+    """The values a reference must take over from a *validated* candidate."""
+    return {
+        "global_batch_size": args.global_batch_size,
+        "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by
+        * args.tensor_model_parallel_size,
+    }
+
+
+def apply(args: Any, settings: Settings) -> None:
+    """Turn a parsed command line into the reference's, before Megatron validates it.
+
+    Raises:
+        TTraceError: when the overrides file is unreadable.
+    """
+    own: dict[str, Any] = {}
+    if settings.overrides is not None:
+        own = read_overrides(settings.overrides)
+    chosen = explicit(settings.reference_args)
+    for name, value in {**decisions.derive(args), **own}.items():
+        if hasattr(args, name) and name not in chosen:
+            setattr(args, name, value)
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern and "hybrid_layer_pattern" not in chosen:
+        # Where pipeline stages end (``Symbols.PIPE``, hybrid_layer_allocation.py).
+        args.hybrid_layer_pattern = pattern.replace("|", "")
+
+
+def explicit(reference_args: str) -> set[str]:
+    """Names of the arguments that ``--ttrace-reference-args`` sets; they win over the derived."""
+    flags = [word.split("=")[0] for word in reference_args.split() if word.startswith("--")]
+    own = {flag.removeprefix("--").replace("-", "_") for flag in flags}
+    return own | {option for flag in flags if (option := decisions.option_of(flag))}
+
+
+def read_overrides(path: Path) -> dict[str, Any]:
+    """The overrides written for a reference run."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["overrides"]
+    except (OSError, ValueError, KeyError) as error:
+        raise TTraceError(f"{path} cannot be read: {error}") from error
+    return values

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of a reference that does not fit one device: ``--ttrace-reference-layout``.
+
+Tensor and pipeline parallelism divide a model's weights, context parallelism its activations: what
+a device has no room for. Everything else is as on one device: no sequence parallelism, no
+interleaving, no overlap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.errors import TTraceError
+
+_OPTIONS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
+"""Megatron's argument of each axis."""
+_PART = re.compile(r"([a-z]+)=([0-9]{1,4})")
+_EXAMPLE = 'give the sizes as in "tp=2 pp=4"'
+
+_UNSUPPORTED = {
+    "num_experts": "--num-experts",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "mtp_num_layers": "--mtp-num-layers",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "is_hybrid_model": "--is-hybrid-model",
+    "experimental_attention_variant": "--experimental-attention-variant",
+    "enable_mhc_connections": "--enable-mhc-connections",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "sft": "--sft",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "fim_data": "--fim-data",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+}
+"""Options of a job that no reference on several ranks is made for, by their attribute."""
+_OPTIMIZERS = ("adam", "sgd")
+"""Those that update each element by itself, so that a rank's shard does not matter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the axes.
+
+    Attributes:
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        cp: context-parallel ranks.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of the reference run."""
+        return self.tp * self.pp * self.cp
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in self._sizes() if size > 1)
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        return ((name, getattr(self, name)) for name in _OPTIONS)
+
+    def words(self) -> list[str]:
+        """The layout as arguments of a training script."""
+        return [
+            word
+            for name, size in self._sizes()
+            for word in (f"--{_OPTIONS[name].replace('_', '-')}", str(size))
+        ]
+
+    def overrides(self, divisible_by: int) -> dict[str, int]:
+        """Megatron's arguments of the reference run.
+
+        Args:
+            divisible_by: of what the padded vocabulary is a multiple. Megatron's own argument is
+                multiplied by the tensor-parallel size (megatron/training/vocab_utils.py).
+        """
+        return {
+            **{_OPTIONS[name]: size for name, size in self._sizes()},
+            "make_vocab_size_divisible_by": divisible_by // self.tp,
+        }
+
+
+def parse(text: str) -> Layout:
+    """``"tp=2 pp=4"``.
+
+    Raises:
+        TTraceError: for anything else, and for fewer than two ranks.
+    """
+    said = f"--ttrace-reference-layout {text[:60]!a}"
+    sizes: dict[str, int] = {}
+    for part in text.split():
+        found = _PART.fullmatch(part)
+        if not found or not int(found[2]):
+            raise TTraceError(f"{said}: {part[:40]!a} is not a size: {_EXAMPLE}")
+        if found[1] not in _OPTIONS:
+            known = ", ".join(_OPTIONS)
+            raise TTraceError(f"{said}: a reference can be divided along {known}, not {found[1]}")
+        if found[1] in sizes:
+            raise TTraceError(f"{said}: {found[1]} is given twice")
+        sizes[found[1]] = int(found[2])
+    layout = Layout(**sizes)
+    if layout.ranks < 2:
+        raise TTraceError(f"{said}: is one rank: {_EXAMPLE}, or omit the flag")
+    return layout
+
+
+def refusal(layout: Layout, args: Any, *, world_size: int, devices: int | None) -> str:
+    """Why a job cannot have a reference in this layout; empty if it can.
+
+    Args:
+        layout: of the reference.
+        args: the candidate's validated arguments.
+        world_size: ranks of the candidate.
+        devices: that this rank can use on its machine; ``None`` on a CPU.
+    """
+    said = f'--ttrace-reference-layout "{layout}"'
+    if found := [flag for name, flag in _UNSUPPORTED.items() if getattr(args, name, None)]:
+        return f"{said}: {', '.join(found[:3])} cannot be traced on several ranks yet"
+    if args.optimizer not in _OPTIMIZERS:
+        return f"{said}: --optimizer {args.optimizer} updates whole matrices, not elements"
+    if layout.ranks >= world_size:
+        return (
+            f"{said} has {layout.ranks} ranks and this run {world_size}: "
+            "give a layout with fewer ranks than the run"
+        )
+    if devices is not None and devices < layout.ranks:
+        return f"{said} needs {layout.ranks} devices that rank 0 can use, there are {devices}"
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    divided = {
+        "--num-attention-heads": (args.num_attention_heads, layout.tp),
+        "--ffn-hidden-size": (args.ffn_hidden_size, layout.tp),
+        "--num-layers": (args.num_layers, layout.pp),
+        "--seq-length": (args.seq_length, 2 * layout.cp if layout.cp > 1 else 1),
+        "the padded vocabulary's multiple": (multiple, layout.tp),
+    }
+    if getattr(args, "group_query_attention", False):
+        divided["--num-query-groups"] = (args.num_query_groups, layout.tp)
+    for what, (size, parts) in divided.items():
+        if size % parts:
+            return f"{said}: {what} {size} cannot be divided by {parts}"
+    return ""
+
+
+def described(layout: Layout) -> str:
+    """What a report says of a reference in this layout."""
+    return (
+        f"reference: {layout} on {layout.ranks} ranks, itself checked against one device on a "
+        "shrunk job"
+    )
+
+
+def notice(layout: Layout, args: Any) -> str:
+    """The same, with the axes that a candidate with these arguments has, too."""
+    both = [
+        f"{name}={size}"
+        for name, option in _OPTIONS.items()
+        if (size := getattr(args, option)) > 1 and size == getattr(layout, name)
+    ]
+    if not both:
+        return described(layout)
+    return (
+        f"{described(layout)}; both runs have {' '.join(both)}: its faults that only the full size "
+        "shows are not seen"
+    )
+
+
+def decoded(value: Any) -> Layout | None:
+    """The layout in the ``meta.json`` of a reference; ``None`` for one device.
+
+    Raises:
+        CodecError: when it is damaged.
+    """
+    return None if value is None else codec.decode(Layout, value)

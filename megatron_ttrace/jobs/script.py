@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a training script as ``python SCRIPT`` runs it, with the ``--ttrace`` flags known to it.
+
+A process that was started with this file as its program, and a fork of one that imported Megatron,
+both call :func:`run`. The script gets the ``sys.path`` of ``python SCRIPT`` in the same shell and
+directory, so it imports the same Megatron, and the modules beside it. The first entry of the
+launcher's path (the folder of the ``ttrace`` command, or the current directory with ``python -m``)
+is left out. The script need not call ``megatron_ttrace.enable()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+MEGATRON = ("megatron.core", "megatron.training")
+"""Packages that must be imported from where the script would."""
+
+_PARSER = "megatron.training.arguments"
+_BACKEND = ("megatron", "transformer_engine", "apex")
+
+is_program = False
+"""Whether this file is the program of this process."""
+
+
+def command(script: str | Path) -> list[str]:
+    """The command of a new process that runs ``script``; its arguments are to be appended."""
+    return [sys.executable, __file__, str(script)]
+
+
+def search_path(script: str | Path) -> list[str]:
+    """The ``sys.path`` of ``python SCRIPT`` in this environment and directory."""
+    names = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "PYTHONNOUSERSITE")
+    safe, base = _interpreter(os.getcwd(), tuple(os.environ.get(name) for name in names))
+    return [*base] if safe else [_folder(script), *base]
+
+
+def origins(path: Sequence[str]) -> dict[str, str]:
+    """The files that the packages of Megatron would be imported from with this ``sys.path``.
+
+    Nothing is imported. A package that is not found is left out.
+    """
+    found = {}
+    with _as_search_path(path):
+        whole = _find("megatron", None)
+        inside = list(whole.submodule_search_locations or ()) if whole else []
+        for name in MEGATRON:
+            spec = _find(name, inside) if inside else None
+            if spec is not None and spec.origin is not None:
+                found[name] = _located(spec.origin)
+    return found
+
+
+def imported() -> dict[str, str]:
+    """The files that the packages of Megatron were imported from in this process."""
+    modules = {name: sys.modules.get(name) for name in MEGATRON}
+    files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
+    return {name: _located(file) for name, file in files.items() if file}
+
+
+def shadowed(script: str | Path, path: Sequence[str]) -> str:
+    """A module beside the script that this process has imported from elsewhere, or ``""``."""
+    folder = _folder(script)
+    if folder not in path:
+        return ""
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.listdir(folder)):
+            name, ending = os.path.splitext(entry)
+            module = sys.modules.get(name)
+            if module is None or (ending != ".py" and not (Path(folder) / entry).is_dir()):
+                continue
+            spec = _find(name, [folder])
+            # A folder without __init__.py has lower priority than a package anywhere on the path.
+            if spec is None or spec.origin is None:
+                continue
+            if _located(getattr(module, "__file__", None) or "") != _located(spec.origin):
+                return name
+    return ""
+
+
+def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
+    """Run ``script`` as ``__main__`` of this process.
+
+    With ``--ttrace`` among its arguments, our flags are added to Megatron's parser on its import.
+    What it raises is left as a record (``trace/ends.py``), and raised.
+    """
+    from megatron_ttrace.jobs import failures
+    from megatron_ttrace.jobs.commands import disclosure
+    from megatron_ttrace.trace import ends
+
+    ends.begin()
+    disclosure.withhold(["python", script, *arguments])
+    try:
+        _run(script, arguments, path)
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if code:
+            failures.record(leaving, code)
+        raise
+    except Exception as error:
+        failures.record(error, 1)
+        raise
+
+
+def _run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
+    sys.argv = [script, *arguments]
+    sys.path[:] = path
+    if "--ttrace" in arguments:
+        _enable_on_import()
+    file = os.path.abspath(script)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=file, __builtins__=__builtins__)
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)  # noqa: S102 - this is what running a script is
+
+
+def _enable_on_import() -> None:
+    """Do what ``megatron_ttrace.enable()`` does, for a script that does not call it.
+
+    The script itself may put Megatron's folder on ``sys.path``, so Megatron is not imported before
+    the script does.
+    """
+    if "megatron.core" in sys.modules:  # a fork of a process that imported it
+        import megatron_ttrace
+
+        entry = megatron_ttrace._entry()
+
+        entry.enable()
+    else:
+        sys.meta_path.insert(0, _Awaiting())
+
+
+class _Awaiting:
+    """Import hook: the CPU backend before Megatron, our flags after Megatron's parser."""
+
+    _active = False
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Called for every module to be imported; finds only the parser's."""
+        del path, target
+        if name not in (*_BACKEND, _PARSER):
+            return None
+        if name in _BACKEND and self._active:
+            return None
+        # Not at the top: this imports torch.
+        import megatron_ttrace
+
+        entry = megatron_ttrace._entry()
+
+        if entry.is_enabled():
+            return None
+        if not self._active:
+            self._active = True
+            entry.activate()
+        if name != _PARSER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_enable(module: types.ModuleType) -> None:
+                execute(module)
+                entry.enable()
+
+            spec.loader.exec_module = execute_and_enable  # type: ignore[method-assign]
+        return spec
+
+
+@contextlib.contextmanager
+def as_search_path_of(script: str | Path) -> Iterator[None]:
+    """Import what ``python SCRIPT`` would import."""
+    with _as_search_path(search_path(script)):
+        yield
+
+
+@contextlib.contextmanager
+def _as_search_path(path: Sequence[str]) -> Iterator[None]:
+    before = sys.path[:]
+    sys.path[:] = path
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _located(file: str) -> str:
+    """A path in one spelling. A link to a file is kept, because its neighbours are others."""
+    folder, name = os.path.split(os.path.abspath(file))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def _folder(script: str | Path) -> str:
+    """The first entry of ``sys.path``: the script's folder, with symbolic links resolved."""
+    return os.path.dirname(os.path.realpath(script))
+
+
+@functools.cache
+def _interpreter(directory: str, variables: tuple[str | None, ...]) -> tuple[bool, tuple[str, ...]]:
+    """Whether the script's folder is left out, and the rest of a new interpreter's path.
+
+    A new interpreter is asked, because this process was not started as a script is.
+    """
+    del directory, variables  # inherited by the child; here they are the key of the cache
+    code = "import json, sys; print(json.dumps([sys.flags.safe_path, sys.path]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+    )
+    safe, path = json.loads(done.stdout.splitlines()[-1])
+    return bool(safe), tuple(path if safe else path[1:])
+
+
+def _find(name: str, where: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, where)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _main() -> None:
+    # The first entry is the folder of this file.
+    if not sys.flags.safe_path:
+        sys.path[0] = _folder(sys.argv[1])
+    path = sys.path[:]
+    # The same megatron_ttrace as the launcher's, whatever else the path holds.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from megatron_ttrace.jobs import script
+
+    script.is_program = True
+    script.run(sys.argv[1], sys.argv[2:], path)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parallel axes: those of the large job, small ones, and subsets of them that fit a small world."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+from megatron_ttrace.jobs.shrink import patterns
+from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.trace.errors import TTraceError
+
+FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "dp": "the data-parallel size",
+}
+"""What a user calls the axes that ranks are divided along."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """Sizes of all axes.
+
+    Attributes:
+        tp: tensor parallel.
+        cp: context parallel.
+        pp: pipeline parallel.
+        ep: expert parallel.
+        etp: tensor parallel of experts.
+        dp: data parallel.
+        chunks: model chunks per pipeline stage (virtual pipeline).
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+    chunks: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole job."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def edp(self) -> int:
+        """Copies of an expert's shard; 0 if the axes do not divide."""
+        whole = self.tp * self.cp * self.dp
+        return 0 if whole % (self.ep * self.etp) else whole // (self.ep * self.etp)
+
+    def spread(self) -> tuple[str, ...]:
+        """The axes along which something is divided."""
+        return tuple(name for name in FLAGS if getattr(self, name) > 1)
+
+
+def of_large(given: Given, ranks: int | None) -> Axes:
+    """The axes of a job.
+
+    Args:
+        given: its arguments.
+        ranks: how many it starts; ``None`` stands for enough for every axis, and data parallelism,
+            too few for as many as the axes need.
+
+    Raises:
+        TTraceError: when the ranks cannot be divided into the axes.
+    """
+    tp = max(1, given.integer("tensor_model_parallel_size", 1))
+    cp = max(1, given.integer("context_parallel_size", 1))
+    pp = max(1, given.integer("pipeline_model_parallel_size", 1))
+    with_experts = given.integer("num_experts") > 0
+    ep = max(1, given.integer("expert_model_parallel_size", 1)) if with_experts else 1
+    # Groups of experts are made even where there are none.
+    etp = max(1, given.integer("expert_tensor_parallel_size", tp if with_experts else 1))
+    if ranks is None:
+        whole = math.lcm(tp * cp * 2, ep * etp)
+        ranks = whole * pp
+    least = math.lcm(tp * cp, ep * etp) * pp
+    if ranks < least:
+        # Scripts say one machine where users are to say how many they have.
+        ranks = math.lcm(ranks, least)
+    if ranks % (tp * cp * pp):
+        raise TTraceError(
+            f"{ranks} ranks cannot be divided into tensor {tp} x context {cp} x pipeline {pp}"
+        )
+    return Axes(
+        tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=ranks // (tp * cp * pp), chunks=_chunks(given, pp)
+    )
+
+
+def _chunks(given: Given, pp: int) -> int:
+    """Model chunks per stage, as ``validate_args`` derives them."""
+    if given.has("num_virtual_stages_per_pipeline_rank"):
+        return max(1, given.integer("num_virtual_stages_per_pipeline_rank", 1))
+    if given.has("pipeline_model_parallel_layout"):
+        return max(1, len(patterns.stages(given.text("pipeline_model_parallel_layout"))) // pp)
+    pattern = given.text("hybrid_layer_pattern").split("/")[0]
+    if "|" in pattern:
+        return max(1, len(pattern.split("|")) // pp)
+    if given.has("num_layers_per_virtual_pipeline_stage"):
+        layers = given.integer("num_layers") + sum(
+            given.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss")
+        )
+        each = max(1, given.integer("num_layers_per_virtual_pipeline_stage", 1))
+        return max(1, layers // pp // each)
+    return 1
+
+
+def of_small(given: Given, large: Axes, kept: tuple[str, ...] | None = None) -> Axes:
+    """Every axis above 1 becomes 2.
+
+    Except where 2 would not run the same code: context parallelism on two levels needs 2 x 2,
+    interleaving without overlapped communication 3 stages (``validate_args``), and several
+    instances of the distributed optimizer 2 ranks each.
+
+    Args:
+        given: the arguments.
+        large: the axes that they stand for.
+        kept: the only axes to keep; the others become 1.
+    """
+
+    def size(name: str) -> int:
+        if kept is not None and name not in kept:
+            return 1
+        return min(2, int(getattr(large, name)))
+
+    tp, cp, pp, ep = size("tp"), size("cp"), size("pp"), size("ep")
+    levels = given.text("hierarchical_context_parallel_sizes").split()
+    if cp > 1 and levels:
+        cp = math.prod(min(2, int(level)) for level in levels if level.isdigit())
+    chunks = min(2, large.chunks) if pp > 1 else 1
+    if chunks > 1 and given.has("overlap_p2p_comm"):  # its only flag switches it off
+        pp = 3
+    etp = tp if large.etp == large.tp else min(2, large.etp)
+    if kept is not None and "ep" not in kept and "tp" not in kept:
+        etp = 1
+    if given.has("use_tp_pp_dp_mapping") and pp > 1:
+        tp, cp, ep, etp = _equal_copies(given, Axes(tp=tp, cp=cp, ep=ep, etp=etp), large)
+    dp = size("dp")
+    if dp > 1 and given.integer("num_distributed_optimizer_instances", 1) > 1:
+        dp = 4
+    for _ in range(3):
+        one = Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, chunks=chunks)
+        if one.edp > 1 or (one.edp == 1 and (large.edp == 1 or "dp" not in (kept or ("dp",)))):
+            break
+        dp *= 2
+    return one
+
+
+def _equal_copies(given: Given, small: Axes, large: Axes) -> tuple[int, int, int, int]:
+    """The smallest tp, cp, ep and etp with as many copies of experts as of everything else.
+
+    They are between those of ``small`` and ``large``. ``initialize_model_parallel``
+    (megatron/core/parallel_state.py) needs that where pipelines are not the last in the order of
+    ranks.
+    """
+    spans = [
+        [size for size in range(least, most + 1) if size == least or most % size == 0]
+        for least, most in ((getattr(small, n), getattr(large, n)) for n in ("tp", "cp", "ep"))
+    ]
+    if given.has("hierarchical_context_parallel_sizes"):
+        spans[1] = [small.cp]
+    follows = not given.has("expert_tensor_parallel_size")
+    found = []
+    for tp, cp, ep in itertools.product(*spans):
+        etp = tp if follows else tp * cp // ep
+        if tp * cp == ep * etp and (follows or small.etp <= etp <= large.etp):
+            # Without experts there is no axis, though Megatron makes their groups.
+            found.append((tp, cp, ep, small.etp if follows and large.etp == 1 else etp))
+    return min(found, key=math.prod, default=(small.tp, small.cp, small.ep, small.etp))
+
+
+def jobs(given: Given, large: Axes, most: int) -> list[Axes]:
+    """The axes of the small jobs: one if the world is large enough, else all pairs are covered.
+
+    Raises:
+        TTraceError: when a pair of axes does not fit, with its name.
+    """
+    whole = of_small(given, large)
+    if whole.ranks <= most:
+        return [whole]
+    spread = large.spread()
+    found: dict[tuple[str, ...], Axes] = {}
+    for count in range(1, len(spread)):
+        for kept in itertools.combinations(spread, count):
+            one = of_small(given, large, kept)
+            if one.edp and one.ranks <= most:
+                found[kept] = one
+    wanted: set[tuple[str, ...]] = {*itertools.combinations(spread, 2)} or {spread}
+    for pair in sorted(wanted):
+        if not any(set(pair) <= set(kept) for kept in found):
+            needed = of_small(given, large, pair).ranks
+            names = " with ".join(FLAGS[axis] for axis in pair)
+            raise TTraceError(
+                f"{names} does not fit {most} ranks: the smallest job has {needed}; "
+                f"give --max-ranks {needed}"
+            )
+    return _cover(found, wanted)
+
+
+def _cover(found: dict[tuple[str, ...], Axes], wanted: set[tuple[str, ...]]) -> list[Axes]:
+    """Few jobs that together have all pairs; among equals the smaller world."""
+    chosen: list[Axes] = []
+    while wanted:
+        kept = max(
+            found,
+            key=lambda names: (
+                sum(set(pair) <= set(names) for pair in wanted),
+                -found[names].ranks,
+                names,
+            ),
+        )
+        chosen.append(found[kept])
+        wanted = {pair for pair in wanted if not set(pair) <= set(kept)}
+    return chosen

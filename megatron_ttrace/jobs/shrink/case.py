@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A large job and the axes of a small one: what the rules of shrinking share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from megatron_ttrace.jobs.shrink import patterns
+from megatron_ttrace.jobs.shrink.axes import Axes
+from megatron_ttrace.jobs.shrink.given import Given
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of an option.
+
+    Attributes:
+        option: of Megatron's.
+        values: the words after its flag, or ``None``: the flag goes.
+        why: for the user.
+        lost: whether the small job runs other code without it.
+    """
+
+    option: str
+    values: tuple[str, ...] | None
+    why: str
+    lost: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A large job and the axes of a small one.
+
+    Attributes:
+        given: the arguments of the large job.
+        large: its axes.
+        small: those of the small job.
+        own_data: whether it trains on the large job's data and vocabulary.
+        can_chat: whether it can train on conversations.
+    """
+
+    given: Given
+    large: Axes
+    small: Axes
+    own_data: bool = False
+    can_chat: bool = True
+
+    @functools.cached_property
+    def unit(self) -> int:
+        """The granularity of matrix dimensions: what FP8 recipes quantise together."""
+        if self.given.text("fp8_recipe") == "blockwise":
+            return 128
+        if self.given.text("fp8_recipe") == "mxfp8" or self.given.has("fp4"):
+            return 32
+        return 16
+
+    @property
+    def hidden(self) -> int:
+        """The small hidden size."""
+        return 4 * self.unit
+
+    @property
+    def sequence(self) -> int:
+        """The small sequence length: tokens of one rank fill a block of every FP8 recipe."""
+        return max(64, self.unit) * max(1, self.small.tp * self.small.cp // 4)
+
+    @functools.cached_property
+    def heads(self) -> tuple[int, int]:
+        """Attention heads and query groups: 2 heads per rank, and the relation of groups to ranks.
+
+        Groups that are fewer than tensor-parallel ranks stay so: they are replicated then.
+        """
+        heads = self.given.integer("num_attention_heads", 8)
+        grouped = self.given.has("group_query_attention")
+        groups = self.given.integer("num_query_groups", 1) if grouped else heads
+        # All-to-all context parallelism divides the heads of a rank once more.
+        ranks = self.small.tp * (self.small.cp if "a2a" in self.given.text("cp_comm_type") else 1)
+        if not grouped:
+            return 2 * ranks if ranks > 1 else 4, 0
+        few = groups < self.large.tp
+        short = 1 if few else ranks * min(2, max(1, groups // self.large.tp))
+        count = short * min(2, max(1, heads // max(1, groups)))
+        return max(count, 2 * ranks), short
+
+    @functools.cached_property
+    def frequencies(self) -> dict[str, list[int] | int]:
+        """Options that say which layers are of which kind, as lists or periods."""
+        names = ("moe_layer_freq", "linear_attention_freq", "no_rope_freq", "window_attn_skip_freq")
+        found: dict[str, list[int] | int] = {}
+        for name in names:
+            text = self.given.text(name)
+            if (pattern := patterns.layers(text)) is not None:
+                found[name] = pattern
+            elif text.isdigit():
+                found[name] = int(text)
+        return found
+
+    @functools.cached_property
+    def depth(self) -> Depth:
+        """The small number of layers, and how stages share them."""
+        return _depth(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Depth:
+    """Layers of a small job.
+
+    Attributes:
+        layers: of the whole model.
+        first: of the first pipeline stage, where that is said.
+        last: of the last pipeline stage, where that is said.
+        per_chunk: of a model chunk, if all are alike.
+        stages: the layout string's stages, if there is one.
+    """
+
+    layers: int
+    first: int | None = None
+    last: int | None = None
+    per_chunk: int = 2
+    stages: tuple[str, ...] = ()
+
+
+def _depth(case: Case) -> Depth:
+    given, large, small = case.given, case.large, case.small
+    if given.has("pipeline_model_parallel_layout") and small.pp > 1:
+        stages = patterns.shrink_stages(
+            patterns.stages(given.text("pipeline_model_parallel_layout")), small.pp * small.chunks
+        )
+        return Depth(sum(stage.count("t") for stage in stages), stages=tuple(stages))
+    chunks = small.pp * small.chunks
+    before = max(1, given.integer("num_layers", 2) // (large.pp * large.chunks))
+    each = 2 if chunks == 1 or small.chunks == 1 else min(2, before)
+    if (together := given.integer("recompute_num_layers")) > 1:
+        # Layers that are recomputed together, and as many that are not of them.
+        each = max(each, 4 if together < before else 2)
+    while chunks * each < _least(case):
+        each += 1
+    ends = {
+        end: _end(given, large, end, each, small.chunks)
+        for end in ("first", "last")
+        if small.pp > 1 and given.has(f"decoder_{end}_pipeline_num_layers")
+    }
+    rest = (small.pp - len(ends)) * small.chunks * each
+    layers = rest + sum(ends.values()) - _borrowed(given, small)
+    divided = large.pp * large.chunks
+    if (
+        small.pp > 1
+        and not ends
+        and ((given.integer("num_layers") + _borrowed(given, large)) % divided)
+    ):
+        layers += 1  # Megatron refuses it, and says so
+    return Depth(layers, ends.get("first"), ends.get("last"), each)
+
+
+def _least(case: Case) -> int:
+    """Layers that it takes to have one of each kind."""
+    least = 2
+    for value in case.frequencies.values():
+        least = max(least, patterns.kinds(value) if isinstance(value, list) else min(2, value))
+    if case.given.has("first_last_layers_bf16"):
+        least = max(least, sum(bf16_ends(case.given).values()) + 1)
+    return least
+
+
+def bf16_ends(given: Given) -> dict[str, int]:
+    """Layers at either end that stay in BF16, in the small job."""
+    return {
+        name: min(1, given.integer(name, 1))
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    }
+
+
+def _end(given: Given, large: Axes, end: str, each: int, chunks: int) -> int:
+    """Layers of an end stage: fewer or more than of another stage, as before."""
+    ends = [
+        given.integer(f"decoder_{name}_pipeline_num_layers")
+        for name in ("first", "last")
+        if given.has(f"decoder_{name}_pipeline_num_layers")
+    ]
+    others = large.pp - len(ends)
+    middle = (given.integer("num_layers") - sum(ends)) / others if others else sum(ends) / 2
+    own = given.integer(f"decoder_{end}_pipeline_num_layers")
+    return chunks * max(1, each + (own > middle) - (own < middle))
+
+
+def _borrowed(given: Given, small: Axes) -> int:
+    """Places of layers that the embedding and the loss take in a pipeline."""
+    if small.pp == 1:
+        return 0
+    return sum(given.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of a command, looked up by the option that they set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron_ttrace.mcore.options.decisions import option_of
+from megatron_ttrace.trace.errors import TTraceError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag as it is written.
+
+    Attributes:
+        name: with its dashes.
+        values: the words after it.
+    """
+
+    name: str
+    values: tuple[str, ...] = ()
+
+    @property
+    def option(self) -> str | None:
+        """The option of Megatron's that it sets; ``None`` for an unknown flag."""
+        return option_of(self.name)
+
+    def __str__(self) -> str:
+        return " ".join(self.words())
+
+    def words(self) -> list[str]:
+        """As on a command line."""
+        return [self.name, *self.values]
+
+
+class Given:
+    """The flags of a command; of one that is repeated the last counts, as for argparse."""
+
+    def __init__(self, flags: Sequence[Flag]) -> None:
+        self.flags = tuple(flags)
+        self._by_option = {flag.option: flag for flag in flags}
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Given:
+        """Split arguments at their flags. Megatron's scripts take no positional arguments.
+
+        Raises:
+            TTraceError: when there is a value before the first flag.
+        """
+        flags: list[tuple[str, list[str]]] = []
+        for word in words:
+            if word.startswith("--") and len(word) > 2:
+                name, equals, value = word.partition("=")
+                flags.append((name, [value] if equals else []))
+            elif flags:
+                flags[-1][1].append(word)
+            else:
+                raise TTraceError(
+                    "a word stands before the first flag of the script: give flags only"
+                )
+        return cls([Flag(name, tuple(values)) for name, values in flags])
+
+    def has(self, option: str) -> bool:
+        """Whether the option is set."""
+        return option in self._by_option
+
+    def flag(self, option: str) -> Flag | None:
+        """The flag that sets an option."""
+        return self._by_option.get(option)
+
+    def text(self, option: str, default: str = "") -> str:
+        """The option's value."""
+        flag = self._by_option.get(option)
+        return " ".join(flag.values) if flag is not None and flag.values else default
+
+    def integer(self, option: str, default: int = 0) -> int:
+        """The option's value as a number; ``default`` where it has none or another one."""
+        try:
+            return int(self.text(option))
+        except ValueError:
+            return default

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a large command to small ones, with an account of every change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.flags import DEFAULT_RANKS
+from megatron_ttrace.jobs.shrink import axes, documents
+from megatron_ttrace.jobs.shrink.axes import Axes
+from megatron_ttrace.jobs.shrink.case import Case, Change
+from megatron_ttrace.jobs.shrink.given import Flag, Given
+from megatron_ttrace.jobs.shrink.rules import RULES
+from megatron_ttrace.mcore.options.decisions import Action, decision
+from megatron_ttrace.mcore.options.roles import Role
+from megatron_ttrace.trace.errors import TTraceError
+
+DROPPED = {
+    Role.LENGTH: "one iteration is checked",
+    Role.INPUT: "own data and tokens instead",
+    Role.CHECKPOINT: "nothing is loaded or saved",
+    Role.OPERATION: "nothing is logged, profiled or restarted",
+    Role.FOREIGN: "not read by a training run",
+}
+"""Roles whose options a small job does without, and why."""
+
+_LOST = {
+    "load": "the weights of the checkpoint: own start values instead",
+    "pretrained_checkpoint": "the weights of the checkpoint: own start values instead",
+    "moe_use_upcycling": "upcycling a dense checkpoint",
+    "heterogeneous_layers_config_path": "layers of different shapes",
+    "logits_load_dir": "the distillation loss: the teacher's logits are not there",
+}
+"""Dropped options without which the small job computes something else."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the account.
+
+    Attributes:
+        flag: its name.
+        was: its values; empty where it was not given.
+        now: its new values; ``None`` where it is gone.
+        why: the reason.
+    """
+
+    flag: str
+    was: str
+    now: str | None
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One small job.
+
+    Attributes:
+        axes: its parallel axes.
+        arguments: of the script, without those of its data.
+    """
+
+    axes: Axes
+    arguments: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What a command becomes.
+
+    Attributes:
+        command: the large one.
+        large: its axes.
+        jobs: the small ones; several if one world does not hold all axes.
+        rows: what changes in the first job.
+        kept: flags that all jobs have as they were.
+        lost: what no job does although the large one does.
+    """
+
+    command: Command
+    large: Axes
+    jobs: tuple[Job, ...]
+    rows: tuple[Row, ...]
+    kept: tuple[str, ...]
+    lost: tuple[str, ...]
+
+    def told(self) -> str:
+        """For the report of a small job: what it stands for."""
+        large = self.command.ranks or self.large.ranks
+        lost = f"; not kept: {'; '.join(self.lost)}" if self.lost else ""
+        return f"this is a shrunk job, which stands for one with {large} ranks{lost}"
+
+
+def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
+    """The smallest jobs that run the same code.
+
+    Args:
+        command: the large job.
+        most: ranks that a small job may have.
+
+    Raises:
+        TTraceError: when the arguments cannot be understood, or two axes do not fit ``most`` ranks.
+    """
+    given = Given.parse(command.arguments)
+    require_checkable(given)
+    large = axes.of_large(given, command.ranks)
+    own_data = not documents.suits(command.script)
+    smaller = axes.jobs(given, large, most)
+    can_chat = documents.can_chat()
+    made = [_job(Case(given, large, small, own_data, can_chat)) for small in smaller]
+    first, rows, kept, lost = made[0]
+    if len(made) > 1:
+        names = ", ".join(large.spread())
+        lost = [*lost, f"all axes in one job ({names}): {len(made)} jobs have all pairs of them"]
+    ranks = Row("ranks", str(command.ranks or "not said"), str(first.axes.ranks), "2 per axis")
+    return Plan(
+        command,
+        large,
+        tuple(job for job, *_ in made),
+        (ranks, *rows),
+        tuple(kept),
+        tuple(lost),
+    )
+
+
+def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS) -> Job:
+    """The small job that has only these of the command's axes.
+
+    Raises:
+        TTraceError: when the axes do not divide the ranks, or need more than ``most``.
+    """
+    given = Given.parse(command.arguments)
+    large = axes.of_large(given, command.ranks)
+    small = axes.of_small(given, large, kept)
+    if not small.edp or small.ranks > most:
+        raise TTraceError(f"{', '.join(kept)}: do not fit {most} ranks")
+    return _job(Case(given, large, small, not documents.suits(command.script)))[0]
+
+
+def as_it_is(command: Command) -> Plan:
+    """The one small job with all axes of the command as large as they are.
+
+    Raises:
+        TTraceError: when the arguments cannot be understood.
+    """
+    given = Given.parse(command.arguments)
+    large = axes.of_large(given, command.ranks)
+    own_data = not documents.suits(command.script)
+    job, rows, kept, lost = _job(Case(given, large, large, own_data, documents.can_chat()))
+    return Plan(command, large, (job,), tuple(rows), tuple(kept), tuple(lost))
+
+
+def require_checkable(given: Given) -> None:
+    """Refuse what no check can do, before anything starts.
+
+    Raises:
+        TTraceError: naming the flag.
+    """
+    for flag in given.flags:
+        found = decision(flag.option) if flag.option else None
+        if found is not None and found.action is Action.REFUSE:
+            raise TTraceError(f"{flag.name}: {found.why}")
+    if given.has("use_checkpoint_args"):
+        raise TTraceError(
+            "--use-checkpoint-args: the model's arguments are in the checkpoint; give them as flags"
+        )
+
+
+def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
+    changes: dict[str, Change] = {}
+    for rule in RULES:
+        for one in rule(case):
+            earlier = changes.get(one.option)
+            # What goes with its axis stays away.
+            if earlier is None or earlier.values is not None:
+                changes[one.option] = one
+    words: list[str] = []
+    rows: list[Row] = []
+    kept: list[str] = []
+    lost: list[str] = []
+    gone: dict[Role, list[Flag]] = {}
+    for flag in case.given.flags:
+        option = flag.option or ""
+        change = changes.pop(option, None)
+        found = decision(option)
+        if change is not None and change.values == flag.values:
+            kept.append(str(flag))
+            words += flag.words()
+        elif change is not None:
+            rows.append(_row(flag.name, flag, change))
+            if change.lost:
+                lost.append(f"{flag.name}: {change.why}")
+            if change.values is not None:
+                words += [flag.name, *change.values]
+        elif (
+            found is not None
+            and found.role in DROPPED
+            and not (case.own_data and found.role is Role.INPUT)
+        ):
+            gone.setdefault(found.role, []).append(flag)
+            if option in _LOST:
+                lost.append(f"{flag.name}: {_LOST[option]}")
+        else:
+            kept.append(str(flag))
+            words += flag.words()
+    for role, flags in gone.items():
+        rows.append(Row(_names(flags), "", None, DROPPED[role]))
+    for change in changes.values():
+        name = "--" + change.option.replace("_", "-")
+        if change.values is not None:
+            rows.append(_row(name, None, change))
+            words += [name, *change.values]
+    return Job(case.small, tuple(words)), rows, kept, lost
+
+
+def _row(name: str, flag: Flag | None, change: Change) -> Row:
+    was = " ".join(flag.values) if flag is not None else ""
+    now = None if change.values is None else " ".join(change.values)
+    return Row(name, was, now, change.why)
+
+
+def _names(flags: Sequence[Flag]) -> str:
+    names = list(dict.fromkeys(flag.name for flag in flags))
+    if len(names) <= 2:
+        return ", ".join(names)
+    return f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of each size, one rule per concern.
+
+A rule sees the large job and the axes of a small one, and yields the options that it changes. No
+rule knows of another's result: what two share is a function of the :class:`Case`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from megatron_ttrace.jobs.shrink import documents, patterns
+from megatron_ttrace.jobs.shrink.case import Case, Change, bf16_ends
+from megatron_ttrace.trace.errors import TTraceError
+
+
+def axes(case: Case) -> Iterator[Change]:
+    """Sizes of the axes; what belongs to one that is left out goes with it."""
+    given, large, small = case.given, case.large, case.small
+    for name, option in _AXIS_OPTIONS.items():
+        size = getattr(small, name)
+        if given.has(option):
+            left_out = size == 1 and getattr(large, name) > 1
+            why = "another job has this axis" if left_out else "an axis above 1 becomes 2"
+            yield Change(option, (str(size),), why)
+    if given.has("hierarchical_context_parallel_sizes") and small.cp > 1:
+        levels = given.text("hierarchical_context_parallel_sizes").split()
+        short = tuple(str(min(2, int(level))) for level in levels if level.isdigit())
+        yield Change("hierarchical_context_parallel_sizes", short, "both levels stay")
+    if given.integer("num_distributed_optimizer_instances", 1) > 1:
+        count = "2" if small.dp > 2 else "1"
+        yield Change("num_distributed_optimizer_instances", (count,), "an axis above 1 becomes 2")
+    for name, options in _GOING.items():
+        if getattr(large, name) > 1 and getattr(small, name) == 1:
+            for option in options.split():
+                if given.has(option):
+                    why = f"this job does not have {name}: another one has"
+                    yield Change(option, None, why)
+
+
+_AXIS_OPTIONS = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+_GOING = {
+    "tp": "sequence_parallel tp_comm_overlap distribute_saved_activations "
+    "defer_embedding_wgrad_compute wgrad_deferral_limit",
+    "cp": "cp_comm_type hierarchical_context_parallel_sizes",
+    "pp": "pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage "
+    "num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers "
+    "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split defer_embedding_wgrad_compute wgrad_deferral_limit "
+    "overlap_p2p_comm overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage "
+    "overlap_param_gather_with_optimizer_step mtp_standalone",
+    "ep": "overlap_moe_expert_parallel_comm delay_wgrad_compute "
+    "ep_overlap_early_attn_memory_release overlap_dispatch_backward_with_experts_wgrad",
+}
+"""Options that Megatron refuses, or has no use for, without an axis."""
+
+
+def layers(case: Case) -> Iterator[Change]:
+    """Layers by stage and chunk, uneven ends, and patterns over layers."""
+    given, depth = case.given, case.depth
+    if given.has("heterogeneous_layers_config_path"):
+        raise TTraceError("--heterogeneous-layers-config-path: its layers cannot be shrunk")
+    hybrid = "hybrid_layer_pattern" if given.has("hybrid_layer_pattern") else ""
+    hybrid = hybrid or ("hybrid_override_pattern" if given.has("hybrid_override_pattern") else "")
+    if hybrid:
+        pattern = patterns.shrink_hybrid(given.text(hybrid), case.small.pp * case.small.chunks)
+        yield Change(hybrid, (pattern,), "one layer of each kind per stage")
+        if given.has("num_layers"):
+            yield Change("num_layers", None, "the pattern says it")
+        return
+    why = "layers per stage and chunk, of every kind"
+    for option in ("encoder_num_layers", "decoder_num_layers"):
+        if given.has(option):
+            yield Change(option, (str(2 * case.small.pp),), why)
+    if given.has("num_layers"):
+        yield Change("num_layers", (str(depth.layers),), why)
+    if depth.stages:
+        yield Change(
+            "pipeline_model_parallel_layout",
+            ("|".join(depth.stages),),
+            "first, last and different stages",
+        )
+    for option, end in (
+        ("decoder_first_pipeline_num_layers", depth.first),
+        ("decoder_last_pipeline_num_layers", depth.last),
+    ):
+        if end is not None:
+            yield Change(option, (str(end),), "as uneven as before")
+    if case.small.pp > 1 and case.small.chunks > 1:
+        if given.has("num_layers_per_virtual_pipeline_stage"):
+            size = depth.per_chunk
+            yield Change("num_layers_per_virtual_pipeline_stage", (str(size),), why)
+        if given.has("num_virtual_stages_per_pipeline_rank"):
+            count = str(case.small.chunks)
+            yield Change("num_virtual_stages_per_pipeline_rank", (count,), "an axis becomes 2")
+    for option, value in case.frequencies.items():
+        if isinstance(value, list):
+            words = patterns.write_layers(patterns.compress(value, depth.layers))
+            yield Change(option, (words,), "the same order of kinds of layers")
+        elif value > 1:
+            yield Change(option, ("2",), "both kinds of layers within few")
+    if given.has("first_last_layers_bf16"):
+        for option, size in bf16_ends(given).items():
+            yield Change(option, (str(size),), "one layer at an end")
+    if given.integer("mtp_num_layers") > 0:
+        depths = sum(stage.count("m") for stage in depth.stages) or min(
+            2, given.integer("mtp_num_layers")
+        )
+        yield Change("mtp_num_layers", (str(depths),), "one, or two")
+    for option in ("recompute_num_layers", "cpu_offloading_num_layers"):
+        if given.integer(option) > 0:
+            yield Change(option, (str(min(2, given.integer(option))),), "one, or several")
+
+
+def width(case: Case) -> Iterator[Change]:
+    """Hidden sizes, heads and groups."""
+    given, hidden, unit = case.given, case.hidden, case.unit
+    heads, groups = case.heads
+    before = given.integer("hidden_size", 1)
+    why = "rows of a few blocks"
+    yield Change("hidden_size", (str(hidden),), why)
+    yield Change("num_attention_heads", (str(heads),), "heads on every rank")
+    if groups:
+        yield Change("num_query_groups", (str(groups),), "groups to ranks as before")
+    if given.has("kv_channels"):
+        fits = given.integer("kv_channels") * given.integer("num_attention_heads") == before
+        size = hidden // heads if fits else (unit if unit * heads != hidden else 2 * unit)
+        yield Change(
+            "kv_channels",
+            (str(size),),
+            "product with heads as before: the hidden size"
+            if fits
+            else "product with heads as before: not the hidden size",
+        )
+    if given.has("ffn_hidden_size"):
+        size = hidden * (4 if given.integer("ffn_hidden_size") == 4 * before else 2)
+        yield Change("ffn_hidden_size", (str(size),), why)
+    if given.integer("mup_base_hidden_size") > 0:
+        ratio = max(1, before // given.integer("mup_base_hidden_size"))
+        yield Change("mup_base_hidden_size", (str(max(1, hidden // ratio)),), "the same ratio")
+    if given.has("mrope_section"):
+        half = hidden // heads // 2
+        part = half // 3
+        sections = (str(half - 2 * part), str(part), str(part))
+        yield Change("mrope_section", sections, "three sections of a head")
+
+
+def latent_attention(case: Case) -> Iterator[Change]:
+    """Multi-latent attention, and the indexer of sparse attention."""
+    given, unit = case.given, case.unit
+    why = "a few blocks"
+    quantised = given.has("fp8") or given.has("fp4")
+    same = given.integer("v_head_dim", 128) == given.integer("qk_head_dim", 128)
+    if given.has("multi_latent_attention"):
+        if given.has("q_lora_rank"):
+            yield Change("q_lora_rank", (str(2 * unit),), why)
+        yield Change("kv_lora_rank", (str(2 * unit),), why)
+        yield Change("qk_head_dim", (str(unit),), why)
+        yield Change("qk_pos_emb_head_dim", (str(unit if quantised else unit // 2),), why)
+        yield Change("v_head_dim", (str(unit if same else 2 * unit),), "to the keys as before")
+    if given.text("experimental_attention_variant") == "dsa":
+        tokens = given.integer("dsa_indexer_topk", case.sequence)
+        before = given.integer("seq_length", case.sequence)
+        kept = max(1, case.sequence * min(tokens, before) // max(1, before))
+        yield Change("dsa_indexer_topk", (str(kept),), "the same share of the sequence")
+        yield Change("dsa_indexer_n_heads", ("4",), "a few")
+        yield Change("dsa_indexer_head_dim", (str(2 * unit),), why)
+
+
+def other_mixers(case: Case) -> Iterator[Change]:
+    """Linear attention and Mamba layers."""
+    given, unit, tp = case.given, case.unit, case.small.tp
+    if given.text("experimental_attention_variant") == "gated_delta_net":
+        keys = given.integer("linear_num_key_heads", 16)
+        ratio = min(2, max(1, given.integer("linear_num_value_heads", 32) // max(1, keys)))
+        yield Change("linear_num_key_heads", (str(2 * tp),), "heads on every rank")
+        yield Change("linear_num_value_heads", (str(2 * tp * ratio),), "to the keys as before")
+        for option in ("linear_key_head_dim", "linear_value_head_dim"):
+            yield Change(option, (str(unit),), "a block")
+    pattern = given.text("hybrid_layer_pattern") or given.text("hybrid_override_pattern")
+    if "M" in pattern:
+        groups = tp * min(2, max(1, given.integer("mamba_num_groups", 8) // case.large.tp))
+        yield Change("mamba_num_groups", (str(groups),), "groups on every rank")
+        yield Change("mamba_num_heads", (str(max(8, 2 * groups)),), "heads in every group")
+        yield Change("mamba_head_dim", (str(unit),), "a block")
+        yield Change("mamba_state_dim", (str(unit),), "a block")
+
+
+def experts(case: Case) -> Iterator[Change]:
+    """Experts and groups of them on every rank."""
+    given, small, unit = case.given, case.small, case.unit
+    count = given.integer("num_experts")
+    if count <= 0:
+        return
+    chosen = given.integer("moe_router_topk", 2)
+    groups = given.integer("moe_router_num_groups")
+    limited = given.integer("moe_router_group_topk", 1)
+    few = min(2, chosen)
+    step = math.lcm(small.ep, 2) if groups else small.ep
+    each = min(2, max(1, count // case.large.ep))
+    short = max(step, small.ep * each)
+    while short < count and (short < 2 * few or (groups and short < 4)):
+        short += step
+    # One expert on a rank is a case of its own in Megatron's dispatchers.
+    apart = count // case.large.ep == 1 < short // small.ep
+    why = f"{short // small.ep} on each rank instead of 1" if apart else "experts on every rank"
+    yield Change("num_experts", (str(short),), why, lost=apart)
+    if given.has("moe_router_topk"):
+        yield Change("moe_router_topk", (str(few if chosen < count else short),), "one, or several")
+    if groups:
+        yield Change("moe_router_num_groups", ("2",), "more than one group")
+        size = 1 if limited < groups else 2
+        yield Change("moe_router_group_topk", (str(size),), "not all groups, if that was so")
+    why = "a few blocks on every rank"
+    if given.has("moe_ffn_hidden_size"):
+        yield Change("moe_ffn_hidden_size", (str(2 * unit * small.etp),), why)
+    if given.has("moe_shared_expert_intermediate_size"):
+        yield Change("moe_shared_expert_intermediate_size", (str(2 * unit * small.tp),), why)
+    if given.integer("moe_latent_size") > 0:
+        yield Change("moe_latent_size", (str(case.hidden // 2),), "half of the hidden size")
+
+
+def length(case: Case) -> Iterator[Change]:
+    """Tokens of a sequence: enough for every rank, and windows that end within it."""
+    given, short = case.given, case.sequence
+    why = "tokens for every rank"
+    before = 1
+    for option in ("seq_length", "encoder_seq_length"):
+        if given.has(option):
+            before = max(before, given.integer(option, 1))
+            yield Change(option, (str(short),), why)
+    if given.has("decoder_seq_length"):
+        shorter = given.integer("decoder_seq_length", 1) < before
+        size = short // 2 if shorter else short
+        yield Change("decoder_seq_length", (str(size),), "shorter than the encoder's, if so before")
+    if given.has("max_position_embeddings"):
+        positions = given.integer("max_position_embeddings", 1)
+        size = short if positions <= before else 2 * short
+        yield Change(
+            "max_position_embeddings", (str(size),), "more than the sequence, if so before"
+        )
+        if given.has("yarn_original_max_position_embeddings"):
+            original = given.integer("yarn_original_max_position_embeddings", 1)
+            size = max(1, size * original // max(1, positions))
+            yield Change("yarn_original_max_position_embeddings", (str(size),), "the same ratio")
+    if given.has("window_size"):
+        ends = [end.strip("()") for end in given.text("window_size").replace(",", " ").split()]
+        sizes = [end if int(end) <= 0 else str(max(1, short // 4 - 1)) for end in ends]
+        separate = "," in given.text("window_size")
+        values = (",".join(sizes),) if separate else tuple(sizes)
+        yield Change("window_size", values, "a part of the sequence")
+
+
+def batch(case: Case) -> Iterator[Change]:
+    """Several microbatches if there were, enough for every phase of a pipeline schedule."""
+    given, small = case.given, case.small
+    micro = max(1, given.integer("micro_batch_size", 1))
+    short = min(2, micro)
+    yield Change("micro_batch_size", (str(short),), "one, or several sequences")
+    schedule = given.text("step_batch_size_schedule").split()
+    whole = given.integer("global_batch_size")
+    if schedule:
+        whole = max(
+            int(digits)
+            for _, _, digits in (one.partition(":") for one in schedule)
+            if digits.isdigit()
+        )
+    before = whole // (micro * case.large.dp) if whole else 1
+    count = _microbatches(case, before)
+    size = short * small.dp * count
+    if schedule:
+        words = [f"{one.partition(':')[0]}:{size * (at + 1)}" for at, one in enumerate(schedule)]
+        yield Change("step_batch_size_schedule", (" ".join(words),), "steps as before")
+        return
+    if given.has("rampup_batch_size"):
+        samples = given.text("rampup_batch_size").split()[-1]
+        yield Change("rampup_batch_size", (str(size), str(size), samples), "a ramp of one step")
+        size *= 2
+    if whole:
+        yield Change("global_batch_size", (str(size),), "microbatches for every phase of a step")
+
+
+def _microbatches(case: Case, before: int) -> int:
+    """Microbatches per data-parallel rank."""
+    if before <= 1:
+        return 1
+    if case.small.pp == 1:
+        return 2
+    group = case.given.integer("microbatch_group_size_per_vp_stage")
+    if group and case.small.chunks > 1:
+        short = _group(case)
+        return 2 * short if before % group == 0 else short + case.small.pp
+    return 2 * case.small.pp
+
+
+def _group(case: Case) -> int:
+    """Microbatches of a group in an interleaved schedule: at least the stages."""
+    more = case.given.integer("microbatch_group_size_per_vp_stage") > case.large.pp
+    return case.small.pp + more
+
+
+def groups_of_microbatches(case: Case) -> Iterator[Change]:
+    """Of an interleaved schedule."""
+    if case.given.has("microbatch_group_size_per_vp_stage") and case.small.chunks > 1:
+        values = (str(_group(case)),)
+        yield Change("microbatch_group_size_per_vp_stage", values, "more than stages, if so before")
+
+
+def buckets(case: Case) -> Iterator[Change]:
+    """Several buckets of gradients: Megatron's own size would put a small model into one."""
+    given = case.given
+    if given.has("ddp_bucket_size") or (
+        given.has("overlap_grad_reduce")
+        and not given.has("ddp_num_buckets")
+        and not given.has("use_megatron_fsdp")
+        and not given.has("use_torch_fsdp2")
+    ):
+        yield Change("ddp_bucket_size", ("20000",), "several buckets, as in a large model")
+
+
+def vocabulary(case: Case) -> Iterator[Change]:
+    """That of the data: 257 tokens, which need some padding."""
+    if case.own_data:
+        return
+    for option in ("vocab_size", "padded_vocab_size", "vocab_extra_ids"):
+        if case.given.has(option):
+            yield Change(option, None, "that of the data instead")
+    if case.given.integer("make_vocab_size_divisible_by") > 128:
+        yield Change("make_vocab_size_divisible_by", ("128",), "a padded vocabulary")
+
+
+def schedule(case: Case) -> Iterator[Change]:
+    """One traced iteration; learning rates as they are."""
+    given = case.given
+    yield Change("train_iters", ("3",), "the first is checked")
+    yield Change("eval_iters", ("0",), "nothing is evaluated")
+    yield Change("eval_interval", ("1000",), "Megatron needs one")
+    if not given.has("lr"):
+        yield Change("lr", ("1e-3",), "Megatron needs one")
+    if given.text("lr_decay_style").upper() == "WSD":
+        yield Change("lr_wsd_decay_iters", ("1",), "the schedule's last phase")
+
+
+def data(case: Case) -> Iterator[Change]:
+    """Own data, with tokens of its own for what is done with samples."""
+    if case.own_data:
+        return
+    given = case.given
+    if given.has("sft") and not case.can_chat:
+        why = "needs the packages datasets and transformers, which are not installed"
+        yield Change("sft", None, why, lost=True)
+    if given.has("mock_data"):
+        yield Change("mock_data", None, "own data instead")
+        if given.has("fim_data"):
+            yield Change("fim_data", None, "without effect on mock data")
+    elif given.has("fim_data"):
+        for name, number in documents.FIM_TOKENS.items():
+            yield Change(f"fim_{name}_token", (str(number),), "own data's")
+        if given.has("fim_split_sample"):
+            yield Change("fim_split_sample", (str(documents.LINE_END),), "own data's: a line's end")
+        for option in ("fim_rate", "fim_spm_rate"):
+            yield Change(option, ("0.5",), "samples of both kinds in one step")
+    if given.text("dataloader_type") == "external":
+        yield Change("dataloader_type", None, "the script's own loader is not known", lost=True)
+
+
+RULES: tuple[Callable[[Case], Iterator[Change]], ...] = (
+    axes,
+    layers,
+    width,
+    latent_attention,
+    other_mixers,
+    experts,
+    length,
+    batch,
+    groups_of_microbatches,
+    buckets,
+    vocabulary,
+    schedule,
+    data,
+)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convert files to documents of byte tokens, in the format of Megatron's indexed data sets.
+
+A token is a byte, so any file will do, nothing is downloaded, and the vocabulary is small enough
+for a model on a laptop. Documents keep their different lengths, so that samples cross document
+boundaries, and ``--eod-mask-loss`` and packing have an effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import stat
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+from numpy.typing import NDArray
+
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import TTraceError
+
+EOD = 256
+"""The token after a document: the first number above those of bytes."""
+
+MOST_BYTES = 256 << 20
+"""Limit for one document in bytes; in memory it takes twice as much."""
+
+VOCAB_SIZE = EOD + 1
+_DTYPE = numpy.uint16  # the smallest that fits, as Megatron's tool would choose
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A data set; ``prefix``, for ``--data-path``, is its path without ``.bin`` and ``.idx``."""
+
+    prefix: Path
+    documents: int
+    tokens: int
+
+
+def training_flags(prefix: Path) -> str:
+    """Megatron's arguments to train on ``prefix`` with the matching vocabulary."""
+    return f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}"
+
+
+def find_files(sources: Sequence[Path], pattern: str = "*") -> list[Path]:
+    """All files of ``sources``; in folders those whose name matches ``pattern``, sorted.
+
+    Hidden files and Python's caches in folders are left out.
+
+    Raises:
+        TTraceError: when a source does not exist or a folder holds no match.
+    """
+    files: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            matches = _matches(source, pattern)
+            if not matches:
+                raise TTraceError(f"{source}: no file in this folder matches {pattern!r}")
+            files.extend(matches)
+        elif source.exists():
+            files.append(source)
+        else:
+            raise TTraceError(f"{source}: no such file or folder")
+    return files
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    """The regular files below a folder whose name matches; sorted."""
+    if not pattern or "/" in pattern or "\0" in pattern or pattern == "..":
+        raise TTraceError(f"--glob {pattern[:60]!a}: give a pattern of names, e.g. '*.py'")
+    found = []
+    # Unlike pathlib's, this walk follows no links and skips unreadable folders.
+    for home, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        for name in fnmatch.filter(names, "*" if pattern == "**" else pattern):
+            path = Path(home, name)
+            if not _is_hidden(name) and _is_regular(path):
+                found.append(path)
+    return sorted(found)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Iterator[bytes]:
+    """The contents of ``files``, one document per file; empty files are left out.
+
+    Args:
+        files: in the order of the documents.
+        max_bytes: stop after this many; the last document is cut to fit.
+
+    Raises:
+        TTraceError: when a file cannot be read.
+    """
+    left = max_bytes
+    for path in files:
+        if left is not None and left <= 0:
+            return
+        try:
+            # Reading a pipe or a device may never end.
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):
+                raise TTraceError(f"{path}: not a regular file")
+            if (found.st_size if left is None else min(left, found.st_size)) > MOST_BYTES:
+                raise TTraceError(
+                    f"{path}: more than {MOST_BYTES:,} bytes, too many for one document; "
+                    "split it, or give --max-bytes"
+                )
+            if not found.st_size:
+                # Empty, or one of the kernel's, some of which block (/proc/kmsg).
+                continue
+            with path.open("rb") as file:
+                content = file.read(MOST_BYTES if left is None else min(left, MOST_BYTES))
+        except OSError as error:
+            raise TTraceError(f"{path}: cannot be read: {error.strerror or error}") from error
+        if content:
+            yield content
+            left = None if left is None else left - len(content)
+
+
+def tokenise(content: bytes, *, append_eod: bool = True) -> NDArray[numpy.uint16]:
+    """One document's tokens: its bytes and, by default, :data:`EOD`."""
+    ids = numpy.frombuffer(content, dtype=numpy.uint8).astype(_DTYPE)
+    return numpy.append(ids, _DTYPE(EOD)) if append_eod else ids
+
+
+def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool = True) -> Corpus:
+    """Write ``documents`` to ``prefix.bin`` and ``prefix.idx`` with Megatron's own builder.
+
+    Both files appear complete or not at all, the index last: Megatron does not notice that a data
+    set is incomplete.
+
+    Args:
+        documents: their bytes; empty ones must have been left out.
+        prefix: the path without an extension; its folder is created.
+        append_eod: end each document with the :data:`EOD` token.
+
+    Raises:
+        TTraceError: when there is no document, or the files cannot be written.
+    """
+    from megatron.core.datasets import indexed_dataset
+
+    bin_path = Path(indexed_dataset.get_bin_path(str(prefix)))
+    idx_path = Path(indexed_dataset.get_idx_path(str(prefix)))
+    count = tokens = 0
+    with _own_folder_beside(prefix) as folder:
+        builder = indexed_dataset.IndexedDatasetBuilder(str(folder / "bin"), dtype=_DTYPE)
+        try:
+            for content in documents:
+                ids = tokenise(content, append_eod=append_eod)
+                builder.add_document(ids, [len(ids)])
+                count, tokens = count + 1, tokens + len(ids)
+        finally:
+            builder.data_file.close()
+        if count == 0:
+            raise TTraceError("nothing to write: all input files are empty")
+        builder.finalize(str(folder / "idx"))
+        # An old index must never exist beside new data.
+        owned.remove(idx_path)
+        owned.take(folder / "bin", bin_path)
+        owned.take(folder / "idx", idx_path)
+    return Corpus(prefix=prefix, documents=count, tokens=tokens)
+
+
+def standard_library_corpus(output_prefix: Path, max_bytes: int) -> Path:
+    """Write the source of Python's standard library, which every machine has, as a data set.
+
+    The same Python writes the same data set, byte for byte. If it exists, nothing is written, and
+    Megatron (seconds) is not imported.
+
+    Returns:
+        ``output_prefix``, for ``--data-path``.
+    """
+    documents = _standard_library(max_bytes)
+    if not _holds(output_prefix, documents):
+        write_corpus(documents, output_prefix)
+    return output_prefix
+
+
+def standard_library_text(max_bytes: int) -> bytes:
+    """The same text, in one piece."""
+    return b"".join(_standard_library(max_bytes))
+
+
+def _standard_library(max_bytes: int) -> list[bytes]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    # Third-party packages are below the library's folder, and differ between machines.
+    foreign = {"site-packages", "dist-packages"}
+    files = [
+        path
+        for path in find_files([library], "*.py")
+        if foreign.isdisjoint(path.relative_to(library).parts)
+    ]
+    return list(read_documents(files, max_bytes))
+
+
+def _holds(prefix: Path, documents: Sequence[bytes]) -> bool:
+    """Whether the files exist and hold exactly these documents.
+
+    The index is not read: it is written last and removed first, so it matches the data.
+    """
+    wanted = b"".join(tokenise(content).tobytes() for content in documents)
+    try:
+        present = prefix.with_name(prefix.name + ".bin").read_bytes()
+    except OSError:
+        return False
+    return present == wanted and prefix.with_name(prefix.name + ".idx").exists()
+
+
+@contextmanager
+def _own_folder_beside(prefix: Path) -> Iterator[Path]:
+    """A folder on the file system of ``prefix``, so that moving files out of it is atomic."""
+    try:
+        owned.make(prefix.parent)
+        files = (f"{prefix.name}.bin", f"{prefix.name}.idx")
+        owned.require(prefix.parent, files)
+        with tempfile.TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent) as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise TTraceError(f"{prefix}: cannot be written: {error.strerror or error}") from error

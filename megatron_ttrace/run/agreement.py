@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks check, or all give up: they agree before and after each collective of ours.
+
+A rank that failed must not leave the others in a collective. So every part of a check ends at a
+numbered point where all ranks meet. They do so over the job's key-value store, with a few messages
+per rank and no collective. A rank that fails announces it at once, which wakes all ranks that wait
+at a point. Some failures end the job (Megatron's own step failed on one rank, or the training state
+could not be restored): while steps are traced, a thread on every rank watches for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.jobs import failures
+from megatron_ttrace.run import channel
+from megatron_ttrace.trace import codec, ends
+from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.1
+_CROWD = 10
+"""Ranks from which on the first pause is not longer: ten times as long as one rank's."""
+_WATCH_SECONDS = 1.0
+_BEAT_SECONDS = 5.0
+_SAY_AFTER_SECONDS = 10.0
+_FAREWELL_SECONDS = 5.0
+_RANKS_PER_SECOND = 2000
+"""Ranks that may poll the store per second while they wait."""
+
+_OK, _FAILED = "ok", "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why a check or a job ended: the first failure of any rank.
+
+    Attributes:
+        rank: the rank that failed.
+        host: its host.
+        what: what it was doing.
+        why: the error, in one line (a reference's last lines may follow).
+        of_everyone: whether the reason concerns the whole job, not this rank.
+        lost: whether the rank only lost its connection to the others.
+    """
+
+    rank: int
+    host: str
+    what: str
+    why: str
+    of_everyone: bool = False
+    lost: bool = False
+
+    @property
+    def line(self) -> str:
+        """One line for the user."""
+        if self.of_everyone:
+            return self.why
+        return f"rank {self.rank} on {self.host}, {self.what}: {self.why}"
+
+    @classmethod
+    def of_message(cls, text: str) -> Cause:
+        """The cause that another rank announced. Raises ``ValueError`` when it is not one."""
+        return codec.decode(cls, json.loads(text))
+
+
+class _CausedError(TTraceError):
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.line)
+        self.cause = cause
+
+
+class GivenUpError(_CausedError):
+    """The check is over on every rank; training can continue."""
+
+
+class EndError(_CausedError):
+    """The job must end: a rank is lost, or its training state."""
+
+
+class _LateError(TTraceError):
+    """A rank has not answered within the time limit."""
+
+
+class Ranks:
+    """This rank's end of all agreements of one job."""
+
+    def __init__(
+        self,
+        timeout: float,
+        *,
+        store: Any = None,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        """Find the other ranks.
+
+        Args:
+            timeout: seconds without a sign of life after which a rank counts as lost.
+            store: key-value store of all ranks; by default the job's own.
+            rank: this rank; by default that of the process group.
+            size: number of ranks; by default that of the process group.
+        """
+        ready = dist.is_initialized()
+        self.rank = rank if rank is not None else (dist.get_rank() if ready else 0)
+        self.size = size if size is not None else (dist.get_world_size() if ready else 1)
+        self._timeout = timeout
+        self._store = store
+        if store is None and self.size > 1:
+            self._store = channel.store()
+        self._counts = {"check": 0, "back": 0}
+        self._given_up: GivenUpError | None = None
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks. Raises as :meth:`together`."""
+        self.together(what, lambda: None)
+
+    def together[T](self, what: str, work: Callable[[], T]) -> T:
+        """Do something on every rank; return when all ranks have.
+
+        Raises:
+            GivenUpError: on every rank, when it failed on any.
+            EndError: when the other ranks cannot be reached.
+        """
+        if self._given_up is not None:
+            raise self._given_up
+        try:
+            value = work()
+        except (GivenUpError, EndError):
+            raise
+        except Exception as error:
+            raise self.give_up(error, what) from error
+        except BaseException as error:
+            self.give_up(error, what)  # interrupted: the others should not wait
+            raise
+        self._arrive("check", what)
+        return value
+
+    def from_one(self, source: int, what: str, work: Callable[[], Any]) -> Any:
+        """Do something on one rank; all ranks get its result, a JSON value.
+
+        Raises:
+            GivenUpError: on every rank, when it failed.
+        """
+        if self._given_up is not None:
+            raise self._given_up
+        if self.size == 1:
+            return self.together(what, work)
+        key = f"check/{self._counts['check'] + 1}/value"
+
+        def told() -> None:
+            if self.rank == source:
+                with self._heartbeat():
+                    value = work()
+                self._store.set(_key(key), json.dumps(value))
+
+        self.together(what, told)
+        return json.loads(self._ask(lambda: self._store.get(_key(key))).decode())
+
+    def exchange(self, what: str, value: Callable[[], Any], device: torch.device) -> list[Any]:
+        """The JSON values of all ranks, by rank, on every rank.
+
+        Raises:
+            GivenUpError: on every rank, when any could not provide one.
+            EndError: when the collective failed.
+        """
+        text = self.together(what, lambda: channel.encode(value()))
+        if self.size == 1:
+            return [channel.decode(text, 0)]
+        with self.watching():
+            size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+            sizes = [int(one.item()) for one in self._gather(what, size)]
+            mine = self.together(what, lambda: channel.buffer(text, max(sizes), device))
+            everyone = self._gather(what, mine)
+            return [
+                channel.decode(bytes(sent[:length].cpu().numpy()), rank)
+                for rank, (sent, length) in enumerate(zip(everyone, sizes, strict=True))
+            ]
+
+    def collect[T](
+        self,
+        what: str,
+        value: Callable[[], T],
+        merge: Callable[[list[T]], T],
+        device: torch.device,
+    ) -> T | None:
+        """The merged JSON values of all ranks on the last rank; ``None`` on all others.
+
+        The values travel up a tree, and each rank merges what it receives with its own. So no rank
+        has more of them than what :func:`channel.FAN_IN` ranks send, merged.
+
+        Raises:
+            GivenUpError: on every rank, when any could not provide or merge its part.
+            EndError: when a message could not be sent.
+        """
+        own = self.together(what, value)
+        groups, up = channel.tree(self.rank, self.size)
+        failed = False
+        with self.watching():
+            for group in groups:
+                parts = [(rank, self._moved(what, channel.receive, rank, device)) for rank in group]
+                try:
+                    if not failed:
+                        own = merge([own, *(channel.unpacked(sent, rank) for rank, sent in parts)])
+                except Exception as error:  # noqa: BLE001 - the rank above still waits for a message
+                    self.give_up(error, what)
+                    failed = True
+            if up is not None:
+                message = b"" if failed else channel.packed(own)
+                self._moved(what, channel.send, message, up, device)
+
+        self.meet(what)
+        return own if up is None else None
+
+    def reduce[T](
+        self,
+        what: str,
+        value: Callable[[], T],
+        merge: Callable[[list[T]], T],
+        device: torch.device,
+    ) -> T:
+        """The merged JSON values of all ranks on every rank. Raises as :meth:`collect`."""
+        merged = self.collect(what, value, merge, device)
+        if self.size == 1:
+            return merged  # type: ignore[return-value]
+        text = self.together(what, lambda: b"" if merged is None else channel.packed(merged))
+        with self.watching():
+            sent = self._moved(what, channel.broadcast, text, self.size - 1, device)
+        return self.together(what, lambda: channel.unpacked(sent, self.size - 1))  # type: ignore[no-any-return]
+
+    def _moved[**P, T](
+        self, what: str, move: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """A message sent or received: a rank that fails leaves the other waiting."""
+        try:
+            return move(*args, **kwargs)
+        except Exception as error:
+            raise self.end(error, what) from error
+
+    def _gather(self, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A collective: a rank that fails in it leaves the others waiting in it."""
+        try:
+            return channel.gather(tensor)
+        except Exception as error:
+            raise self.end(error, what) from error
+
+    def give_up(self, error: BaseException, what: str) -> GivenUpError | EndError:
+        """Announce that this rank failed; returns the error to raise."""
+        if isinstance(error, GivenUpError | EndError):
+            return error
+        if self._given_up is None:
+            cause = self._announce("failed", self._cause(error, what))
+            self._given_up = GivenUpError(cause)
+            self._wake()
+        return self._given_up
+
+    def end(self, error: BaseException, what: str) -> EndError:
+        """Announce that the job must end; returns the error to raise."""
+        if isinstance(error, EndError):
+            return error
+        cause = self._announce("fatal", self._cause(error, what))
+        self._announce("failed", cause)
+        self._wake()
+        return EndError(cause)
+
+    def all_back(self) -> None:
+        """Wait until every rank has restored its training state, at most for the time limit.
+
+        A slower rank is not lost: training goes on, and waits for it in its next collective. If
+        that rank cannot restore its state, it ends the job itself.
+
+        Raises:
+            EndError: when the store is lost.
+        """
+        what = "restoring the training state"
+        try:
+            self._arrive("back", what)
+        except _LateError as late:
+            if self.rank in (0, self.size - 1):
+                print(f"ttrace: {what}: {late}; training waits for it", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this context the process ends as soon as another rank announces that the job must.
+
+        This rank may be in a collective of Megatron's that the other rank will never join.
+        """
+        if self.size == 1:
+            yield
+            return
+        over = threading.Event()
+        pause = max(_WATCH_SECONDS, self.size / _RANKS_PER_SECOND)
+        thread = threading.Thread(target=self._watch, args=(over, pause), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    @classmethod
+    def waiting_code(cls) -> CodeType:
+        """The code in which a rank waits for the others."""
+        return cls._await.__code__
+
+    def farewell(self) -> None:
+        """Let rank 0, which may hold the store, leave last."""
+        if self.size == 1:
+            return
+        with contextlib.suppress(Exception):
+            left = self._store.add(_key("left"), 1)
+            deadline = time.monotonic() + _FAREWELL_SECONDS
+            while self.rank == 0 and left < self.size and time.monotonic() < deadline:
+                time.sleep(0.02)
+                left = self._store.add(_key("left"), 0)
+
+    def _watch(self, over: threading.Event, pause: float) -> None:
+        lost = 0
+        while not over.wait(pause):
+            try:
+                if not self._store.check([_key("fatal")]):
+                    lost = 0
+                    continue
+                cause = Cause.of_message(self._store.get(_key("fatal")).decode())
+            except Exception as error:  # noqa: BLE001 - whatever a lost store raises
+                lost += 1
+                if lost < 2 or over.is_set():
+                    continue
+                cause = self._lost(error).cause
+            if over.is_set():
+                return
+            say_end(cause, self.rank)
+            with contextlib.suppress(Exception):
+                self._store.add(_key("left"), 1)
+            os._exit(int(ExitCode.COULD_NOT_CHECK))
+
+    def _arrive(self, lane: str, what: str) -> None:
+        self._counts[lane] += 1
+        if self.size == 1:
+            return
+        at = f"{lane}/{self._counts[lane]}"
+        self._ask(lambda: self._store.set(_key(f"{at}/{self.rank}"), "1"))
+        if self._ask(lambda: self._store.add(_key(f"{at}/arrived"), 1)) == self.size:
+            self._ask(lambda: self._store.compare_set(_key(f"{at}/done"), "", _OK))
+        try:
+            if self._await(at, what) == _OK:
+                return
+        except _LateError as late:
+            if lane == "check":
+                raise self.give_up(late, what) from late
+            raise
+        cause = Cause.of_message(self._ask(lambda: self._store.get(_key("failed"))).decode())
+        if self._ask(lambda: self._store.check([_key("fatal")])):
+            raise EndError(cause)
+        self._given_up = GivenUpError(cause)
+        raise self._given_up
+
+    def _await(self, at: str, what: str) -> str:
+        """How a point ended. Raises ``_LateError`` when a rank shows no sign of life for long."""
+        began = alive = time.monotonic()
+        beat, asked, said = -1, began, False
+        pause = _FIRST_PAUSE * min(self.size, _CROWD)
+        longest = max(_LONGEST_PAUSE, self.size / _RANKS_PER_SECOND)
+        while not self._ask(lambda: self._store.check([_key(f"{at}/done")])):
+            now = time.monotonic()
+            if now - asked > min(_BEAT_SECONDS, self._timeout / 4):
+                asked = now
+                heard = self._ask(lambda: self._store.add(_key("beat"), 0))
+                if heard != beat:
+                    beat, alive = heard, now if beat >= 0 else alive
+            if now - alive > self._timeout:
+                raise _LateError(f"no answer from {self._missing(at)} within {self._timeout:.0f} s")
+            if now - began > _SAY_AFTER_SECONDS and not said:
+                said = True
+                if self.rank in (0, self.size - 1):
+                    print(f"ttrace: waiting for {self._missing(at)}: {what}", flush=True)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return str(self._ask(lambda: self._store.get(_key(f"{at}/done"))).decode())
+
+    def _missing(self, at: str) -> str:
+        missing = [
+            rank
+            for rank in range(self.size)
+            if not self._ask(lambda rank=rank: self._store.check([_key(f"{at}/{rank}")]))  # type: ignore[misc]
+        ]
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        return f"rank{'s' if len(missing) > 1 else ''} {shown}"
+
+    @contextlib.contextmanager
+    def _heartbeat(self) -> Iterator[None]:
+        """Tell the others regularly that this rank is alive: its work may take long."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(min(_BEAT_SECONDS, self._timeout / 4)):
+                with contextlib.suppress(Exception):
+                    self._store.add(_key("beat"), 1)
+
+        threading.Thread(target=beat, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _announce(self, key: str, cause: Cause) -> Cause:
+        """Leave the cause for the others; returns the one that was announced first."""
+        if self.size == 1:
+            return cause
+        try:
+            text = json.dumps(dataclasses.asdict(cause))
+            return Cause.of_message(self._store.compare_set(_key(key), "", text).decode())
+        except Exception:  # noqa: BLE001 - the store is lost: there is no rank to tell
+            return cause
+
+    def _wake(self) -> None:
+        """Let no rank wait for this one, neither at the current point nor at the next."""
+        if self.size == 1:
+            return
+        count = self._counts["check"]
+        with contextlib.suppress(Exception):
+            for number in (count, count + 1):
+                self._store.compare_set(_key(f"check/{number}/done"), "", _FAILED)
+
+    def _ask[T](self, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except RuntimeError as error:  # what torch's stores raise, a lost connection included
+            raise self._lost(error) from error
+
+    def _lost(self, error: BaseException) -> EndError:
+        why = "lost the connection to the job's key-value store (rank 0 or the launcher ended)"
+        del error
+        what = "agreeing with other ranks"
+        return EndError(Cause(self.rank, socket.gethostname(), what, why, lost=True))
+
+    def _cause(self, error: BaseException, what: str) -> Cause:
+        ours = isinstance(error, TTraceError)
+        return Cause(
+            self.rank,
+            socket.gethostname(),
+            what,
+            str(error) if ours else one_line(error),
+            of_everyone=self.size == 1 or (ours and self.rank == 0),
+        )
+
+
+def say_end(
+    cause: Cause, rank: int, error: BaseException | None = None, ending: str = "; the job ends"
+) -> None:
+    """Leave the record of why this rank ends; rank 0 and the rank that failed print it, too.
+
+    Args:
+        cause: of the end.
+        rank: this rank.
+        error: what announced the cause; an exception of this rank's is its cause.
+        ending: of the line that is printed.
+    """
+    code, follows = int(ExitCode.COULD_NOT_CHECK), rank != cause.rank or cause.lost
+    origin = error.__cause__ if error is not None else None
+    while isinstance(origin, TTraceError) and origin.__cause__ is not None:
+        origin = origin.__cause__
+    if origin is not None and not isinstance(origin, TTraceError):
+        found = failures.record_of(origin, code, follows=follows)
+        if found.frames:  # else the cause says which part of the check failed
+            ends.write(found)
+    if rank in (0, cause.rank):
+        ends.tell(f"{cause.line}{ending}", code, follows=follows)
+    else:
+        ends.write(ends.EndRecord(code=code, at=0, message=cause.line, follows=follows))
+    sys.stdout.flush()
+
+
+def _key(name: str) -> str:
+    return f"ttrace/{name}"

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer of a running job: concluded from all ranks' findings, written and sent to trackers."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare import gathered, wire
+from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.exactness import Arithmetic
+from megatron_ttrace.compare.exercised import Requested
+from megatron_ttrace.diagnose.losses import Separate
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import balancing, logged, own_shards, quiet
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.report import later
+from megatron_ttrace.run import recording
+from megatron_ttrace.run.agreement import Ranks
+from megatron_ttrace.run.comparison import Comparison, dispatcher, gradient_factor
+from megatron_ttrace.run.requirements import isolates
+from megatron_ttrace.saved.conclusion import conclude
+from megatron_ttrace.trace import codec, counted, folded
+from megatron_ttrace.trace.collectives import Ledger
+from megatron_ttrace.trace.executed import Edits
+from megatron_ttrace.trace.records import Summary, Verdict
+from megatron_ttrace.trace.store import seal
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one rank concludes from the findings of all."""
+
+    summary: Summary
+    verdicts: list[Verdict]
+    ledger: Ledger
+
+    def settled(self, alone: Summary, timings: Mapping[str, float]) -> Answer:
+        """This answer, and what a check with modules isolated found."""
+        from megatron_ttrace.report import wording  # only the rank that judges needs it
+
+        told = wording.isolated_texts(alone.culprits)
+        summary = dataclasses.replace(
+            self.summary,
+            notices=(*(f"isolated: {text}" for text in told), *self.summary.notices),
+            timings={**self.summary.timings, **timings},
+        )
+        return dataclasses.replace(self, summary=summary)
+
+
+def failing(comparison: Comparison, ranks: Ranks, device: torch.device) -> list[int]:
+    """The tensors that fail on any rank: a collective. Raises as :meth:`Ranks.reduce`."""
+    return ranks.reduce(
+        "collecting what fails",
+        lambda: gathered.failing(comparison.findings(), comparison.tolerances),
+        lambda each: sorted({number for found in each for number in found}),
+        device,
+    )
+
+
+def findings_of(rank: int, mesh: Mesh, comparison: Comparison, recorded: Any) -> dict[str, Any]:
+    """What one rank tells the one that judges, as JSON; ``recorded`` is its ledger."""
+    counts = [counted.compact(one) for one in comparison.counted]
+    held = wire.encode(gathered.of_rank(rank, comparison.findings()))
+    each = [list(dataclasses.astuple(mesh)), counts, recorded]
+    return {"held": held, "each": folded.fold({rank: each})}
+
+
+def merged(
+    findings: Sequence[dict[str, Any]],
+    failed: Collection[int],
+    comparison: Comparison,
+    args: MegatronArguments,
+) -> dict[str, Any]:
+    """What several ranks tell, in fewer records. Raises ``CodecError`` on a foreign message."""
+    held = gathered.merge(
+        (one for found in findings for one in wire.decode(found["held"])),
+        comparison.tolerances,
+        failed,
+        own_shards.depends_on_layout(args)[0],
+    )
+    each = folded.merge(found["each"] for found in findings)
+    return {"held": wire.encode(held), "each": each}
+
+
+def answer(
+    comparison: Comparison,
+    findings: dict[str, Any],
+    *,
+    model: TracedModel,
+    args: MegatronArguments,
+    settings: Settings,
+    timings: dict[str, float],
+    notices: Sequence[str],
+    edits: Edits,
+    separate: Separate | None,
+) -> Answer:
+    """Conclude, on one rank.
+
+    ``findings`` are those of all ranks (:func:`merged`). ``separate`` finds the losses' shares of
+    gradients. ``edits`` is what the user changed in Megatron.
+    """
+    config = config_of(model, args, settings)
+    directory = settings.directory / "candidate"
+    each, once = folded.unfold(findings["each"]), folded.Once()
+    meshes = [codec.decode_list(Mesh, mesh) for mesh, *_ in each.values()]
+    counts = {
+        rank: tuple(counted.expanded(one, once) for one in found)
+        for rank, (_, found, _) in each.items()
+    }
+    recorded = [said for *_, said in each.values()]
+    ledger, lost = recording.merged(meshes, recorded, args, once)
+    if any(directory.glob("*.index.jsonl")):
+        meta = {
+            "role": "candidate",
+            "complete": settings.saves_candidate,
+            "meshes": [dataclasses.asdict(mesh) for mesh in meshes],
+            "counted": [counted.encode(one) for one in counts.values() if settings.saves_candidate],
+            "config": config.on(model.mesh),
+            "ledger": ledger.to_json(),
+        }
+        seal(directory, meta)
+    summary, verdicts = conclude(
+        comparison.reference,
+        comparison.tolerances,
+        wire.decode(findings["held"]),
+        candidate=directory,
+        counts=counts,
+        mesh=model.mesh,
+        config=config,
+        timings=timings,
+        notices=[*notices, *lost],
+        allow_unchecked=settings.allow_unchecked,
+        ledger=ledger,
+        changed=recording.changed(edits, recorded, once),
+        separate=separate,
+    )
+    return Answer(dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger)
+
+
+def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> RunConfig:
+    """The candidate's configuration, for the report and for ``ttrace compare``."""
+    return RunConfig(
+        sequence_parallel=bool(args.sequence_parallel),
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+        dtype="bf16" if args.bf16 else str(args.params_dtype).removeprefix("torch."),
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        seq_length=args.seq_length,
+        dispatcher=dispatcher(args),
+        own_tokens=tuple(balancing.depends_on_layout(args)),
+        own_shards=own_shards.depends_on_layout(args)[0],
+        iterations=tuple(settings.iterations),
+        isolate=isolates(args, settings),
+        logs=logged.is_found(),
+        init=settings.init,
+        reference=str(settings.directory / "reference"),
+        arithmetic=_arithmetic(model, args, settings),
+        requested=requested(args, model.chunks),
+    )
+
+
+def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings) -> Arithmetic:
+    mesh = model.mesh
+    device = next(model.chunks[0].parameters()).device
+    return Arithmetic(
+        splits_sums=tuple(axis for axis in ("tp", "cp", "ep", "etp") if mesh.size(axis) > 1),
+        pp=mesh.size("pp"),
+        dp=mesh.size("dp"),
+        shared_embedding=not args.untie_embeddings_and_output_weights
+        or bool(getattr(args, "mtp_num_layers", None)),
+        clips=bool(args.clip_grad),
+        per_rank_state=bool(getattr(args, "fp8", None)) or bool(args.num_experts),
+        gradient_factor=gradient_factor(args, mesh),
+        deterministic=device.type == "cpu" or bool(getattr(args, "deterministic_mode", False)),
+        same_code=not (settings.reference_args or settings.allow_other_megatron)
+        # A reference on several ranks adds up in an order of its own.
+        and settings.reference_layout is None,
+    )
+
+
+def requested(args: Any, chunks: Sequence[Any]) -> Requested:
+    """What Megatron's validated arguments ask of this rank's model chunks."""
+    window = getattr(args, "window_size", None)
+    sparse = getattr(args, "experimental_attention_variant", None) == "dsa"
+    return Requested(
+        dropout=quiet.has_dropout(args),
+        random_routing=quiet.has_random_routing(args),
+        clip=float(args.clip_grad or 0.0),
+        masks_ends=bool(args.eod_mask_loss),
+        resets_positions=bool(args.reset_position_ids),
+        resets_attention=bool(args.reset_attention_mask),
+        per_token_loss=bool(args.calculate_per_token_loss),
+        seq_length=int(args.seq_length),
+        window=max(0, int(window[0])) if window else 0,
+        sparse=int(getattr(args, "dsa_indexer_topk", None) or 0) if sparse else 0,
+        drops_tokens=getattr(args, "moe_expert_capacity_factor", None) is not None,
+        sharded_optimizer=bool(args.use_distributed_optimizer),
+        overlap=bool(args.overlap_grad_reduce or getattr(args, "overlap_param_gather", False)),
+        buckets=_buckets(chunks),
+        final_batch=int(args.global_batch_size) if args.rampup_batch_size else 0,
+        micro_batch=int(args.micro_batch_size),
+    )
+
+
+def _buckets(chunks: Sequence[Any]) -> int:
+    """Gradient buckets of Megatron's DistributedDataParallel; 0 for another wrapper."""
+    return sum(
+        len(getattr(chunk, "bucket_groups", ()))
+        + len(getattr(chunk, "expert_parallel_bucket_groups", ()))
+        for chunk in chunks
+    )
+
+
+def publish(found: Answer, settings: Settings) -> None:
+    """Write the report; send it to the trackers that Megatron has opened.
+
+    Where training goes on, only what is short is done at once: the verdict's files, and what goes
+    into the job's own log and trackers. A process makes the rest.
+    """
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    from megatron_ttrace import report
+
+    # Megatron's own run, or one that the script has opened.
+    run = getattr(get_wandb_writer() or sys.modules.get("wandb"), "run", None)
+    report.publish(
+        found.summary,
+        found.verdicts,
+        settings.directory,
+        wandb_run=run,
+        tensorboard=get_tensorboard_writer(),
+        wandb=settings.wandb,
+        wandb_online=settings.wandb_online,
+        collectives=found.ledger.collectives,
+        pages=settings.exit_after,
+    )
+    if not settings.exit_after:
+        later.start(
+            settings.directory,
+            html=run is None or not settings.wandb,
+            wandb=settings.wandb and run is None,
+            online=settings.wandb_online,
+        )

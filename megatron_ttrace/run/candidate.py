@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The candidate's side of a check: find a reference, compare on every rank, judge, report.
+
+This file decides when; how is in ``requirements.py`` (which runs are refused), ``start/handoff.py``
+(a start that was loaded), ``comparison.py`` (traced steps) and ``answer.py`` (the verdict).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.executed import ExecutedTap
+from megatron_ttrace.diagnose.losses import Share
+from megatron_ttrace.jobs import edited, reference_layout
+from megatron_ttrace.jobs.processes.progress import NOTICE
+from megatron_ttrace.jobs.settings import Keep, Settings
+from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, statistics
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.run import answer, launch, requirements
+from megatron_ttrace.run.agreement import EndError, Ranks
+from megatron_ttrace.run.comparison import (
+    Comparison,
+    gradient_factor,
+    layout_of,
+    microbatch_numbers,
+)
+from megatron_ttrace.run.recording import Recording
+from megatron_ttrace.run.separation import Separation
+from megatron_ttrace.run.session import DataIterator, Session
+from megatron_ttrace.run.start import loaded
+from megatron_ttrace.run.start.handoff import Started, hand_over
+from megatron_ttrace.trace import cleaning, owned, shared
+from megatron_ttrace.trace.captured import Batch
+from megatron_ttrace.trace.errors import ExitCode
+from megatron_ttrace.trace.executed import Edits
+from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.start import StartValues
+from megatron_ttrace.trace.store import TraceReader, TraceWriter
+
+
+def _say(notice: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"ttrace: {NOTICE}{notice}", flush=True)
+
+
+class CandidateSession(Session):
+    """Checks the run that it is part of."""
+
+    def __init__(
+        self, args: MegatronArguments, settings: Settings, ranks: Ranks, executed: ExecutedTap
+    ) -> None:
+        super().__init__(args, settings, ranks)
+        self._comparison: Comparison | None = None
+        self._started: Started | None = None
+        self._timings: dict[str, float] = {}
+        self._notices: list[str] = []
+        requirements.require(args, settings)
+        if fim.is_by_sample(args, settings):
+            fim.rearrange_by_sample()
+        if quiet.has_dropout(args):
+            _say("dropout is switched off in the traced steps")
+        if quiet.has_random_routing(args):
+            _say("random routing is switched off in the traced steps")
+        for text in (*requirements.complete(args, settings), *requirements.notices(args, settings)):
+            self._notice(text)
+        run, edits = ranks.from_one(
+            0,
+            "preparing the check",
+            lambda: (shared.prepare(settings.directory), edited.find().to_json()),
+        )
+        shared.require(settings.directory, run)
+        self._edits = Edits.from_json(edits)
+        self._executed = executed
+        executed.follow(self._edits.functions)
+        if not self.is_loaded:
+            # Before the model is built: on a GPU the reference needs the memory.
+            self._find_reference(None)
+
+    def begin(
+        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    ) -> None:
+        """Hand the state of a run that starts from a checkpoint to the reference first."""
+        requirements.require_iterations(self.args, self.settings)
+        super().begin(chunks, optimizer, scheduler)
+        self._recording = Recording(self.model, self._executed)
+        for name in (name for names in self.model.names for name in names.unused):
+            self._notice(f"{name} of the last stage is unused in the forward pass: not traced")
+        if self._comparison is None:
+            directory = self.settings.directory / "start"
+            started = hand_over(
+                self.model, directory, self.args, scheduler, self.ranks, self.device
+            )
+            self.start, self.start_step = directory, started.step
+            self._find_reference(started)
+            self._compare_loaded()
+        if self.not_initial:
+            self._notice(self.not_initial)
+        self.comparison.initial(self.settings.iterations[0], self.initial)
+
+    def _compare_loaded(self) -> None:
+        """Compare what every rank has loaded with what one device loads."""
+        first, reference = self.settings.iterations[0], self.comparison.reference
+        with self.comparison.step(first, layout_of(self.model, self.args), (), ()) as sink:
+            loaded.compare(self.model, reference, first, sink)
+        if unverified := loaded.notice(reference):
+            self._notice(unverified)
+
+    @property
+    def comparison(self) -> Comparison:
+        """This rank's comparison, once there is a reference."""
+        assert self._comparison is not None, "the reference comes first"
+        return self._comparison
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this run starts from a checkpoint."""
+        return requirements.starts_from_checkpoint(self.args)
+
+    def traces(self, step: int) -> bool:
+        """Whether a block of traced iterations starts with this step."""
+        return any(block[0] == step for block in self.blocks())
+
+    def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
+        """Rehearse the block of traced iterations that starts with this step."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        block = next(block for block in self.blocks() if block[0] == step)
+        began = time.monotonic()
+        count = get_num_microbatches()
+        served = Served(iterator, count * len(block))
+        try:
+            self.ranks.meet("fetching the batches")
+            if step == 1 and self.args.overlap_grad_reduce:
+                self._warm_up(run, served)
+            self._rehearse(block, run, served, count, self.comparison, self._recording.step)
+            self._timings["traced steps"] = time.monotonic() - began
+            if block[-1] != self.settings.iterations[-1]:
+                return None
+            self.finished = True
+            rehearse = functools.partial(self._rehearse, block, run, served, count)
+            return self._conclude(rehearse)
+        finally:
+            served.serve()
+
+    def _rehearse(
+        self,
+        block: list[int],
+        run: Callable[[], Any],
+        served: Served,
+        count: int,
+        comparison: Comparison,
+        record: Callable[[int, Callable[[], Any]], Any] = lambda _, run: run(),
+    ) -> None:
+        """Trace a block of iterations; ``count`` microbatches each, of those that are served."""
+        with self.rehearsal(restore=not self.settings.exit_after):
+            self.equal_start(StartValues(comparison.reference, block[0]))
+            self._kept.callback(statistics.zero_gradients, self.model.chunks)
+            statistics.leave_gradients(self.model.chunks, self.model.optimizer)
+            scale = self._scale_loss(block[0])
+            self.serve(served)
+            for position, iteration in enumerate(block):
+                batches = served.batches[position * count : (position + 1) * count]
+                step = functools.partial(record, iteration, run)
+                self._check(iteration, step, batches, count, scale, comparison)
+
+    def _warm_up(self, run: Callable[[], Any], served: Served) -> None:
+        """Make one step that is not traced.
+
+        In its first step Megatron learns the order in which gradients become ready, and reduces
+        them all at the end (``is_first_batch`` in
+        megatron/core/distributed/param_and_grad_buffer.py). All later steps reduce them with
+        overlap, which is what can go wrong.
+        """
+        with self.rehearsal(restore=True):
+            self.serve(served)
+            self.ranks.meet("warming up")
+            self.step(run)
+            self.ranks.meet("warming up")
+
+    def _scale_loss(self, iteration: int) -> float:
+        """Use a loss scale with which the reference does not overflow; returns the ratio of both.
+
+        The notice is for a scale that was lowered: what the candidate's own would do is unchecked.
+        """
+        scales: dict[str, float] = self.comparison.reference.meta.get("loss_scales", {})
+        theirs = scales.get(str(iteration))
+        own = loss_scale.get(self.model.optimizer)
+        if theirs is None or own is None:
+            return 1.0
+        mine = loss_scale.of_candidate(theirs, gradient_factor(self.args, self.model.mesh))
+        loss_scale.put(self.model.optimizer, mine)
+        if theirs < own:
+            self._notice(
+                f"the loss scale {own:g} overflows in the reference as well: "
+                f"the traced step uses {theirs:g}"
+            )
+        return mine / theirs
+
+    def _check(
+        self,
+        iteration: int,
+        run: Callable[[], Any],
+        batches: list[Batch],
+        count: int,
+        scale: float,
+        comparison: Comparison,
+    ) -> None:
+        mesh = self.model.mesh
+        layout = layout_of(self.model, self.args, scale)
+        numbers = microbatch_numbers(
+            comparison.reference, iteration, batches, count, mesh, self.ranks, self.device
+        )
+        with comparison.step(iteration, layout, batches, numbers) as sink:
+            comparison.counted.append(self.rehearse(run, sink, numbers, iteration))
+
+    def _find_reference(self, started: Started | None) -> None:
+        self._started = started
+        began = time.monotonic()
+        directory, checksum = self.ranks.from_one(
+            0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
+        )
+        self._comparison = Comparison(
+            TraceReader(Path(directory), announced=checksum, budget=self.budget),
+            TraceWriter(self.settings.directory / "candidate", dist.get_rank(), self.budget),
+            budget=self.budget,
+            keep_all=self.settings.saves_candidate,
+            isolate=requirements.isolates(self.args, self.settings),
+        )
+        if layout := self.comparison.reference.field("layout", reference_layout.decoded):
+            self._notice(reference_layout.notice(layout, self.args))
+        self._timings["reference"] = time.monotonic() - began
+        self.ranks.meet("reading the reference")
+
+    def _separate(self, keys: Sequence[TraceKey]) -> dict[TraceKey, list[Share]]:
+        """The losses' shares of gradients of the reference."""
+        reference = self.comparison.reference
+        separation = Separation(
+            reference=str(reference.directory.resolve()),
+            checksum=reference.checksum,
+            keys=tuple(keys),
+            losses=losses.present(self.args),
+            isolated=requirements.isolates(self.args, self.settings),
+        )
+        with launch.replayed(
+            self.args, self.settings, self._started, reference.meta, separation
+        ) as directory:
+            return separation.read(directory)
+
+    def _notice(self, text: str) -> None:
+        if text in self._notices:
+            return
+        self._notices.append(text)
+        _say(text)
+
+    def _conclude(self, rehearse: Callable[[Comparison], None]) -> ExitCode:
+        """Collect all ranks' findings and report them from the last rank.
+
+        Megatron keeps its W&B and TensorBoard writers there. Where the answer leaves doubt, and
+        training goes on, modules are isolated at once; the report tells what that has found.
+
+        Args:
+            rehearse: traces the last block once more.
+        """
+        last = dist.get_world_size() - 1
+        ledger = self._recording.message()
+        began = time.monotonic()
+        findings = self._findings(self.comparison, ledger)
+        self._timings["gather"] = time.monotonic() - began
+        found: list[answer.Answer] = []
+
+        def judge() -> bool:
+            found.append(self._answer(self.comparison, findings, self.settings))
+            return found[0].summary.leaves_doubt
+
+        def report() -> int:
+            answer.publish(found[0], self.settings)
+            return found[0].summary.verdict.exit_code
+
+        doubt = self.ranks.from_one(last, "judging", judge)
+        # A launcher that waits for the end of this job makes another one.
+        if doubt and not self.settings.exit_after and len(self.blocks()) == 1:
+            try:
+                self._isolate(rehearse, ledger, found)
+            except EndError:
+                raise
+            except Exception as error:
+                given_up = self.ranks.give_up(error, "checking with modules isolated")
+                self.judged = True
+                if found:
+                    report()
+                raise given_up from error
+        code = ExitCode(self.ranks.from_one(last, "writing the report", report))
+        if self.settings.keep is Keep.NONE and dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                cleaning.remove_tensors(self.settings.directory, own=not self.settings.reference)
+        return code
+
+    def _isolate(
+        self, rehearse: Callable[[Comparison], None], ledger: Any, found: list[answer.Answer]
+    ) -> None:
+        """Check again with modules isolated, and add to the answer what fails on its own.
+
+        Args:
+            rehearse: traces the last block once more.
+            ledger: what this rank recorded.
+            found: the answer, on the rank that has it.
+        """
+        if dist.get_rank() == 0:
+            print("ttrace: not every cause is known: checking with modules isolated", flush=True)
+        began = time.monotonic()
+        folder = self.settings.directory / shared.ISOLATED
+        settings = dataclasses.replace(self.settings, isolate=True, directory=folder)
+
+        def prepare() -> Comparison:
+            owned.make(folder)
+            comparison = Comparison(
+                self.comparison.reference,
+                TraceWriter(folder / "candidate", dist.get_rank(), self.budget),
+                keep_all=False,
+                isolate=True,
+                budget=self.budget,
+            )
+            comparison.initial(self.settings.iterations[0], self.initial)
+            before = self.comparison.findings()
+            comparison.take(one for one in before if one.key.kind is Kind.LOADED)
+            return comparison
+
+        # All ranks rehearse or none: the end of a rehearsal waits for all.
+        comparison = self.ranks.together("checking with modules isolated", prepare)
+        rehearse(comparison)
+        findings = self._findings(comparison, ledger)
+
+        def judge() -> None:
+            alone = self._answer(comparison, findings, settings).summary
+            spent = {"isolated": time.monotonic() - began}
+            found[0] = found[0].settled(alone, spent)
+            owned.discard(folder)
+
+        self.ranks.from_one(dist.get_world_size() - 1, "judging with modules isolated", judge)
+
+    def _answer(
+        self, comparison: Comparison, findings: dict[str, Any] | None, settings: Settings
+    ) -> answer.Answer:
+        assert findings is not None, "the last rank has them"
+        return answer.answer(
+            comparison,
+            findings,
+            model=self.model,
+            args=self.args,
+            settings=settings,
+            timings=self._timings,
+            notices=self._notices,
+            edits=self._edits,
+            separate=self._separate if losses.present(self.args) and not settings.isolate else None,
+        )
+
+    def _findings(self, comparison: Comparison, ledger: Any) -> dict[str, Any] | None:
+        """The findings of all ranks, on the last one."""
+        failed = frozenset(answer.failing(comparison, self.ranks, self.device))
+        return self.ranks.collect(
+            "collecting the measurements",
+            lambda: answer.findings_of(dist.get_rank(), self.model.mesh, comparison, ledger),
+            lambda parts: answer.merged(parts, failed, comparison, self.args),
+            self.device,
+        )

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traced steps of a candidate on one rank, compared while they run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.initial import Initial
+from megatron_ttrace.capture.step import StepSink, TracedModel
+from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import RankLayout
+from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.tokens import match
+from megatron_ttrace.mcore import packed
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.partials import partials
+from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.run.agreement import Ranks
+from megatron_ttrace.trace.budget import Budget, require_space
+from megatron_ttrace.trace.captured import Batch
+from megatron_ttrace.trace.counted import Counted
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+
+_DEFAULT = Budget()
+
+
+class Comparison:
+    """What one rank measures, from the first traced step to the last.
+
+    Failed tensors are kept with ``writer``; with ``keep_all`` the others are kept, too. With
+    ``isolate`` every module is given the reference's inputs. ``budget`` bounds the memory.
+
+    Raises:
+        TTraceError: when all tensors are kept, and there is no room for them.
+    """
+
+    def __init__(
+        self,
+        reference: TraceReader,
+        writer: TraceWriter,
+        *,
+        keep_all: bool,
+        isolate: bool,
+        budget: Budget = _DEFAULT,
+    ) -> None:
+        if keep_all:
+            # All ranks together keep each tensor of the reference at least once.
+            require_space(writer.directory, reference.stored_bytes, "the candidate's trace")
+        self._budget = budget
+        self.reference = reference
+        self.tolerances = tolerance.of_reference(reference)
+        self._writer = writer
+        self._keep_all = keep_all
+        self._isolate = isolate
+        self._measured: list[Measured] = []
+        self.counted: list[Counted] = []
+
+    def initial(self, iteration: int, found: Sequence[Initial]) -> None:
+        """Record the initial values of the run, with the first traced iteration."""
+        for one in found:
+            key = TraceKey(iteration, STEP_LEVEL, Kind.INITIAL, one.name)
+            where = one.placement, one.boxes, one.logical_shape
+            self._measured.append(Measured(key, *where, None, moments=one.moments))
+            if self._keep_all:
+                entry = Entry(
+                    key,
+                    one.logical_shape,
+                    one.dtype,
+                    logical_shape=one.logical_shape,
+                    placement=one.placement,
+                    boxes=one.boxes,
+                    sums=dataclasses.astuple(one.moments),
+                )
+                self._writer.add(entry, None)
+
+    def take(self, found: Iterable[Measured]) -> None:
+        """Take what another comparison with this reference has measured."""
+        self._measured += found
+
+    @contextmanager
+    def step(
+        self, iteration: int, layout: RankLayout, batches: Sequence[Batch], numbers: Sequence[int]
+    ) -> Iterator[StepSink]:
+        """Compare one traced step, which runs in this context and is captured into the sink.
+
+        Args:
+            iteration: of the step.
+            layout: of this rank.
+            batches: this rank's microbatches, of which tokens are compared; none without data.
+            numbers: the reference's number of each microbatch.
+        """
+        sink = CompareSink(
+            self.reference,
+            iteration,
+            layout,
+            tolerances=self.tolerances,
+            writer=self._writer,
+            keep_all=self._keep_all,
+            isolate=self._isolate,
+            budget=self._budget,
+        )
+        for number, batch in zip(numbers, batches, strict=False):
+            for name, value in batch.items():
+                sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
+        yield sink
+        self._measured += sink.measured
+
+    def findings(self) -> list[Measured]:
+        """Everything that was measured; closes the files."""
+        if self._keep_all or len(self._writer):
+            self._writer.close()
+        return self._measured
+
+
+def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -> RankLayout:
+    """This rank's part of the model, as far as the comparison needs it.
+
+    ``scale`` is the candidate's loss scale relative to the reference's.
+    """
+    is_packed = packed.padded_for(args) > 1
+    return RankLayout(
+        mesh=model.mesh,
+        seq_length=args.seq_length * (args.micro_batch_size if is_packed else 1),
+        gated=model.gated,
+        gradient_factor=gradient_factor(args, model.mesh),
+        sequence_first=frozenset(
+            name
+            for names in model.names
+            for name, module in names.modules.items()
+            if getattr(module, "reduce_scatter_embeddings", False)
+            # Modules that contain it have that attribute too, but do not transpose.
+            and hasattr(module, "vocab_start_index")
+        ),
+        stacked=stacked_outputs(model.names),
+        head_rows=head_rows(model.names),
+        loss_scale=scale,
+        dispatcher=dispatcher(args),
+        partials=partials(model.names),
+        bounds=packed.BOUNDS if is_packed else "",
+    )
+
+
+def gradient_factor(args: MegatronArguments, mesh: Mesh) -> float:
+    """Each microbatch's loss is divided by the number of microbatches of *its* rank."""
+    if args.calculate_per_token_loss:
+        return 1.0
+    return float(mesh.size("dp") * mesh.size("cp"))
+
+
+def dispatcher(args: MegatronArguments) -> str:
+    """How tokens reach their experts; empty without experts."""
+    return str(args.moe_token_dispatcher_type) if args.num_experts else ""
+
+
+def microbatch_numbers(
+    reference: TraceReader,
+    iteration: int,
+    batches: list[Batch],
+    count: int,
+    mesh: Mesh,
+    ranks: Ranks,
+    device: torch.device,
+) -> list[int]:
+    """The reference's microbatch numbers; ranks without data get them from ranks with data."""
+    dp, dp_rank = mesh.size("dp"), mesh.at("dp")
+
+    def matched() -> list[Any]:
+        mine = match(batches, reference, iteration, dp, dp_rank) if batches else None
+        return [dp_rank, mine]
+
+    everyone = ranks.exchange("matching microbatches", matched, device)
+    known = [numbers for rank, numbers in everyone if rank == dp_rank and numbers is not None]
+    return known[0] if known else [local * dp + dp_rank for local in range(count)]

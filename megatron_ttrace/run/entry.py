@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``enable()``: adds our flags to Megatron's parser, and the CPU backend if there is no GPU.
+
+All entry scripts call Megatron's ``parse_args`` (megatron/training/arguments.py) before anything is
+built. The wrapped function replaces the original in every module that imported it by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_ttrace import cpu
+from megatron_ttrace.cpu import helpers_cpp
+from megatron_ttrace.jobs import failures, inputs, provenance
+from megatron_ttrace.jobs.settings import Early, add_arguments, settings_of
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.options import decisions
+from megatron_ttrace.trace import ends
+from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError, one_line
+
+_enabled = False
+_said: set[str] = set()
+
+
+def enable() -> None:
+    """See :func:`megatron_ttrace.enable`."""
+    global _enabled
+    if _enabled:
+        return
+    _enabled = True
+    activate()
+    with exits_on_user_error(unexpected=_is_checked()):
+        if _is_checked():
+            from megatron_ttrace.mcore.versions import check_supported
+
+            check_supported()
+        _wrap_parse_args()
+
+
+def is_enabled() -> bool:
+    """Whether :func:`enable` ran in this process."""
+    return _enabled
+
+
+def activate() -> None:
+    """The part of :func:`enable` that must run before Megatron is imported."""
+    with exits_on_user_error(unexpected=_is_checked()):
+        provenance.begin()
+        if cpu.needed(Early.read().device):
+            cpu.activate()
+
+
+@contextlib.contextmanager
+def exits_on_user_error(*, unexpected: bool = False) -> Iterator[None]:
+    """Turn a :class:`TTraceError` into one line on standard error and exit code 2.
+
+    Args:
+        unexpected: whether other errors are turned too. Python's own exit code for them is 1, which
+            would mean that the run diverged.
+    """
+    code = int(ExitCode.COULD_NOT_CHECK)
+    try:
+        yield
+        return
+    except TTraceError as error:
+        ends.tell(str(error), code)
+    except Exception as error:
+        if not unexpected:
+            raise
+        if os.environ.get(DEBUG):
+            traceback.print_exception(error)
+        if (found := failures.record_of(error, code)).frames:
+            ends.write(found)
+        ends.tell(f"could not start: {one_line(error)} (set {DEBUG}=1 for the traceback)", code)
+    raise SystemExit(code)
+
+
+def _is_checked() -> bool:
+    """Whether this process belongs to a run under check."""
+    return Early.read().is_checked
+
+
+def _wrap_parse_args() -> None:
+    import megatron.training.arguments as arguments
+
+    original = arguments.parse_args
+
+    @functools.wraps(original)
+    def parse_args(
+        extra_args_provider: Callable[[Any], Any] | None = None, *rest: Any, **kwargs: Any
+    ) -> MegatronArguments:
+        def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            return add_arguments(parser)
+
+        ends.enter(ends.Phase.ARGUMENTS)
+        with exits_on_user_error(unexpected=_is_checked()):
+            # With --yaml-cfg Megatron's parser would lose our flags.
+            for why in decisions.refusals(Early.read()) if _is_checked() else ():
+                raise TTraceError(why)
+            args: MegatronArguments = original(with_ours, *rest, **kwargs)
+            return _prepare(args)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "parse_args", None) is original:
+            module.parse_args = parse_args  # type: ignore[attr-defined]
+
+
+def _prepare(args: MegatronArguments) -> MegatronArguments:
+    """Between Megatron's parsing and its validation: adapt arguments, wrap the training loop."""
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    early = Early.read()
+    settings = None
+    if early.is_checked:
+        settings = settings_of(args)
+        settings.require_valid()
+    if settings is not None:
+        inputs.require_regular_data(args)
+        if settings.reference is not None:
+            inputs.require_regular_folder(settings.reference)
+        provenance.require_found()
+        if not cpu.needed(early.device):
+            helpers_cpp.skip_compilation(where_impossible=True)
+    if settings is not None and settings.role == "reference":
+        from megatron_ttrace.jobs import reference_arguments
+
+        reference_arguments.apply(args, settings)
+    if cpu.needed(early.device):
+        # Megatron parses more than once (ft_integration.setup): print it once.
+        line = cpu.banner(cpu.adapt_arguments(args))
+        if is_first and line not in _said:
+            _said.add(line)
+            print(line, flush=True)
+    if settings is None and early.bug is not None and "bug" not in _said:
+        _said.add("bug")
+        # A known bug also works in training without a check, as users meet it.
+        from megatron_ttrace.run import injection
+
+        injection.put_in(early.bug)
+    if settings is not None:
+        from megatron_ttrace.run import loop
+
+        loop.install(settings)
+    return args

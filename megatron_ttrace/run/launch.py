@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find a reference for this run, or start the run that makes one.
+
+A reference is built in a directory beside its final place and renamed into it when it is complete
+and verified; it never changes after that. ``DIR/reference`` may be a link into a cache that runs
+share: the link is replaced, and nothing is ever written through it. While one run builds an entry
+of the cache, others that want the same entry wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.compare.sharding import Divided
+from megatron_ttrace.jobs import fingerprint
+from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.jobs.processes import forkserver, ranks
+from megatron_ttrace.jobs.processes.child import environment_of, run_subprocess
+from megatron_ttrace.jobs.processes.logs import (
+    how_it_ended,
+    port_was_taken,
+    reason_of,
+    record_of,
+    tail,
+)
+from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo
+from megatron_ttrace.jobs.processes.waiting import OutOfTimeError
+from megatron_ttrace.jobs.reference_arguments import overrides_of
+from megatron_ttrace.jobs.reference_layout import Layout
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.run.separation import Separation
+from megatron_ttrace.run.start.handoff import Started
+from megatron_ttrace.trace import cleaning, codec, owned, shared
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.locks import Lock
+from megatron_ttrace.trace.sealing import CHECKSUM
+from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
+
+_POLL_SECONDS = 0.2
+_BUILDING, _OLD = ".building-", ".old-"
+
+SHARED = "TTRACE_CACHE_SHARED"
+"""Environment variable: when set, everybody who can write to the cache is trusted."""
+ORDER = "overrides.json"
+_LOG, _REPLAY_LOG = "reference.log", "replay.log"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The instructions for a reference run, in its :data:`ORDER` file.
+
+    Attributes:
+        overrides: Megatron's arguments that it takes over (``jobs/reference_arguments.py``).
+        fingerprint: digest of ``identity``.
+        identity: of the job that the reference is made for.
+        directory: where the trace is written.
+        started: the candidate's start if it was loaded from a checkpoint.
+        separation: the losses' shares to find with an existing reference, instead of making one.
+        layout: of a reference on several ranks.
+        divided: by how much each tensor is divided in this layout.
+    """
+
+    overrides: dict[str, Any]
+    fingerprint: str
+    identity: dict[str, Any]
+    directory: str
+    started: Started | None = None
+    separation: Separation | None = None
+    layout: Layout | None = None
+    divided: Divided = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Order:
+        """From the file."""
+        return codec.decode(cls, json.loads(path.read_text(encoding="utf-8")))
+
+
+def ensure(args: MegatronArguments, settings: Settings, started: Started | None) -> tuple[str, str]:
+    """Find or make a reference trace that fits this candidate. Called on rank 0 only.
+
+    Args:
+        args: the candidate's validated arguments.
+        settings: of the check.
+        started: the candidate's start if it was loaded from a checkpoint.
+
+    Returns:
+        Its directory, and the checksum of the ``meta.json`` that was verified with all its files.
+
+    Raises:
+        TTraceError: when a given reference does not fit or is damaged, or making one failed.
+    """
+    wanted = fingerprint.identity(args, settings)
+    if started is not None:
+        told = dataclasses.asdict(started)
+        wanted["start"] = {name: value for name, value in told.items() if name != "directory"}
+    if settings.reference is not None:
+        meta = verify(settings.reference)
+        theirs = meta.get("identity", {})
+        other = fingerprint.other_megatron(wanted, theirs)
+        if other and not settings.allow_other_megatron:
+            raise TTraceError(f"--ttrace-reference {settings.reference}: {other}")
+        different = fingerprint.differences(
+            wanted, theirs, any_megatron=settings.allow_other_megatron
+        )
+        if different:
+            raise TTraceError(
+                f"--ttrace-reference {settings.reference} is of another configuration: "
+                + "; ".join(different[:3])
+                + ". Omit the flag to make a matching reference"
+            )
+        _say_next(meta)
+        return str(settings.reference), str(meta[CHECKSUM])
+    directory = settings.directory / "reference"
+    name = fingerprint.digest(wanted)
+
+    def make(aside: Path) -> None:
+        _make(aside, name, wanted, args, settings, started)
+
+    cache = os.environ.get("TTRACE_CACHE")
+    mode = 0o777 if os.environ.get(SHARED) else owned.PRIVATE_FOLDER
+    checksum = None
+    if cache and (why := distrusted(Path(cache), name)):
+        _say(f"notice: the cache is not used: {why}, or set {SHARED}=1 to trust all who can")
+    elif cache:
+        checksum = _obtain(Path(cache) / name, name, make, settings.timeout, mode)
+    if cache and checksum is not None:
+        _link(directory, Path(cache) / name)
+    else:
+        checksum = _obtain(directory, name, make, settings.timeout)
+    if checksum is None:
+        raise TTraceError(f"{directory} is being made by another run: choose another --ttrace-dir")
+    _say_next(read_meta(directory))
+    return str(directory), checksum
+
+
+def distrusted(cache: Path, name: str) -> str:
+    """Why others could change what a run is compared with, and what to do; empty if they cannot.
+
+    Args:
+        cache: directory of all entries; an absent one is made for this user alone.
+        name: of the entry.
+    """
+    if os.environ.get(SHARED):
+        return ""
+    for path in (cache, cache / name, cache / name / META):
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to another user; choose a cache of your own"
+        is_shared = path == cache and found.st_mode & stat.S_ISVTX
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
+            return f"others can write to {path}; chmod go-w it"
+    return ""
+
+
+def _obtain(
+    home: Path,
+    name: str,
+    make: Callable[[Path], None],
+    patience: float,
+    mode: int = owned.PRIVATE_FOLDER,
+) -> str | None:
+    """Find the reference with fingerprint ``name`` at ``home``, or make it there.
+
+    Args:
+        home: its directory.
+        name: its fingerprint.
+        make: makes it in a directory that it is given.
+        patience: seconds to wait for another run that is making the same one.
+        mode: of the directory that holds it, if that is absent.
+
+    Returns:
+        The checksum of its ``meta.json``; ``None`` when another run kept it locked too long.
+    """
+    checksum, _ = _look(home, name)
+    if checksum:
+        _say(f"using the reference made earlier ({name}): all layouts of a job have the same")
+        return checksum
+    try:
+        owned.make(home.parent, mode, ignored=True)
+        lock = Lock(home.parent / f".{home.name}.lock")
+        if not _wait(lock, name, patience):
+            return None
+        try:
+            lock.sign()
+            checksum, flaw = _look(home, name)
+            if checksum:
+                _say(f"using the reference that another run made ({name})")
+                return checksum
+            if flaw:
+                _say(f"the reference made earlier cannot be used: {flaw}")
+            owned.require(home.parent, [home.name])
+            if not home.is_symlink():
+                owned.require(home)
+            _sweep(home.parent, home.name)
+            aside = home.parent / f".{home.name}{_BUILDING}{shared.run_id()}"
+            try:
+                make(aside)
+                return _move(aside, home, name)
+            finally:
+                owned.discard(aside)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise TTraceError(
+            f"{home} cannot be written ({error.strerror or error}): "
+            "choose another --ttrace-dir or TTRACE_CACHE"
+        ) from error
+
+
+def _look(home: Path, name: str) -> tuple[str, str]:
+    """The checksum of a reference that was verified and fits, else empty, and its flaw.
+
+    An absent reference has no flaw, nor has one of another configuration.
+    """
+    try:
+        if read_meta(home).get("fingerprint") != name:
+            return "", ""
+        meta = verify(home)
+    except TTraceError as error:
+        return "", str(error) if (home / META).exists() else ""
+    return (str(meta[CHECKSUM]), "") if meta.get("fingerprint") == name else ("", "")
+
+
+def _wait(lock: Lock, name: str, patience: float) -> bool:
+    """Take a lock, after another run has released it; false when that takes too long."""
+    until = time.monotonic() + patience
+    is_told = False
+    while not lock.acquire():
+        if not is_told:
+            maker = lock.holder()
+            _say(f"waiting for the reference {name}, which {maker} is making")
+            is_told = True
+        if time.monotonic() > until:
+            _say(f"waited {patience:.0f} s for it: making a separate copy")
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _sweep(parent: Path, own: str) -> None:
+    """Remove what killed builds left behind, unless locked; ``own`` is locked by this process."""
+    for path in filter(cleaning.is_unfinished, parent.iterdir()):
+        name = path.name[1:].partition(_BUILDING)[0].partition(_OLD)[0]
+        lock = Lock(parent / f".{name}.lock")
+        if name == own or lock.acquire():
+            owned.discard(path)
+            lock.release()
+
+
+def _move(aside: Path, home: Path, name: str) -> str:
+    """Verify a finished reference and move it to ``home``; returns its checksum.
+
+    An older directory there is moved away, never changed.
+    """
+    checksum, flaw = _look(aside, name)
+    if not checksum:
+        raise TTraceError(
+            "the reference run ended without a complete trace: "
+            + (flaw or f"{aside} holds no trace of this job")
+        )
+    old = home.with_name(f".{home.name}{_OLD}{shared.run_id()}")
+    if home.is_symlink():
+        owned.remove(home)
+    elif home.exists():
+        owned.move(home, old)
+    try:
+        owned.move(aside, home)
+    except OSError:
+        # On a file system without locks another process may have been faster.
+        checksum, _ = _look(home, name)
+        if not checksum:
+            raise
+    owned.discard(old)
+    return checksum
+
+
+def _make(
+    home: Path,
+    name: str,
+    wanted: dict[str, Any],
+    args: MegatronArguments,
+    settings: Settings,
+    started: Started | None,
+) -> None:
+    # Reports are for others to read, tensors only in a cache that says so.
+    owned.make(home, 0o777 if os.environ.get(SHARED) else owned.PRIVATE_FOLDER)
+    order = Order(
+        overrides=overrides_of(args),
+        fingerprint=name,
+        identity=wanted,
+        directory=str(home.resolve()),
+        started=started,
+    )
+    if layout := settings.reference_layout:
+        from megatron_ttrace.run import trial
+
+        order = dataclasses.replace(
+            order,
+            overrides={
+                **order.overrides,
+                **layout.overrides(order.overrides["make_vocab_size_divisible_by"]),
+            },
+            layout=layout,
+            divided=trial.checked(layout, settings),
+        )
+    where = f"{layout.ranks} ranks ({layout})" if layout else "one device"
+    _say(f"making the reference on {where} (log: {_log_of(order, settings)})")
+    began = time.monotonic()
+    _run(order, settings, _log_of(order, settings), settings.timeout)
+    _say(f"reference made in {time.monotonic() - began:.1f} s")
+
+
+def _log_of(order: Order, settings: Settings) -> Path:
+    """Where a reference run, of several ranks the first one, writes."""
+    several = ranks.log_of(settings.directory / shared.REFERENCE_LOGS, 0)
+    return settings.directory / _LOG if order.layout is None else several
+
+
+def _say_next(meta: dict[str, Any]) -> None:
+    """What follows when there is a reference; how long its step took is all that is known."""
+    took = meta.get("seconds")
+    where = "the reference" if meta.get("layout") else "one device"
+    known = f" what took {where} {took:.1f} s" if isinstance(took, float) else ""
+    _say(f"building the model, then tracing on all ranks{known}")
+
+
+def _say(line: str) -> None:
+    print(f"ttrace: {line}", flush=True)
+
+
+@contextlib.contextmanager
+def replayed(
+    args: MegatronArguments,
+    settings: Settings,
+    started: Started | None,
+    reference: dict[str, Any],
+    separation: Separation,
+) -> Iterator[Path]:
+    """Replay a reference to separate losses; yields the directory of what was found.
+
+    Args:
+        args: the candidate's validated arguments.
+        settings: of the check.
+        started: the candidate's start if it was loaded from a checkpoint.
+        reference: the reference's meta data.
+        separation: what to find.
+
+    Raises:
+        TTraceError: when the replay failed.
+    """
+    log = settings.directory / _REPLAY_LOG
+    _say(f"replaying the reference to tell its losses apart (log: {log})")
+    home = settings.directory / f"{shared.SHARES}{shared.run_id()}"
+    owned.make(home, owned.PRIVATE_FOLDER)
+    try:
+        order = Order(
+            overrides=overrides_of(args),
+            fingerprint=reference["fingerprint"],
+            identity=reference["identity"],
+            directory=str(home.resolve()),
+            started=started,
+            separation=separation,
+        )
+        # Without it there is still a verdict, so it must not use up the patience of others.
+        _run(order, settings, log, settings.timeout / 2)
+        yield home
+    finally:
+        owned.discard(home)
+
+
+def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
+    """Start a reference run and wait for its end. Raises ``TTraceError`` when it failed."""
+    home = Path(order.directory)
+    atomic_write(home / ORDER, json.dumps(dataclasses.asdict(order), default=str))
+    command = [
+        *_program(),
+        *sys.argv[1:],
+        *shlex.split(settings.reference_args),
+        *("--ttrace-role", "reference", "--ttrace-overrides", str(home / ORDER)),
+    ]
+    own = {"RANK": "0", "LOCAL_RANK": "0", shared.VARIABLE: shared.run_id()}
+    for _ in range(2):
+        if order.layout is not None:
+            code, log = _run_ranks(order.layout.ranks, command, settings, timeout)
+        elif forkserver.available():
+            code = forkserver.request(command, environment_of(1, own), log, timeout)
+        else:
+            code = run_subprocess(command, environment_of(1, own), log, timeout)
+        if code == 0 or not port_was_taken(log):
+            break
+    if code != 0:
+        died = reason_of(log) if code > 0 else ""
+        if died:
+            raise TTraceError(f"the reference run failed: {died} (log: {log})")
+        raise TTraceError(
+            f"the reference run {how_it_ended(code)}; its last lines, from {log}:\n" + tail(log)
+        )
+    if not (home / META).exists():
+        raise TTraceError(f"the reference run ended without a complete trace; see {log}")
+
+
+def _run_ranks(
+    count: int, command: list[str], settings: Settings, timeout: float
+) -> tuple[int, Path]:
+    """Run a reference on several ranks of this machine.
+
+    Returns:
+        Zero, or the exit code of the rank that failed first; and the log that says why.
+    """
+    folder = settings.directory / shared.REFERENCE_LOGS
+    logs = [ranks.log_of(folder, rank) for rank in range(count)]
+    own = {shared.VARIABLE: shared.run_id()}
+    if forkserver.available():
+        owned.make(folder, owned.PRIVATE_FOLDER)
+        base = environment_of(count, own)
+        each = [
+            ({**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
+            for rank, log in enumerate(logs)
+        ]
+        code, rank = forkserver.request_ranks(command, each, timeout)
+    else:
+        code, rank = _start_ranks(count, command, folder, own, timeout)
+    if code > 0 and all(log.is_file() for log in logs):
+        return code, min(logs, key=_failed_at)
+    return code, logs[rank]
+
+
+def _failed_at(log: Path) -> tuple[bool, int]:
+    """Sorts the rank that failed first, and not because of another, before all others."""
+    record = record_of(log)
+    return (record.follows, record.at) if record else (True, log.stat().st_mtime_ns)
+
+
+def _start_ranks(
+    count: int, command: list[str], folder: Path, own: dict[str, str], timeout: float
+) -> tuple[int, int]:
+    """Run a reference's ranks as new processes; returns as ``forkserver.request_ranks``."""
+    echo = Echo(ranks.log_of(folder, 0), _say, OF_REFERENCE)
+    observed = ranks.Observed()
+    deadline = time.monotonic() + timeout
+
+    def watch() -> None:
+        echo.flush()
+        if time.monotonic() > deadline:
+            raise OutOfTimeError(f"no reference after {timeout:.0f} s (logs: {folder})")
+
+    ranks.run_ranks(
+        count,
+        command,
+        folder,
+        fork=False,
+        environment=own,
+        progress=watch,
+        observed=observed,
+    )
+    echo.flush()
+    return next(((end.code, end.rank) for end in observed.ends if end.code), (0, 0))
+
+
+def _program() -> list[str]:
+    if scripts.is_program:
+        return scripts.command(sys.argv[0])
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name not in (None, "__main__"):
+        return [sys.executable, "-m", spec.name.removesuffix(".__main__")]
+    return [sys.executable, sys.argv[0]]
+
+
+def _link(directory: Path, home: Path) -> None:
+    """Make ``directory`` a link to ``home``, if it is ours or absent."""
+    try:
+        target = home.resolve()
+        if directory.is_symlink() and directory.readlink() == target:
+            return
+        owned.link(directory, target)
+    except OSError as error:
+        raise TTraceError(
+            f"{directory} cannot be written ({error.strerror or error}): "
+            "choose another --ttrace-dir"
+        ) from error

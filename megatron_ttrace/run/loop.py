@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two functions of Megatron's training loop that a traced run wraps.
+
+``pretrain`` calls the module globals ``setup_model_and_optimizer`` and (through ``train``)
+``train_step`` of megatron/training/training.py, in all supported releases.
+
+A traced step is a *rehearsal*: start values are put in, Megatron's own ``train_step`` runs on the
+iteration's real batches, then everything that a step changes is restored and the real training step
+runs. So a traced run trains bitwise like an untraced one. With ``--ttrace-exit`` nothing is
+restored.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_ttrace.capture.executed import ExecutedTap
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.run.agreement import EndError, GivenUpError, Ranks, say_end
+from megatron_ttrace.trace import ends
+from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError
+
+if TYPE_CHECKING:
+    from megatron_ttrace.run.session import Session
+    from megatron_ttrace.run.stall import Watchdog
+
+
+def install(settings: Settings) -> None:
+    """Wrap the two functions for this run, once: Megatron may parse its arguments again."""
+    import megatron.training.training as training
+
+    if getattr(training.train_step, "is_watched", False):
+        return
+
+    if settings.role == "candidate" and settings.bug is not None:
+        from megatron_ttrace.run import injection
+
+        injection.put_in(settings.bug)
+    watch = _Watch(settings)
+    training.setup_model_and_optimizer = _around(
+        training.setup_model_and_optimizer, watch.around_setup
+    )
+    training.train_step = _around(training.train_step, watch.around_step)
+    training.train_step.is_watched = True
+
+
+def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return wrapped
+
+
+class _Watch:
+    """One run under check. An error of ours ends the check on all ranks, but not the training."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._session: Session | None = None
+        self._step = 0
+        self._watchdog: Watchdog | None = None
+        self._executed = ExecutedTap()
+        if settings.role == "candidate":
+            self._executed.start()
+
+    @functools.cached_property
+    def _ranks(self) -> Ranks:
+        # Not earlier: the process group must exist. Not twice: points are numbered.
+        return Ranks(self._settings.timeout)
+
+    def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ends.enter(ends.Phase.BUILDING)
+        session = self._attempt("preparing the check", self._make_session)
+        if session is not None and not session.is_reference:
+            self._watch_for_stalls()
+        result = original(*args, **kwargs)
+        if session is not None:
+            model, optimizer, scheduler = result
+            self._session = session
+            self._attempt("preparing the check", lambda: session.begin(model, optimizer, scheduler))
+            if self._watchdog is not None and self._session is not None:
+                self._watchdog.knows(session.model.names, session.model.mesh)
+        return result
+
+    def around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._step += 1
+        ends.enter(ends.Phase.STEPS)
+        step = functools.partial(original, *args, **kwargs)
+        session = self._session
+        if session is not None and self._alone("checking", lambda: session.traces(self._step)):
+            iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
+            code = self._attempt(
+                "checking", lambda: session.before_step(self._step, step, iterator)
+            )
+            if code is not None and (self._settings.exit_after or session.is_reference):
+                self._leave(code)
+            if session.finished:
+                self._session = None
+                self._stop_watching()
+        return step()
+
+    def _watch_for_stalls(self) -> None:
+        from megatron_ttrace.run.stall import Watchdog
+
+        ranks, settings = self._ranks, self._settings
+        if ranks.size > 1:
+            folder = settings.directory / "logs"
+            ends_check = settings.exit_after
+            self._watchdog = Watchdog(folder, ranks.rank, ranks.size, ends_check=ends_check)
+
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def _make_session(self) -> Session:
+        from megatron.training import get_args
+
+        from megatron_ttrace.run.candidate import CandidateSession
+
+        if self._settings.role == "reference":
+            return self._reference()
+        return CandidateSession(get_args(), self._settings, self._ranks, self._executed)
+
+    def _reference(self) -> Session:
+        """A reference's, on one device or on several ranks."""
+        from megatron.training import get_args
+
+        from megatron_ttrace.run import requirements
+        from megatron_ttrace.run.launch import Order
+
+        requirements.complete(get_args(), self._settings)
+        if self._settings.overrides is None:
+            raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
+        order = Order.read(self._settings.overrides)
+        if order.layout is None:
+            from megatron_ttrace.run.reference_run import ReferenceSession as Kind
+        else:
+            from megatron_ttrace.run.sharded_reference import ShardedReferenceSession as Kind
+        return Kind(get_args(), self._settings, self._ranks, order)
+
+    def _attempt[T](self, what: str, work: Callable[[], T]) -> T | None:
+        """Run a part of the check on all ranks; if it fails on any, all give up or exit."""
+        try:
+            return self._ranks.together(what, work)
+        except EndError as error:
+            _show(error)
+            say_end(error.cause, self._ranks.rank, error)
+            self._leave(ExitCode.COULD_NOT_CHECK)
+        except GivenUpError as error:
+            _show(error)
+            self._give_up(error)
+        return None
+
+    def _alone[T](self, what: str, work: Callable[[], T]) -> T | None:
+        """Run a part of the check that needs no other rank; all ranks learn if it fails."""
+        try:
+            return work()
+        except Exception as failed:  # noqa: BLE001 - raised again below, where all ranks hear it
+            error = failed
+
+        def fail() -> T:
+            raise error
+
+        return self._attempt(what, fail)
+
+    def _give_up(self, error: GivenUpError) -> None:
+        cause = error.cause
+        judged = self._session is not None and self._session.judged
+        self._session = None
+        self._stop_watching()
+        self._executed.stop()
+        stops = self._settings.exit_after or self._settings.role == "reference"
+        if stops:
+            say_end(cause, self._ranks.rank, error, ending="")
+            self._leave(ExitCode.COULD_NOT_CHECK)
+        if self._ranks.rank in (0, cause.rank):
+            ending = "; training goes on, UNCHECKED"
+            if judged:
+                ending = "; the verdict stands, training goes on"
+            print(f"ttrace: {cause.line}{ending}", file=sys.stderr, flush=True)
+
+    def _leave(self, code: int) -> None:
+        """End this process with the contract's exit code, without Megatron's shutdown.
+
+        ``os._exit`` after flushing: the interpreter's shutdown with live process groups can hang or
+        change the exit code. All files of ours are closed by now.
+        """
+        if code != ExitCode.COULD_NOT_CHECK:
+            try:
+                self._ranks.meet("leaving")
+            except (GivenUpError, EndError) as error:
+                say_end(error.cause, self._ranks.rank, error, ending="")
+                code = ExitCode.COULD_NOT_CHECK
+        self._ranks.farewell()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code))
+
+
+def _show(error: BaseException) -> None:
+    """Print where an unexpected error came from, with ``TTRACE_DEBUG`` and on its own rank."""
+    if os.environ.get(DEBUG) and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)

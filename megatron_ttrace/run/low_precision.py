@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 runs are checked module by module.
+
+After a perturbation of one bf16 epsilon a few percent of the elements round to another FP8 number,
+an error as large as that of FP8 itself: after two layers every tensor of a healthy run differs by
+several percent. So every module is given the reference's inputs and output gradients, as with
+``--ttrace-isolate``, and its results are compared. Equal inputs round to equal numbers; what
+remains are sums in another order, and scales computed from a rank's own part. Replays estimate
+both.
+
+This needs the emulated TransformerEngine. The scales of the real one cannot be perturbed: FP8 runs
+are then compared without isolation, and tensors that are blind are reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from megatron_ttrace.cpu import te
+from megatron_ttrace.mcore import fp8
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.run.perturb import perturb
+from megatron_ttrace.trace.records import TraceKey
+
+NOTICE = (
+    "FP8: every module is checked with the reference's inputs, as with --ttrace-isolate, "
+    "because FP8 rounding errors spread"
+)
+
+
+def uses_fp8(args: MegatronArguments) -> bool:
+    """Whether matrix products are computed in FP8."""
+    return bool(getattr(args, "fp8", None))
+
+
+def is_isolated(args: MegatronArguments) -> bool:
+    """Whether this run is checked module by module because of FP8."""
+    return uses_fp8(args) and te.emulated()
+
+
+@contextmanager
+def equal_scales(
+    args: MegatronArguments, chunks: Sequence[torch.nn.Module], mesh: Mesh
+) -> Iterator[None]:
+    """Start from the same delayed scales on every layout; restore this run's own afterwards."""
+    with ExitStack() as stack:
+        if uses_fp8(args):
+            stack.callback(fp8.ScalesKept(chunks).restore)
+            scale = restart_scales(args, chunks, mesh)
+            if te.emulated():
+                from megatron_ttrace.cpu.te.fp8_modules import backward_scales_from
+
+                stack.enter_context(backward_scales_from(scale))
+        yield
+
+
+def restart_scales(args: MegatronArguments, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> float:
+    """Set delayed scales to their start values; returns that of gradients.
+
+    A rank's loss is a mean over the tokens of its own step, unless it is computed per token.
+    """
+    tokens = args.seq_length * args.global_batch_size / (mesh.size("dp") * mesh.size("cp"))
+    scale = fp8.HEADROOM if args.calculate_per_token_loss else fp8.backward_scale(tokens)
+    if uses_fp8(args):
+        fp8.equal_scales(chunks, scale)
+    return scale
+
+
+def input_perturbation(
+    chunks: Sequence[Names], seed: int
+) -> Callable[[TraceKey, torch.Tensor], torch.Tensor]:
+    """How a replay perturbs the inputs that it gives to modules.
+
+    By one epsilon; but not those of an FP8 product, which in a healthy candidate are bitwise equal
+    to the reference's.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    exact = {
+        name
+        for names in chunks
+        for name, module in names.modules.items()
+        if hasattr(module, "fp8_meta") and "linear" in type(module).__name__.lower()
+    }
+
+    def perturbed(key: TraceKey, values: torch.Tensor) -> torch.Tensor:
+        name = key.name.partition("#")[0]
+        return values if name in exact else perturb(values, generator)
+
+    return perturbed

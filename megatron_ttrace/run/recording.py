@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of collectives in a running job: recorded on each rank, judged on one.
+
+It adds to the report. Whatever goes wrong with it is a notice, and the check goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ttrace.capture.collectives import CollectiveTap
+from megatron_ttrace.capture.executed import ExecutedTap
+from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare import collectives
+from megatron_ttrace.mcore import logged
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.groups import axes_of, unseen_axes
+from megatron_ttrace.mcore.precision import reduced_in
+from megatron_ttrace.mcore.sources import sources_of
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace import codec, folded
+from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.collectives import (
+    UNRECORDED,
+    Group,
+    Ledger,
+    Own,
+    Phase,
+    Ran,
+    RankLedger,
+    Sources,
+)
+from megatron_ttrace.trace.errors import one_line
+from megatron_ttrace.trace.executed import (
+    ChangedCode,
+    ChangedFunction,
+    Edits,
+    Executed,
+    Execution,
+)
+
+_RAN = codec.decoder(tuple[Ran, ...])
+_GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)
+_EXECUTED = codec.decoder(tuple[Executed, ...])
+_COUNTS = codec.decoder(tuple[Count, ...])
+
+
+class Recording:
+    """Records the collectives of one rank's traced steps."""
+
+    def __init__(self, model: TracedModel, executed: ExecutedTap) -> None:
+        """``executed``: records what of the changed code runs, since before the model was built."""
+        self._model = model
+        self._executed = executed
+        executed.in_steps(_outside)
+        self._tap = CollectiveTap(model.names, model.mesh)
+        self._forward_step: Any = None
+
+    def step(self, iteration: int, run: Callable[[], Any]) -> Any:
+        """Run Megatron's training step; returns what it returned."""
+        if isinstance(run, functools.partial):
+            first = run.args[0] if run.args else None
+            self._forward_step = run.keywords.get("forward_step_func", first)
+        self._executed.in_steps(self._tap.here)
+        try:
+            with self._tap.active(iteration):
+                return run()
+        finally:
+            self._executed.in_steps(_outside)
+
+    def message(self) -> Any:
+        """What was recorded, as JSON for the rank that judges. Never raises."""
+        self._executed.stop()
+        ran = self._executed.executed(self._model.names)
+        error = self._executed.error
+        return {**self._ledger(), "executed": {"ran": codec.encode(ran), "error": error}}
+
+    def _ledger(self) -> dict[str, Any]:
+        try:
+            from megatron.core.utils import get_model_config
+
+            config = get_model_config(self._model.chunks[0])
+            sources = sources_of(
+                self._model.names,
+                self._tap.functions,
+                optimizer=self._model.optimizer,
+                finalize=config.finalize_model_grads_func,
+                step=self._forward_step,
+            )
+            sources = dataclasses.replace(sources, metrics=dict(logged.PLACES))
+            return said(dataclasses.replace(self._tap.ledger(), sources=sources))
+        except Exception as error:  # noqa: BLE001 - it is an addition to the report
+            return said(RankLedger(error=one_line(error)))
+
+
+def _outside() -> tuple[str, Phase]:
+    """Between traced steps."""
+    return "", Phase.OTHER
+
+
+def changed(edits: Edits, messages: Sequence[Any], once: folded.Once) -> ChangedCode | None:
+    """Where changed code ran on any rank; ``None`` if nothing was changed.
+
+    Args:
+        edits: what was changed.
+        messages: :meth:`Recording.message` of each rank.
+        once: reads what several ranks said.
+    """
+    if not edits.functions:
+        return None
+    places: dict[int, dict[tuple[str, Phase], None]] = {}
+    is_whole = True
+    for message in messages:
+        said = message.get("executed", {})
+        is_whole = is_whole and said.get("error") == ""
+        for number, module, phase in once(_EXECUTED, said.get("ran", [])):
+            places.setdefault(number, {})[module, phase] = None
+    found = []
+    for number, edit in enumerate(edits.functions):
+        ran = places.get(number, {})
+        is_known = is_whole and edit.is_seen
+        state = Execution.NOT_RUN if is_known else Execution.NOT_KNOWN
+        found.append(
+            ChangedFunction(
+                file=edit.file,
+                function=edit.function,
+                line=edit.line,
+                ran=Execution.ELSEWHERE if ran else state,
+                modules=tuple(dict.fromkeys(module for module, _ in ran if module)),
+                phases=tuple(dict.fromkeys(phase for _, phase in ran)),
+            )
+        )
+    return ChangedCode(edits.since, tuple(found))
+
+
+def merged(
+    meshes: Sequence[Mesh],
+    messages: Sequence[Any],
+    args: MegatronArguments,
+    once: folded.Once,
+) -> tuple[Ledger, list[str]]:
+    """The ledger of all ranks, and notices of what is missing in it. Never raises.
+
+    Args:
+        meshes: of all ranks.
+        messages: :meth:`Recording.message` of each rank.
+        args: of the candidate.
+        once: reads what several ranks said.
+    """
+    try:
+        ranks = [decoded(said, once) for said in messages]
+        compute, gradients = reduced_in(args)
+        ledger = collectives.merge(
+            ranks, lambda members: axes_of(members, meshes), compute=compute, gradients=gradients
+        )
+    except Exception as error:  # noqa: BLE001 - it is an addition to the report
+        return UNRECORDED, [f"the collectives were not recorded ({one_line(error)})"]
+    lost = [f"rank {rank}: {one.error}" for rank, one in enumerate(ranks) if one.error][:1]
+    ledger = dataclasses.replace(ledger, unseen=unseen_axes(args))
+    return ledger, [f"not all collectives were recorded ({one})" for one in lost]
+
+
+def said(ledger: RankLedger) -> dict[str, Any]:
+    """A message of one rank, in which little is only its own."""
+    return {**ledger.to_json(), "own": [number for one in ledger.own for number in one]}
+
+
+def decoded(message: dict[str, Any], once: folded.Once) -> RankLedger:
+    """The inverse of :func:`said`. Raises ``CodecError``."""
+    own = itertools.batched(once(_COUNTS, message["own"]), 3)
+    ledger = RankLedger(
+        once(_RAN, message["ran"]),
+        tuple(once(_GROUP, one) for one in message["groups"]),
+        tuple(itertools.starmap(Own, own)),
+        once(_SOURCES, message["sources"]),
+        str(message["error"]),
+    )
+    if why := ledger.contradiction():
+        raise codec.CodecError(why)
+    return ledger

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference's side: trace the steps, replay them perturbed, seal the trace."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.step import StepSink
+from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.planning import RankLayout
+from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.jobs import fingerprint
+from megatron_ttrace.jobs.processes.progress import OF_REFERENCE
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import cyclic, fim, logged, loss_scale, losses, packed, quiet
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.optimizer import Snapshot
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.run import low_precision
+from megatron_ttrace.run.agreement import Ranks
+from megatron_ttrace.run.launch import Order
+from megatron_ttrace.run.perturb import UNPERTURBED, perturbed
+from megatron_ttrace.run.separation import FACTOR, Separation
+from megatron_ttrace.run.session import DataIterator, Session
+from megatron_ttrace.run.start.loaded import OneDevice
+from megatron_ttrace.trace import counted
+from megatron_ttrace.trace.budget import require_space
+from megatron_ttrace.trace.counted import Counted
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.findings import Loss
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.start import write_moments
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+
+_WORTH_TELLING = 1.0
+"""Seconds of a replay from which on each is reported."""
+_MORE_OF_A_PARAMETER = 7 * 4
+"""Bytes: main gradient, weight after the step, its change, two moments before and after it."""
+
+
+class ReferenceSession(Session):
+    """Makes a reference trace out of the first training steps, then ends the process."""
+
+    is_reference = True
+
+    def __init__(
+        self, args: MegatronArguments, settings: Settings, ranks: Ranks, order: Order
+    ) -> None:
+        super().__init__(args, settings, ranks)
+        self._order = order
+        self._directory = Path(self._order.directory)
+        if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
+            fim.rearrange_by_sample()
+        if (padded := self._order.identity["ttrace"][fingerprint.PADDED_FOR]) > 1:
+            packed.pad_for(padded)
+        if (dealt := self._order.identity["ttrace"][fingerprint.DEALT_TO]) > 1:
+            cyclic.deal_to(dealt)
+        self._loss_scales: dict[str, float] = {}
+        self._counted: list[Counted] = []
+        self._seconds = 0.0
+        self._loaded: OneDevice | None = None
+
+    def begin(
+        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    ) -> None:
+        """Continue where the candidate stands in the data and the schedule, if it was loaded."""
+        if started := self._order.started:
+            self.start, self.start_step = Path(started.directory), started.step
+            started.resume(self.args, scheduler)
+        super().begin(chunks, optimizer, scheduler)
+        if started and self._order.separation is None:
+            self._loaded = OneDevice(started.source, self.model, self.args)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the candidate hands over its own start."""
+        return self._order.started is not None
+
+    def traces(self, step: int) -> bool:
+        """Everything is done before the first step."""
+        return step == 1
+
+    def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
+        """Do everything at the first step; the batches of untraced steps are skipped."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        count = get_num_microbatches()
+        if self._order.separation is not None:
+            self._separate(self._order.separation, count, run, iterator)
+            return ExitCode.EQUIVALENT
+        writer = TraceWriter(self._directory, 0)
+        for one in self.initial:
+            key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
+            sums = dataclasses.astuple(one.moments)
+            writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
+        if self._loaded is not None:
+            self.equal_start()
+            self._loaded.write(writer, self.settings.iterations[0])
+        moved: dict[TraceKey, Moved] = {}
+        for block, served in self._batches(iterator, count):
+            moved |= self._block(block, count, run, served, writer)
+        tolerance.write(self._directory, moved)
+        self._seal(count, self._counted)
+        return ExitCode.EQUIVALENT
+
+    def _seal(self, microbatches: int, counts: Sequence[Counted]) -> None:
+        layout = self._order.layout
+        seal(
+            self._directory,
+            {
+                "role": "reference",
+                "fingerprint": self._order.fingerprint,
+                "identity": self._order.identity,
+                "microbatches": microbatches,
+                "loss_scales": self._loss_scales,
+                "counted": counted.encode(counts),
+                "logs": logged.is_found(),
+                "seconds": self._seconds,
+                "layout": None if layout is None else dataclasses.asdict(layout),
+                **(self._loaded.meta if self._loaded else {}),
+                **self._arithmetic(),
+            },
+        )
+
+    def _arithmetic(self) -> dict[str, Any]:
+        """What tolerances depend on, apart from the replays."""
+        return {
+            "fp8": low_precision.uses_fp8(self.args),
+            "by_module": low_precision.is_isolated(self.args),
+            "epsilon": tolerance.epsilon(
+                torch.bfloat16 if self.args.bf16 else self.args.params_dtype
+            ),
+        }
+
+    def _batches(self, iterator: DataIterator, count: int) -> Iterator[tuple[list[int], Served]]:
+        """Each run of traced iterations with its batches; those of the others are skipped."""
+        done = 0
+        for block in self.blocks():
+            Served(iterator, (block[0] - 1 - done) * count)
+            done = block[-1]
+            yield block, Served(iterator, len(block) * count)
+
+    def _start_at(self, iteration: int, count: int, **how: Any) -> None:
+        """Equal start with the iteration's learning rate: a candidate has trained up to it."""
+        assert self._scheduler is not None, "begin() comes first"
+        self._scheduler.step(increment=(iteration - 1) * count * self.args.micro_batch_size)
+        self.equal_start(**how)
+
+    def _started(self, served: Served) -> Callable[[], None]:
+        """Save the start of some steps; returns what puts it back."""
+        start = Snapshot(self.model.chunks, self.model.optimizer)
+        schedule = copy.copy(vars(self._scheduler))
+
+        def again() -> None:
+            start.restore()
+            # Otherwise a replay's second step would have the learning rate of a later one.
+            vars(self._scheduler).update(schedule)
+            low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
+            self.serve(served)
+
+        return again
+
+    def _separate(
+        self, separation: Separation, count: int, run: Callable[[], Any], iterator: DataIterator
+    ) -> None:
+        """Replay the step of an iteration with one loss's coefficient changed at a time."""
+        reference = TraceReader(Path(separation.reference), announced=separation.checksum)
+        layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+        blocks = self._batches(iterator, count)
+        block, served = next(one for one in blocks if separation.iteration in one[0])
+        with self.rehearsal(restore=True):
+            self._start_at(block[0], count)
+            self.serve(served)
+            if scale := reference.meta.get("loss_scales", {}).get(str(block[0])):
+                loss_scale.put(self.model.optimizer, scale)
+            again = self._started(served)
+
+            def replay(loss: Loss | None, own: bool, writer: TraceWriter) -> None:
+                again()
+                for iteration in range(block[0], separation.iteration):
+                    self.rehearse(run, WriteSink(writer, iteration), range(count), iteration)
+                at = separation.iteration
+                keeping = functools.partial(CompareSink, writer=writer, keep_all=True, isolate=True)
+                sink = keeping(reference, at, layout) if own else WriteSink(writer, at)
+                with losses.weighted(self.model.chunks, loss, FACTOR) if loss else nullcontext():
+                    self.rehearse(run, sink, range(count), at)
+
+            separation.write(reference, replay, self._directory)
+
+    def _block(
+        self,
+        block: list[int],
+        count: int,
+        run: Callable[[], Any],
+        served: Served,
+        writer: TraceWriter,
+    ) -> dict[TraceKey, Moved]:
+        """Trace consecutive iterations and replay them; returns how far the replays moved them."""
+        with self.rehearsal(restore=True):
+            self._begin_block(block, count)
+            self.serve(served)
+            again = self._started(served)
+            scale = self._fitting_loss_scale(len(block), run, again)
+            if scale is not None:
+                self._loss_scales[str(block[0])] = scale
+                again()
+                loss_scale.put(self.model.optimizer, scale)
+                again = self._started(served)
+            _tell(f"tracing {_steps(block)}")
+            began = time.monotonic()
+            self._trace(block, count, run, served, writer)
+            took = time.monotonic() - began
+            self._seconds += took
+            _tell(f"traced in {took:.1f} s; replaying {_steps(block)} perturbed, {self._replays}")
+            return self._replayed(block, run, again, range(count))
+
+    def _begin_block(self, block: list[int], count: int) -> None:
+        """Set the start values; on a CPU a candidate reads those of moments."""
+        moments: dict[str, torch.Tensor] = {}
+        self._start_at(block[0], count, keep=moments.__setitem__)
+        if self.device.type == "cpu" and block[0] == self.settings.iterations[0]:
+            write_moments(self._directory, moments)
+
+    def _trace(
+        self, block: list[int], count: int, run: Callable[[], Any], served: Served, to: TraceWriter
+    ) -> None:
+        """Write the steps of a block."""
+        room = functools.partial(self._require_space, count)
+        self._capture(block, count, run, served, lambda iteration: WriteSink(to, iteration, room))
+        to.close()
+        if len(to) == 0:
+            raise TTraceError("the reference run traced nothing")
+
+    def _capture(
+        self,
+        block: list[int],
+        count: int,
+        run: Callable[[], Any],
+        served: Served,
+        sink_of: Callable[[int], StepSink],
+    ) -> None:
+        """Capture the steps of a block, each into a sink of its own."""
+        for position, iteration in enumerate(block):
+            sink = sink_of(iteration)
+            batches = served.batches[position * count : (position + 1) * count]
+            for number, batch in enumerate(batches):
+                for name, value in batch.items():
+                    sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
+            self._counted.append(self.rehearse(run, sink, range(count), iteration))
+
+    @property
+    def _replays(self) -> str:
+        """How many replays there will be, in words."""
+        if self.settings.seeds is not None:
+            return f"{self.settings.seeds} times"
+        return f"{tolerance.FEWEST_REPLAYS} to {tolerance.MOST_REPLAYS} times"
+
+    def _replayed(
+        self,
+        block: list[int],
+        run: Callable[[], Any],
+        again: Callable[[], None],
+        numbers: Sequence[int],
+    ) -> dict[TraceKey, Moved]:
+        """Replay as often as asked for, or as the tolerances need; no tensor is kept."""
+        reader = TraceReader(self._directory, sealed=False)
+        parameters = tolerance.parameters(self._arithmetic())
+        dtypes = dict(tolerance.dtypes_of(reader))
+        moved: dict[TraceKey, Moved] = {}
+        again()
+        repeated = self._replay_once(reader, block, run, numbers, UNPERTURBED, {})
+        most = self.settings.seeds or tolerance.MOST_REPLAYS
+        for seed in range(1, most + 1):
+            began = time.monotonic()
+            again()
+            moved |= self._replay_once(reader, block, run, numbers, seed, moved)
+            if self.settings.seeds is None and Tolerances(moved, dtypes, **parameters).suffice():
+                break
+            if seed < most and (took := time.monotonic() - began) > _WORTH_TELLING:
+                left = took * (most - seed)
+                _tell(f"replay {seed} took {took:.1f} s, at most {left:.0f} s of replays are left")
+        return {
+            key: dataclasses.replace(value, repeated=repeated[key].moved[0])
+            if key in repeated
+            else value
+            for key, value in moved.items()
+        }
+
+    def _replay_once(
+        self,
+        reader: TraceReader,
+        block: Sequence[int],
+        run: Callable[[], Any],
+        numbers: Sequence[int],
+        seed: int,
+        before: Mapping[TraceKey, Moved],
+    ) -> dict[TraceKey, Moved]:
+        """Replay a block once, perturbed by a seed; returns what the replays until now did."""
+        layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+        moved: dict[TraceKey, Moved] = {}
+        with perturbed(self.model.names, seed, self.model.optimizer):
+            for iteration in block:
+                replay = self._replay(reader, iteration, layout, seed)
+                self.rehearse(run, replay, numbers, iteration)
+                for one in replay.measured:
+                    moved[one.key] = _moved(one, before.get(one.key))
+        return moved
+
+    def _require_space(self, microbatches: int, forward: int) -> None:
+        """Refuse a trace that the disk has no room for.
+
+        Args:
+            microbatches: of a step.
+            forward: bytes of the tensors of one microbatch's forward pass; the gradients of
+                activations are as large.
+        """
+        model = sum(p.nbytes + _MORE_OF_A_PARAMETER * p.numel() for p, _ in self.model.places())
+        needed = len(self.settings.iterations) * (2 * microbatches * forward + model)
+        require_space(self._directory.parent, self._times_stored * needed, "the reference")
+
+    @property
+    def _times_stored(self) -> int:
+        """Bytes of all files, for each byte of what this rank captures."""
+        return 1
+
+    def _fitting_loss_scale(
+        self, steps: int, run: Callable[[], Any], again: Callable[[], None]
+    ) -> float | None:
+        """A loss scale with which no gradient overflows: this run's own, or a lower one.
+
+        Args:
+            steps: that are traced in a row.
+            run: Megatron's training step.
+            again: puts the start of these steps back.
+        """
+        optimizer = self.model.optimizer
+        own = scale = loss_scale.get(optimizer)
+        if own is None or scale is None:
+            return None
+        while self._overflows(scale, steps, run) and scale > 1.0:
+            scale = max(scale / loss_scale.STEP, 1.0)
+            again()
+        return scale if scale == own else scale / loss_scale.ROOM
+
+    def _overflows(self, scale: float, steps: int, run: Callable[[], Any]) -> bool:
+        loss_scale.put(self.model.optimizer, scale)
+        for _ in range(steps):
+            # Nothing is logged after these steps, which is what empties the sums of metrics.
+            with quiet.metrics_kept():
+                self.step(run)
+            if loss_scale.overflowed(self.model.optimizer):
+                return True
+        return False
+
+    def _replay(
+        self, reader: TraceReader, iteration: int, layout: RankLayout, seed: int
+    ) -> CompareSink:
+        if not low_precision.is_isolated(self.args):
+            return CompareSink(reader, iteration, layout)
+        perturbation = low_precision.input_perturbation(self.model.names, seed) if seed else None
+        return CompareSink(reader, iteration, layout, isolate=True, perturb=perturbation)
+
+
+def _distance(one: Measured) -> float:
+    """``||replay - reference|| / ||reference||``.
+
+    Infinite if the replay routes another number of tokens to an expert, so that shapes differ: the
+    tensor is then blind.
+    """
+    return math.inf if one.sums is None else relative_error(one.sums, rms=0.0)
+
+
+def _moved(one: Measured, before: Moved | None) -> Moved:
+    """What the replays until this one did to a tensor."""
+    if before is not None:
+        return dataclasses.replace(before, moved=(*before.moved, _distance(one)))
+    sums = one.sums or Sums()
+    return Moved(sums.n, math.sqrt(sums.reference), (_distance(one),))
+
+
+def _steps(block: Sequence[int]) -> str:
+    return "the step" if len(block) == 1 else f"{len(block)} steps"
+
+
+def _tell(line: str) -> None:
+    print(f"ttrace: {OF_REFERENCE}{line}", flush=True)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which runs cannot be traced, and notices about those that can."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+from megatron_ttrace import cpu
+from megatron_ttrace.jobs import reference_arguments, reference_layout
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import balancing, fim, own_shards, packed, versions
+from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.checkpoints import loading
+from megatron_ttrace.mcore.options import decisions
+from megatron_ttrace.run import low_precision
+from megatron_ttrace.trace.errors import TTraceError
+
+SHRUNK = "TTRACE_SHRUNK"
+"""Environment variable: what the job under check stands for, if that is a larger one."""
+
+
+_EVAL_INTERVAL = 1000
+
+
+def starts_from_checkpoint(args: MegatronArguments) -> bool:
+    """Whether this run starts from a checkpoint."""
+    return loading.directory_of(args) is not None
+
+
+def isolates(args: MegatronArguments, settings: Settings) -> bool:
+    """Whether modules are checked one by one, with the reference's inputs."""
+    return settings.isolate or low_precision.is_isolated(args)
+
+
+def require(args: MegatronArguments, settings: Settings) -> None:
+    """Raise ``TTraceError`` for a run that cannot be traced."""
+    for why in decisions.refusals(args):
+        raise TTraceError(why)
+    _require_layout(args, settings)
+    lacks = loading.missing(args)
+    if lacks and settings.exit_after and not loading.is_first_start(args):
+        raise TTraceError(
+            f"{lacks}: Megatron would start from random weights: give the directory of a "
+            "checkpoint, or omit the option"
+        )
+    if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
+        raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
+    if settings.role == "candidate":
+        require_iterations(args, settings)
+    if getattr(args, "use_torch_fsdp2", False) and getattr(
+        args, "init_model_with_meta_device", False
+    ):
+        raise TTraceError(
+            "--use-torch-fsdp2 with --init-model-with-meta-device: Megatron leaves the weights "
+            "without memory: omit the latter"
+        )
+    if settings.role == "candidate" and getattr(args, "cuda_graph_impl", "none") != "none":
+        raise TTraceError(
+            "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
+            "--cuda-graph-impl none"
+        )
+    shards = "gtp_weight_remat_size", "expert_gtp_weight_remat_size"
+    if any(getattr(args, name, 1) > 1 for name in shards):
+        raise TTraceError(
+            "--tensor-parallel-num-weight-shards, --expert-tensor-parallel-num-weight-shards: "
+            "weights that ranks gather before each use are not captured: check the job without them"
+        )
+    if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
+        raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
+    if getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) > 1:
+        raise TTraceError(
+            "--megatron-fsdp-version 2: how it divides weights is not known: check the job with "
+            "version 1"
+        )
+    if getattr(args, "overlap_moe_expert_parallel_comm", False) and getattr(
+        args, "hybrid_layer_pattern", None
+    ):
+        raise TTraceError(
+            "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern: the pieces in which "
+            "its layers run are not captured: check the same job without the overlap"
+        )
+    if (
+        getattr(args, "fim_data", False)
+        and getattr(args, "data_parallel_size", 1) > 1
+        and not fim.is_by_sample(args, settings)
+    ):
+        raise TTraceError(
+            "--fim-data with data parallelism: each rank rearranges samples at random in the order "
+            "in which it reads them, so another layout trains on others: check the same job with "
+            "--ttrace-exit, which rearranges each sample by its index"
+        )
+    main_weights = getattr(args, "main_params_dtype", None)
+    if main_weights is not None and main_weights.itemsize < 4:
+        raise TTraceError(
+            "--main-params-dtype fp16: every rank rounds its part of the main weights with a scale "
+            "of its own, so another layout trains others: check the same job with fp32"
+        )
+    if (
+        any(getattr(args, name, False) for name in packed.OPTIONS)
+        and args.num_experts
+        and args.micro_batch_size > 1
+        and (args.context_parallel_size > 1 or args.sequence_parallel)
+    ):
+        raise TTraceError(
+            "packed sequences with experts, context or sequence parallelism, and several samples "
+            "in a microbatch: Megatron arranges a rank's tokens as if it had whole samples, in "
+            "another way than a single device: check the same job with --micro-batch-size 1"
+        )
+    if getattr(args, "use_precision_aware_optimizer", False) and starts_from_checkpoint(args):
+        raise TTraceError(
+            "--use-precision-aware-optimizer with --load: a loaded start is not handed over"
+        )
+    if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
+        raise TTraceError(
+            "--use-distributed-optimizer with another optimizer than Adam: Megatron has it "
+            "for --bf16 only: give it, or omit --use-distributed-optimizer"
+        )
+    if balancing.depends_on_layout(args) and getattr(
+        args, "moe_pad_expert_input_to_capacity", False
+    ):
+        raise TTraceError(
+            "--moe-pad-expert-input-to-capacity with sequence or context parallelism: every rank "
+            "fills up each expert's input with its own tokens, a single device with others: check "
+            "the same job without it"
+        )
+
+
+def _require_layout(args: MegatronArguments, settings: Settings) -> None:
+    """Raise ``TTraceError`` for a run that no reference on several ranks can be made for."""
+    layout = settings.reference_layout
+    if layout is None:
+        return
+    import torch
+
+    if starts_from_checkpoint(args):
+        raise TTraceError(
+            "--ttrace-reference-layout with --load: no loaded start is handed over to several ranks"
+        )
+    if own := reference_arguments.explicit(settings.reference_args) & {*decisions.SINGLE_DEVICE}:
+        raise TTraceError(
+            f"--ttrace-reference-layout: --ttrace-reference-args changes {', '.join(sorted(own))}, "
+            "too: omit that"
+        )
+    devices = None if cpu.active() else torch.cuda.device_count()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if why := reference_layout.refusal(layout, args, world_size=world_size, devices=devices):
+        raise TTraceError(why)
+
+
+def require_iterations(args: MegatronArguments, settings: Settings) -> None:
+    """Raise ``TTraceError`` if the job ends before the last traced iteration, where that is known.
+
+    Iterations count from the job's first step. Megatron knows where a checkpoint lets it begin once
+    the model is loaded, and how many steps ``--train-samples`` are when it has an optimizer.
+    """
+    if not args.train_iters:
+        return
+    first = getattr(args, "iteration", 0)
+    last = args.train_iters
+    if interval := getattr(args, "exit_interval", None):
+        last = min(last, (first // interval + 1) * interval)
+    if settings.iterations[-1] > last - first:
+        raise TTraceError(
+            f"--ttrace-iterations {settings.iterations[-1]}: the job ends after iteration "
+            f"{last - first}: trace an earlier one, or train longer"
+        )
+
+
+def complete(args: MegatronArguments, settings: Settings) -> list[str]:
+    """Give options that Megatron crashes without, unless training goes on; notices about them.
+
+    Megatron divides by ``--eval-interval``, also if nothing is evaluated (finding 32). Only the
+    number of samples to evaluate depends on it, and nothing in a traced step.
+    """
+    is_checked_only = settings.exit_after or settings.role == "reference"
+    unset = getattr(args, "eval_interval", _EVAL_INTERVAL) is None
+    if not is_checked_only or not unset or getattr(args, "full_validation", False):
+        return []
+    args.eval_interval = _EVAL_INTERVAL
+    return [
+        f"checked with --eval-interval {_EVAL_INTERVAL}: without it Megatron's training crashes "
+        "(finding 32)"
+    ]
+
+
+def notices(args: MegatronArguments, settings: Settings) -> list[str]:
+    """How this run is checked, for the report."""
+    found = []
+    unknown = dict.fromkeys(
+        word.partition("=")[0]
+        for word in sys.argv[1:]
+        if re.match("--[a-z]", word) and not decisions.option_of(word.partition("=")[0])
+    )
+    if lacks := loading.missing(args):
+        found.append(f"nothing was loaded: {lacks}; the check starts from generated values")
+    if isolates(args, settings) and not settings.isolate:
+        found.append(low_precision.NOTICE)
+    if options := balancing.depends_on_layout(args):
+        found.append(
+            f"{' and '.join(options.values())}: looks at all tokens of a rank, which has a part of "
+            "a microbatch in this layout: another choice than a single device's by design; both "
+            "runs take the reference's"
+        )
+    if option := own_shards.depends_on_layout(args)[1]:
+        found.append(
+            f"{option}: every tensor-parallel rank updates its own shard of a matrix, which is "
+            "another update than a single device's by design: unchecked; gradients are judged"
+        )
+    if fim.is_by_sample(args, settings):
+        found.append(
+            "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
+            "the rank that reads it, so that all layouts have the same samples"
+        )
+    if version := versions.unreleased(versions.megatron_core_version()):
+        found.append(version)
+    if new := [flag for flag in unknown if not flag.startswith("--ttrace")]:
+        found.append(
+            f"{', '.join(new)}: not an option of a known Megatron, so the reference has it, too; "
+            "--ttrace-reference-args sets what a single device must have instead"
+        )
+    if settings.reference is not None and settings.allow_other_megatron:
+        found.append("the reference may have been made by another Megatron")
+    if told := os.environ.get(SHRUNK):
+        found.append(told)
+    return found

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the traced runs of a candidate and of a reference share: equal starts, rehearsals."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
+from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import quiet
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.mesh import current_mesh
+from megatron_ttrace.mcore.names import canonical_names, unwrap
+from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
+from megatron_ttrace.mcore.sharded_weights import WeightPart, buffers_of, parts_of, publish
+from megatron_ttrace.mcore.versions import call_known
+from megatron_ttrace.run import low_precision
+from megatron_ttrace.run.agreement import EndError, Ranks
+from megatron_ttrace.run.start import handoff
+from megatron_ttrace.run.start.moments import awaken, prime
+from megatron_ttrace.run.start.parameters import fill
+from megatron_ttrace.run.start.tokens import spread_batch
+from megatron_ttrace.trace.budget import Budget, host_room
+from megatron_ttrace.trace.copies import Copies
+from megatron_ttrace.trace.counted import Counted
+from megatron_ttrace.trace.errors import DEBUG, TTraceError, one_line
+from megatron_ttrace.trace.records import STEP_LEVEL, VALUE, Kind
+from megatron_ttrace.trace.start import StartValues
+
+type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
+"""What Megatron gives to ``train_step``; a list has one iterator per virtual-pipeline chunk."""
+
+_RANKS_OF_A_HOST = 8
+"""At most, if the launcher does not say."""
+
+
+class Session(abc.ABC):
+    """One side of a check. Subclasses decide what becomes of a captured tensor."""
+
+    is_reference = False
+
+    def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
+        self.args = args
+        self.settings = settings
+        self.ranks = ranks
+        self.budget = Budget(settings.memory_mb << 20)
+        self.finished = False
+        self.judged = False  # a verdict was told, whatever fails later
+        self.errors: list[str] = []
+        self.start: Path | None = None
+        self.start_step: float | None = None
+        self.initial: list[Initial] = []
+        self.not_initial = ""
+        self._model: TracedModel | None = None
+        self._scheduler: Scheduler | None = None
+        self._schedule: dict[str, Any] = {}
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies = Copies()
+        self._kept = ExitStack()
+
+    @property
+    def model(self) -> TracedModel:
+        """This rank's part of the model, once it exists."""
+        assert self._model is not None, "begin() comes first"
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank's tensors."""
+        return next(self.model.chunks[0].parameters()).device
+
+    def begin(
+        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    ) -> None:
+        """Called when Megatron has built model and optimizer."""
+        from megatron.core.utils import get_model_config
+
+        mesh = current_mesh(self.args)
+        offset = (self.args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
+        self._model = TracedModel(
+            chunks,
+            [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks],
+            optimizer,
+            mesh,
+            gated=bool(get_model_config(chunks[0]).gated_linear_unit),
+        )
+        self._scheduler = scheduler
+        self._schedule = copy.copy(vars(scheduler))
+        self._buffers = [(buffer, buffer.detach().clone()) for _, buffer in self._model.buffers()]
+        self.not_initial = uninitialised(self.args, is_loaded=self.is_loaded)
+        if not self.not_initial:
+            self.initial = initial_values(self._model)
+
+    @abc.abstractmethod
+    def traces(self, step: int) -> bool:
+        """Whether :meth:`before_step` is to be called before Megatron's ``step``-th step."""
+
+    @abc.abstractmethod
+    def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
+        """Do the work before a step; returns an exit code when the check is finished."""
+
+    @property
+    @abc.abstractmethod
+    def is_loaded(self) -> bool:
+        """Whether this side starts from a checkpoint."""
+
+    def blocks(self) -> list[list[int]]:
+        """The traced iterations as runs of consecutive ones; each run is one rehearsal."""
+        found: list[list[int]] = []
+        for iteration in self.settings.iterations:
+            if found and found[-1][-1] == iteration - 1:
+                found[-1].append(iteration)
+            else:
+                found.append([iteration])
+        return found
+
+    def equal_start(
+        self,
+        stored: StartValues | None = None,
+        keep: Callable[[str, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Overwrite all parameters, the optimizer's copies of them, and its moments.
+
+        Buffers, and the schedules of learning rate and weight decay, are those with which the run
+        began: the reference makes no steps before a traced one.
+
+        Args:
+            stored: has the values already. A GPU generates them in less time than they are read in.
+            keep: is given the moments.
+        """
+        for buffer, value in self._buffers:
+            buffer.data.copy_(value)
+        if self._scheduler is not None:
+            vars(self._scheduler).update(self._schedule)
+            self._scheduler.step(increment=0)
+        if self.start is not None:
+            handoff.restore(self.model, self.start, self.start_step)
+            return
+        stored = stored if self.device.type == "cpu" else None
+        parts = parts_of(self.model.chunks)
+        self.ranks.together("setting the start values", lambda: self._fill(parts, stored))
+        if buffers_of(self.model.chunks):
+            publish(self.model.chunks)
+        else:
+            self.model.optimizer.reload_model_params()
+            reload_offloaded(self.model.optimizer)
+        if self.settings.init == "reveal":
+            owned = owned_by(self.model.optimizer)
+            awaken(owned.values(), self.args.lr)
+            prime(
+                [(place, owned[p]) for p, place in self.model.places() if p in owned],
+                self.model.mesh,
+                seed=self.args.seed,
+                stored=stored,
+                keep=keep,
+            )
+
+    def _fill(
+        self, parts: Mapping[torch.nn.Parameter, WeightPart], stored: StartValues | None
+    ) -> None:
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(self.model.chunks[0])
+        for parameter, place in self.model.places():
+            part = parts.get(parameter)
+            # Rounded to the model's precision first, like main weights that are copies.
+            target = part.stepped.to(part.weights.dtype) if part else parameter
+            fill(
+                place.flat(*part.range) if part else place,
+                target,
+                self.model.mesh,
+                seed=self.args.seed,
+                config=config,
+                init=self.settings.init,
+                stored=stored,
+            )
+            if part:
+                part.stepped.copy_(target)
+
+    def serve(self, served: Served) -> None:
+        """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary."""
+        vocabulary = getattr(self.args, "padded_vocab_size", None)
+        if self.settings.init == "reveal" and vocabulary:
+            served.serve(lambda item: spread_batch(item, vocabulary))
+        else:
+            served.serve()
+
+    def rehearse(
+        self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int], iteration: int
+    ) -> Counted:
+        """Run one traced training step, on all ranks.
+
+        Returns:
+            Which elements went into the step's norms, counts and updates on this rank.
+
+        Raises:
+            GivenUpError: on every rank, when tracing failed on any.
+            EndError: when Megatron's own step failed.
+        """
+        tap = StepTap(
+            self.model,
+            sink,
+            microbatches,
+            self._tracing_failed,
+            self._settle,
+            lambda: self.ranks.together("attaching to the model", self._refuse),
+            self._copies,
+        )
+        self._kept.callback(tap.detach)
+        began = self._scheduler.num_steps if self._scheduler else 0
+        tap.run(lambda: self.step(run))
+        if self._scheduler is not None:
+            samples = torch.tensor(float(self._scheduler.num_steps - began))
+            sink.placed((STEP_LEVEL, Kind.METRIC, "scheduled-samples", VALUE), samples, (), ())
+        self.ranks.together("tracing", self._refuse)
+        return tap.counted(iteration)
+
+    def step(self, run: Callable[[], Any]) -> Any:
+        """Megatron's own training step.
+
+        Raises:
+            EndError: when it fails. The other ranks may wait in a collective that this one left,
+                so training cannot go on.
+        """
+        try:
+            return run()
+        except Exception as error:
+            traceback.print_exception(error)
+            wrong = TTraceError(f"Megatron's training step failed ({one_line(error)})")
+            raise self.ranks.end(wrong, "in a traced step") from error
+
+    @contextmanager
+    def rehearsal(self, *, restore: bool) -> Iterator[None]:
+        """Within this context training steps do not count; afterwards all state is restored.
+
+        Raises:
+            EndError: when restoring failed on any rank: no rank trains on.
+        """
+        with self.ranks.watching(), ExitStack() as kept:
+            try:
+                self._kept = kept
+                self._keep(kept, restore=restore)
+                yield
+            except EndError:
+                kept.pop_all()
+                raise
+            except BaseException as error:
+                self.ranks.give_up(error, "in the traced steps")
+                # An interrupted process does not wait for the others.
+                self._put_back(kept, waits=restore and isinstance(error, Exception))
+                raise
+            else:
+                self._put_back(kept, waits=restore)
+
+    def _room(self) -> Copies:
+        """Room for copies: the budget's, of a GPU's tensors also the host's memory, then a file."""
+        there = int(os.environ.get("LOCAL_WORLD_SIZE", min(self.ranks.size, _RANKS_OF_A_HOST)))
+        host = 0 if self.device.type == "cpu" else host_room(there)
+        return Copies(self.budget.kept, host, self.settings.directory, self.ranks.size)
+
+    def _keep(self, kept: ExitStack, *, restore: bool) -> None:
+        self._copies = kept.enter_context(self._room())
+        kept.enter_context(quiet.one_attempt())
+        kept.enter_context(quiet.without_dropout(self.model.chunks))
+        kept.enter_context(quiet.without_random_routing(self.model.chunks))
+        kept.enter_context(quiet.random_states_kept())
+        kept.enter_context(quiet.metrics_kept())
+        kept.enter_context(
+            low_precision.equal_scales(self.args, self.model.chunks, self.model.mesh)
+        )
+        if restore:
+            # The last update may not be gathered yet: the next forward pass would do it, but a
+            # rehearsal's comes first, and what is restored would lack it.
+            self.ranks.meet("saving the training state")
+            self._settle()
+        snapshot = None
+        if restore:
+            snapshot = Snapshot(self.model.chunks, self.model.optimizer, self._copies)
+        scheduler = copy.copy(vars(self._scheduler))
+        # Restoring may communicate: either all ranks do it or none.
+        self.ranks.meet("saving the training state")
+        if snapshot is not None:
+            kept.callback(snapshot.restore)
+        kept.callback(vars(self._scheduler).update, scheduler)
+        # A gather that the optimizer's step began would overwrite what is restored.
+        kept.callback(self._settle)
+
+    def _put_back(self, kept: ExitStack, *, waits: bool) -> None:
+        try:
+            kept.close()
+        except BaseException as error:
+            traceback.print_exception(error)
+            wrong = TTraceError(f"the training state could not be restored ({one_line(error)})")
+            raise self.ranks.end(wrong, "after the traced steps") from error
+        if waits:
+            self.ranks.all_back()
+
+    def _tracing_failed(self, error: BaseException) -> None:
+        self.errors.append(str(error) if isinstance(error, TTraceError) else one_line(error))
+        if os.environ.get(DEBUG):
+            traceback.print_exception(error)
+
+    def _refuse(self) -> None:
+        if self.errors:
+            raise TTraceError(f"tracing failed: {self.errors[0]}")
+
+    def _settle(self) -> None:
+        """Gather updated parameters now if Megatron would do so in the next forward pass."""
+        if buffers_of(self.model.chunks):
+            for chunk in self.model.chunks:
+                chunk.synchronize_param_gather()  # type: ignore[operator]
+            return
+        if not getattr(self.args, "overlap_param_gather", False):
+            return
+        import megatron.training.training as training
+
+        call_known(training.force_param_sync, self.model.chunks, optimizer=self.model.optimizer)

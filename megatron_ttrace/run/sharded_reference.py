@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reference on several ranks, for a model that does not fit on one device.
+
+Each rank writes its shards. The last rank merges them into the trace that one device would have
+written (``merging.py``), so candidates read it as any other. A perturbed replay of the ranks is
+then compared with that trace as a candidate in their layout is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.compare import sharding, tolerance
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.sharding import ShardSink
+from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.tolerance import Moved
+from megatron_ttrace.run import merging
+from megatron_ttrace.run.comparison import layout_of
+from megatron_ttrace.run.perturb import Spread, perturbed
+from megatron_ttrace.run.reference_run import ReferenceSession
+from megatron_ttrace.run.session import DataIterator
+from megatron_ttrace.trace import counted, owned
+from megatron_ttrace.trace.errors import ExitCode
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+
+
+class ShardedReferenceSession(ReferenceSession):
+    """Makes a reference trace on all ranks of this job."""
+
+    def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
+        """Do everything at the first step."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        count = get_num_microbatches()
+        last = self.ranks.size - 1
+        self._layout = layout_of(self.model, self.args)
+        self._by = sharding.known(self._order.divided)
+        writer = TraceWriter(self._directory, 0)  # the last rank's alone writes
+        moved: dict[TraceKey, Moved] = {}
+        for block, served in self._batches(iterator, count):
+            moved |= self._block(block, count, run, served, writer)
+        counts = self.ranks.exchange(
+            "collecting what was counted", lambda: counted.encode(self._counted), self.device
+        )
+
+        def finish() -> None:
+            tolerance.write(self._directory, moved)
+            each = {rank: counted.decode(one) for rank, one in enumerate(counts)}
+            self._seal(count, merging.merged(each))
+
+        self.ranks.from_one(last, "sealing the reference", finish)
+        return ExitCode.EQUIVALENT
+
+    def _trace(
+        self, block: list[int], count: int, run: Callable[[], Any], served: Served, to: TraceWriter
+    ) -> None:
+        """Write this rank's shards, and on the last rank all of them merged."""
+        shards = self._directory / f"shards-{block[0]}"
+        writer = TraceWriter(shards, self.ranks.rank)
+        for one in self.initial if block[0] == self.settings.iterations[0] else ():
+            entry = Entry(
+                TraceKey(block[0], STEP_LEVEL, Kind.INITIAL, one.name),
+                one.logical_shape,
+                one.dtype,
+                logical_shape=one.logical_shape,
+                placement=one.placement,
+                boxes=one.boxes,
+                sums=dataclasses.astuple(one.moments),
+            )
+            writer.add(entry, None)
+        room = functools.partial(self._require_space, count)
+        self._capture(
+            block,
+            count,
+            run,
+            served,
+            lambda iteration: ShardSink(writer, iteration, self._layout, self._by, room),
+        )
+        self.ranks.together("writing the shards", writer.close)
+        stages = self.ranks.exchange(
+            "merging the shards", lambda: self.model.mesh.at("pp"), self.device
+        )
+
+        def merge() -> None:
+            merging.merge(shards, stages, to)
+            to.close()
+            owned.remove(shards)
+
+        self.ranks.from_one(self.ranks.size - 1, "merging the shards", merge)
+
+    def _begin_block(self, block: list[int], count: int) -> None:
+        """Set the start values. A candidate generates its own: no rank has whole moments."""
+        self._start_at(block[0], count)
+
+    @property
+    def _times_stored(self) -> int:
+        """The bytes of the whole trace for each byte of this rank's shards, which are beside it."""
+        return 2 * self.ranks.size
+
+    def _replay_once(
+        self,
+        reader: TraceReader,
+        block: Sequence[int],
+        run: Callable[[], Any],
+        numbers: Sequence[int],
+        seed: int,
+        before: Mapping[TraceKey, Moved],
+    ) -> dict[TraceKey, Moved]:
+        """Replay a block once on all ranks; each returns what the replays until now did."""
+        measured: list[Measured] = []
+        with perturbed(self.model.names, seed, self.model.optimizer, self._spread()):
+            for iteration in block:
+                sink = CompareSink(reader, iteration, self._layout)
+                self.rehearse(run, sink, numbers, iteration)
+                measured += sink.measured
+        found = self.ranks.reduce(
+            "collecting the replay", lambda: merging.movement(measured), merging.joined, self.device
+        )
+        return merging.moved(found, before)
+
+    def _spread(self) -> Spread:
+        from megatron.core import parallel_state as mpu
+
+        mesh = self.model.mesh
+        parts = {
+            place.name: zlib.crc32(
+                repr((place.name, [box.region for box in place.boxes(mesh)])).encode()
+            )
+            for _, place in self.model.places()
+        }
+        group = mpu.get_tensor_model_parallel_group()
+        add_up = functools.partial(torch.distributed.all_reduce, group=group)
+        return Spread(parts, mesh.at("pp") == mesh.size("pp") - 1, add_up)

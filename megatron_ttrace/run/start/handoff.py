@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A start that is not generated: with ``--load``, the candidate's loaded state is the common start.
+
+Not every checkpoint format reshards to one device, optimizer states least of all. So every rank of
+the candidate writes its own boxes of what it loaded, and the reference assembles them: the
+optimizer's main weights (the model's are casts of them), Adam's moments, and buffers (the biases of
+routers). What every rank loaded is compared (``run/start/loaded.py``) before it is overwritten
+with this common start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.jobs import fingerprint
+from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
+from megatron_ttrace.mcore.checkpoints import loading
+from megatron_ttrace.mcore.checkpoints.loading import Source
+from megatron_ttrace.mcore.optimizer import layer_wise, owned_by
+from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
+from megatron_ttrace.placement.plan import describe
+from megatron_ttrace.run.agreement import Ranks
+from megatron_ttrace.run.start.moments import set_step
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.checksum import checksum
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.views import local_view, logical_view
+
+
+def write(model: TracedModel, directory: Path) -> str:
+    """Write this rank's part of the state; returns a digest of it.
+
+    If all data-parallel ranks hold the same state, the first one writes it; of an expert's, the
+    first of the ranks that have this expert.
+    """
+    writer = TraceWriter(directory, model.mesh.rank)
+    marks = hashlib.sha256()
+    owned = owned_by(model.optimizer)
+    one_has_it = layer_wise(model.optimizer)
+    # Ranks that hold a part only, those of context parallelism, leave it as it was built.
+    buffers = [(place, data) for place, data in model.buffers() if not place.placement]
+    if model.mesh.at("dp") or model.mesh.at("cp"):
+        buffers = []
+
+    def add(kind: Kind, where: ParameterPlace, data: torch.Tensor) -> None:
+        entry = Entry(
+            key=TraceKey(0, STEP_LEVEL, kind, where.name),
+            shape=tuple(data.shape),
+            dtype=str(data.dtype).removeprefix("torch."),
+            logical_shape=where.logical_shape,
+            placement=describe(where.placement),
+            boxes=where.boxes(model.mesh),
+        )
+        writer.add(entry, data)
+        marks.update(f"{where.name}/{kind}/{checksum(data)}".encode())
+
+    for place, data in buffers:
+        add(Kind.BUFFER, place, data)
+    for parameter, place in model.places():
+        part = owned.get(parameter)
+        if parameter in one_has_it:
+            is_mine = part is not None
+        elif part is not None and part.range is not None:
+            is_mine = True
+        else:
+            is_mine = not any(model.mesh.at(axis) for axis in reduced_over(place.name))
+        if not is_mine:
+            continue
+        where = place.flat(*part.range) if part is not None and part.range else place
+        tensors = {Kind.PARAM: part.main if part is not None else parameter.data}
+        if part is not None:
+            state = part.state
+            tensors |= {
+                kind: state[name]
+                for name, kind in part.moments.items()
+                if torch.is_tensor(state.get(name))
+            }
+        for kind, data in tensors.items():
+            add(kind, where, data)
+    writer.close()
+    return marks.hexdigest()
+
+
+def steps_of(model: TracedModel) -> float | None:
+    """The number of steps that Adam has recorded; ``None`` without moments."""
+    for part in owned_by(model.optimizer).values():
+        step = part.state.get("step", part.group.get("step"))
+        if step is not None and "exp_avg" in part.state:
+            return float(step)
+    return None
+
+
+def restore(model: TracedModel, directory: Path, step: float | None) -> None:
+    """Put the written state into this rank's model and optimizer, whatever their layout.
+
+    Raises:
+        TTraceError: when a parameter is not among what was written.
+    """
+    reader = TraceReader(directory)
+    pieces: defaultdict[tuple[Kind, str], list[Entry]] = defaultdict(list)
+    for entries in reader.ranks.values():
+        for entry in entries:
+            pieces[entry.key.kind, entry.key.name].append(entry)
+
+    def copy(kind: Kind, place: ParameterPlace, target: torch.Tensor) -> None:
+        whole = _assemble(reader, pieces[kind, place.name], place)
+        for box in place.boxes(model.mesh):
+            local_view(target, box).copy_(logical_view(whole, box))
+
+    owned = owned_by(model.optimizer)
+    with torch.no_grad():
+        for place, buffer in model.buffers():
+            if (Kind.BUFFER, place.name) in pieces:
+                copy(Kind.BUFFER, place, buffer)
+        for parameter, place in model.places():
+            copy(Kind.PARAM, place, parameter.data)
+        model.optimizer.reload_model_params()
+        for parameter, place in model.places():
+            if (part := owned.get(parameter)) is None:
+                continue
+            where = place.flat(*part.range) if part.range else place
+            copy(Kind.PARAM, where, part.main)
+            for name, kind in part.moments.items():
+                if (kind, place.name) not in pieces:
+                    continue
+                moment = torch.zeros_like(part.main, dtype=torch.float32)
+                copy(kind, where, moment)
+                part.inner.state[part.main][name] = moment
+                if step is not None:
+                    set_step(part, part.main, step)
+
+
+def _assemble(reader: TraceReader, entries: list[Entry], place: ParameterPlace) -> torch.Tensor:
+    if not entries or entries[0].logical_shape != place.logical_shape:
+        raise TTraceError(f"the candidate's start state has no {place.name} of this shape")
+    whole = torch.zeros(place.logical_shape, dtype=torch.float32)
+    for entry in entries:
+        data = reader.tensor(entry).to(whole.dtype)
+        for box in entry.boxes:
+            logical_view(whole, box).copy_(local_view(data, box))
+    return whole
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started:
+    """A start that was handed over.
+
+    Attributes:
+        directory: of the state.
+        step: steps that Adam has made; ``None`` without moments.
+        iteration: of the training.
+        consumed_train_samples: of the data.
+        schedule: steps of the learning rate's schedule.
+        content: a digest of the state.
+        source: the checkpoint; on rank 0.
+    """
+
+    directory: str
+    step: float | None
+    iteration: int
+    consumed_train_samples: int
+    schedule: int
+    content: str
+    source: Source | None = None
+
+    def resume(self, args: MegatronArguments, scheduler: Scheduler) -> None:
+        """Continue at its position in the data and in the schedule."""
+        args.iteration = self.iteration
+        args.consumed_train_samples = self.consumed_train_samples
+        scheduler.num_steps = self.schedule
+        scheduler.step(increment=0)
+
+
+def hand_over(
+    model: TracedModel,
+    directory: Path,
+    args: MegatronArguments,
+    scheduler: Scheduler,
+    ranks: Ranks,
+    device: torch.device,
+) -> Started:
+    """Write the state that was loaded; called on all ranks."""
+    told = "handing over the loaded state"
+    ranks.from_one(0, told, lambda: owned.remove(directory))
+    digests = ranks.exchange(told, lambda: write(model, directory), device)
+    started = Started(
+        directory=str(directory.resolve()),
+        step=steps_of(model),
+        iteration=args.iteration,
+        consumed_train_samples=args.consumed_train_samples,
+        schedule=scheduler.num_steps,
+        content=fingerprint.digest({"ranks": digests}),
+        source=loading.source_of(args) if ranks.rank == 0 else None,
+    )
+    ranks.from_one(
+        0, told, lambda: seal(directory, {"role": "start", **dataclasses.asdict(started)})
+    )
+    return started

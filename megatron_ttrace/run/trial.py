@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reference's layout is checked itself before it is used: against one device, on a shrunk job.
+
+The shrunk job has the same options and the same axes, and sizes that fit one device. Only if it is
+equivalent is the reference made; how it divided each tensor is how the reference divides it
+(``compare/sharding.py``).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from megatron_ttrace.compare import sharding
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.processes.child import environment_of, run_subprocess
+from megatron_ttrace.jobs.processes.logs import how_it_ended, reason_of
+from megatron_ttrace.jobs.reference_layout import Layout
+from megatron_ttrace.jobs.settings import Settings, checking, split
+from megatron_ttrace.jobs.shrink import documents, plan
+from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
+from megatron_ttrace.run.requirements import SHRUNK
+from megatron_ttrace.trace import cleaning, owned, shared
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.store import TraceReader
+
+FOLDER = "layout"
+"""Where the check of the layout is written, in the directory of the run."""
+_LOG = "layout.log"
+
+
+def checked(layout: Layout, settings: Settings) -> sharding.Divided:
+    """Check a layout against one device; returns by how much it divides each tensor.
+
+    Raises:
+        TTraceError: unless it is equivalent there.
+    """
+    said = f'--ttrace-reference-layout "{layout}"'
+    found = plan.as_it_is(_command(layout, settings))
+    if found.lost:
+        raise TTraceError(
+            f"{said}: the layout cannot be checked on a shrunk job, which does not have: "
+            + "; ".join(found.lost)
+        )
+    home, log = settings.directory / FOLDER, settings.directory / _LOG
+    prefix = home.with_name(f"{FOLDER}-data") / "text"
+    job = found.jobs[0]
+    documents.write(prefix, job.arguments)
+    script = found.command.script
+    data = documents.arguments(script, prefix, job.arguments)
+    alike = Settings(
+        directory=home,
+        save_candidate=True,
+        wandb=False,
+        device=settings.device,
+        init=settings.init,
+        timeout=settings.timeout,
+    )
+    words = checking(script, [*job.arguments, *data], layout.ranks, alike)
+    print(
+        f"ttrace: checking the reference's layout ({layout}) against one device, on a shrunk job "
+        f"(log: {log})",
+        flush=True,
+    )
+    code = run_subprocess(
+        [sys.executable, "-m", "megatron_ttrace", *words],
+        {**_environment(), SHRUNK: found.told()},
+        log,
+        settings.timeout,
+    )
+    if code == ExitCode.DIVERGED:
+        raise TTraceError(
+            f"{said}: on a shrunk job this layout is not equivalent to one device, so it cannot be "
+            f"a reference (report: {home / 'report.html'})"
+        )
+    if code:
+        why = reason_of(log) or how_it_ended(code)
+        raise TTraceError(f"{said}: could not be checked on a shrunk job: {why} (log: {log})")
+    divided = sharding.divided(TraceReader(home / "candidate"))
+    cleaning.remove_tensors(home, own=True)
+    owned.discard(prefix.parent)
+    return divided
+
+
+def _command(layout: Layout, settings: Settings) -> Command:
+    """The reference's own command: the candidate's with another layout."""
+    _, theirs = split(sys.argv[1:])
+    words = []
+    for flag in Given.parse([*theirs, *shlex.split(settings.reference_args)]).flags:
+        if flag.option not in SINGLE_DEVICE:
+            words += flag.words()
+    return Command(sys.argv[0], (*words, *layout.words()), ranks=layout.ranks)
+
+
+def _environment() -> dict[str, str]:
+    """That of a user's shell: without what a launcher sets, or a check for its own ranks."""
+    found = environment_of(1, {})
+    own = (shared.VARIABLE, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in found.items() if name not in own}

@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python API, which ``ttrace check`` and ``ttrace compare`` call too.
+
+Importing this module imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ttrace.jobs import flags, inputs, provenance, reference_layout
+from megatron_ttrace.jobs.processes import signals
+from megatron_ttrace.jobs.settings import (
+    DEFAULT_ALLOW_UNCHECKED,
+    DEFAULT_TIMEOUT,
+    Settings,
+    checking,
+    split,
+)
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
+
+if TYPE_CHECKING:
+    from megatron_ttrace.jobs import job as jobs
+    from megatron_ttrace.saved.difference import Review
+    from megatron_ttrace.trace.store import TraceReader
+
+__all__ = ["Report", "check", "compare", "diff", "load_report", "run_check"]
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of a check: the answer, one verdict per tensor, and where the files are.
+
+    Attributes:
+        summary: the content of ``summary.json``: counts, culprits, notices, layout, versions,
+            timings, and the run that it belongs to.
+        verdicts: the content of ``verdicts.jsonl``, in the order in which the reference computed
+            the tensors.
+        directory: where ``summary.json``, ``verdicts.jsonl`` and ``report.html`` are.
+        isolating: the command that checks the same job with every module isolated, as words; empty
+            for a report that was read from files or made from saved traces, and for ``isolated``.
+        isolated: the report of that check, which is made at once where this one leaves doubt: a
+            culprit of which no cause is known. ``None`` otherwise.
+    """
+
+    summary: Summary
+    verdicts: tuple[Verdict, ...]
+    directory: Path
+    isolating: tuple[str, ...] = ()
+    isolated: Report | None = None
+
+    @property
+    def verdict(self) -> Result:
+        """The answer: equivalent, diverged, or could not check."""
+        return self.summary.verdict
+
+    @property
+    def is_equivalent(self) -> bool:
+        """Whether the run computes what one device would. False if it could not be checked."""
+        return self.verdict is Result.EQUIVALENT
+
+    @property
+    def culprits(self) -> tuple[Culprit, ...]:
+        """The modules in which errors originate, the first one first; empty unless diverged."""
+        return self.summary.culprits
+
+    @property
+    def run(self) -> Run | None:
+        """Command, script, Megatron, host and date of the run; ``None`` if not recorded."""
+        return self.summary.run
+
+    def failures(self) -> list[Verdict]:
+        """The verdicts that make a run diverge, in execution order."""
+        return [one for one in self.verdicts if one.verdict.is_failure]
+
+
+def check(
+    script: PathLike,
+    arguments: Sequence[str] = (),
+    *,
+    nproc_per_node: int = 1,
+    directory: PathLike = "ttrace-out",
+    timeout: float = DEFAULT_TIMEOUT,
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
+    environment: Mapping[str, str] | None = None,
+    fork: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Run a Megatron training script on this machine and check it, as ``ttrace check`` does.
+
+    The script runs exactly as ``python SCRIPT`` would in this directory and environment, once per
+    rank, up to the last traced iteration. If no reference is given, one is made first.
+
+    A check that finished without being able to decide (too many tensors unchecked, tracing failed)
+    returns a report whose verdict is ``Result.COULD_NOT_CHECK``; the reason is among
+    ``report.summary.notices``. All other cases in which the command returns exit code 2 raise.
+
+    Args:
+        script: a Megatron training script, for instance ``pretrain_gpt.py`` of a checkout. It need
+            not call :func:`enable`.
+        arguments: the script's arguments. Any ``--ttrace-*`` flag may be among them and takes
+            precedence over the parameters below.
+        nproc_per_node: number of ranks, all on this machine.
+        directory: where traces and reports are written (``--ttrace-dir``). What an earlier check
+            left there is removed, except for its reference.
+        timeout: seconds after which a reference run, or a rank without output, counts as lost.
+        allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
+        environment: variables added to each rank's environment.
+        fork: import Megatron into this process once and fork the ranks from it, which saves further
+            checks the imports, on a machine without a GPU (with one, it has no effect). This
+            process then has Megatron's CPU backend activated, and must not run threads of its own.
+        progress: called with lines of text about the progress, at least every five seconds.
+
+    Returns:
+        The report. Its files are in ``directory``.
+
+    Raises:
+        TTraceError: when there is no report: a script that does not exist, a flag with a wrong
+            value, a directory in use, a rank that crashed. The message says what to do.
+    """
+    place = Settings(directory=Path(directory))
+    words = checking(script, arguments, nproc_per_node, place)
+    recorded = {provenance.COMMAND: provenance.command_line(["ttrace", *words])}
+    return run_check(
+        Path(script),
+        arguments,
+        dataclasses.replace(place, timeout=timeout, allow_unchecked=allow_unchecked),
+        nproc=nproc_per_node,
+        environment={**recorded, **(environment or {})},
+        fork=fork,
+        say=progress,
+    )
+
+
+def compare(
+    reference: PathLike,
+    candidate: PathLike,
+    *,
+    output: PathLike | None = None,
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
+    wandb: bool = False,
+    show: bool = False,
+) -> Report:
+    """Compare two saved traces without running anything, as ``ttrace compare`` does.
+
+    Args:
+        reference: directory of a reference's trace, ``DIR/reference`` of a check.
+        candidate: directory of a candidate's trace, ``DIR/candidate`` of a check that ran with
+            ``--ttrace-save-candidate``.
+        output: where the report is written; by default the directory that holds ``candidate``.
+        allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
+        wandb: whether to log the report to W&B too, online if a key is configured.
+        show: whether to print the report.
+
+    Returns:
+        The report; its verdict is ``Result.COULD_NOT_CHECK`` if too many tensors are unchecked.
+
+    Raises:
+        TTraceError: when a trace is missing, damaged or of the other role, or when the report
+            cannot be written.
+    """
+    from megatron_ttrace.trace.store import TraceReader
+
+    _require_share(allow_unchecked)
+    theirs, ours = Path(reference), Path(candidate)
+    for folder in (theirs, ours):
+        inputs.require_regular_folder(folder)
+    trusted, tested = TraceReader(theirs), TraceReader(ours)
+    for trace, role in ((trusted, "reference"), (tested, "candidate")):
+        if trace.meta.get("role") != role:
+            raise TTraceError(f"{trace.directory} is not a {role} trace: give REFERENCE CANDIDATE")
+    if not tested.meta.get("complete"):
+        raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
+    folder = Path(output) if output is not None else ours.parent
+    return _compared(
+        trusted,
+        tested,
+        folder,
+        allow_unchecked=allow_unchecked,
+        wandb=wandb,
+        wandb_online=wandb,
+        show=show,
+    )
+
+
+def diff(
+    first: PathLike,
+    second: PathLike,
+    *,
+    output: PathLike,
+    known: PathLike | None = None,
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
+    wandb: bool = False,
+    wandb_online: bool = False,
+    show: bool = False,
+) -> Report:
+    """Compare two runs, both of which were kept, as ``ttrace diff`` does.
+
+    Args:
+        first: directory of ``ttrace record``, or of a check with ``--ttrace-save-candidate``, or of
+            one of the traces in it. It takes the place of the reference.
+        second: another one.
+        output: where the report is written.
+        known: a TOML file with known differences, in addition to this package's own.
+        allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
+        wandb: whether to log the report to W&B too.
+        wandb_online: whether it may be sent there, if a key is configured.
+        show: whether to print the report.
+
+    Raises:
+        TTraceError: when a trace is missing or damaged, or the two cannot be compared.
+    """
+    import tempfile
+
+    from megatron_ttrace.saved import difference
+    from megatron_ttrace.saved import known as lists
+    from megatron_ttrace.trace.store import TraceReader
+
+    _require_share(allow_unchecked)
+    listed = lists.read(lists.OWN_LIST)
+    if known is not None:
+        listed += lists.read(Path(known))
+    sides = [difference.open_side(Path(one)) for one in (first, second)]
+    trusted, tested = difference.in_order(*sides)
+    assert tested.candidate is not None, "in_order requires a candidate"
+    folder = Path(output)
+    try:
+        owned.make(folder, ignored=True)
+        aside = tempfile.TemporaryDirectory(prefix=".against-", dir=folder)
+    except OSError as error:
+        raise TTraceError(
+            f"{folder} cannot be written ({error.strerror}): choose another --directory"
+        ) from error
+    with aside as home:
+        with consistent(trusted.directory, tested.directory):
+            written = difference.write(trusted, tested, Path(home))
+        review = difference.Review(trusted, tested, written, listed)
+        return _compared(
+            TraceReader(Path(home)),
+            tested.candidate,
+            folder,
+            allow_unchecked=allow_unchecked,
+            wandb=wandb,
+            wandb_online=wandb_online,
+            show=show,
+            review=review,
+            own=tested.summary,
+        )
+
+
+def _require_share(allow_unchecked: float) -> None:
+    if not 0 <= allow_unchecked <= 1:
+        raise TTraceError(f"--allow-unchecked {allow_unchecked}: give a share from 0 to 1")
+
+
+def _compared(
+    trusted: TraceReader,
+    tested: TraceReader,
+    folder: Path,
+    *,
+    allow_unchecked: float,
+    wandb: bool,
+    wandb_online: bool,
+    show: bool,
+    review: Review | None = None,
+    own: Summary | None = None,
+) -> Report:
+    """Judge a saved candidate and write the report to ``folder``."""
+    import io
+
+    from rich.console import Console
+
+    from megatron_ttrace.compare import tolerance
+    from megatron_ttrace.compare.configuration import RunConfig
+    from megatron_ttrace.compare.gathered import of_ranks
+    from megatron_ttrace.compare.offline import (
+        counts_of,
+        epsilon_of,
+        ledger_of,
+        measure_saved,
+        meshes_of,
+    )
+    from megatron_ttrace.report import publish
+    from megatron_ttrace.saved.conclusion import conclude
+    from megatron_ttrace.trace import shared
+
+    began = time.monotonic()
+    theirs, ours = trusted.directory, tested.directory
+    epsilon_of(trusted)
+    meshes, ledger = meshes_of(tested), ledger_of(tested)
+    config = RunConfig.from_json(tested.meta.get("config"))
+    if review is not None:
+        # Neither run has a single device's order of sums.
+        config = dataclasses.replace(config, arithmetic=None, reference=str(review.reference))
+    with consistent(theirs, ours):
+        summary, verdicts = conclude(
+            trusted,
+            tolerances := tolerance.of_reference(trusted),
+            of_ranks(measure_saved(trusted, tested, tolerances)),
+            candidate=ours,
+            counts=counts_of(tested),
+            mesh=meshes[0],
+            config=config,
+            timings={"measure": time.monotonic() - began},
+            allow_unchecked=allow_unchecked,
+            ledger=ledger,
+            review=review or list,
+        )
+    if review is not None:
+        notices = (*review.notices(), *summary.notices)
+        both = {**summary.config, "against": review.layout()}
+        summary = dataclasses.replace(summary, notices=notices, config=both)
+    elif layout := trusted.field("layout", reference_layout.decoded):
+        notices = (reference_layout.described(layout), *summary.notices)
+        summary = dataclasses.replace(summary, notices=notices)
+    if own is not None:
+        summary = dataclasses.replace(summary, run=own.run, versions=own.versions)
+    run = tested.meta["run"]
+    with shared.claim_report(folder, run):
+        publish(
+            summary,
+            verdicts,
+            folder,
+            wandb=wandb,
+            wandb_online=wandb_online,
+            console=None if show else Console(file=io.StringIO()),
+            run_id=run,
+            collectives=ledger.collectives,
+        )
+    return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
+
+
+@contextlib.contextmanager
+def consistent(reference: Path, candidate: Path) -> Iterator[None]:
+    """Report numbers of saved traces that are each in range but do not belong to one run.
+
+    Raises:
+        TTraceError: when a calculation with them fails.
+    """
+    from megatron_ttrace.trace.sanitise import clean
+
+    try:
+        yield
+    except (ArithmeticError, ValueError) as error:
+        raise TTraceError(
+            f"{candidate} and {reference} contradict themselves or each other "
+            f"({clean(error)}): run the traced job again"
+        ) from error
+
+
+def load_report(directory: PathLike) -> Report:
+    """Read the report of a finished check or comparison, as ``ttrace report`` does.
+
+    Args:
+        directory: the ``--ttrace-dir`` of the check.
+
+    Raises:
+        TTraceError: when a file is missing, damaged, foreign, or of another run than the others.
+    """
+    from megatron_ttrace.trace import files
+
+    folder = Path(directory)
+    inputs.require_regular_folder(folder)
+    summary, verdicts = files.load_report(folder)
+    return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
+
+
+def run_check(
+    script: Path,
+    arguments: Sequence[str],
+    settings: Settings,
+    *,
+    nproc: int,
+    environment: Mapping[str, str],
+    fork: bool,
+    say: Callable[[str], None] | None,
+    settle: bool = True,
+) -> Report:
+    """Run a check to its end, for :func:`check` and ``ttrace check``.
+
+    Flags of ours among ``arguments`` override ``settings``. ``settle``: check again, isolated,
+    where the first check leaves doubt.
+
+    Raises:
+        TTraceError: when there is no report.
+    """
+    if not 1 <= nproc <= flags.MOST_RANKS:
+        raise TTraceError(f"--nproc-per-node {nproc}: give 1 to {flags.MOST_RANKS} ranks")
+    settings, theirs = split(arguments, settings)
+    settings = dataclasses.replace(settings, exit_after=False, role="candidate", overrides=None)
+    # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
+    with signals.abrupt():
+        from megatron_ttrace.jobs import job as jobs
+        from megatron_ttrace.jobs.processes.progress import Progress
+        from megatron_ttrace.run import PRELOADED
+        from megatron_ttrace.trace import shared
+
+    began = time.monotonic()
+    shared.require_free(settings.directory)
+    if not script.is_file():
+        place = "" if script.is_absolute() else f" in {Path.cwd()}"
+        raise TTraceError(f"{script}: no such script{place}")
+    tell = say or (lambda line: None)
+    progress = Progress(tell)
+    if fork:
+        progress(f"checking {script}: importing torch and Megatron")
+        with progress.ticking():
+            fork = jobs.prepare(settings.device, script, modules=PRELOADED, arguments=theirs)
+    job = jobs.Job(
+        script=script,
+        arguments=tuple(theirs),
+        nproc=nproc,
+        settings=settings,
+        environment=dict(environment),
+    )
+    report = _answer(job, fork, tell)
+    if settle and report.summary.leaves_doubt:
+        tell(
+            f"not every cause is known: checking with modules isolated, in {job.directory}-isolated"
+        )
+        try:
+            alone = dataclasses.replace(_answer(job.isolated(), fork, tell), isolating=())
+            report = dataclasses.replace(report, isolated=alone)
+        except TTraceError as error:
+            tell(f"the check with modules isolated gave no answer: {error}")
+    return timed(report, time.monotonic() - began)
+
+
+def timed(report: Report, seconds: float) -> Report:
+    """The report of a check that took so long, from its caller's point of view."""
+    timings = {**report.summary.timings, "wall": seconds}
+    return dataclasses.replace(report, summary=dataclasses.replace(report.summary, timings=timings))
+
+
+def _answer(job: jobs.Job, fork: bool, say: Callable[[str], None]) -> Report:
+    from megatron_ttrace.jobs import job as jobs
+    from megatron_ttrace.trace import files
+
+    summary = jobs.run(job, fork=fork, say=say)
+    written, verdicts = files.load_report(job.directory)
+    if written.run != summary.run:
+        raise TTraceError(f"{job.directory} was taken by another check: choose another directory")
+    return Report(
+        summary=summary,
+        verdicts=tuple(verdicts),
+        directory=job.directory,
+        isolating=tuple(job.isolating()),
+    )

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From all ranks' findings to the answer; the same for a running job and for saved traces."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_ttrace.compare import (
+    by_design,
+    collectives,
+    counted,
+    exactness,
+    exercised,
+    initial,
+)
+from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.gathered import Held, by_rank
+from megatron_ttrace.compare.judge import judge
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.diagnose import start
+from megatron_ttrace.diagnose.control import controlled
+from megatron_ttrace.diagnose.culprits import localise
+from megatron_ttrace.diagnose.explain import Explainer
+from megatron_ttrace.diagnose.gather import Traces
+from megatron_ttrace.diagnose.losses import Separate
+from megatron_ttrace.diagnose.ran import in_culprits
+from megatron_ttrace.diagnose.residual import residuals
+from megatron_ttrace.jobs.settings import DEFAULT_ALLOW_UNCHECKED
+from megatron_ttrace.mcore import own_shards, versions
+from megatron_ttrace.mcore.roles import is_beyond
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.report import texts, wording
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
+from megatron_ttrace.trace.counted import Counted, decode
+from megatron_ttrace.trace.executed import ChangedCode
+from megatron_ttrace.trace.findings import Explanation
+from megatron_ttrace.trace.judged import Judged, TooFew
+from megatron_ttrace.trace.moments import Moments
+from megatron_ttrace.trace.records import (
+    Direction,
+    Kind,
+    Outcome,
+    Reason,
+    Result,
+    Summary,
+    TraceKey,
+    Verdict,
+)
+from megatron_ttrace.trace.store import TraceReader
+
+_REASONS = 3
+"""Reasons for unchecked tensors that are named."""
+
+
+def conclude(
+    reference: TraceReader,
+    tolerances: Tolerances,
+    held: Sequence[Held],
+    *,
+    candidate: Path,
+    mesh: Mesh,
+    config: RunConfig,
+    timings: dict[str, float],
+    counts: Mapping[int, Sequence[Counted]] = MappingProxyType({}),
+    notices: Sequence[str] = (),
+    allow_unchecked: float = DEFAULT_ALLOW_UNCHECKED,
+    ledger: Ledger = UNRECORDED,
+    changed: ChangedCode | None = None,
+    separate: Separate | None = None,
+    review: Callable[[Sequence[Judged]], list[Judged]] = list,
+) -> tuple[Summary, list[Verdict]]:
+    """Judge, localise, explain, and put that into words.
+
+    Args:
+        reference: the trusted trace.
+        tolerances: of the reference.
+        held: what all ranks found.
+        candidate: directory of the candidate's failed (or all) tensors.
+        mesh: of any rank of the candidate; only the sizes are used.
+        config: of the candidate.
+        timings: for the report, which adds those of this function.
+        counts: what went into each rank's norms, counts and updates.
+        notices: for the report.
+        allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
+            with more of them, and no culprit, the answer is "could not check".
+        ledger: the collectives of the traced steps, and the code that ran in them.
+        changed: code of Megatron's that the user changed, and where it ran.
+        separate: finds the losses' shares of gradients, by replays of the reference.
+        review: what becomes of the verdicts before culprits are sought among them.
+    """
+    began = time.monotonic()
+    eps = float(reference.meta["epsilon"])
+    apart = {Kind.INITIAL}
+    captured = (one.found.key for one in held)
+    # Where both runs can report and one does not, what it lacks is missing.
+    can_log = bool(reference.meta.get("logs")) and config.logs
+    if unlogged := not can_log and _logs(reference) != _logs(captured):
+        apart.add(Kind.METRIC)
+    keys = [key for key in reference if key.kind not in apart]
+    starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
+    coverage = counted.judge(decode(reference.meta.get("counted", [])), counts)
+    computed = [one for one in held if one.found.key.kind not in apart]
+    judged = judge(
+        ((key, reference.entry(key).shape) for key in keys),
+        computed,
+        tolerances,
+        eps,
+        functools.partial(unjudged, mesh, config),
+    )
+    verdicts = [
+        *initial.judge(
+            {entry.key: (entry.shape, Moments.of(entry.sums)) for entry in starts},
+            by_rank(one for one in held if one.found.key.kind is Kind.INITIAL),
+            eps,
+        ),
+        *by_design.review(
+            judged,
+            computed,
+            reference,
+            tolerances,
+            eps=eps,
+            mesh=mesh,
+            ledger=ledger,
+            isolated=config.isolate,
+        ),
+        *coverage.verdicts,
+    ]
+    verdicts, exact = exactness.examine(review(verdicts), config.arithmetic)
+    was_judged = time.monotonic()
+    failed = {verdict.key for verdict in verdicts if verdict.verdict.is_failure}
+    of_interest = (one for one in held if one.found.key in failed or start.is_start(one.found.key))
+    traces = Traces.read(reference, candidate, tolerances, by_rank(of_interest))
+    explainer = Explainer(traces, ledger=ledger, counted=coverage.findings)
+    stages = start.stages_of(traces.started, traces.meshes)
+    verdicts = start.without_consequences(start.claims(verdicts, stages))
+    # With isolation nothing is computed from a wrong tensor.
+    explain: Callable[[Judged], Explanation] = explainer.explain
+    if not config.isolate:
+        explain = controlled(explainer.explain, verdicts, tolerances)
+    diagnoses = localise(verdicts, explain, isolated=config.isolate)
+    if separate is not None and explainer.unexplained:
+        explainer.separate(separate)
+        diagnoses = localise(verdicts, explain, isolated=config.isolate)
+    culprits = tuple(map(texts.culprit_of, diagnoses))
+    explained = time.monotonic()
+    result = Result.DIVERGED if culprits else Result.EQUIVALENT
+    said = [*notices]
+    if alike := initial.alike(verdicts):
+        said.append(wording.same_start_text(alike))
+    said += [wording.not_judged_text(*one) for one in coverage.not_judged]
+    if moved := tolerances.repeated:
+        said.append(wording.repeated_text(moved[0], len(moved)))
+    if unlogged:
+        said.append("what is logged was not compared: one of the runs has no training_log")
+    if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
+        result = Result.COULD_NOT_CHECK
+        said.append("no computed tensor could be judged: all of them are unchecked")
+    elif not culprits and (too_few := not_enough(verdicts, allow_unchecked)):
+        result = Result.COULD_NOT_CHECK
+        said.append(wording.too_few_text(too_few))
+    observed = exercised.observe(reference, tolerances, config.requested)
+    summary = Summary(
+        verdict=result,
+        counts=dict(Counter(verdict.verdict.value for verdict in verdicts)),
+        culprits=culprits,
+        config=config.on(mesh),
+        versions=versions.installed(),
+        timings={
+            **timings,
+            "judge": was_judged - began,
+            "localise and explain": explained - was_judged,
+        },
+        execution_order=tuple(dict.fromkeys(key.name for key in reference)),
+        notices=tuple(said),
+        exactness=exact,
+        residuals=residuals(verdicts, culprits, explainer.evidence),
+        not_exercised=exercised.unexercised(config.requested, observed, mesh, verdicts),
+        collectives=collectives.rows(ledger.collectives),
+        collective_findings=ledger.findings,
+        changed_code=None if changed is None else in_culprits(changed, culprits),
+    )
+    return summary, [texts.verdict_of(verdict) for verdict in verdicts]
+
+
+def not_enough(verdicts: Sequence[Judged], allowed: float) -> TooFew | None:
+    """Whether too few tensors were checked; ``None`` where enough were.
+
+    The share is of the tensors that the step computes (:func:`exercised.share`).
+    """
+    unchecked, judged = exercised.share(verdicts)
+    if unchecked <= allowed * judged:
+        return None
+    reasons = Counter(
+        one.reason
+        for one in verdicts
+        if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
+    )
+    return TooFew(
+        unchecked=unchecked,
+        judged=judged,
+        allowed=allowed,
+        reasons=tuple(reasons.most_common(_REASONS)),
+    )
+
+
+def _logs(keys: Iterable[TraceKey]) -> bool:
+    """Whether a run reported what it logs."""
+    return any(key.kind is Kind.METRIC for key in keys)
+
+
+def unjudged(
+    mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Measured]
+) -> Reason | None:
+    """Why a tensor that these ranks hold is not a single device's by design, if it is not."""
+    if key.kind is Kind.ROUTING and key.index in job.own_tokens:
+        return Reason.OWN_TOKENS
+    if (
+        key.kind in job.own_shards
+        and key.direction is Direction.UPDATE
+        and any(
+            own_shards.is_matrix(key.name, one.logical_shape) and one.is_part for one in holders
+        )
+    ):
+        return Reason.OWN_SHARD
+    return Reason.DISPATCHED if is_beyond(key, mesh, job.dispatcher) else None
+
+
+def _is_evidence(verdict: Judged) -> bool:
+    """Whether this pass says anything about the computation; start values and tokens are inputs."""
+    return verdict.verdict is Outcome.PASS and verdict.direction is not Direction.START

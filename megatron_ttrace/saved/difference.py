@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two saved runs against each other: the first one's trace takes the place of the reference.
+
+Its shards are put together to whole tensors (``whole.py``) and written as a reference is, in the
+order in which its own reference ran. The rest is what ``ttrace compare`` does. A tolerance is what
+the replays of either run's reference allow, the larger one: both runs round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.offline import meshes_of
+from megatron_ttrace.saved.known import Difference
+from megatron_ttrace.saved.whole import WholeTensors
+from megatron_ttrace.trace import files
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import (
+    Direction,
+    Kind,
+    Outcome,
+    Reason,
+    Summary,
+    TraceKey,
+)
+from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
+
+_NAMED = 4
+"""Names of modules that a notice lists."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two runs.
+
+    Attributes:
+        directory: that was given.
+        candidate: its saved tensors, if it is more than a reference.
+        reference: its reference, if that is there.
+        summary: how it compares with its own reference, if that is known.
+    """
+
+    directory: Path
+    candidate: TraceReader | None
+    reference: TraceReader | None
+    summary: Summary | None = None
+
+    @property
+    def trace(self) -> TraceReader:
+        """The run's own tensors."""
+        found = self.candidate or self.reference
+        assert found is not None, "a side has a trace"
+        return found
+
+    @property
+    def epsilon(self) -> float:
+        """Machine epsilon of the compute dtype, 0 if unknown."""
+        return float(self.reference.meta.get("epsilon", 0.0)) if self.reference else 0.0
+
+    @property
+    def version(self) -> str:
+        """Of megatron-core; empty if unknown."""
+        return str((_identity(self).get("versions") or {}).get("megatron-core", ""))
+
+    @property
+    def config(self) -> RunConfig:
+        """Of the candidate; all defaults without one."""
+        found = self.candidate.meta.get("config") if self.candidate else None
+        return RunConfig.from_json(found) if found else RunConfig()
+
+
+def open_side(folder: Path) -> Side:
+    """A run from the directory of a check or a record, or of one of its two traces.
+
+    Raises:
+        TTraceError: when it holds no complete trace.
+    """
+    if not folder.is_dir():
+        raise TTraceError(f"{folder}: no such directory: give a trace (ttrace record) or a command")
+    home = folder
+    if (folder / META).exists():
+        if read_meta(folder).get("role") == "reference":
+            return Side(directory=folder, candidate=None, reference=TraceReader(folder))
+        home = folder.parent
+    else:
+        folder = folder / "candidate"
+    if not (folder / META).exists() or not (candidate := TraceReader(folder)).meta.get("complete"):
+        raise TTraceError(
+            f"{home} holds no complete trace of a run: make one with ttrace record -- COMMAND"
+        )
+    there = (home / "reference" / META).exists()
+    reference = TraceReader(home / "reference") if there else None
+    summary = _own_summary(home, candidate)
+    return Side(directory=home, candidate=candidate, reference=reference, summary=summary)
+
+
+def _own_summary(home: Path, candidate: TraceReader) -> Summary | None:
+    """How a run compares with its own reference; ``None`` if that is not the report in ``home``."""
+    try:
+        found = files.answer_of(home, str(candidate.meta["run"]))
+    except TTraceError:
+        return None
+    asked, own = (
+        RunConfig.from_json(config).reference
+        for config in (found.config, candidate.meta.get("config"))
+    )
+    return found if asked == own else None
+
+
+def vocabulary_multiple(side: Side) -> int | None:
+    """What a run's vocabulary is padded to a multiple of."""
+    found = (_identity(side).get("arguments") or {}).get("make_vocab_size_divisible_by")
+    return found if isinstance(found, int) else None
+
+
+def in_order(first: Side, second: Side) -> tuple[Side, Side]:
+    """The run that takes the place of the reference, and the other one.
+
+    It is the first one, unless the other is a reference itself, or computes in a wider dtype:
+    values can be rounded to the narrower one, not back.
+
+    Raises:
+        TTraceError: when the two cannot be compared.
+    """
+    if second.candidate is None or (first.epsilon > second.epsilon > 0 and first.candidate):
+        first, second = second, first
+    names = f"{first.directory} and {second.directory}"
+    if second.candidate is None:
+        raise TTraceError(f"{names} are two references: at least one must be a run's own trace")
+    if first.reference is None and second.reference is None:
+        raise TTraceError(
+            f"{names}: neither has a reference that was replayed, so there are no tolerances: keep "
+            "one of the runs with ttrace record -- COMMAND"
+        )
+    for what, there in (("iterations traced", "iterations"), ("start values", "init")):
+        told = [getattr(side.config, there) for side in (first, second) if side.candidate]
+        if len(set(told)) > 1:
+            raise TTraceError(f"{names} differ in {what}: {told[0]} and {told[1]}")
+    counts = [side.reference.meta.get("microbatches") for side in (first, second) if side.reference]
+    if len(set(counts)) > 1:
+        raise TTraceError(
+            f"{names} train on different batches ({counts[0]} and {counts[1]} microbatches a step):"
+            " give both the same --global-batch-size and --micro-batch-size"
+        )
+    if any(side.config.isolate for side in (first, second)):
+        made = [one.reference.meta.get("fingerprint") for one in (first, second) if one.reference]
+        both = all(one.config.isolate for one in (first, second) if one.candidate)
+        if len(set(made)) > 1 or not both:
+            raise TTraceError(
+                f"{names}: modules of FP8 runs, and of runs with --ttrace-isolate, have the inputs "
+                "of their own reference, and these runs have different references"
+            )
+    return first, second
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A run's trace as a reference; ``left_out``: why some of its tensors are not in it."""
+
+    directory: Path
+    left_out: Mapping[TraceKey, Reason]
+
+
+def write(first: Side, second: Side, directory: Path) -> Written:
+    """Write the first run's trace as a reference for the second."""
+    whole = WholeTensors(first.candidate) if first.candidate else None
+    other = WholeTensors(second.candidate) if second.candidate else None
+    rows = padded(first, second)
+    narrow = {entry.key: entry.dtype for one in second.trace.ranks.values() for entry in one}
+    writer = TraceWriter(directory, 0)
+    lines: dict[TraceKey, int] = {}
+    left_out: dict[TraceKey, Reason] = {}
+    for key in _keys(first, second, whole):
+        if whole is not None and key in whole and (reason := whole.unjudged(key)):
+            left_out[key] = reason
+        elif key.kind is Kind.INITIAL:
+            if (entry := _initial(key, first, whole)) is not None:
+                writer.add(entry, None)
+        elif (data := _tensor(key, first, whole)) is not None:
+            data = _real_rows(key, _narrowed(data, narrow.get(key, "")), other, rows)
+            line = _repeated(key, data, lines, first, whole)
+            lines[key] = writer.add(Entry.of(key, data), data) if line is None else line
+            if line is not None:
+                writer.add(Entry.of(key, data, same_as=line), None)
+    writer.close()
+    known = set(lines)
+    sides = [side.reference for side in (first, second) if side.reference]
+    tolerance.write(directory, _combined([tolerance.moves_of(one) for one in sides], known))
+    own = sides[0].meta
+    seal(
+        directory,
+        {
+            "role": "reference",
+            "microbatches": own.get("microbatches", 1),
+            "fp8": any(one.meta.get("fp8") for one in sides),
+            "by_module": all(one.meta.get("by_module") for one in sides),
+            "counted": own.get("counted", []),
+            "logs": own.get("logs", False),
+            "identity": own.get("identity", {}),
+            "epsilon": max(float(one.meta["epsilon"]) for one in sides),
+        },
+    )
+    return Written(directory, left_out)
+
+
+def _keys(first: Side, second: Side, whole: WholeTensors | None) -> Iterator[TraceKey]:
+    """All keys of the first run, in the order of a reference's execution."""
+    reference = first.reference or second.reference
+    assert reference is not None, "in_order requires a reference"
+    own: Iterable[TraceKey] = reference if whole is None else whole
+    have = set(own)
+    yield from (key for key in reference if key in have)
+    yield from (key for key in own if key not in reference)
+
+
+def _repeated(
+    key: TraceKey,
+    data: torch.Tensor,
+    lines: Mapping[TraceKey, int],
+    side: Side,
+    whole: WholeTensors | None,
+) -> int | None:
+    """The line of the same tensor under its first name, if it was written under one."""
+    if side.reference is None or key not in side.reference:
+        return None
+    primary = side.reference.primary(key)
+    if primary == key or primary not in lines:
+        return None
+    before = _tensor(primary, side, whole)
+    if before is None or (before.numel(), before.dtype) != (data.numel(), data.dtype):
+        return None
+    return lines[primary] if torch.equal(before.reshape(-1), data.reshape(-1)) else None
+
+
+def _initial(key: TraceKey, side: Side, whole: WholeTensors | None) -> Entry | None:
+    if whole is None:
+        return side.trace.entry(key)
+    if (found := whole.moments(key)) is None:
+        return None
+    entry, moments = found
+    shape = entry.logical_shape
+    return Entry(key, shape, entry.dtype, sums=dataclasses.astuple(moments))
+
+
+def _tensor(key: TraceKey, side: Side, whole: WholeTensors | None) -> torch.Tensor | None:
+    found = None if whole is None else whole.tensor(key)
+    judged_by_sums = whole is not None and key in whole and whole.is_judged_by_sums(key)
+    if found is None and (whole is None or judged_by_sums):
+        # Choices of experts are replaced by the reference's, which the candidate thus has.
+        reference = side.reference
+        found = reference.data(key) if reference and key in reference else None
+    return found
+
+
+def _narrowed(data: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Rounded to the other run's dtype where that is the narrower one."""
+    if not dtype or not data.is_floating_point():
+        return data
+    other = getattr(torch, dtype)
+    wider = other.is_floating_point and tolerance.epsilon(other) > tolerance.epsilon(data.dtype)
+    return data.to(other) if wider else data
+
+
+def _real_rows(
+    key: TraceKey, data: torch.Tensor, other: WholeTensors | None, rows: tuple[int, int] | None
+) -> torch.Tensor:
+    """A tensor with the other run's padding: rows that one run lacks are the other's."""
+    there = None if rows is None or other is None or key not in other else other.tensor(key)
+    if rows is None or there is None or there.ndim != data.ndim:
+        return data
+    pairs = [*zip(data.shape, there.shape, strict=True)]
+    unequal = [dim for dim, (ours, theirs) in enumerate(pairs) if ours != theirs]
+    if len(unequal) != 1 or pairs[unequal[0]] != rows:
+        return data
+    found = there.to(data.dtype)
+    found.narrow(unequal[0], 0, min(rows)).copy_(data.narrow(unequal[0], 0, min(rows)))
+    return found
+
+
+def _combined(
+    all_moves: Sequence[Mapping[TraceKey, tolerance.Moved]], known: set[TraceKey]
+) -> dict[TraceKey, tolerance.Moved]:
+    """Of every tensor the larger of what replays of either run did."""
+    found: dict[TraceKey, tolerance.Moved] = {}
+    for moves in all_moves:
+        for key, moved in moves.items():
+            if key not in known:
+                continue
+            had = found.get(key)
+            if had is None or max(moved.moved) > max(had.moved):
+                found[key] = moved
+    return found
+
+
+class Review:
+    """What becomes of failures that are not faults."""
+
+    def __init__(
+        self, first: Side, second: Side, written: Written, known: Sequence[Difference]
+    ) -> None:
+        self.reference = first.directory
+        self._left_out = written.left_out
+        self._padded = padded(first, second)
+        versions = (first.version, second.version)
+        self._known = [one for one in known if one.applies(versions)]
+        self._sides = first, second
+        self._kinds, self._names = (
+            [{getattr(key, what) for key in side.trace} for side in (first, second)]
+            for what in ("kind", "name")
+        )
+        starts = [
+            {key.name for key in side.trace if key.kind is Kind.PARAM and not key.index}
+            for side in (first, second)
+        ]
+        self._other_start = starts[0] != starts[1]
+        self.said: dict[str, dict[str, None]] = {}
+
+    def __call__(self, verdicts: Sequence[Judged]) -> list[Judged]:
+        """The verdicts, with what cannot be compared and known differences ``unchecked``."""
+        return [self._reviewed(one) if one.verdict.is_failure else one for one in verdicts]
+
+    def layout(self) -> dict[str, Any]:
+        """The layout of the first run: the sizes of its axes, and its ranks."""
+        candidate = self._sides[0].candidate
+        return meshes_of(candidate)[0].describe() if candidate else {}
+
+    def notices(self) -> list[str]:
+        """Which run is which, and what was not compared, by name."""
+        told = [f"{what}: {_listed(list(names))}" for what, names in self.said.items()]
+        if self._padded:
+            ours, theirs = self._padded
+            told.append(
+                f"vocabularies are padded to {ours} and {theirs} rows: the first "
+                f"{min(self._padded)} are compared. The softmax runs over all rows, so the loss "
+                "and what follows from it differ by design: give both "
+                "--make-vocab-size-divisible-by so that the sizes are equal"
+            )
+        first, second = map(_described, self._sides)
+        return [f"the reference is {first}; compared with it is {second}", *told]
+
+    def _reviewed(self, verdict: Judged) -> Judged:
+        key = verdict.key
+        after_loss = key.direction not in (Direction.START, Direction.FORWARD)
+        other_values = verdict.verdict in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT)
+        if self._padded and other_values and (after_loss or key.kind is Kind.LOSS):
+            return _unchecked(verdict, Reason.PADDED, Note(Remark.PADDED))
+        if reason := self._left_out.get(key):
+            return _unchecked(verdict, reason, Note(Remark(reason.value)))
+        if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
+            has, lacks = (1, 0) if verdict.verdict is Outcome.EXTRA else (0, 1)
+            whose = self._sides[has].directory
+            if key.kind not in self._kinds[lacks]:
+                self._say(f"only {whose} has tensors of this kind, not compared", key.kind.value)
+                return _unchecked(verdict, Reason.ONE_RUN, _lacking(f"no {key.kind} at all"))
+            if key.name not in self._names[lacks]:
+                self._say(f"only {whose} has these modules or parameters, not compared", key.name)
+                return _unchecked(verdict, Reason.ONE_RUN, _lacking("nothing of this name"))
+        for one in self._known:
+            if one.explains(key):
+                self._say(f"known difference ({one.reason})", f"{key.name} {key.kind}")
+                return _unchecked(verdict, Reason.KNOWN, Note(Remark.KNOWN, text=one.reason))
+        if self._other_start and other_values and key.direction is not Direction.START:
+            # Start values follow from names: a renamed parameter starts from others.
+            return _unchecked(verdict, Reason.OTHER_START, Note(Remark.OTHER_START))
+        return verdict
+
+    def _say(self, what: str, name: str) -> None:
+        self.said.setdefault(what, {})[name] = None
+
+
+def _lacking(what: str) -> Note:
+    return Note(Remark.LACKING, text=f"not compared: the other run has {what}")
+
+
+def _unchecked(verdict: Judged, reason: Reason, note: Note) -> Judged:
+    return dataclasses.replace(verdict, verdict=Outcome.UNCHECKED, reason=reason, notes=(note,))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def padded(first: Side, second: Side) -> tuple[int, int] | None:
+    """The sizes to which two runs pad their vocabularies, if they differ."""
+    rows = _vocabulary(first), _vocabulary(second)
+    return rows if all(rows) and rows[0] != rows[1] else None
+
+
+def _vocabulary(side: Side) -> int:
+    """Rows of the word embedding, with padded ones; 0 if there is none."""
+    for key in side.trace:
+        if key.kind is Kind.PARAM and key.name.endswith("word_embeddings.weight"):
+            return side.trace.entry(key).logical_shape[0]
+    return 0
+
+
+def _described(side: Side) -> str:
+    """A run: where it is, its Megatron, and how it compares with its own reference."""
+    version = f", megatron-core {side.version}" if side.version else ""
+    own = f" ({side.summary.verdict} with its own reference)" if side.summary else ""
+    return f"{side.directory}{version}{own}"
+
+
+def _identity(side: Side) -> dict[str, Any]:
+    found = side.reference.meta.get("identity") if side.reference else None
+    return found if isinstance(found, dict) else {}

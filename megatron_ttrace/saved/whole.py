@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shards of a run's ranks, put together to whole tensors: its trace can then be a reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.offline import meshes_of
+from megatron_ttrace.placement.coverage import coverage
+from megatron_ttrace.saved.conclusion import unjudged
+from megatron_ttrace.trace.memory import memory
+from megatron_ttrace.trace.moments import Moments
+from megatron_ttrace.trace.records import Reason, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader
+from megatron_ttrace.trace.views import box_views
+
+
+class Shards:
+    """The logical tensors of a run whose ranks stored their parts."""
+
+    def __init__(self, trace: TraceReader) -> None:
+        self._trace = trace
+        self._held: dict[TraceKey, list[tuple[int, int]]] = {}
+        for rank, entries in trace.ranks.items():
+            for number, entry in enumerate(entries):
+                self._held.setdefault(entry.key, []).append((rank, number))
+
+    def __iter__(self) -> Iterator[TraceKey]:
+        """All keys, rank by rank."""
+        return iter(self._held)
+
+    def __contains__(self, key: TraceKey) -> bool:
+        return key in self._held
+
+    def holders(self, key: TraceKey) -> list[tuple[int, int]]:
+        """The ranks that have a part of a tensor, each with the number of its line."""
+        return self._held[key]
+
+    def _entries(self, key: TraceKey) -> list[Entry]:
+        return [self._trace.resolve(*where) for where in self._held[key]]
+
+    def moments(self, key: TraceKey) -> tuple[Entry, Moments] | None:
+        """One entry and the moments of a parameter's initial values; of replicas the first."""
+        parts: dict[tuple[object, ...], Moments] = {}
+        entries = self._entries(key)
+        for entry in entries:
+            region = tuple(box.region for box in entry.boxes)
+            if region and (found := Moments.of(entry.sums)).n:
+                parts.setdefault(region, found)
+        shape = entries[0].logical_shape
+        if not self._covers(entries) or sum(part.n for part in parts.values()) != _size(shape):
+            return None
+        # Not summed from Moments(): the checksum of a whole tensor's is that of its bits.
+        return entries[0], functools.reduce(Moments.__add__, parts.values())
+
+    def tensor(self, key: TraceKey) -> torch.Tensor | None:
+        """The whole tensor, as a single device has it.
+
+        Returns:
+            The tensor; ``None`` where the candidate has not stored it, or not all of it, or in
+            parts that do not belong together.
+        """
+        entries = self._entries(key)
+        first = entries[0]
+        if any(one.misfit or not one.file for one in entries) or not self._covers(entries):
+            return None
+        whole = torch.zeros(first.logical_shape, dtype=getattr(torch, first.dtype))
+        if first.partial_over:
+            # As the judge does: ranks with the same elements hold the terms of their sum.
+            regions = {box.region for one in entries for box in one.boxes}
+            if sum(_size(extent) for _, extent in regions) != _size(first.logical_shape):
+                return None
+            total = torch.zeros(first.logical_shape, dtype=torch.float64)
+            for one in entries:
+                self._put(one, total, add=True)
+            return total.to(whole.dtype)
+        for one in reversed(entries):
+            self._put(one, whole, add=False)
+        return whole
+
+    def _put(self, entry: Entry, whole: torch.Tensor, *, add: bool) -> None:
+        for part, there in self._pairs(entry, whole):
+            if add:
+                there.add_(part)
+            else:
+                there.copy_(part)
+
+    def _pairs(
+        self, entry: Entry, whole: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each box of a rank's tensor the values of a single device, and their place."""
+        local = self._trace.tensor(entry)
+        for here, there in box_views(local, whole, entry.boxes):
+            part = here if entry.factor == 1.0 else here.double() / entry.factor
+            yield part, there
+
+    def conflicting(self, key: TraceKey, whole: torch.Tensor) -> list[int]:
+        """The ranks whose part of a tensor is not that of ``whole``, to the bit.
+
+        What is summed over an axis is not anyone's part.
+        """
+        found = []
+        for rank, number in self._held[key]:
+            entry = self._trace.resolve(rank, number)
+            pairs = () if entry.partial_over else self._pairs(entry, whole)
+            if not all(_is_same(ours, there) for ours, there in pairs):
+                found.append(rank)
+        return found
+
+    @staticmethod
+    def _covers(entries: list[Entry]) -> bool:
+        shape = entries[0].logical_shape
+        return all(one.logical_shape == shape for one in entries) and (
+            coverage(shape, [box for one in entries for box in one.boxes]).complete
+        )
+
+
+class WholeTensors(Shards):
+    """The logical tensors of a saved candidate."""
+
+    def __init__(self, candidate: TraceReader) -> None:
+        """Read which rank holds what. Raises ``TTraceError`` when ranks are missing."""
+        super().__init__(candidate)
+        self._mesh = meshes_of(candidate)[0]
+        self._config = RunConfig.from_json(candidate.meta.get("config"))
+
+    def is_judged_by_sums(self, key: TraceKey) -> bool:
+        """Whether sums were kept instead of the tensor."""
+        return all(entry.sums for entry in self._entries(key))
+
+    def unjudged(self, key: TraceKey) -> Reason | None:
+        """Why the tensor is not a single device's by design, in this layout."""
+        holders = [
+            Measured(key, entry.placement, entry.boxes, entry.logical_shape, None)
+            for entry in self._entries(key)
+        ]
+        return unjudged(self._mesh, self._config, key, holders)
+
+
+def _is_same(ours: torch.Tensor, there: torch.Tensor) -> bool:
+    # What was divided by a factor is wider.
+    ours = ours.to(there.dtype) if ours.dtype is torch.float64 else ours
+    ours, there = ours.contiguous(), there.contiguous()
+    return ours.dtype == there.dtype and memory(ours) == memory(there)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return functools.reduce(lambda a, b: a * b, shape, 1)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one exception that users see, and the exit codes that scripts rely on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command and of ``--ttrace-exit`` (docs/flags-and-files.md)."""
+
+    EQUIVALENT = 0
+    DIVERGED = 1
+    COULD_NOT_CHECK = 2
+
+
+_LONGEST_LINE = 500
+
+DEBUG = "TTRACE_DEBUG"
+"""Environment variable: when set, errors are shown with their traceback."""
+
+
+_SHORTEST_SECRET = 4
+_withheld: set[str] = set()
+
+
+def withhold(values: Iterable[str]) -> None:
+    """From now on no error of this process shows these texts (``jobs/commands/disclosure.py``)."""
+    for value in values:
+        forms = {value, " ".join(value.split()), repr(value)[1:-1], ascii(value)[1:-1]}
+        _withheld.update(form for form in forms if len(form) >= _SHORTEST_SECRET)
+
+
+def without_secrets(text: str) -> str:
+    """A text without what was withheld; a part of a longer word is none of it."""
+    if not any(value in text for value in _withheld):
+        return text
+    longest_first = sorted(_withheld, key=len, reverse=True)
+    return re.sub(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", "***", text)
+
+
+class TTraceError(Exception):
+    """An error that the user can fix: bad input, a wrong environment, a crashed reference.
+
+    The message is one line that says what is wrong and what to do. Commands print it without a
+    traceback and exit with :attr:`ExitCode.COULD_NOT_CHECK`.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+def one_line(error: BaseException) -> str:
+    """An unexpected error's type and text without line breaks."""
+    text = without_secrets(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {text}"[:_LONGEST_LINE] if text else type(error).__name__

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verdicts.jsonl`` and ``summary.json``: written whole or not at all, read with clear errors.
+
+Both carry the id of the run that wrote them: each line of verdicts as its last field, the summary
+as ``run.id``. The summary also holds the checksum of the verdicts, and of its own bytes
+(``trace/sealing.py``). Files of different runs, and damaged ones, are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_ttrace.trace import codec, owned, shared
+from megatron_ttrace.trace.codec import Record
+from megatron_ttrace.trace.collectives import Collective
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Summary, Verdict
+from megatron_ttrace.trace.sealing import (
+    CHECKSUM,
+    checksum_of,
+    checksum_of_file,
+    is_sealed,
+    open_sealed,
+    seal_json,
+)
+
+VERDICTS = "verdicts.jsonl"
+SUMMARY = "summary.json"
+COLLECTIVES = "collectives.jsonl"
+HTML = "report.html"
+JUNIT = "junit.xml"
+
+_MOST_BYTES = 1 << 34
+_AGAIN = "run the check again"
+_DIRECTORY = "give a directory that a check wrote"
+
+
+def write_atomically(path: Path, pieces: Iterable[str], *, sealed: bool = True) -> None:
+    """Write pieces of text to a temporary file beside ``path`` and move it there when complete.
+
+    A reader, or a job killed by its scheduler, never sees half a file. ``sealed``: a file that was
+    changed since is not replaced.
+
+    Raises:
+        TTraceError: when the directory cannot be written, or the name is that of something else.
+    """
+    try:
+        owned.make(path.parent, ignored=True)
+        owned.write(path, pieces, sealed=sealed)
+    except OSError as error:
+        raise _unwritable("write", path, error) from error
+
+
+def write_named(path: Path, text: str) -> None:
+    """Write a file that the user named as an output, whatever it was before.
+
+    Raises:
+        TTraceError: when it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        owned.replace_named(path, text.encode())
+    except OSError as error:
+        raise TTraceError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def remove(path: Path) -> None:
+    """Remove a file that is about to be written anew.
+
+    Raises:
+        TTraceError: when it is there and cannot be removed, or is not ours.
+    """
+    try:
+        owned.remove(path)
+    except OSError as error:
+        raise _unwritable("replace", path, error) from error
+
+
+def _unwritable(what: str, path: Path, error: OSError) -> TTraceError:
+    reason = error.strerror or error
+    return TTraceError(f"cannot {what} {path}: {reason}; choose another --ttrace-dir")
+
+
+def write_verdicts(path: Path, verdicts: Iterable[Verdict], run_id: str | None = None) -> None:
+    """One JSON object per line, in the given (execution) order.
+
+    Args:
+        path: of the file.
+        verdicts: what to write.
+        run_id: id of the run; this process's by default.
+    """
+    _write_records(path, verdicts, run_id)
+
+
+def write_collectives(
+    path: Path, collectives: Iterable[Collective], run_id: str | None = None
+) -> None:
+    """The same for the collectives of the traced steps."""
+    _write_records(path, collectives, run_id)
+
+
+def _write_records(path: Path, records: Iterable[Record], run_id: str | None) -> None:
+    run = {"run": run_id or shared.run_id()}
+    encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+    write_atomically(path, (encoder.encode(one.to_json() | run) + "\n" for one in records))
+
+
+def write_summary(path: Path, summary: Summary, run_id: str | None = None) -> None:
+    """``summary.json``, indented for people, with the checksum of the verdicts beside it.
+
+    Args:
+        path: of the file; the verdicts must have been written already.
+        summary: the answer.
+        run_id: id of the run; the summary's own by default, else this process's.
+    """
+    run = run_id or (summary.run.id if summary.run else shared.run_id())
+    content = summary.to_json()
+    content["run"] = {**(content["run"] or {}), "id": run}
+    beside = (path.with_name(name) for name in (VERDICTS, COLLECTIVES))
+    sealed = {one.name: checksum_of_file(one)[1] for one in beside if one.is_file()}
+    # Whatever JSON does not know becomes text.
+    plain = json.loads(json.dumps(strict({**content, "files": sealed}), default=str))
+    write_atomically(path, [seal_json(plain, indent=2)])
+
+
+def strict(value: Any) -> Any:
+    """A copy that is strict JSON whatever the configuration holds: other programs read it."""
+    if isinstance(value, dict):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return str(value)
+    return value
+
+
+class _Sealed(NamedTuple):
+    """The content of a ``summary.json``."""
+
+    summary: Summary
+    run: str
+    verdicts: str
+    """Checksum of the verdicts."""
+
+
+def load_report(directory: Path | str) -> tuple[Summary, list[Verdict]]:
+    """Both files of a finished check.
+
+    Raises:
+        TTraceError: when one is missing, damaged, foreign, or does not belong to the other.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise TTraceError(f"{directory} is not a directory: give the --ttrace-dir of a check")
+    path = directory / VERDICTS
+    sealed = _summary(directory)
+    data = _read(path)
+    verdicts, run = _verdicts(path, data)
+    if reason := sealed.summary.disagreement(verdicts):
+        raise TTraceError(
+            f"{path} and {SUMMARY} disagree ({reason}): "
+            f"one of them is cut off or from another run; {_AGAIN}"
+        )
+    if run not in (None, sealed.run):
+        different = f"are of different runs ({run} and {sealed.run})"
+        raise TTraceError(f"{path} and {SUMMARY} {different}: {_AGAIN}")
+    if checksum_of(data) != sealed.verdicts:
+        raise _damaged(path)
+    saved = _run_of_candidate(directory)
+    if saved not in (None, sealed.run):
+        raise TTraceError(
+            f"{directory} holds the report of run {sealed.run} and the candidate of run {saved}: "
+            f"{_AGAIN}"
+        )
+    return sealed.summary, verdicts
+
+
+def run_of(directory: Path | str) -> str:
+    """The id of the run that wrote a report. Raises as :func:`load_report` does."""
+    return _summary(Path(directory)).run
+
+
+def answer_of(directory: Path, run_id: str) -> Summary:
+    """The summary of one particular run, after verifying that its verdicts are complete.
+
+    Raises:
+        TTraceError: when there is none, it is damaged, or of another run.
+    """
+    sealed = _summary(directory)
+    if sealed.run != run_id:
+        path = directory / SUMMARY
+        raise TTraceError(f"{path} is of another run ({sealed.run}, not {run_id}): {_AGAIN}")
+    verdicts = directory / VERDICTS
+    try:
+        digest = checksum_of_file(verdicts)[1]
+    except OSError as error:
+        raise TTraceError(f"cannot read {verdicts}: {error.strerror or error}") from error
+    if digest != sealed.verdicts:
+        raise _damaged(verdicts)
+    return sealed.summary
+
+
+def _summary(directory: Path) -> _Sealed:
+    path = directory / SUMMARY
+    data = _read(path)
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TTraceError(f"{path} is cut off or not JSON ({_reason(error)}): {_AGAIN}") from error
+    if not isinstance(document, dict) or "verdict" not in document:
+        raise TTraceError(f"{path} is not a ttrace summary (no field 'verdict'): {_DIRECTORY}")
+    if CHECKSUM not in document:
+        raise TTraceError(f"{path} was written by an earlier version: {_AGAIN}")
+    if not is_sealed(data):
+        raise _damaged(path)
+    try:
+        run = document["run"]
+        identity, verdicts = run["id"], document["files"].get(VERDICTS, "")
+        if set(run) == {"id"}:
+            document["run"] = None
+        summary = Summary.from_json(document)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = _reason(error)
+        raise TTraceError(f"{path} is not a ttrace summary ({reason}): {_DIRECTORY}") from error
+    return _Sealed(summary, str(identity), str(verdicts))
+
+
+def _verdicts(path: Path, data: bytes) -> tuple[list[Verdict], str | None]:
+    """The verdicts in the content of a file, and the id of their run; ``None`` without any."""
+    if data and not data.endswith(b"\n"):
+        raise TTraceError(f"{path} is cut off (no end of line): {_AGAIN}")
+    verdicts = []
+    run: str | None = None
+    for number, text in enumerate(data.split(b"\n")[:-1], start=1):
+        try:
+            line = json.loads(text)
+            verdicts.append(Verdict.from_json(line))
+        except (ValueError, RecursionError) as error:
+            reason = f"line {number} is not a verdict ({_reason(error)})"
+            raise TTraceError(f"{path} {reason}: {_DIRECTORY}, or {_AGAIN}") from error
+        found = line.get("run")
+        if not isinstance(found, str):
+            raise TTraceError(f"{path} was written by an earlier version: {_AGAIN}")
+        if found != (run := run or found):
+            raise TTraceError(f"{path} holds verdicts of several runs: {_AGAIN}")
+    return verdicts, run
+
+
+def _run_of_candidate(directory: Path) -> str | None:
+    """The run that saved the candidate beside a report, if there is one that can be read."""
+    try:
+        run = open_sealed(codec.read(directory / "candidate" / "meta.json")).get("run")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return run if isinstance(run, str) else None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return codec.read(path, _MOST_BYTES)
+    except codec.CodecError as error:
+        raise TTraceError(f"{path} cannot be read: {error}") from error
+    except FileNotFoundError as error:
+        message = f"{path} does not exist: give the --ttrace-dir of a finished check"
+        raise TTraceError(message) from error
+    except OSError as error:
+        raise TTraceError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _damaged(path: Path) -> TTraceError:
+    return TTraceError(f"{path} is damaged (its checksum does not match): {_AGAIN}")
+
+
+def _reason(error: BaseException) -> str:
+    """A short cause: a missing field is named, long parser messages are cut."""
+    if isinstance(error, KeyError):
+        return f"no field {error.args[0]!r}"
+    return str(error).splitlines()[0][:80] if str(error) else type(error).__name__

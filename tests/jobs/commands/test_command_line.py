@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script, its arguments and the ranks in commands as users have them."""
+
+import contextlib
+import shlex
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ttrace.jobs.commands.command_line import Command, ShellScript, parse
+from megatron_ttrace.trace.errors import TTraceError
+
+WORDS = st.lists(
+    st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1)
+    .map(str.strip)
+    .filter(bool),
+    max_size=6,
+)
+LAUNCHERS = {
+    "torchrun --nproc-per-node 8 --nnodes=2 --master_addr localhost": (16, 2),
+    "torchrun --nproc_per_node=4 --standalone": (4, 1),
+    "torchrun --nnodes 1:4 --nproc-per-node 8 --tee 3 --redirects 3": (32, 4),
+    "python -m torch.distributed.run --nproc-per-node 2": (2, 1),
+    "python3.12 -u -X dev -m torch.distributed.launch --nproc_per_node 2": (2, 1),
+    "/opt/venv/bin/python": (None, 1),
+    "python -u -W ignore": (None, 1),
+    "ft_launcher --nproc_per_node 8 --max-restarts=3": (8, 1),
+    "uv run --no-sync python -m torch.distributed.run --nproc_per_node 8": (8, 1),
+    "srun -N 4 --ntasks-per-node=8 --container-image=x.sqsh python": (32, 4),
+    "srun -N2 -n 16 --mpi pmix python -u": (16, 2),
+    "srun --nodes=4 torchrun --nproc-per-node 8 --nnodes 4": (32, 4),
+    "nsys profile -o out --force-overwrite true torchrun --nproc-per-node 2": (2, 1),
+    "numactl --cpunodebind=0 python": (None, 1),
+    "nohup env": (None, 1),
+    "": (None, 1),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@settings(max_examples=25)
+@given(arguments=WORDS)
+def test_every_launcher(launcher, arguments):
+    """Arguments come through unchanged, whatever they look like.
+
+    Between a launcher's programs stands a colon, so one alone is refused behind some of them.
+    """
+    if ":" in arguments:
+        with contextlib.suppress(TTraceError):
+            assert parse([*launcher.split(), "a.py", *arguments]).arguments == tuple(arguments)
+        return
+    ranks, nodes = LAUNCHERS[launcher]
+    words = ["CUDA_DEVICE_MAX_CONNECTIONS=1", "A=b=c", *launcher.split(), "dir/pretrain_gpt.py"]
+    assert parse([*words, *arguments]) == Command(
+        "dir/pretrain_gpt.py",
+        tuple(arguments),
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "A": "b=c"},
+        ranks,
+        nodes,
+    )
+
+
+@given(arguments=WORDS)
+def test_a_whole_paste(arguments):
+    """One word with line continuations, redirections and a pipe, as a shell would read it."""
+    lines = " \\\n    ".join(
+        ["torchrun --nproc-per-node 2 pretrain_gpt.py", *map(shlex.quote, arguments)]
+    )
+    text = f"# train\nexport A=1\nexport B=2; {lines} > log.txt 2>&1 &\n"
+    found = parse([text])
+    assert found == Command("pretrain_gpt.py", tuple(arguments), {"A": "1", "B": "2"}, 2, 1)
+
+
+def test_what_a_paste_assigns_is_used():
+    """And what the environment has; nothing else is."""
+    text = "P=/data\npython x.py --a $P/b --c ${P}x --d '$Q' \"\\$P\" ${H}"
+    found = parse([text], {"H": "home"})
+    assert found.arguments == ("--a", "/data/b", "--c", "/datax", "--d", "$Q", "$P", "home")
+
+
+LINES = [
+    "--a 1\n--b 2\n--c",
+    "--a 1 \\\n  --b 2 \\ \n --c\n",
+    "--a 1\r\n--b 2 \\\r\n--c\r\n",
+    "\n\n  --a 1 # one\n\n # two\n\t--b 2\n#\n--c\n\n",
+    "--a\\\n 1 --b\n-- 2 --c",
+]
+
+
+@pytest.mark.parametrize("lines", LINES)
+def test_every_line_of_a_text(lines):
+    """A line that begins with ``-`` continues the command, whatever is between."""
+    found = parse([f"torchrun --nproc-per-node 2 pretrain_gpt.py {lines}"])
+    words = [word for word in found.arguments if word != "--"]
+    assert (words, found.ranks) == (["--a", "1", "--b", "2", "--c"], 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cd /x; python x.py -a",
+        "cd /x && python x.py -a",
+        "python x.py -a | tee log",
+        "python x.py -a\n0.5 data",
+        "python x.py -a\npython x.py -b",
+        "python x.py -a || python x.py -b",
+        "set -e\npython x.py -a",
+        "( python x.py -a )",
+        "ls\n-l",
+        "python x.py $(cat job.txt)",
+        "python x.py `cat job.txt`",
+        "python x.py -a $UNKNOWN",
+        "python x.py -a ${A:-1}",
+        "python x.py -a > >(tee log) -b",
+        "python x.py -a <(cat job.txt)",
+        "python x.py -a <<EOF\n-b\nEOF",
+        "python x.py -a \\\n> -b",
+        "python x.py -a /data/{a,b}",
+        "python x.py -a $'b'",
+        "python x.py -a ~user/b",
+    ],
+)
+def test_what_a_text_must_not_have(text):
+    """Other commands and what only a shell could evaluate are refused, not dropped."""
+    with pytest.raises(TTraceError, match=r"alone|has no value here|for shells") as raised:
+        parse([text])
+    assert "\n" not in str(raised.value)
+
+
+def test_redirections_amid_a_text():
+    """Whatever they are written like, what follows them is read."""
+    text = "python x.py -a 12>f {g}>>h 2>&- >| 'i j' >k\\ l <<< m -b ~/n >& o"
+    assert parse([text], {"HOME": "/h"}).arguments == ("-a", "-b", "/h/n")
+
+
+def test_a_line_that_a_shell_loses():
+    """After ``bash -c`` a line is a command, also one that begins with ``-``."""
+    with pytest.raises(TTraceError, match="a line of the text after -c"):
+        parse(["bash", "-c", "torchrun x.py --a 1\n--b 2"])
+
+
+@pytest.mark.parametrize("count", ["gpu", "auto", "cpu"])
+def test_ranks_that_the_machine_decides(count):
+    """They are not one."""
+    found = parse(["torchrun", "--standalone", "--nproc-per-node", count, "x.py", "-a"])
+    assert (found.ranks, found.uncounted) == (None, f"--nproc-per-node {count}")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "nodes"),
+    [
+        ("accelerate launch --num_processes 2 --mixed_precision bf16", 2, 1),
+        (".venv/bin/accelerate launch --multi_gpu --num-processes=8 --num_machines 2", 8, 2),
+        ("deepspeed --num_gpus 4 --num_nodes 2", 8, 2),
+        ("torchrun --nproc-per-node 2 --no-python python -u", 2, 1),
+        ("torchrun --nproc_per_node=2 --no_python .venv/bin/python3.12", 2, 1),
+        (".venv/bin/torchrun --nproc-per-node 2", 2, 1),
+    ],
+)
+def test_more_launchers(launcher, ranks, nodes):
+    """The number of ranks of launchers with options of their own."""
+    found = parse([*launcher.split(), "dir/pretrain_gpt.py", "-a"])
+    assert found == Command("dir/pretrain_gpt.py", ("-a",), {}, ranks, nodes)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "srun -n 2 --export=ALL,A=1,B=2 python x.py -a",
+        "srun -n 2 --export ALL,A=1,B=2 python x.py -a",
+        "mpirun -np 2 -x A=1 -x B=2 python x.py -a",
+        "docker run -e A=1 --env B=2 image torchrun --nproc-per-node 2 x.py -a",
+    ],
+)
+def test_variables_that_a_launcher_sets(words):
+    """They are the ranks'."""
+    found = parse(words.split())
+    assert (found.arguments, found.environment) == (("-a",), {"A": "1", "B": "2"})
+    assert found.ranks == 2
+
+
+def test_ranks_in_variables_of_torchrun():
+    """Its options have defaults in the environment; ``--`` ends them."""
+    words = "PET_NPROC_PER_NODE=4 PET_NNODES=2 torchrun --standalone -- x.py -a"
+    assert parse(words.split()).ranks == 8
+    assert parse(words.split()).arguments == ("-a",)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["torchrun", "--nproc", "2", "x.py"], "shortened"),
+        (["mpirun", "-np", "1", "python", "x.py", ":", "-np", "1", "python", "y.py"], "several"),
+        (["PATH+=:/x", "torchrun", "x.py"], "adds to a variable"),
+        (["bash", "-c", "for i in 1 2; do torchrun x.py -a $i; done"], "only a shell knows"),
+        (["bash", "-c", "if true; then torchrun x.py; fi"], "only a shell knows"),
+        (["bash", "-c", "python a.py; python b.py"], "only a shell knows"),
+        (["bash", "-c", 'torchrun x.py "$@"', "_", "-a"], "only a shell knows"),
+        (["bash", "-c", "torchrun x.py $(cat job.txt)"], "only a shell knows"),
+        (["bash", "-c", "torchrun x.py -a {1,2}"], "only a shell knows"),
+    ],
+)
+def test_what_would_be_half_understood(words, said):
+    """Is refused in one line."""
+    with pytest.raises(TTraceError, match=said) as raised:
+        parse(words)
+    assert "\n" not in str(raised.value)
+    assert "\0" not in str(raised.value)
+
+
+def test_a_shell_in_which_other_commands_are_unknown():
+    """Only what the training is given matters."""
+    text = "cd ~/m && echo $(date) {a,b} > \"$LOG\"; A=$B torchrun --node-rank $N x.py --a '$X'"
+    found = parse(["bash", "-c", text])
+    assert found == Command("x.py", ("--a", "$X"), {"A": "$B"}, 1, 1)
+
+
+def test_accelerate_without_a_number():
+    """Its configuration file, which is not read, would decide."""
+    assert parse("accelerate launch x.py -a".split()).uncounted
+
+
+def test_a_shell_within():
+    """Slurm scripts give the command as one word."""
+    found = parse(["srun", "-l", "bash", "-xc", "cd /m; git status; python /m/x.py --a '[0]*3'"])
+    assert found == Command("/m/x.py", ("--a", "[0]*3"))
+
+
+@pytest.mark.parametrize("words", [["bash", "-x", "t.sh", "a"], ["./t.sh", "a"]])
+def test_a_shell_script(words):
+    """Is recognised; what it starts only a shell knows."""
+    found = parse(["A=1", *words])
+    assert isinstance(found, ShellScript)
+    assert found.words[0].endswith("t.sh")
+    assert found.words[1:] == ("a",)
+    assert found.environment == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ls", "-l"], "no training script.*e.g. ttrace check -- torchrun"),
+        (["torchrun", "--nproc-per-node", "2"], "no training script"),
+        (["A=1"], "no training script"),
+        (["python", "-c", "print()"], "no training script"),
+        (["python", "-m", "package"], "package is no training script"),
+        (["torchrun", "-m", "package", "x"], "run as a module"),
+        (["python 'x.py"], "cannot be split"),
+        ([""], "no training script"),
+    ],
+)
+def test_no_script(words, said):
+    """One line that says what to give."""
+    with pytest.raises(TTraceError, match=said) as raised:
+        parse(words)
+    assert "\n" not in str(raised.value)
+
+
+@given(st.lists(st.text(), max_size=5))
+def test_any_words(words):
+    """A command or one line, for whatever is given."""
+    with contextlib.suppress(TTraceError):
+        assert isinstance(parse(words), Command | ShellScript)
+
+
+@pytest.mark.parametrize("option", ["-i", "-u", "--unset=NCCL_ALGO", "-S"])
+def test_options_of_env_are_refused(option):
+    """They change what the job inherits, which a check would not do."""
+    with pytest.raises(TTraceError, match="takes variables away"):
+        parse(["env", option, "NCCL_ALGO", "torchrun", "pretrain_gpt.py", "--bf16"])

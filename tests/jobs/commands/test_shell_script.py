@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a shell script would start, without starting it."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megatron_ttrace.jobs.commands import guard, shell_script
+from megatron_ttrace.jobs.commands.command_line import Command, ShellScript
+from megatron_ttrace.trace.errors import TTraceError
+
+EXAMPLE = """\
+#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+SIZE=${SIZE:-2}
+CHECKPOINTS=$1
+mkdir -p "$(dirname made/here)"
+ARGS=(
+    --num-layers 4 # all of them
+    --tensor-model-parallel-size $SIZE
+    --moe-layer-freq "([0]*1+[1]*3)"
+)
+if [ -n "$SIZE" ]; then ARGS+=(--save $CHECKPOINTS); fi
+torchrun --nproc_per_node 8 --nnodes 4 pretrain_gpt.py ${ARGS[@]} |& tee log
+"""
+BATCH = """\
+CMD="cd /m; python /m/pretrain_gpt.py --num-layers 4"
+sbatch <<EOF
+#!/bin/bash
+#SBATCH --nodes=2
+srun -l --container-image=x bash -c "${CMD}" 2>&1 | tee log
+EOF
+"""
+
+
+def resolve(folder, text, *words):
+    """The command of a script."""
+    (folder / "train.sh").write_text(text)
+    return shell_script.resolve(ShellScript((str(folder / "train.sh"), *words)), folder)
+
+
+def test_an_environment_with_a_space_in_its_path(tmp_path, monkeypatch):
+    """The interpreter is found, though a script cannot name it in its first line."""
+    (tmp_path / "new user").mkdir()
+    python = tmp_path / "new user" / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert resolve(tmp_path, EXAMPLE, "/ckpt").script == "pretrain_gpt.py"
+
+
+def test_arrays_conditions_and_arguments(tmp_path):
+    """As in Megatron-LM's examples: only a shell knows what they become."""
+    found = resolve(tmp_path, EXAMPLE, "/ckpt")
+    assert found == Command(
+        "pretrain_gpt.py",
+        (
+            *("--num-layers", "4", "--tensor-model-parallel-size", "2"),
+            *("--moe-layer-freq", "([0]*1+[1]*3)", "--save", "/ckpt"),
+        ),
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        32,
+        4,
+    )
+
+
+def test_a_batch_script(tmp_path):
+    """A script that submits one."""
+    assert resolve(tmp_path, BATCH) == Command("/m/pretrain_gpt.py", ("--num-layers", "4"))
+
+
+@pytest.mark.parametrize("text", ["echo no", "exit 3", "python -c 'print()'", "if", "torchrun x"])
+def test_nothing_is_trained(tmp_path, text):
+    """One line with the script's last words."""
+    with pytest.raises(TTraceError, match=r"train\.sh starts no training script") as raised:
+        resolve(tmp_path, text)
+    assert "\n" not in str(raised.value)
+
+
+def test_no_such_script(tmp_path):
+    """Is said."""
+    with pytest.raises(TTraceError, match=r"absent\.sh: no such script"):
+        shell_script.resolve(ShellScript((str(tmp_path / "absent.sh"),)))
+
+
+def test_the_script_has_the_last_word_on_variables(tmp_path, monkeypatch):
+    """What it exports or unsets, whatever was assigned before it; its own variables are its own."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    text = (
+        "unset CUDA_DEVICE_MAX_CONNECTIONS\nexport NVTE_A=2 OTHER=3\n"
+        "torchrun pretrain_gpt.py --num-layers $LAYERS"
+    )
+    (tmp_path / "train.sh").write_text(text)
+    given = {"LAYERS": "4", "NVTE_A": "1", "NVTE_B": "1"}
+    found = shell_script.resolve(ShellScript((str(tmp_path / "train.sh"),), given))
+    assert found.arguments == ("--num-layers", "4")
+    assert found.environment == {"LAYERS": "4", "NVTE_A": "2", "NVTE_B": "1"}
+    assert found.unset == ("CUDA_DEVICE_MAX_CONNECTIONS",)
+
+
+JOB = "pretrain_gpt.py --num-layers 4"
+RUN = f"torchrun --nproc-per-node 2 {JOB}"
+STARTS = {
+    "an absolute path": f"BIN/{RUN}",
+    "a relative path": f"../bin/{RUN}",
+    "a variable": f"LAUNCHER=BIN/torchrun\n$LAUNCHER --nproc-per-node 2 {JOB}",
+    "a PATH of its own": f"export PATH=BIN:$PATH\n{RUN}",
+    "no other PATH": f"PATH=BIN\n{RUN}",
+    "a virtual environment": f"source BIN/activate\n{RUN}",
+    "conda": f'eval "$(BIN/conda shell.bash hook)"\nconda activate x\n{RUN}',
+    "modules": f'module() {{ eval "$(BIN/modulecmd bash "$@")"; }}\nmodule load cuda\n{RUN}',
+    "nothing on PATH": RUN,
+    "exec": f"exec BIN/{RUN}",
+    "exec with a name": f"exec -a x BIN/{RUN}",
+    "command": f"command BIN/{RUN}",
+    "time": f"time BIN/{RUN}",
+    "env": f"env A=1 BIN/{RUN}",
+    "an empty environment": f"env -i PATH=BIN {RUN}",
+    "a function": f'run() {{ BIN/torchrun "$@"; }}\nrun --nproc-per-node 2 {JOB}',
+    "a function that is called as a reader": f"cat() {{ BIN/{RUN}; }}\ncat x",
+    "a here-document": f"bash <<EOF\nBIN/{RUN}\nEOF",
+    "a script that it writes": f"cat > made.sh <<EOF\nBIN/{RUN}\nEOF\nbash made.sh",
+    "a background job": f"BIN/{RUN} &\nwait",
+    "a background job without end": f"while true; do :; done &\nsleep 1\nBIN/{RUN}",
+    "a subshell": f"( cd ..; bin/{RUN} )",
+    "a substitution": f"echo $(BIN/{RUN})",
+    "a process substitution": f"cat < <(BIN/{RUN})",
+    "a coprocess": f"coproc BIN/{RUN}\nwait",
+    "a pipeline": f"BIN/{RUN} 2>&1 | tee -a log",
+    "a log of its own": f"exec > >(tee log) 2>&1\nBIN/{RUN}",
+    "xargs": "echo --num-layers 4 | xargs BIN/torchrun --nproc-per-node 2 pretrain_gpt.py",
+    "find": f"find . -name train.sh -exec BIN/{RUN} ';'",
+    "awk": f"awk 'BEGIN {{ system(\"BIN/{RUN}\") }}'",
+    "a program of its own": f"chmod +x pretrain_gpt.py other.sh\nrm -f started.sh\nBIN/{RUN}",
+    "timeout": f"timeout -k 5 60 BIN/{RUN}",
+    "nohup": f"nohup BIN/{RUN} > log 2>&1 &",
+    "nice": f"nice -n 5 BIN/{RUN}",
+    "setsid": f"setsid BIN/{RUN}",
+    "sudo": f"sudo -E BIN/{RUN}",
+    "srun": f"srun -N 1 -n 2 BIN/python3.12 -u {JOB}",
+    "srun by path": f"BIN/srun -n 2 BIN/python {JOB}",
+    "sbatch": f"sbatch <<EOF\n#!/bin/bash\nBIN/{RUN}\nEOF",
+    "docker": f"docker run --rm -it image BIN/{RUN}",
+    "mpiexec": f"BIN/mpiexec -n 2 BIN/python3.12 {JOB}",
+    "accelerate": f"BIN/accelerate launch --num_processes 2 {JOB}",
+    "a module of Python": f"BIN/python3.12 -m torch.distributed.run --nproc-per-node 2 {JOB}",
+    "bash -c": f"bash -c 'BIN/{RUN}'",
+    "sh -c": f"/bin/sh -c 'BIN/{RUN}'",
+    "eval": f'eval "BIN/{RUN}"',
+    "another script": f"printf '' > log\nsource ./other.sh\nrun BIN/torchrun {JOB}",
+    "a script by path": "./started.sh --num-layers 4",
+    "a script by sh": "sh started.sh --num-layers 4",
+    "a wrapped script": "nohup bash started.sh --num-layers 4 &",
+    "an exit trap": f"trap 'BIN/{RUN}' EXIT",
+    "other traps": f"set +T; trap - DEBUG; shopt -u extdebug\nBIN/{RUN}",
+    "restricted": f"PATH=BIN\nset -r\n{RUN}",
+    "a failing step": f"set -e\nmkdir -p new/dir\ncd . && BIN/{RUN}",
+}
+"""Ways to start a training of two ranks. ``BIN`` has programs that would leave a mark."""
+EFFECTS = {
+    "folders": "mkdir -p a/b; /bin/mkdir c; install -d d",
+    "removal": "find . -delete; rm -rf keep; /bin/rm -f train.sh; unlink keep/old; rmdir keep",
+    "redirections": "> keep/old; : > new; echo x >> keep/old; exec 3> keep/old; echo x >&3; > '  '",
+    "an array's redirection": "{ echo x; } > keep/old; (echo y) >| keep/old; printf z &> keep/old",
+    "programs": "touch keep/old; cp keep/old new; mv keep/old b; ln -s keep c; chmod 0 keep/old",
+    "readers that write": "sed -i s/a/b/ keep/old; sort -o keep/old keep/old; find -fprint new",
+    "downloads": "wget -O keep/old http://localhost/; curl -o new http://localhost/; git init repo",
+    "the network": "echo x > /dev/tcp/127.0.0.1/9; exec 5<>/dev/udp/127.0.0.1/9",
+    "a descriptor": "exec 4< keep/old; echo x > /dev/fd/4; echo x > /proc/self/fd/4",
+    "other processes": "kill -9 VICTIM; /bin/kill -9 VICTIM; pkill -9 -P VICTIM; kill -9 -VICTIM",
+    "Python": "python -c 'open(\"new\", \"w\")'; python3 - <<EOF\nopen('new', 'w')\nEOF",
+    "Perl": "perl -e 'unlink \"keep/old\"'",
+}
+"""What a script does before its training, and must not have done."""
+PROGRAMS = (
+    "torchrun python python3.12 accelerate mpiexec srun conda modulecmd sudo sbatch docker".split()
+)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Programs that leave a mark, files that must stay as they are, scripts that are started."""
+    (tmp_path / "bin").mkdir()
+    for name in PROGRAMS:
+        program = tmp_path / "bin" / name
+        program.write_text(f"#!{sys.executable}\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
+        program.chmod(0o755)
+    (tmp_path / "bin" / "activate").write_text(f"export PATH={tmp_path}/bin:$PATH\n")
+    work = tmp_path / "work"
+    (work / "keep").mkdir(parents=True)
+    (work / "keep" / "old").write_text("a checkpoint")
+    (work / "other.sh").write_text('run() { "$1" --nproc-per-node 2 "${@:2}"; }\n')
+    started = f'#!/bin/sh\nexec {tmp_path}/bin/torchrun --nproc-per-node 2 pretrain_gpt.py "$@"\n'
+    (work / "started.sh").write_text(started)
+    (work / "started.sh").chmod(0o755)
+    return work
+
+
+def tree(folder):
+    """Every file below a folder, with what is in it and when it changed."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_mode, path.is_file() and path.read_bytes())
+        for path in folder.rglob("*")
+    }
+
+
+def read(place, text):
+    """A script's command; nothing was started, changed, or left running."""
+    text = text.replace("BIN", str(place.parent / "bin"))
+    script = place / "train.sh"
+    script.write_text(text)
+    before = tree(place.parent)
+    try:
+        return shell_script.resolve(ShellScript((str(script),)), place)
+    finally:
+        assert tree(place.parent) == before
+        deadline = time.monotonic() + 10  # what was killed may take a moment to go
+        while running(str(script)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not running(str(script))
+
+
+def running(word):
+    """The processes with a word in their commands."""
+    found = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    return [words for words in found if words and word in words]
+
+
+@pytest.mark.parametrize("text", STARTS.values(), ids=STARTS)
+def test_nothing_is_started(place, text):
+    """However a script starts its training, that is read and not run."""
+    found = read(place, text)
+    assert (found.script, found.arguments) == ("pretrain_gpt.py", ("--num-layers", "4"))
+    assert found.ranks == 2
+
+
+@pytest.mark.parametrize("text", EFFECTS.values(), ids=EFFECTS)
+def test_nothing_is_changed(place, text):
+    """What a script does before its training is not done."""
+    with subprocess.Popen(["sleep", "100"], start_new_session=True) as victim:
+        try:
+            found = read(place, f"{text.replace('VICTIM', str(victim.pid))}\nBIN/{RUN}")
+            assert victim.poll() is None
+        finally:
+            victim.kill()
+    assert found.ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (
+            "N=$(nvidia-smi -L | wc -l)\ntorchrun --nproc-per-node $N pretrain_gpt.py -x",
+            "nvidia-smi",
+        ),
+        ("N=$(python count.py)\ntorchrun --nproc-per-node $N pretrain_gpt.py -x", "python"),
+        (f'eval "$(python arguments.py)"\n{RUN} $MORE', "python"),
+        (f"source <(python arguments.py)\n{RUN} $MORE", "python"),
+        (f"if python -c 'import apex'; then MORE=--fused; fi\n{RUN} $MORE", "python"),
+        (f"python arguments.py > made\n{RUN} $(cat made)", "python"),
+        (f"cp keep/old made\n{RUN} $(cat made)", "cp"),
+        (f"sed -i s/a/b/ keep/old\n{RUN} $(cat keep/old)", "sed"),
+        (f"python arguments.py --out=made\nsource made\n{RUN} $MORE", "python"),
+    ],
+)
+def test_what_cannot_be_known(place, text, name):
+    """A command that depends on a program that was not run is refused, in one line."""
+    with pytest.raises(TTraceError, match=rf"\b{name}\b.*which is not run") as raised:
+        read(place, text)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_can_be_known(place):
+    """Readers run, and a script reads what it wrote."""
+    text = (
+        'set -euo pipefail\nHERE=$(cd "$(dirname "$0")" && pwd)\nsource $HERE/other.sh\n'
+        "mkdir -p logs\ncat <<EOF > logs/args\n--num-layers $(echo 4 | tr 4 8)\nEOF\n"
+        "echo --seed >> logs/args; date +%N >> logs/args\nnvidia-smi | tee logs/gpus\n"
+        "run torchrun pretrain_gpt.py $(cat logs/args) --save $HERE 2> logs/errors"
+    )
+    found = read(place, text)
+    assert found.arguments[:3] == ("--num-layers", "8", "--seed")
+    assert found.arguments[4:] == ("--save", str(place))
+    assert found.ranks == 2
+
+
+def test_preparation_is_not_the_training(place):
+    """A script of Python before a launcher's command."""
+    assert read(place, f"python BIN/prepare.py --out x\n{RUN}").ranks == 2
+
+
+@pytest.mark.parametrize("first", ["#!/bin/zsh", "#!/usr/bin/env python3"])
+def test_another_language(place, first):
+    """Only bash is read."""
+    with pytest.raises(TTraceError, match=r"train\.sh is a script for (zsh|python3)"):
+        read(place, f"{first}\n{RUN}")
+
+
+def test_without_the_guard(place, monkeypatch):
+    """Nothing is run where the kernel cannot guard it."""
+    monkeypatch.setattr(guard.platform, "machine", lambda: "vax")
+    with pytest.raises(TTraceError, match="cannot be read safely on this machine"):
+        read(place, f"BIN/{RUN}")

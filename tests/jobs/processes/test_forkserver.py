@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forked ranks behave like started ones; a forked rank can request a reference run."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.jobs.processes import forkserver
+
+ROOT = Path(__file__).parents[2]
+
+
+def in_fresh_process(tmp_path, code, *arguments):
+    """Run ``code`` in a small process: it forks, and pytest must not be forked."""
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(code))
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from megatron_ttrace.jobs.processes import forkserver
+here = Path(sys.argv[1])
+pid = forkserver.fork(
+    ["python", str(here / "child.py"), "one", "two"],
+    {"PATH": "/nowhere", "ONLY": "this"},
+    here / "log",
+)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "says"),
+    [
+        ("", 0, ""),
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(None)", 0, ""),
+        ("sys.exit(2)", 2, ""),
+        ("sys.exit('words')", 1, "words"),
+        ("raise ValueError('broken')", 1, "ValueError: broken"),
+        ("raise KeyboardInterrupt", 1, "KeyboardInterrupt"),
+        ("os._exit(5)", 5, ""),
+        ("os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_exit_codes(tmp_path, ending, code, says):
+    """Exit codes as the interpreter's; messages and tracebacks are in the log."""
+    (tmp_path / "child.py").write_text(f"import os, sys\nprint('here', flush=True)\n{ending}\n")
+    assert int(in_fresh_process(tmp_path, PARENT)) == code
+    log = (tmp_path / "log").read_text()
+    assert log.startswith("here")
+    assert says in log
+
+
+def test_a_fork_looks_like_a_started_script(tmp_path):
+    """Its own arguments, name, folder, environment and process group."""
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    (tmp_path / "child.py").write_text(
+        "import json, os, sys, beside\n"
+        "print(json.dumps([__name__, sys.argv[1:], dict(os.environ), beside.VALUE,\n"
+        "                  os.getpgid(0) == os.getpid()]))\n"
+    )
+    assert in_fresh_process(tmp_path, PARENT) == "0\n"
+    name, arguments, environment, value, leads = json.loads((tmp_path / "log").read_text())
+    assert (name, arguments, value, leads) == ("__main__", ["one", "two"], 7, True)
+    assert environment.items() >= {"PATH": "/nowhere", "ONLY": "this"}.items()
+    assert "PYTHONPATH" not in environment
+
+
+def test_a_rank_asks_and_is_answered(tmp_path):
+    """The request is sent in a file: command lines can be larger than a packet."""
+    requests = forkserver.Requests()
+    try:
+        assert requests.poll() is None
+        child = os.dup(int(requests.environment["TTRACE_FORKSERVER"]))
+        asked = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import sys; from pathlib import Path\n"
+                "from megatron_ttrace.jobs.processes import forkserver\n"
+                "assert forkserver.available()\n"
+                "print(forkserver.request_ranks(['python', 's.py', 'x' * 300000],"
+                " [({'A': 'b'}, Path(sys.argv[1])), ({'A': 'c'}, Path('other'))]))",
+                str(tmp_path / "reference.log"),
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TTRACE_FORKSERVER": str(child)},
+            pass_fds=[child],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        order = None
+        while order is None and asked.poll() is None:
+            order = requests.poll()
+        command, each = order
+        assert command == ["python", "s.py", "x" * 300000]
+        assert each == [({"A": "b"}, tmp_path / "reference.log"), ({"A": "c"}, Path("other"))]
+        assert not list(tmp_path.glob("*.request.json"))
+        requests.answer(2, 1)
+        assert asked.communicate(timeout=30)[0] == "(2, 1)\n"
+        os.close(child)
+    finally:
+        requests.close()
+
+
+def test_an_ordinary_process_has_no_parent_to_ask(monkeypatch):
+    """Under torchrun the reference is started as a process."""
+    monkeypatch.delenv("TTRACE_FORKSERVER", raising=False)
+    assert not forkserver.available()

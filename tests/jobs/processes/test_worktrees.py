@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits of a checkout, in worktrees of their own."""
+
+import subprocess
+
+import pytest
+
+from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import TTraceError
+
+
+def git(folder, *words):
+    """Git, as somebody."""
+    own = ("-c", "user.name=Somebody", "-c", "user.email=some@body")
+    done = subprocess.run(
+        ["git", "-C", folder, *own, *words], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def home(tmp_path):
+    """Three commits, and a file that was changed since."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    lines = [f"line {number}\n" for number in range(20)]
+    for number in range(3):
+        lines[number * 8] = f"changed {number}\n"
+        (folder / "a.py").write_text("".join(lines))
+        git(folder, "add", ".")
+        git(folder, "commit", "-q", "-m", f"change {number}")
+    (folder / "a.py").write_text("being edited\n")
+    return folder
+
+
+def test_a_worktree(home, tmp_path):
+    """It holds the commit's files and is gone afterwards; the checkout is as it was."""
+    before = git(home, "status", "--porcelain", "--branch")
+    checkout = Checkout(home)
+    with checkout.at(checkout.commit("HEAD~1"), tmp_path / "trees" / "tree") as root:
+        assert (root / "a.py").read_text().splitlines()[16] == "line 16"
+        assert (root / "a.py").read_text().splitlines()[8] == "changed 1"
+    assert not (tmp_path / "trees" / "tree").exists()
+    assert git(home, "worktree", "list").count("\n") == 0
+    assert git(home, "status", "--porcelain", "--branch") == before
+    assert (home / "a.py").read_text() == "being edited\n"
+
+
+def test_one_that_was_left_behind(home, tmp_path):
+    """A killed search is no obstacle."""
+    checkout = Checkout(home)
+    for _ in range(2):
+        owned.make(tmp_path / "trees", whole=True)
+        git(home, "worktree", "add", "--detach", "--force", tmp_path / "trees" / "tree", "HEAD")
+        with checkout.at(checkout.commit("HEAD"), tmp_path / "trees" / "tree"):
+            pass
+
+
+def test_between(home):
+    """From the oldest to the last, without the good one."""
+    checkout = Checkout(home)
+    first, second, third = (checkout.commit(name) for name in ("HEAD~2", "HEAD~1", "main"))
+    assert checkout.between(first, third) == (second, third)
+    assert checkout.described(second).endswith(": change 1")
+    for good, bad in ((third, first), (third, third)):
+        with pytest.raises(TTraceError, match="does not descend"):
+            checkout.between(good, bad)
+
+
+def test_hunks(home):
+    """Where a commit changed what."""
+    checkout = Checkout(home)
+    (hunk,) = checkout.hunks(checkout.commit("HEAD~1"))
+    assert (hunk.file, hunk.line, hunk.count) == ("a.py", 7, 5)
+    assert "-line 8\n+changed 1\n" in hunk.text
+    assert [hunk.distance(line) for line in (1, 7, 11, 15)] == [6, 0, 0, 4]
+
+
+def test_a_branch(home):
+    """Where it began, and what it changed since, without the lines around."""
+    git(home, "stash", "-q")
+    git(home, "checkout", "-q", "-b", "branch", "HEAD~1")
+    (home / "a.py").write_text("".join(f"line {number}\n" for number in range(1, 20)))
+    git(home, "commit", "-q", "-a", "-m", "on a branch")
+    checkout = Checkout(home)
+    head = checkout.commit("branch")
+    base = checkout.fork_point(checkout.commit("main"), head)
+    assert base == checkout.commit("main~1")
+    found = checkout.hunks(head, base, context=0)
+    assert [(one.line, one.count) for one in found] == [(0, 0), (8, 1)]
+    assert not checkout.is_edited()
+    (home / "a.py").write_text("being edited\n")
+    assert checkout.is_edited()
+    git(home, "checkout", "-q", "-f", "--orphan", "other")
+    git(home, "commit", "-q", "-m", "unrelated")
+    with pytest.raises(TTraceError, match="fetch-depth: 0"):
+        checkout.fork_point(checkout.commit("other"), head)
+
+
+def test_lines_that_look_like_headers(home):
+    """Deleted dashes and added pluses are content."""
+    (home / "b.py").write_text("a\n-- b\n")
+    git(home, "add", "b.py")
+    git(home, "commit", "-q", "-m", "one")
+    (home / "b.py").write_text("a\n++ c\n")
+    git(home, "commit", "-q", "-m", "two", "b.py")
+    checkout = Checkout(home)
+    (hunk,) = checkout.hunks(checkout.commit("HEAD"))
+    assert hunk.file == "b.py"
+    assert hunk.text.splitlines()[1:] == [" a", "--- b", "+++ c"]
+
+
+def test_no_checkout(tmp_path, home):
+    """One line that says what to give."""
+    with pytest.raises(TTraceError, match="--checkout DIR"):
+        Checkout(tmp_path)
+    with pytest.raises(TTraceError, match="rev-parse"):
+        Checkout(home).commit("absent")
+
+
+def test_a_new_file_has_no_old_lines():
+    """A hunk of one line may leave its count out."""
+    assert Hunk("a.py", 3, 1, "").distance(3) == 0

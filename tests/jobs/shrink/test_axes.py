@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Axes of the large job become 2, and pairs of them are covered by jobs that fit."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.jobs.shrink import axes
+from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.trace.errors import TTraceError
+
+POWERS = st.sampled_from([1, 2, 4, 8])
+
+
+def flags(tp=1, cp=1, pp=1, **more):
+    """Arguments of a layout."""
+    sizes = {"tensor-model": tp, "context": cp, "pipeline-model": pp}
+    words = [
+        word for axis, size in sizes.items() for word in (f"--{axis}-parallel-size", str(size))
+    ]
+    for name, value in more.items():
+        words += [f"--{name.replace('_', '-')}", *str(value).split()]
+    return Given.parse(words)
+
+
+def test_all_axes_of_a_large_job():
+    """Data parallelism is what remains."""
+    found = axes.of_large(
+        flags(8, 4, 8, num_layers=64, num_experts=64, expert_model_parallel_size=16), 8 * 4 * 8 * 16
+    )
+    assert (found.tp, found.cp, found.pp, found.ep, found.etp, found.dp) == (8, 4, 8, 16, 8, 16)
+    assert found.edp == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "chunks"),
+    [
+        ({"num_virtual_stages_per_pipeline_rank": 4}, 4),
+        ({"num_layers_per_virtual_pipeline_stage": 2, "num_layers": 32}, 4),
+        ({"pipeline_model_parallel_layout": "Et|(t|)*6L"}, 2),
+        ({"hybrid_layer_pattern": "M|*|M|*/M"}, 1),
+        ({}, 1),
+    ],
+)
+def test_chunks(more, chunks):
+    """Of a virtual pipeline, in whatever way they are given."""
+    assert axes.of_large(flags(pp=4, **more), 4).chunks == chunks
+
+
+def test_ranks_that_are_too_few_are_taken_for_a_placeholder():
+    """A script for one machine, to be changed by its user."""
+    assert axes.of_large(flags(8, 1, 16), 8).dp == 1
+    experts = flags(1, 1, 4, num_experts=8, expert_model_parallel_size=8)
+    assert axes.of_large(experts, 8) == axes.Axes(pp=4, ep=8, dp=8)
+    with pytest.raises(TTraceError, match="12 ranks cannot be divided into tensor 8"):
+        axes.of_large(flags(8), 12)
+
+
+@given(POWERS, POWERS, POWERS, POWERS)
+def test_axes_become_two(tp, cp, pp, dp):
+    """And those of 1 stay."""
+    given = flags(tp, cp, pp)
+    large = axes.of_large(given, tp * cp * pp * dp)
+    small = axes.of_small(given, large)
+    assert small.spread() == large.spread()
+    assert small.ranks == 2 ** len(large.spread())
+
+
+@given(POWERS, POWERS, POWERS, POWERS, POWERS, st.sampled_from([4, 8, 16]))
+def test_pairs_are_covered(tp, cp, pp, dp, ep, most):
+    """Every two axes of the large job are together in one small job that fits."""
+    given = flags(tp, cp, pp, num_experts=8, expert_model_parallel_size=ep)
+    large = axes.of_large(given, tp * cp * pp * dp * ep)
+    small = axes.jobs(given, large, most)
+    assert all(one.ranks <= most and one.edp for one in small)
+    for pair in itertools.combinations(large.spread(), 2):
+        assert any(set(pair) <= set(one.spread()) for one in small), pair
+
+
+def test_what_does_not_fit():
+    """Is named, with the number that it takes."""
+    given = flags(2, 1, 2)
+    with pytest.raises(
+        TTraceError, match=r"--tensor-model-parallel-size with --pipeline.*fit 2"
+    ) as one:
+        axes.jobs(given, axes.of_large(given, 4), 2)
+    assert "--max-ranks 4" in str(one.value)
+    assert [one.ranks for one in axes.jobs(flags(8), axes.of_large(flags(8), 8), 2)] == [2]
+
+
+def test_two_would_not_run_the_same_code():
+    """Levels of context parallelism, interleaving without overlap, optimizer instances."""
+    levels = flags(cp=8, hierarchical_context_parallel_sizes="2 4")
+    assert axes.of_small(levels, axes.of_large(levels, 8)).cp == 4
+    words = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+    overlapped = Given.parse(words.split())
+    not_overlapped = Given.parse([*words.split(), "--no-overlap-p2p-communication"])
+    assert axes.of_small(overlapped, axes.of_large(overlapped, 4)).pp == 2
+    assert axes.of_small(not_overlapped, axes.of_large(not_overlapped, 4)).pp == 3
+    words = "--use-tp-pp-dp-mapping --expert-tensor-parallel-size 4"
+    last = Given.parse([*words.split(), *"--tensor-model-parallel-size 2".split()])
+    last = Given([*last.flags, *flags(2, 2, 2).flags])
+    small = axes.of_small(last, axes.of_large(last, 8))
+    assert (small.etp, small.edp, small.dp) == (4, 1, 1)
+    instances = flags(num_distributed_optimizer_instances=4)
+    assert axes.of_small(instances, axes.of_large(instances, 16)).dp == 4
+
+
+@given(POWERS, POWERS, POWERS, POWERS, POWERS)
+def test_pipelines_before_data_parallelism(tp, cp, pp, ep, dp):
+    """As many copies of experts as of all else, as Megatron asserts in that order of ranks."""
+    ep = min(ep, tp * cp)
+    layout = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": tp * cp // ep}
+    given = flags(tp, cp, pp, num_experts=8, use_tp_pp_dp_mapping="", **layout)
+    large = axes.of_large(given, tp * cp * pp * dp)
+    for count in range(len(large.spread()) + 1):
+        for kept in itertools.combinations(large.spread(), count):
+            small = axes.of_small(given, large, kept)
+            assert small.edp == small.dp or small.pp == 1
+            assert set(kept) <= set(small.spread())
+
+
+def test_more_tensor_than_expert_parallelism():
+    """A recipe of Megatron-LM's: its experts leave no smaller tensor parallelism."""
+    layout = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    given = flags(4, 1, 2, num_experts=4, use_tp_pp_dp_mapping="", **layout)
+    small = axes.jobs(given, axes.of_large(given, 8), 8)
+    assert small == [axes.Axes(tp=4, pp=2, ep=2, etp=2)]
+    pair = axes.of_small(given, axes.of_large(given, 8), ("tp", "ep"))
+    assert pair == axes.Axes(tp=2, ep=2, etp=2, dp=2)
+
+
+def test_experts_divided_as_tensors_are():
+    """Without a size of their own; then context and expert parallelism must be equal."""
+    given = flags(4, 2, 2, num_experts=4, use_tp_pp_dp_mapping="", expert_model_parallel_size=2)
+    large = axes.of_large(given, 32)
+    assert axes.of_small(given, large) == axes.Axes(tp=2, cp=2, pp=2, ep=2, etp=2, dp=2)
+    assert axes.of_small(given, large, ("cp", "pp")) == axes.Axes(cp=2, pp=2, ep=2)
+    dense = flags(4, 1, 2, use_tp_pp_dp_mapping="")
+    assert axes.of_small(dense, axes.of_large(dense, 16)) == axes.Axes(tp=2, pp=2, dp=2)
+
+
+def test_copies_of_experts_stay():
+    """Reducing the gradients of experts needs more than one copy of them."""
+    given = flags(num_experts=8, expert_model_parallel_size=4)
+    assert axes.of_small(given, axes.of_large(given, 4)).edp == 1
+    assert axes.of_small(given, axes.of_large(given, 8)).edp == 2
+
+
+SAME_COPIES = [
+    (tp, cp, ep, tp * cp // ep)
+    for tp, cp, ep in itertools.product([1, 2, 4, 8], repeat=3)
+    if not tp * cp % ep
+]
+"""Sizes with which experts have as many copies as other layers."""
+
+
+@given(st.sampled_from(SAME_COPIES), st.sampled_from([1, 2]))
+def test_ranks_of_a_stage_follow_each_other(sizes, dp):
+    """``--use-tp-pp-dp-mapping`` with a pipeline: experts have as many copies as other layers."""
+    tp, cp, ep, etp = sizes
+    given = flags(
+        *(tp, cp, 2),
+        num_experts=8,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        use_tp_pp_dp_mapping="",
+    )
+    large = axes.of_large(given, tp * cp * 2 * dp)
+    for kept in (None, *itertools.combinations(large.spread(), 2)):
+        small = axes.of_small(given, large, kept)
+        if small.pp > 1 and (kept is None or "ep" in kept):
+            assert small.edp == small.dp

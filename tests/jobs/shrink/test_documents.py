@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data of small jobs: conversations."""
+
+import json
+import string
+
+from megatron_ttrace.jobs.shrink import documents
+
+
+def test_conversations(tmp_path):
+    """Three turns each, some in one sample, of characters that the tokenizer knows."""
+    prefix = documents.write(tmp_path / "text", ("--bf16", "--sft"))
+    words = documents.arguments("pretrain_gpt.py", prefix, ("--sft",))
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    with open(given["--data-path"], encoding="utf-8") as file:
+        samples = [json.loads(line)["messages"] for line in file]
+    roles = {tuple(one["role"] for one in sample) for sample in samples}
+    assert roles == {("system", "user", "assistant") * count for count in (1, 2, 3, 4)}
+    contents = [one["content"] for sample in samples for one in sample]
+    assert all(contents)
+    assert set("".join(contents)) <= set(string.printable)
+    assert len(set(map(len, contents))) > 10
+
+
+def test_other_jobs_have_none(tmp_path):
+    """Nothing else is written, and the arguments are those of text."""
+    prefix = documents.write(tmp_path / "text")
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"text.bin", "text.idx"}
+    assert "SFTTokenizer" not in documents.arguments("pretrain_gpt.py", prefix, ("--bf16",))

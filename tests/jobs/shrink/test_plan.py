@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A large command becomes small ones, and every change is accounted for."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.shrink import documents, plan
+from megatron_ttrace.jobs.shrink.given import Flag, Given
+from megatron_ttrace.mcore.options.decisions import option_of
+from megatron_ttrace.mcore.options.roles import ROLES, Role
+from megatron_ttrace.trace.errors import TTraceError
+
+LARGE = """
+--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --sequence-parallel
+--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 8192
+--max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 1536 --bf16 --swiglu
+--use-distributed-optimizer --train-iters 100000 --lr 1e-4 --lr-warmup-iters 10 --save out
+--load out --data-path 1 blend --vocab-size 50257 --fim-data --tokenizer-type GPT2BPETokenizer
+--log-interval 1 --no-rope-fusion --own-flag-of-a-script 7
+"""
+
+
+def shrunk(text=LARGE, ranks=1024, most=8):
+    """The plan of a command."""
+    return plan.shrink(Command("pretrain_gpt.py", tuple(text.split()), {}, ranks), most)
+
+
+def test_what_is_kept_and_what_goes():
+    """Code stays, sizes shrink, paths and logs go; unknown flags are Megatron's to judge."""
+    (job,) = shrunk().jobs
+    given = Given.parse(job.arguments)
+    for option in ("sequence_parallel", "bf16", "swiglu", "use_distributed_optimizer", "fim_data"):
+        assert given.has(option)
+    assert given.flag("apply_rope_fusion") == Flag("--no-rope-fusion")
+    assert ("--own-flag-of-a-script", "7") in [(one.name, *one.values) for one in given.flags]
+    gone = (
+        "save",
+        "load",
+        "data_path",
+        "log_interval",
+        "lr_warmup_iters",
+        "vocab_size",
+    )
+    for option in gone:
+        assert not given.has(option)
+    assert job.axes.ranks == 8
+    assert given.text("tensor_model_parallel_size") == "2"
+    assert given.text("train_iters") == "3"
+
+
+def test_the_account_is_complete():
+    """Every flag is kept as it is, or stands in a row with its old value and its new one."""
+    found = shrunk()
+    (job,) = found.jobs
+    now = Given.parse(job.arguments)
+    rows = {row.flag: row for row in found.rows}
+    for flag in Given.parse(LARGE.split()).flags:
+        if str(flag) in found.kept:
+            assert now.flag(flag.option) == flag
+        elif flag.option in ("vocab_size", "fim_data"):
+            assert rows[flag.name].now is None
+        elif now.has(flag.option):
+            row = rows[flag.name]
+            assert row.was == " ".join(flag.values)
+            assert row.now == now.text(flag.option)
+            assert row.why
+        else:
+            assert ROLES[flag.option] in plan.DROPPED
+    assert rows["ranks"] == plan.Row("ranks", "1024", "8", "2 per axis")
+    assert any("--load" in lost for lost in found.lost)
+    assert "1024 ranks" in found.told()
+
+
+def test_several_jobs():
+    """With what no single one does."""
+    found = shrunk(f"{LARGE} --context-parallel-size 4")
+    assert len(found.jobs) > 1
+    assert "all axes in one job (tp, cp, pp, dp)" in found.lost[-1]
+    assert all(job.axes.ranks <= 8 for job in found.jobs)
+    for job in found.jobs:
+        assert Given.parse(job.arguments).has("sequence_parallel") == (job.axes.tp > 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--use-checkpoint-args", "--use-checkpoint-args: .* give them as flags"),
+        ("--yaml-cfg x.yaml", "--yaml-cfg: Megatron ignores"),
+        ("--perform-rl-step", "--perform-rl-step: "),
+        ("--heterogeneous-layers-config-path x", "its layers cannot be shrunk"),
+    ],
+)
+def test_what_cannot_be_shrunk(text, said):
+    """Is refused by name."""
+    with pytest.raises(TTraceError, match=said):
+        shrunk(f"{LARGE} {text}")
+    with pytest.raises(TTraceError, match="stands before the first flag"):
+        shrunk("stray --num-layers 2")
+    with pytest.raises(TTraceError, match=r"does not fit 2 ranks.* give --max-ranks 4"):
+        shrunk(most=2)
+
+
+KEPT = sorted(
+    name for name, role in ROLES.items() if role in (Role.CODE, Role.LAYOUT, Role.TRANSPORT)
+)
+SHRUNK_ANYWAY = {"data_parallel_random_init", "dataloader_type", "ddp_bucket_size", "lr"}
+
+
+@given(st.lists(st.sampled_from(KEPT), unique=True, max_size=20))
+def test_code_is_never_touched(options):
+    """Flags that decide which code runs come through, whatever stands beside them."""
+    words = [word for option in options for word in (f"--{option.replace('_', '-')}", "1")]
+    (job,) = shrunk(f"--num-layers 8 --hidden-size 1024 {' '.join(words)}", 1).jobs
+    given = Given.parse(job.arguments)
+    for option in set(options) - SHRUNK_ANYWAY:
+        name = option_of(f"--{option.replace('_', '-')}")
+        assert given.has(name)
+        assert given.text(name) == "1"
+
+
+WORDS = st.lists(st.sampled_from([*LARGE.split(), "--", "-1", "--num-experts", "0", "x=y", ""]))
+
+
+@given(WORDS)
+def test_any_arguments(words):
+    """A plan or one line."""
+    with contextlib.suppress(TTraceError):
+        assert plan.shrink(Command("x.py", tuple(words))).jobs
+
+
+def test_shrinking_again_changes_nothing():
+    """What is small stays as it is: the same job."""
+    (job,) = shrunk().jobs
+    (again,) = shrunk(" ".join(job.arguments), job.axes.ranks).jobs
+    first, second = Given.parse(job.arguments), Given.parse(again.arguments)
+    assert {str(flag) for flag in first.flags} == {str(flag) for flag in second.flags}
+
+
+def test_masked_word_pieces_keep_their_data(tmp_path):
+    """BERT and T5 need sentences and tokens for masks, which no data of ours has."""
+    words = LARGE.split()
+    scripts = {"pretrain_gpt.py": "GPTDataset", "pretrain_bert.py": "BERTMaskedWordPieceDataset"}
+    kept = {}
+    for name, text in scripts.items():
+        script = tmp_path / name
+        script.write_text(text, encoding="utf-8")
+        (job,) = plan.shrink(Command(str(script), tuple(words), {}, 1024)).jobs
+        given = Given.parse(job.arguments)
+        kept[name] = [given.text(one) for one in ("data_path", "vocab_size", "tokenizer_type")]
+        assert given.has("num_layers")
+        assert bool(documents.arguments(str(script), tmp_path)) == (name == "pretrain_gpt.py")
+    assert kept["pretrain_gpt.py"] == ["", "", ""]
+    assert kept["pretrain_bert.py"] == ["1 blend", "50257", "GPT2BPETokenizer"]
+
+
+def test_axes_as_they_are():
+    """A layout that is to be checked itself keeps the sizes of its axes; all else shrinks."""
+    words = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 96 "
+    words += "--num-attention-heads 96 --hidden-size 12288 --seq-length 8192"
+    (job,) = plan.as_it_is(Command("pretrain_gpt.py", tuple(words.split()), {}, 8)).jobs
+    given = Given.parse(job.arguments)
+    assert job.axes.ranks == 8
+    assert given.text("tensor_model_parallel_size") == "4"
+    assert given.integer("num_layers") == 4
+    assert given.integer("num_attention_heads") % 4 == 0
+    assert given.integer("hidden_size") < 1000

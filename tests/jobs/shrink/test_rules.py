@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rule of shrinking, one by one."""
+
+import dataclasses
+
+import pytest
+
+from megatron_ttrace.jobs.shrink import axes, rules
+from megatron_ttrace.jobs.shrink.axes import Axes
+from megatron_ttrace.jobs.shrink.case import Case
+from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.trace.errors import TTraceError
+
+
+def case(text, ranks=None, kept=None):
+    """A large job and the axes of its small one."""
+    given = Given.parse(text.split())
+    large = axes.of_large(given, ranks)
+    return Case(given, large, axes.of_small(given, large, kept))
+
+
+def changes(rule, text, ranks=None, kept=None):
+    """What a rule changes, as options and values."""
+    return {
+        change.option: None if change.values is None else " ".join(change.values)
+        for change in rule(case(text, ranks, kept))
+    }
+
+
+PIPELINE = "--pipeline-model-parallel-size 8"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--num-layers 96", {"num_layers": "2"}),
+        (f"{PIPELINE} --num-layers 96", {"num_layers": "4"}),
+        (f"{PIPELINE} --num-layers 95", {"num_layers": "5"}),
+        (
+            f"{PIPELINE} --num-layers 64 --num-layers-per-virtual-pipeline-stage 4",
+            {"num_layers": "8", "num_layers_per_virtual_pipeline_stage": "2"},
+        ),
+        (
+            f"{PIPELINE} --num-layers 32 --num-layers-per-virtual-pipeline-stage 1",
+            {"num_layers": "4", "num_layers_per_virtual_pipeline_stage": "1"},
+        ),
+        (
+            f"{PIPELINE} --num-layers 62 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            {"num_layers": "2"},
+        ),
+        (
+            f"{PIPELINE} --num-layers 62 --decoder-last-pipeline-num-layers 6",
+            {"num_layers": "3", "decoder_last_pipeline_num_layers": "1"},
+        ),
+        (
+            f"{PIPELINE} --num-layers 61 --decoder-first-pipeline-num-layers 10 "
+            "--decoder-last-pipeline-num-layers 3",
+            {
+                "num_layers": "4",
+                "decoder_first_pipeline_num_layers": "3",
+                "decoder_last_pipeline_num_layers": "1",
+            },
+        ),
+        (
+            f"{PIPELINE} --num-layers 61 --pipeline-model-parallel-layout Et*3|(tt|)*29m|L "
+            "--mtp-num-layers 1",
+            {
+                "num_layers": "3",
+                "pipeline_model_parallel_layout": "Ett|t|m|L",
+                "mtp_num_layers": "1",
+            },
+        ),
+        (
+            "--num-layers 61 --moe-layer-freq ([0]*3+[1]*58)",
+            {"num_layers": "2", "moe_layer_freq": "([0]*1+[1]*1)"},
+        ),
+        (
+            "--num-layers 48 --linear-attention-freq 4",
+            {"num_layers": "2", "linear_attention_freq": "2"},
+        ),
+        (
+            "--num-layers 48 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0 "
+            "--num-layers-at-end-in-bf16 14",
+            {
+                "num_layers": "2",
+                "num_layers_at_start_in_bf16": "0",
+                "num_layers_at_end_in_bf16": "1",
+            },
+        ),
+        ("--num-layers 24 --mtp-num-layers 3", {"num_layers": "2", "mtp_num_layers": "2"}),
+        (
+            "--num-layers 24 --recompute-num-layers 6",
+            {"num_layers": "4", "recompute_num_layers": "2"},
+        ),
+        (
+            "--num-layers 24 --recompute-num-layers 1",
+            {"num_layers": "2", "recompute_num_layers": "1"},
+        ),
+        (
+            f"{PIPELINE} --hybrid-layer-pattern M-M*-|MM --num-layers 9",
+            {"hybrid_layer_pattern": "M-*|M", "num_layers": None},
+        ),
+        ("--encoder-num-layers 12", {"encoder_num_layers": "2"}),
+    ],
+)
+def test_layers(text, expected):
+    """By stage and chunk; uneven ends, patterns and both kinds of layers stay."""
+    ranks = 8 if "pipeline" in text and "|MM" not in text else 1
+    if "|MM" in text:
+        text, ranks = text.replace("size 8", "size 2"), 2
+    assert changes(rules.layers, text, ranks) == expected
+
+
+def test_layers_of_different_shapes():
+    """Cannot be shrunk."""
+    with pytest.raises(TTraceError, match="--heterogeneous-layers-config-path"):
+        changes(rules.layers, "--num-layers 4 --heterogeneous-layers-config-path x")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"num_attention_heads": "4"}),
+        ("--tensor-model-parallel-size 8", {"num_attention_heads": "4"}),
+        (
+            "--tensor-model-parallel-size 8 --context-parallel-size 4 --cp-comm-type a2a",
+            {"num_attention_heads": "8"},
+        ),
+        (
+            "--tensor-model-parallel-size 8 --group-query-attention --num-query-groups 8",
+            {"num_attention_heads": "4", "num_query_groups": "2"},
+        ),
+        (
+            "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 16",
+            {"num_attention_heads": "8", "num_query_groups": "4"},
+        ),
+        (
+            "--tensor-model-parallel-size 8 --group-query-attention --num-query-groups 2",
+            {"num_attention_heads": "4", "num_query_groups": "1"},
+        ),
+        ("--kv-channels 128", {"num_attention_heads": "4", "kv_channels": "16"}),
+        ("--kv-channels 192", {"num_attention_heads": "4", "kv_channels": "32"}),
+        ("--ffn-hidden-size 32768", {"num_attention_heads": "4", "ffn_hidden_size": "256"}),
+        ("--ffn-hidden-size 22016", {"num_attention_heads": "4", "ffn_hidden_size": "128"}),
+        ("--mup-base-hidden-size 4096", {"num_attention_heads": "4", "mup_base_hidden_size": "32"}),
+        ("--mrope-section 16 24 24", {"num_attention_heads": "4", "mrope_section": "4 2 2"}),
+    ],
+)
+def test_width(text, expected):
+    """Heads and groups on every rank, and their relation to the hidden size."""
+    found = changes(rules.width, f"--hidden-size 8192 --num-attention-heads 64 {text}", None)
+    assert found == {"hidden_size": "64", **expected}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hidden"),
+    [("tensorwise", "64"), ("delayed", "64"), ("mxfp8", "128"), ("blockwise", "512")],
+)
+def test_blocks_of_fp8(recipe, hidden):
+    """Matrices have whole blocks of what is quantised together."""
+    found = changes(rules.width, f"--hidden-size 8192 --fp8-format e4m3 --fp8-recipe {recipe}")
+    assert found["hidden_size"] == hidden
+
+
+def test_latent_attention():
+    """Ranks and heads of it; sparse attention looks at the same share of a sequence."""
+    text = "--multi-latent-attention --q-lora-rank 1536 --v-head-dim 128 --qk-head-dim 192"
+    assert changes(rules.latent_attention, text) == {
+        "q_lora_rank": "32",
+        "kv_lora_rank": "32",
+        "qk_head_dim": "16",
+        "qk_pos_emb_head_dim": "8",
+        "v_head_dim": "32",
+    }
+    text = "--experimental-attention-variant dsa --dsa-indexer-topk 1024 --seq-length 4096"
+    assert changes(rules.latent_attention, text) == {
+        "dsa_indexer_topk": "16",
+        "dsa_indexer_n_heads": "4",
+        "dsa_indexer_head_dim": "32",
+    }
+
+
+def test_other_mixers():
+    """Heads and groups of linear attention and of Mamba on every rank."""
+    text = "--tensor-model-parallel-size 4"
+    gated = f"{text} --experimental-attention-variant gated_delta_net --linear-num-key-heads 16"
+    assert changes(rules.other_mixers, f"{gated} --linear-num-value-heads 32") == {
+        "linear_num_key_heads": "4",
+        "linear_num_value_heads": "8",
+        "linear_key_head_dim": "16",
+        "linear_value_head_dim": "16",
+    }
+    assert changes(rules.other_mixers, f"{text} --hybrid-layer-pattern M-M*") == {
+        "mamba_num_groups": "4",
+        "mamba_num_heads": "8",
+        "mamba_head_dim": "16",
+        "mamba_state_dim": "16",
+    }
+    assert changes(rules.other_mixers, "--hybrid-layer-pattern *-") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--num-experts 64", {"num_experts": "4"}),
+        ("--num-experts 8 --moe-router-topk 1", {"num_experts": "2", "moe_router_topk": "1"}),
+        (
+            "--num-experts 256 --expert-model-parallel-size 64 --moe-router-topk 8 "
+            "--moe-router-num-groups 8 --moe-router-group-topk 4",
+            {
+                "num_experts": "4",
+                "moe_router_topk": "2",
+                "moe_router_num_groups": "2",
+                "moe_router_group_topk": "1",
+            },
+        ),
+        (
+            "--num-experts 8 --expert-model-parallel-size 8 --moe-router-topk 2",
+            {"num_experts": "4", "moe_router_topk": "2"},
+        ),
+        ("--num-experts 4 --moe-router-topk 4", {"num_experts": "4", "moe_router_topk": "4"}),
+        (
+            "--num-experts 64 --moe-ffn-hidden-size 2048 --tensor-model-parallel-size 4 "
+            "--moe-shared-expert-intermediate-size 4096 --moe-latent-size 1024",
+            {
+                "num_experts": "4",
+                "moe_ffn_hidden_size": "64",
+                "moe_shared_expert_intermediate_size": "64",
+                "moe_latent_size": "32",
+            },
+        ),
+        ("", {}),
+    ],
+)
+def test_experts(text, expected):
+    """On every rank more than one, if there were; more than a token chooses, if there were."""
+    assert changes(rules.experts, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "lost"), [(8, 2, True), (8, 1, False), (16, 2, False)]
+)
+def test_one_expert_on_a_rank_becomes_several(experts, chosen, lost):
+    """What the small job then does not run is listed."""
+    text = f"--num-experts {experts} --expert-model-parallel-size 8 --moe-router-topk {chosen}"
+    [found] = [one for one in rules.experts(case(text)) if one.option == "num_experts"]
+    assert found.lost is lost
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "--seq-length 8192 --max-position-embeddings 8192",
+            {"seq_length": "64", "max_position_embeddings": "64"},
+        ),
+        (
+            "--seq-length 4096 --max-position-embeddings 163840 "
+            "--yarn-original-max-position-embeddings 40960",
+            {
+                "seq_length": "64",
+                "max_position_embeddings": "128",
+                "yarn_original_max_position_embeddings": "32",
+            },
+        ),
+        ("--seq-length 4096 --window-size 127,0", {"seq_length": "64", "window_size": "15,0"}),
+        ("--seq-length 4096 --window-size 127 -1", {"seq_length": "64", "window_size": "15 -1"}),
+        (
+            "--seq-length 8192 --tensor-model-parallel-size 8 --context-parallel-size 8 "
+            "--hierarchical-context-parallel-sizes 4 2",
+            {"seq_length": "128"},
+        ),
+        (
+            "--encoder-seq-length 512 --decoder-seq-length 128",
+            {"encoder_seq_length": "64", "decoder_seq_length": "32"},
+        ),
+    ],
+)
+def test_length(text, expected):
+    """Tokens for every rank; windows end within a sequence."""
+    assert changes(rules.length, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "expected"),
+    [
+        ("--micro-batch-size 4 --global-batch-size 256", 8, {"micro": "2", "global": "8"}),
+        ("--micro-batch-size 1 --global-batch-size 8", 8, {"micro": "1", "global": "2"}),
+        ("--micro-batch-size 1", 8, {"micro": "1"}),
+        (
+            f"--micro-batch-size 1 --global-batch-size 128 {PIPELINE}",
+            64,
+            {"micro": "1", "global": "8"},
+        ),
+        (
+            f"--micro-batch-size 1 --global-batch-size 80 {PIPELINE} --num-layers 32 "
+            "--microbatch-group-size-per-virtual-pipeline-stage 10 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            8,
+            {"micro": "1", "global": "6"},
+        ),
+    ],
+)
+def test_batch(text, ranks, expected):
+    """Accumulation stays, and every phase of a pipeline's schedule."""
+    found = changes(rules.batch, text, ranks)
+    assert found == {f"{name}_batch_size": size for name, size in expected.items()}
+
+
+def test_batches_that_grow():
+    """A ramp and a schedule keep their steps."""
+    found = changes(
+        rules.batch, "--micro-batch-size 2 --global-batch-size 64 --rampup-batch-size 8 8 99"
+    )
+    assert found["rampup_batch_size"] == "8 8 99"
+    assert found["global_batch_size"] == "16"
+    given = Given.parse(["--micro-batch-size", "1", "--step-batch-size-schedule", "0:384 200B:768"])
+    one = Case(given, Axes(dp=2), Axes(dp=2))
+    found = {change.option: change.values for change in rules.batch(one)}
+    assert found["step_batch_size_schedule"] == ("0:4 200B:8",)
+
+
+def test_groups_of_microbatches():
+    """More than pipeline stages, if so before."""
+    text = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2 --num-layers 32"
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    assert changes(rules.groups_of_microbatches, f"{text} {flag} 10", 8) == {
+        "microbatch_group_size_per_vp_stage": "3"
+    }
+    assert changes(rules.groups_of_microbatches, f"{text} {flag} 8", 8) == {
+        "microbatch_group_size_per_vp_stage": "2"
+    }
+
+
+def test_buckets():
+    """Several, where gradients are reduced bucket by bucket."""
+    assert changes(rules.buckets, "--overlap-grad-reduce") == {"ddp_bucket_size": "20000"}
+    assert changes(rules.buckets, "--overlap-grad-reduce --ddp-num-buckets 8") == {}
+    assert changes(rules.buckets, "--overlap-grad-reduce --use-megatron-fsdp") == {}
+    assert changes(rules.buckets, "") == {}
+
+
+def test_vocabulary_and_schedule():
+    """Padding stays possible; what decays gets its length."""
+    assert changes(rules.vocabulary, "--make-vocab-size-divisible-by 3232") == {
+        "make_vocab_size_divisible_by": "128"
+    }
+    assert changes(rules.vocabulary, "--make-vocab-size-divisible-by 64") == {}
+    assert changes(rules.schedule, "--lr-decay-style WSD") == {
+        "train_iters": "3",
+        "eval_iters": "0",
+        "eval_interval": "1000",
+        "lr": "1e-3",
+        "lr_wsd_decay_iters": "1",
+    }
+
+
+def test_conversations():
+    """Are kept where they can be read; else they are lost, and said to be."""
+    large = case("--sft")
+    assert list(rules.data(large)) == []
+    [lost] = rules.data(dataclasses.replace(large, can_chat=False))
+    assert (lost.option, lost.values, lost.lost) == ("sft", None, True)
+
+
+def test_fill_in_the_middle():
+    """Its tokens are the own data's; samples of mock data are not rearranged."""
+    found = changes(rules.data, "--fim-data --fim-rate 0.1 --fim-split-sample x")
+    assert found["fim_rate"] == "0.5"
+    assert found["fim_split_sample"] == "10"
+    assert found["fim_eod_token"] == "256"
+    assert "fim_data" not in found
+    assert changes(rules.data, "--fim-data --mock-data") == {"fim_data": None, "mock_data": None}
+
+
+def test_an_axis_that_is_left_out_takes_its_options_with_it():
+    """Megatron refuses them without it."""
+    text = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--defer-embedding-wgrad-compute --num-layers 4"
+    )
+    assert changes(rules.axes, text, 8, ("pp", "dp")) == {
+        "tensor_model_parallel_size": "1",
+        "pipeline_model_parallel_size": "2",
+        "sequence_parallel": None,
+        "defer_embedding_wgrad_compute": None,
+    }
+    assert changes(rules.axes, text, 8) == {
+        "tensor_model_parallel_size": "2",
+        "pipeline_model_parallel_size": "2",
+    }

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs from a release, from HEAD, or from an installed wheel."""
+
+import base64
+import hashlib
+
+import pytest
+
+from megatron_ttrace.jobs import edited
+from megatron_ttrace.trace.executed import Edit, Edits
+from tests.jobs.processes.test_worktrees import git
+
+CODE = "def f():\n    return 1\n\n\ndef g():\n    return 2\n"
+FILE = "megatron/core/layers.py"
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A package that is taken for Megatron's."""
+    folder = tmp_path / "megatron" / "core"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "layers.py").write_text(CODE)
+    monkeypatch.setattr(edited, "folders", lambda: {"megatron/core/": f"{folder}/"})
+    return tmp_path
+
+
+def test_a_checkout(tree):
+    """Since the last release, with what is not committed and files that git does not know."""
+    git(tree, "init", "-q", "-b", "main")
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "a release")
+    assert edited.find() == Edits()
+    (tree / FILE).write_text(CODE.replace("return 1", "return 3"))
+    head = git(tree, "rev-parse", "--short=12", "HEAD")
+    assert edited.find() == Edits(head, (Edit(FILE, "f", 2),))
+    git(tree, "tag", "core_v0.19.0")
+    git(tree, "commit", "-q", "-a", "-m", "a change")
+    (tree / FILE).write_text((tree / FILE).read_text().replace("return 2", "return 4"))
+    (tree / "megatron" / "core" / "new.py").write_text("def h():\n    pass\n")
+    assert edited.find() == Edits(
+        "core_v0.19.0",
+        (Edit(FILE, "f", 2), Edit(FILE, "g", 6), Edit("megatron/core/new.py", "h", 1)),
+    )
+
+
+def test_more_than_anybody_reads(tree, monkeypatch):
+    """A fork that is far from its release is compared with HEAD."""
+    git(tree, "init", "-q", "-b", "main")
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "a release")
+    git(tree, "tag", "core_v0.19.0")
+    for number in range(3):
+        (tree / "megatron" / "core" / f"new{number}.py").write_text("x = 1\n")
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "much")
+    (tree / FILE).write_text(CODE.replace("return 1", "return 3"))
+    monkeypatch.setattr(edited, "_MOST_FILES", 2)
+    assert [one.function for one in edited.find().functions] == ["f"]
+    assert edited.find().since == git(tree, "rev-parse", "--short=12", "HEAD")
+
+
+def test_a_wheel(tree, monkeypatch):
+    """Files that are not what was installed."""
+    info = tree / "megatron_core-0.19.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.19.2\n")
+    digest = base64.urlsafe_b64encode(hashlib.sha256(CODE.encode()).digest()).rstrip(b"=").decode()
+    (info / "RECORD").write_text(f"{FILE},sha256={digest},{len(CODE)}\n{info.name}/RECORD,,\n")
+    monkeypatch.syspath_prepend(str(tree))
+    assert edited.find() == Edits()
+    (tree / FILE).write_text(CODE + "x = 1\n")
+    assert edited.find() == Edits("megatron-core 0.19.2", (Edit(FILE, "", 1, is_whole=True),))
+
+
+def test_nothing_is_known(tree, monkeypatch):
+    """Neither git nor a wheel knows these files; an error is no change."""
+    assert edited.find() == Edits()
+    monkeypatch.setattr(edited, "folders", lambda: 1 / 0)
+    assert edited.find() == Edits()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that flags can have."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.jobs.flags import parse_iterations
+from megatron_ttrace.trace.errors import TTraceError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", (1,)),
+        ("7", (7,)),
+        ("1-3", (1, 2, 3)),
+        ("1-2,5", (1, 2, 5)),
+        ("5,1-2", (1, 2, 5)),
+        ("2-2", (2,)),
+        ("1,1,1-2", (1, 2)),
+        (" 1 - 2 , 4 ", (1, 2, 4)),
+        ("007", (7,)),
+    ],
+)
+def test_iterations(text, expected):
+    """Numbers and ranges, sorted, each once."""
+    assert parse_iterations(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "0", "0-2", "-1", "1-", "-", "2-1", "1,,2", "1,", "a", "1.5", "1-2-3", "1;2", "+1"],
+)
+def test_what_is_no_list_of_iterations(text):
+    """One line with what was given and an example."""
+    with pytest.raises(
+        TTraceError, match=r"give numbers or ranges from 1, e.g. 1 or 1-2,5"
+    ) as error:
+        parse_iterations(text)
+    assert repr(text) in str(error.value)
+
+
+@given(st.sets(st.integers(1, 500), min_size=1, max_size=20), st.randoms())
+def test_any_way_to_write_a_set_of_iterations(wanted, random):
+    """Numbers and ranges in any order mean the same set."""
+    parts, numbers = [], sorted(wanted)
+    while numbers:
+        run = 1
+        while run < len(numbers) and numbers[run] == numbers[0] + run and random.random() < 0.8:
+            run += 1
+        first, last = numbers[0], numbers[run - 1]
+        parts.append(str(first) if run == 1 else f"{first}-{last}")
+        numbers = numbers[run:]
+    random.shuffle(parts)
+    assert parse_iterations(",".join(parts)) == tuple(sorted(wanted))
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_iterations_or_a_clear_error(text):
+    """Never another exception; never an empty or descending answer."""
+    if len(text.replace("-", "")) > 6:
+        return  # ranges of billions of iterations are the user's business
+    try:
+        found = parse_iterations(text)
+    except TTraceError:
+        return
+    assert found
+    assert found == tuple(sorted(set(found)))
+    assert found[0] >= 1
+
+
+def test_ranges_without_end_are_refused():
+    """A slip of the keyboard does not fill the memory."""
+    with pytest.raises(TTraceError, match="at most"):
+        parse_iterations("1-1000000000")

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reference takes over from its candidate, and when two candidates share one."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.jobs import fingerprint
+from megatron_ttrace.jobs.reference_arguments import apply, explicit, overrides_of, read_overrides
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.trace.errors import TTraceError
+
+
+def candidate(**others):
+    """A validated candidate's arguments, a few of hundreds."""
+    values = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 4,
+        "sequence_parallel": True,
+        "use_distributed_optimizer": True,
+        "recompute_granularity": "full",
+        "global_batch_size": 16,
+        "micro_batch_size": 2,
+        "make_vocab_size_divisible_by": 128,
+        "num_layers": 8,
+        "lr": 1e-3,
+        "bf16": True,
+        "save": "checkpoints",
+        "wandb_project": "mine",
+        "world_size": 8,
+        "rank": 3,
+        "ttrace_dir": "out",
+        "data_path": None,
+    }
+    return argparse.Namespace(**{**values, **others})
+
+
+SETTINGS = Settings(directory=Path("out"), seeds=2)
+
+
+def test_the_layout_goes_the_model_stays(tmp_path):
+    """One device, nothing written; the numbers' arguments are the candidate's."""
+    order = tmp_path / "order.json"
+    order.write_text(json.dumps({"overrides": overrides_of(candidate())}))
+    args = candidate(global_batch_size=None)
+    apply(args, dataclasses.replace(SETTINGS, overrides=order))
+    assert args.tensor_model_parallel_size == args.pipeline_model_parallel_size == 1
+    assert not args.sequence_parallel
+    assert not args.use_distributed_optimizer
+    assert args.recompute_granularity is None
+    assert args.save is None
+    assert args.wandb_project == ""
+    assert (args.num_layers, args.lr, args.bf16, args.micro_batch_size) == (8, 1e-3, True, 2)
+    assert args.global_batch_size == 16
+    assert args.make_vocab_size_divisible_by == 256
+    assert not hasattr(args, "use_torch_fsdp2")
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("fsdp2", [True, False])
+def test_gradients_are_reduced_in_the_same_precision(fsdp2, bf16):
+    """torch's FSDP2 reduces those of bf16 weights in bf16."""
+    args = candidate(use_torch_fsdp2=fsdp2, bf16=bf16, grad_reduce_in_bf16=False)
+    apply(args, SETTINGS)
+    assert args.grad_reduce_in_bf16 is (fsdp2 and bf16)
+    assert not args.use_torch_fsdp2
+
+
+def test_pipeline_stages_leave_the_pattern_of_layers(tmp_path):
+    """A hybrid model's pattern says where stages end; what stands behind a slash is kept."""
+    args = candidate(hybrid_layer_pattern="M-|M*/MM")
+    apply(args, SETTINGS)
+    assert args.hybrid_layer_pattern == "M-M*/MM"
+    chosen = candidate(hybrid_layer_pattern="M-|M*")
+    apply(chosen, dataclasses.replace(SETTINGS, reference_args="--hybrid-layer-pattern M-|M*"))
+    assert chosen.hybrid_layer_pattern == "M-|M*"
+
+
+def test_reference_args_win():
+    """A trusted smaller layout, given by the user."""
+    args = candidate(tensor_model_parallel_size=2)
+    text = "--tensor-model-parallel-size 2 --attention-backend=unfused"
+    apply(args, dataclasses.replace(SETTINGS, reference_args=text))
+    assert args.tensor_model_parallel_size == 2
+    assert args.pipeline_model_parallel_size == 1
+    assert explicit(text) == {"tensor_model_parallel_size", "attention_backend"}
+    assert explicit("") == set()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", ""])
+def test_an_unreadable_order(tmp_path, text):
+    """One line with the file in it."""
+    path = tmp_path / "order.json"
+    path.write_text(text)
+    with pytest.raises(TTraceError, match=r"order.json cannot be read"):
+        read_overrides(path)
+    with pytest.raises(TTraceError, match="cannot be read"):
+        read_overrides(tmp_path / "none.json")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """The device is asked for elsewhere."""
+    monkeypatch.setattr(fingerprint, "_device", lambda: "cpu")
+    monkeypatch.setattr(fingerprint, "_sources", lambda package: [])
+    monkeypatch.setattr(fingerprint, "_tree", lambda folder: "")
+
+
+def digest(settings=SETTINGS, **others):
+    """The fingerprint of a candidate."""
+    return fingerprint.digest(fingerprint.identity(candidate(**others), settings))
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"pipeline_model_parallel_size": 1},
+        {"sequence_parallel": False, "use_distributed_optimizer": False},
+        {"recompute_granularity": None},
+        {"rank": 5, "world_size": 64},
+        {"save": None, "wandb_project": ""},
+        {"ttrace_dir": "elsewhere"},
+        # padding to 256 rows in both
+        {"tensor_model_parallel_size": 1, "make_vocab_size_divisible_by": 256},
+    ],
+)
+def test_layouts_share_a_reference(others):
+    """What a single device does not do does not count."""
+    assert digest(**others) == digest()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"lr": 2e-3},
+        {"num_layers": 9},
+        {"bf16": False},
+        {"global_batch_size": 32},
+        {"micro_batch_size": 1},
+        {"tensor_model_parallel_size": 4},
+        {"something_new": 1},
+    ],
+)
+def test_what_changes_numbers_needs_another_reference(others):
+    """The padded vocabulary included, and what is not known to be harmless."""
+    assert digest(**others) != digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"iterations": (1, 2)}, {"seeds": 3}, {"init": "megatron"}, {"reference_args": "--x"}],
+)
+def test_our_own_settings_count(change):
+    """What is traced, from which start."""
+    assert digest(dataclasses.replace(SETTINGS, **change)) != digest()
+
+
+def test_changed_data_is_other_data(tmp_path):
+    """Size and time of the files tell."""
+    prefix = tmp_path / "corpus"
+    prefix.with_suffix(".bin").write_bytes(b"12")
+    before = digest(data_path=[str(prefix)])
+    prefix.with_suffix(".bin").write_bytes(b"123")
+    assert digest(data_path=[str(prefix)]) != before
+
+
+def test_differences_in_words():
+    """The message says how a reference of another run differs."""
+    ours = fingerprint.identity(candidate(), SETTINGS)
+    theirs = fingerprint.identity(candidate(lr=0.5), dataclasses.replace(SETTINGS, seeds=9))
+    assert fingerprint.differences(ours, ours) == []
+    assert fingerprint.differences(ours, theirs) == [
+        "lr is 0.001 here and 0.5 there",
+        "seeds is 2 here and 9 there",
+    ]
+
+
+def test_another_megatron():
+    """A reference that another Megatron made is told from one that only lies elsewhere."""
+    ours = fingerprint.identity(candidate(), SETTINGS)
+    moved = {**ours, "told": {"megatron": "/there"}}
+    assert fingerprint.other_megatron(ours, moved) == ""
+    changed = {**moved, "code": {**ours["code"], "megatron.core": "0" * 16}}
+    said = fingerprint.other_megatron(ours, changed)
+    assert "/there" in said
+    assert ours["told"]["megatron"] in said
+    assert "--ttrace-allow-other-megatron" in said
+
+
+def test_modules_beside_the_script(tmp_path, monkeypatch):
+    """By where their files really lie, through links of folders and of files."""
+    folder, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    for name in ("job", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.py").touch()
+    (tmp_path / "again").symlink_to("job")
+    (folder / "far.py").symlink_to(elsewhere / "own.py")
+    (folder / "deep.py").touch()
+    (elsewhere / "near.py").symlink_to(folder / "deep.py")
+    paths = [tmp_path / "again" / "own.py", folder / "far.py", elsewhere / "near.py"]
+    for number, path in enumerate(paths):
+        module = types.ModuleType("made_up")
+        module.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, f"made_up_{number}", module)
+    found = fingerprint._beside(folder / "train.py")
+    assert found == [folder / "deep.py", folder / "own.py"]

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of a reference is read strictly, and refused where a job cannot have it."""
+
+import argparse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.jobs.reference_layout import Layout, notice, parse, refusal
+from megatron_ttrace.trace.errors import TTraceError
+
+sizes = st.integers(1, 9999)
+
+
+@given(sizes, sizes, sizes)
+def test_round_trip(tp, pp, cp):
+    """What is printed can be given."""
+    layout = Layout(tp, pp, cp)
+    if layout.ranks > 1:
+        assert parse(str(layout)) == layout
+
+
+@given(st.text(max_size=40))
+def test_any_text(text):
+    """It is a layout of several ranks, or one line says what to give."""
+    said = ""
+    try:
+        assert parse(text).ranks > 1
+    except TTraceError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is one rank"),
+        ("tp=1 pp=1", "is one rank"),
+        ("tp=2 tp=2", "tp is given twice"),
+        ("tp=0", "'tp=0' is not a size"),
+        ("tp=-2", "'tp=-2' is not a size"),
+        ("tp=2,pp=2", "is not a size"),
+        ("tp", "is not a size"),
+        ("ep=2", "divided along tp, pp, cp, not ep"),
+        ("dp=2 tp=2", "divided along tp, pp, cp, not dp"),
+        ("TP=2", "is not a size"),
+        ("tp=99999", "is not a size"),
+    ],
+)
+def test_not_a_layout(text, says):
+    """One line that says what to give."""
+    with pytest.raises(TTraceError, match=says):
+        parse(text)
+
+
+def job(**more):
+    """The arguments of a job of 16 ranks that can have a reference on 4."""
+    plain = {
+        "optimizer": "adam",
+        "make_vocab_size_divisible_by": 128,
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 2,
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 64,
+        "num_layers": 4,
+        "seq_length": 16,
+        "context_parallel_size": 1,
+    }
+    return argparse.Namespace(**{**plain, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks", "devices", "says"),
+    [
+        ({}, 16, None, ""),
+        ({}, 16, 4, ""),
+        ({}, 16, 2, "needs 4 devices that rank 0 can use, there are 2"),
+        ({}, 4, None, "give a layout with fewer ranks than the run"),
+        ({"num_experts": 8}, 16, None, "--num-experts cannot be traced"),
+        ({"fp8": "hybrid", "sft": True}, 16, None, "--fp8-format, --sft cannot be traced"),
+        ({"optimizer": "muon"}, 16, None, "--optimizer muon updates whole matrices"),
+        ({"num_attention_heads": 7}, 16, None, "--num-attention-heads 7 cannot be divided by 2"),
+        ({"num_layers": 5}, 16, None, "--num-layers 5 cannot be divided by 2"),
+        ({"seq_length": 6}, 16, None, "--seq-length 6 cannot be divided by 4"),
+        (
+            {"group_query_attention": True, "num_query_groups": 1},
+            16,
+            None,
+            "--num-query-groups 1 cannot be divided by 2",
+        ),
+        (
+            {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 1},
+            16,
+            None,
+            "the padded vocabulary's multiple 1 cannot be divided by 2",
+        ),
+    ],
+)
+def test_refusals(more, ranks, devices, says):
+    """Before anything is made."""
+    layout = Layout(tp=2, pp=2, cp=2 if "seq_length" in more else 1)
+    found = refusal(layout, job(**more), world_size=ranks, devices=devices)
+    assert says in found if says else not found
+
+
+def test_arguments_of_the_reference():
+    """Its vocabulary is padded to the same size as the candidate's."""
+    layout = Layout(2, 4)
+    assert layout.overrides(512) == {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 4,
+        "context_parallel_size": 1,
+        "make_vocab_size_divisible_by": 256,
+    }
+    assert " ".join(layout.words()) == (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --context-parallel-size 1"
+    )
+
+
+def test_notice():
+    """It never says that the reference is one device, and which axes prove little."""
+    same = notice(Layout(4, 1), job())
+    assert same.startswith("reference: tp=4 on 4 ranks, itself checked against one device")
+    assert "both runs have tp=4" in same
+    assert "both runs" not in notice(Layout(2, 4), job())

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace patch`` on stand-ins of each release, and on real checkouts when there are some.
+
+``TTRACE_MEGATRON_LM`` names a clone of Megatron-LM (with a work tree or bare): its tags are tested.
+"""
+
+import argparse
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.cli import patch as cli
+from megatron_ttrace.jobs import resources, script_patch
+from megatron_ttrace.jobs import text_data as text
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.trace.errors import TTraceError
+
+RELEASES = list(versions.KNOWN)
+CLONE = os.environ.get("TTRACE_MEGATRON_LM")
+
+PACKAGE_INFO = """\
+MAJOR = {0}
+MINOR = {1}
+PATCH = {2}
+PRE_RELEASE = ""
+"""
+
+# Ours, not Megatron's: it has only the line that the patches hold on to.
+SCRIPT = """\
+# a stand-in
+import time
+
+_PROGRAM_START_TIME = time.time()
+
+import sys
+
+print(sys.argv)
+"""
+
+
+def run(*argv: object) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["patch", *map(str, argv)])
+    return args.run(args)
+
+
+def stand_in(folder: Path, release: str) -> Path:
+    """A checkout with just what the patch looks at."""
+    info = folder / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text(PACKAGE_INFO.format(*release.split(".")))
+    (folder / "pretrain_gpt.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.fixture(params=RELEASES)
+def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return stand_in(tmp_path / "Megatron-LM", request.param)
+
+
+def test_apply_and_reverse(checkout: Path) -> None:
+    """Fewer than ten lines come, before any other import; every byte is restored."""
+    script = checkout / "pretrain_gpt.py"
+    script.chmod(0o755)
+    original = script.read_bytes()
+    assert run(checkout) == 0
+    lines = script.read_text().splitlines()
+    assert 0 < len(lines) - len(original.splitlines()) < 10
+    enabled = next(i for i, line in enumerate(lines) if line.startswith("megatron_ttrace.enable()"))
+    assert enabled < lines.index("import sys")
+    compile(script.read_text(), str(script), "exec")
+    assert stat.S_IMODE(script.stat().st_mode) == 0o755
+    assert run(checkout, "--reverse") == 0
+    assert script.read_bytes() == original
+    assert sorted(path.name for path in checkout.iterdir()) == ["megatron", "pretrain_gpt.py"]
+
+
+def test_twice_is_once(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Applying or reversing again changes nothing and says so."""
+    script = checkout / "pretrain_gpt.py"
+    original = script.read_bytes()
+    run(checkout)
+    patched = script.read_bytes()
+    run(checkout)
+    assert script.read_bytes() == patched
+    assert "was already patched" in capsys.readouterr().out
+    run(checkout, "--reverse")
+    run(checkout, "--reverse")
+    assert script.read_bytes() == original
+    assert "was not patched" in capsys.readouterr().out
+
+
+def test_check_writes_nothing(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--check`` tells patched from unpatched and touches neither."""
+    script = checkout / "pretrain_gpt.py"
+    for expected in (False, True):
+        before = script.read_bytes()
+        assert run(checkout, "--check", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["applied"], found["changed"]) == (expected, False)
+        assert script.read_bytes() == before
+        run(checkout)
+        capsys.readouterr()
+
+
+def test_own_edits_survive(checkout: Path) -> None:
+    """Lines that a user added elsewhere move the place and are kept, both ways."""
+    script = checkout / "pretrain_gpt.py"
+    edited = "# mine\n" * 40 + script.read_text() + "# no newline at the end"
+    script.write_text(edited)
+    run(checkout)
+    assert "megatron_ttrace.enable()" in script.read_text()
+    run(checkout, "--reverse")
+    assert script.read_text() == edited
+
+
+def test_windows_line_ends(checkout: Path) -> None:
+    """A checkout with CRLF stays one, and comes back byte for byte."""
+    script = checkout / "pretrain_gpt.py"
+    original = script.read_bytes().replace(b"\n", b"\r\n")
+    script.write_bytes(original)
+    run(checkout)
+    content = script.read_bytes()
+    assert content.count(b"\r\n") == content.count(b"\n") > original.count(b"\n")
+    run(checkout, "--reverse")
+    assert script.read_bytes() == original
+
+
+def test_symbolic_link_stays(checkout: Path, tmp_path: Path) -> None:
+    """Of a script that is a link, the target is changed."""
+    script, elsewhere = checkout / "pretrain_gpt.py", tmp_path / "real.py"
+    script.rename(elsewhere)
+    script.symlink_to(elsewhere)
+    run(checkout)
+    assert script.is_symlink()
+    assert b"megatron_ttrace" in elsewhere.read_bytes()
+
+
+def refuses(checkout: Path, message: str, *options: str) -> None:
+    """The command fails with one line, and the script keeps its bytes."""
+    script = checkout / "pretrain_gpt.py"
+    before = script.read_bytes() if script.exists() else None
+    with pytest.raises(TTraceError, match=message) as caught:
+        run(checkout, *options)
+    assert "\n" not in str(caught.value)
+    assert (script.read_bytes() if script.exists() else None) == before
+
+
+@pytest.mark.parametrize("option", [(), ("--check",)])
+def test_line_in_the_way(checkout: Path, option: tuple[str, ...]) -> None:
+    """The line that does not match is quoted with its number."""
+    script = checkout / "pretrain_gpt.py"
+    lines = script.read_text().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if line.startswith("_PROGRAM"))
+    lines.insert(at + 1, "import mine\n")
+    script.write_text("".join(lines))
+    refuses(checkout, rf"pretrain_gpt.py:{at + 2}: 'import mine' is in the way", *option)
+
+
+def test_enabled_by_hand(checkout: Path) -> None:
+    """A script that has the lines already, in the user's own way, does not get them twice."""
+    script = checkout / "pretrain_gpt.py"
+    script.write_text(script.read_text() + "import megatron_ttrace\n")
+    refuses(checkout, "'import megatron_ttrace' is in the way: it was added by hand")
+
+
+def test_patched_lines_edited(checkout: Path) -> None:
+    """Patched lines that were edited are not recognised; the first of them is named."""
+    run(checkout)
+    script = checkout / "pretrain_gpt.py"
+    script.write_text(script.read_text().replace("megatron_ttrace.enable()", "pass"))
+    refuses(checkout, "'pass .*' is in the way, expected 'megatron_ttrace.enable", "--reverse")
+    refuses(checkout, "the patched lines were edited")
+
+
+def test_short_script(checkout: Path) -> None:
+    """A script that ends too early is said to."""
+    (checkout / "pretrain_gpt.py").write_text("")
+    refuses(checkout, "the file ends, expected")
+
+
+def test_no_checkout(tmp_path: Path) -> None:
+    """Any other folder is refused by what it lacks."""
+    refuses(tmp_path, "not a checkout of Megatron-LM: it has no megatron/core/package_info.py")
+
+
+def test_no_script(checkout: Path) -> None:
+    """A checkout without the script says so."""
+    (checkout / "pretrain_gpt.py").unlink()
+    refuses(checkout, "pretrain_gpt.py: cannot be read: No such file")
+
+
+def test_unknown_release(tmp_path: Path) -> None:
+    """The patch supports what a run supports, and says the same of the rest."""
+    folder = stand_in(tmp_path / "new", "0.23.0")
+    refuses(folder, re.escape(versions.refusal("0.23.0")))
+
+
+def test_later_patch_release(tmp_path: Path) -> None:
+    """The branch of a series counts on after the tag, and keeps the series' patch."""
+    assert run(stand_in(tmp_path / "new", "0.19.3")) == 0
+
+
+def test_no_version(checkout: Path) -> None:
+    """A package_info.py without numbers gives one line, not a traceback."""
+    (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\n")
+    refuses(checkout, "package_info.py: no version found")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_git_agrees(release: str, tmp_path: Path) -> None:
+    """The files are patches that git takes too, and git's result is ours."""
+    mine, gits = (stand_in(tmp_path / name, release) for name in ("mine", "gits"))
+    lines = (mine / "pretrain_gpt.py").read_text().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if line.startswith("_PROGRAM"))
+    path = resources.patches_dir() / "megatron-lm" / f"core_v{release}.patch"
+    start = script_patch.parse(path.read_text()).start
+    for folder in (mine, gits):  # as far down as in the real script
+        (folder / "pretrain_gpt.py").write_text("\n" * (start - at) + "".join(lines))
+    run(mine)
+    subprocess.run(["git", "init", "-q", "."], cwd=gits, check=True)
+    subprocess.run(["git", "apply", str(path)], cwd=gits, check=True)
+    assert (mine / "pretrain_gpt.py").read_bytes() == (gits / "pretrain_gpt.py").read_bytes()
+
+
+def test_patches_are_small() -> None:
+    """Fewer than ten lines each, none below megatron/, and hardly a line quoted."""
+    paths = sorted((resources.patches_dir() / "megatron-lm").glob("*.patch"))
+    assert [path.stem.removeprefix("core_v") for path in paths] == RELEASES
+    for path in paths:
+        found = script_patch.parse(path.read_text())
+        assert found.path == "pretrain_gpt.py"
+        assert 0 < len(found.after) - len(found.before) < 10
+        assert len(found.before) <= 2
+
+
+def test_not_a_patch() -> None:
+    """Text that is not a patch is refused rather than applied as nothing."""
+    with pytest.raises(ValueError, match="not a unified diff"):
+        script_patch.parse("--- a/x.py\n+++ b/x.py\n")
+
+
+def unpack(release: str, folder: Path, *names: str) -> None:
+    """Files of a tag of the real Megatron-LM."""
+    command = ["git", "-C", str(CLONE), "archive", f"core_v{release}", *names]
+    archive = subprocess.run(command, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+
+
+with_clone = pytest.mark.skipif(
+    CLONE is None, reason="TTRACE_MEGATRON_LM names no clone of Megatron-LM"
+)
+
+
+@with_clone
+@pytest.mark.parametrize("release", RELEASES)
+def test_real_checkout(release: str, tmp_path: Path) -> None:
+    """The real script takes the patch, still compiles, and comes back byte for byte."""
+    unpack(release, tmp_path, "pretrain_gpt.py", "megatron/core/package_info.py")
+    script = tmp_path / "pretrain_gpt.py"
+    original = script.read_bytes()
+    assert not script_patch.find(tmp_path).applied
+    run(tmp_path)
+    patched = script.read_text()
+    assert patched.index("megatron_ttrace.enable()") < patched.index("import torch")
+    compile(patched, str(script), "exec")
+    run(tmp_path, "--reverse")
+    assert script.read_bytes() == original
+
+
+TRAINING = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 1
+--lr 1e-3 --lr-decay-style constant --eval-iters 0 --eval-interval 100 --transformer-impl local
+--no-masked-softmax-fusion --split 100,0,0 --tensor-model-parallel-size 2 --ttrace --ttrace-exit
+"""
+
+
+@pytest.mark.nightly
+@with_clone
+@pytest.mark.parametrize("release", RELEASES)
+def test_real_script_checks_itself(release: str, tmp_path: Path) -> None:
+    """Megatron-LM's own script and its own Megatron, on our data: TP 2 equals one device."""
+    checkout = tmp_path / "Megatron-LM"
+    names = ["pretrain_gpt.py", "gpt_builders.py", "model_provider.py", "megatron"]
+    unpack(release, checkout, *names)
+    run(checkout)
+    # The checkout has the extension's source only; the installed wheel's is as good.
+    compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    assert compiled is not None
+    assert compiled.origin is not None
+    shutil.copy(compiled.origin, checkout / "megatron" / "core" / "datasets")
+    prefix = text.standard_library_corpus(tmp_path / "data" / "std", 200_000)
+    data = text.training_flags(prefix).split()
+    options = [*TRAINING.split(), *data, "--ttrace-dir", str(tmp_path / "out")]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, "pretrain_gpt.py", *options],
+        cwd=checkout,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "WANDB_MODE": "disabled",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["verdict"] == "equivalent"
+    assert summary["versions"]["megatron-core"].startswith(release.rsplit(".", 1)[0])

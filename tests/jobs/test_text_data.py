@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to Megatron's indexed format: what is read back with Megatron's reader is what went in."""
+
+import json
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import numpy
+import pytest
+
+from megatron_ttrace.cli import data as cli
+from megatron_ttrace.jobs import flags, text_data
+from megatron_ttrace.trace.errors import TTraceError
+
+
+def read_back(prefix: Path) -> list[list[int]]:
+    """The documents, as Megatron's own reader finds them."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))
+    assert list(dataset.document_indices) == list(range(len(dataset) + 1))
+    return [dataset[index].tolist() for index in range(len(dataset))]
+
+
+def run(*argv: object) -> int:
+    parser = flags.Parser()
+    cli.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["data", *map(str, argv)])
+    return args.run(args)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three documents of uneven length, one of them no text, and files that must be left out."""
+    source = tmp_path / "source"
+    (source / "below").mkdir(parents=True)
+    (source / "b.txt").write_bytes(b"second")
+    (source / "a.txt").write_bytes(bytes(range(256)))
+    (source / "below" / "c.txt").write_bytes(b"\xff\xfe\x00")
+    (source / "empty.txt").touch()
+    (source / "other.md").write_text("other")
+    (source / ".hidden.txt").write_text("hidden")
+    return source
+
+
+def test_round_trip(folder: Path, tmp_path: Path) -> None:
+    """Every byte comes back, in the order of the names, with EOD after each document."""
+    prefix = tmp_path / "new" / "folder" / "corpus"
+    files = text_data.find_files([folder], "*.txt")
+    corpus = text_data.write_corpus(text_data.read_documents(files), prefix)
+    assert read_back(prefix) == [
+        [*range(256), 256],
+        [*b"second", 256],
+        [0xFF, 0xFE, 0, 256],
+    ]
+    assert (corpus.documents, corpus.tokens) == (3, 257 + 7 + 4)
+
+
+def test_without_eod(tmp_path: Path) -> None:
+    """Documents end without a token when none is asked for."""
+    text_data.write_corpus([b"ab", b"c"], tmp_path / "x", append_eod=False)
+    assert read_back(tmp_path / "x") == [[97, 98], [99]]
+
+
+def test_max_bytes_cuts_the_last_document(folder: Path) -> None:
+    """The limit counts bytes of text over all documents and is met exactly."""
+    files = text_data.find_files([folder], "*.txt")
+    documents = list(text_data.read_documents(files, 258))
+    assert documents == [bytes(range(256)), b"se"]
+
+
+def test_order_of_sources_is_kept(folder: Path) -> None:
+    """Named files stay in the order of the command line; a folder's are sorted."""
+    found = text_data.find_files([folder / "other.md", folder], "*.txt")
+    names = [path.relative_to(folder).as_posix() for path in found]
+    assert names == ["other.md", "a.txt", "b.txt", "below/c.txt", "empty.txt"]
+
+
+def test_format_is_the_smallest_that_megatron_would_choose() -> None:
+    """Our constant agrees with Megatron's rule for a vocabulary of this size."""
+    from megatron.core.datasets.indexed_dataset import DType
+
+    assert (
+        DType.optimal_dtype(text_data.VOCAB_SIZE)
+        == text_data.tokenise(b"").dtype.type
+        == numpy.uint16
+    )
+
+
+def test_flags_give_the_tokenizer_our_eod() -> None:
+    """The printed vocabulary size makes the installed Megatron agree on EOD and the size."""
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    flags = text_data.training_flags(Path("x")).split()
+    tokenizer = NullTokenizer(vocab_size=int(flags[flags.index("--vocab-size") + 1]))
+    assert (tokenizer.eod, tokenizer.vocab_size) == (text_data.EOD, text_data.VOCAB_SIZE)
+
+
+def test_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's data set: same bytes each time, kept when present, and remade when damaged."""
+    library = tmp_path / "lib"
+    (library / "site-packages").mkdir(parents=True)
+    (library / "site-packages" / "a.py").write_text("not of the library")
+    (library / "b.py").write_text("import c\n")
+    (library / "c.py").write_text("def c(): ...\n")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    prefix = tmp_path / "std"
+    bin_file, idx_file = tmp_path / "std.bin", tmp_path / "std.idx"
+    assert text_data.standard_library_corpus(prefix, 1000) == prefix
+    assert read_back(prefix) == [[*b"import c\n", 256], [*b"def c(): ...\n", 256]]
+    first, made = bin_file.read_bytes(), bin_file.stat().st_mtime_ns
+    text_data.standard_library_corpus(prefix, 1000)
+    assert bin_file.stat().st_mtime_ns == made, "written again although it was there"
+    for damage in (idx_file.unlink, lambda: bin_file.write_bytes(first[:-2] + b"xx")):
+        damage()
+        text_data.standard_library_corpus(prefix, 1000)
+        assert bin_file.read_bytes() == first
+        assert idx_file.exists()
+
+
+def test_standard_library_is_there(tmp_path: Path) -> None:
+    """The running Python has as much source as the demo asks for."""
+    text_data.standard_library_corpus(tmp_path / "std", 300_000)
+    documents = read_back(tmp_path / "std")
+    assert sum(len(document) - 1 for document in documents) == 300_000
+    assert len({len(document) for document in documents}) > 5, "lengths should be uneven"
+
+
+def test_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    """A write that fails half-way changes neither file and leaves nothing behind."""
+    prefix = tmp_path / "x"
+    text_data.write_corpus([b"good"], prefix)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def failing():
+        yield b"new"
+        raise TTraceError("the second file cannot be read")
+
+    with pytest.raises(TTraceError, match="second file"):
+        text_data.write_corpus(failing(), prefix)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command writes both files and ends with the arguments to train with."""
+    prefix = tmp_path / "out"
+    assert run("--output", prefix, "--glob", "b.txt", "--append-eod", folder) == 0
+    assert read_back(prefix) == [[*b"second", 256]]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"train with: {text_data.training_flags(prefix)}"
+
+
+def test_command_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--json`` prints one object with the same facts."""
+    assert run("--output", tmp_path / "out", "--json", folder / "b.txt") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["documents"], found["tokens"]) == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["{tmp}/absent"], r"absent: no such file or folder"),
+        (["{tmp}/source", "--glob", "*.rs"], r"no file in this folder matches '\*.rs'"),
+        (["{tmp}/source/empty.txt"], "all input files are empty"),
+        (["{tmp}/source", "--max-bytes", "0"], "--max-bytes: '0': give an integer from 1 to"),
+        (["{tmp}/source/b.txt", "--output", "{tmp}/source/b.txt/x"], "cannot be written"),
+    ],
+)
+def test_bad_input(folder: Path, tmp_path: Path, argv: list[str], message: str) -> None:
+    """Each mistake ends in one line that names it."""
+    filled = [part.format(tmp=tmp_path) for part in argv]
+    with pytest.raises(TTraceError, match=message) as caught:
+        run("--output", tmp_path / "out", *filled)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable to root")
+def test_unreadable_file(folder: Path, tmp_path: Path) -> None:
+    """A file without permission is named."""
+    (folder / "b.txt").chmod(0)
+    with pytest.raises(TTraceError, match=r"b.txt: cannot be read: Permission denied"):
+        run("--output", tmp_path / "out", folder / "b.txt")
+
+
+def test_file_that_vanishes(folder: Path) -> None:
+    """A file removed between listing and reading is named."""
+    files = text_data.find_files([folder], "*.txt")
+    shutil.rmtree(folder)
+    with pytest.raises(TTraceError, match=r"a.txt: cannot be read: No such file"):
+        list(text_data.read_documents(files))
+
+
+@pytest.mark.timeout(20)
+def test_what_the_kernel_writes_is_not_waited_for():
+    """A file of ``/proc`` claims to be a regular, empty one; reading it may take forever."""
+    log = Path("/proc/kmsg")
+    if not log.exists():
+        pytest.skip("no /proc/kmsg here")
+    assert list(text_data.read_documents([log])) == []

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An element has the same bits on every rank, and the numbers are normally distributed."""
+
+import hashlib
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.run.start import generator
+from megatron_ttrace.run.start.generator import normal, stream_of
+
+
+def whole(shape, seed=1, name="w"):
+    """The whole logical tensor."""
+    return normal(seed, name, shape, [0] * len(shape), shape)
+
+
+@given(st.data())
+def test_a_slice_is_the_slice_of_the_whole(data):
+    """Any box of any shape, bitwise."""
+    shape = data.draw(st.lists(st.integers(1, 7), max_size=4))
+    origin = [data.draw(st.integers(0, size - 1)) for size in shape]
+    extent = [
+        data.draw(st.integers(0, size - first)) for first, size in zip(origin, shape, strict=True)
+    ]
+    box = tuple(slice(s, s + n) for s, n in zip(origin, extent, strict=True))
+    found = normal(1, "w", shape, origin, extent)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, whole(shape)[box])
+
+
+def test_chunks_do_not_show(monkeypatch):
+    """Long tensors are generated in pieces."""
+    expected = whole((50, 7))
+    monkeypatch.setattr(generator, "_CHUNK", 13)
+    assert torch.equal(whole((50, 7)), expected)
+
+
+@given(st.data())
+def test_rows_do_not_show(data):
+    """A box that is generated some rows at a time has the same bits; also a scalar, or none."""
+    shape = data.draw(st.lists(st.integers(1, 7), max_size=3))
+    origin = [data.draw(st.integers(0, size - 1)) for size in shape]
+    extent = [
+        data.draw(st.integers(0, size - first)) for first, size in zip(origin, shape, strict=True)
+    ]
+    target = torch.full(extent, math.nan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "_ROWS", data.draw(st.integers(1, 50)))
+        generator.generate(target, 1, "w", shape, origin, lambda values: values.mul_(2))
+    assert torch.equal(target, (normal(1, "w", shape, origin, extent) * 2).float())
+
+
+def test_a_slice_of_a_tensor_too_large_for_memory():
+    """A small slice of a huge tensor is cheap."""
+    shape = (1 << 25, 1 << 24)
+    found = normal(1, "w", shape, (shape[0] - 2, 5), (2, 3))
+    flat = [(shape[0] - 2 + i) * shape[1] + 5 + j for i in range(2) for j in range(3)]
+    line = (shape[0] * shape[1],)
+    for position, index in enumerate(flat):
+        assert float(normal(1, "w", line, (index,), (1,))) == float(found.reshape(-1)[position])
+
+
+def test_scalars_and_empty_boxes():
+    """A scalar, and an empty tensor."""
+    assert whole(()).shape == ()
+    assert normal(1, "w", (4, 4), (1, 1), (0, 3)).shape == (0, 3)
+
+
+def test_the_values_are_frozen():
+    """Traces are used across releases: these numbers must never change."""
+    values = normal(1234, "decoder.layers.0.mlp.linear_fc1.weight", (4, 4), (1, 1), (1, 3))
+    assert values.tolist() == [[1.389144295284261, 0.4568124945034974, 1.4302955435618219]]
+
+
+def test_mean_and_standard_deviation():
+    """Mean and deviation of a million numbers, within five standard errors."""
+    x = whole((1000, 1000)).reshape(-1)
+    n = x.numel()
+    assert abs(float(x.mean())) < 5 / math.sqrt(n)
+    assert abs(float(x.std()) - 1) < 5 / math.sqrt(2 * n)
+    assert abs(float((x**3).mean())) < 5 * math.sqrt(15 / n)
+    # The sum of eight uniform numbers has an excess kurtosis of -6/(5*8).
+    assert float((x**4).mean()) == pytest.approx(3 - 0.15, abs=0.02)
+    assert float(x.abs().max()) < 4.9
+
+
+def test_the_distribution_is_normal():
+    """The share below a bound is that of the normal distribution, to 0.5 %."""
+    x = whole((1000, 1000)).reshape(-1)
+    for bound in (-2.0, -1.0, -0.3, 0.0, 0.5, 1.0, 1.5, 2.0):
+        expected = 0.5 * (1 + math.erf(bound / math.sqrt(2)))
+        assert float((x < bound).double().mean()) == pytest.approx(expected, abs=0.005)
+
+
+def test_neighbours_are_independent():
+    """Along both dims, and over a stride of a power of two."""
+    x = whole((1024, 1024))
+    for other in (x.roll(1, 0), x.roll(1, 1), x.roll(256, 1), x.t()):
+        assert abs(float((x * other).mean())) < 0.006
+
+
+def test_rows_and_columns_differ():
+    """Rows and columns differ, so that swapped or repeated ones are found."""
+    x = whole((300, 300))
+    assert torch.unique(x, dim=0).shape[0] == torch.unique(x, dim=1).shape[1] == 300
+
+
+def by_hand(seed, name, index):
+    """One element, in Python's unbounded integers."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    stream = int.from_bytes(digest, "little") >> 1
+    total, mask = 0, (1 << 64) - 1
+    for draw in range(2):
+        bits = ((2 * index + draw) * 0x9E3779B97F4A7C15 + stream) & mask
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+        bits ^= bits >> 31
+        total += sum((bits >> shift) & 0xFFFF for shift in range(0, 64, 16))
+    return (total - 8 * 65535 / 2) * (1.0 / math.sqrt(8 * (65536**2 - 1) / 12))
+
+
+@given(st.integers(0, 2**31), st.text(max_size=9), st.integers(0, 2**55))
+def test_against_whole_numbers_of_any_size(seed, name, index):
+    """Signed 64-bit arithmetic that wraps around is unsigned arithmetic."""
+    assert float(normal(seed, name, (2**55 + 1,), (index,), (1,))) == by_hand(seed, name, index)
+
+
+def test_names_and_seeds_are_streams_of_their_own():
+    """Streams are uncorrelated, however similar the names are."""
+    base = whole((200, 200))
+    for other in (
+        whole((200, 200), seed=2),
+        whole((200, 200), name="v"),
+        whole((200, 200), name="w/exp_avg"),
+    ):
+        assert not torch.equal(base, other)
+        assert abs(float((base * other).mean())) < 0.03
+    assert len({stream_of(seed, f"layer{n}") for seed in range(20) for n in range(50)}) == 1000
+    assert all(0 <= stream_of(1, str(n)) < 2**63 for n in range(100))
+
+
+def test_threads_do_not_matter():
+    """The vectorised and the scalar loop agree, with one thread or many."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = whole((333, 77))
+        torch.set_num_threads(2)
+        assert torch.equal(whole((333, 77)), one)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loaded start is restored as it was written: parameters, buffers, Adam's moments, its step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ttrace.mcore.optimizer import Owned
+from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.run.start import handoff
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.store import TraceReader, seal
+from tests.placement.meshes import mesh_of
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> SimpleNamespace:
+    """A linear layer after one step of Adam, as a rank's model with its optimizer."""
+    torch.manual_seed(seed)
+    layer = torch.nn.Linear(2, width)
+    adam = torch.optim.Adam(layer.parameters())
+    layer(torch.randn(4, 2)).square().sum().backward()
+    adam.step()
+    owned = {one: Owned(one.data, adam, adam.param_groups[0]) for one in layer.parameters()}
+    for one, part in owned.items():
+        adam.state[part.main] = adam.state.pop(one)
+    places = [
+        (one, place_parameter(name, one, SINGLE, gated=False))
+        for name, one in layer.named_parameters()
+    ]
+    monkeypatch.setattr(handoff, "owned_by", lambda optimizer: optimizer.owned)
+    optimizer = SimpleNamespace(owned=owned, reload_model_params=lambda: None)
+    buffers = [(ParameterPlace("expert_bias", (4,), ()), torch.randn(4))]
+    return SimpleNamespace(
+        mesh=SINGLE, optimizer=optimizer, places=lambda: places, buffers=lambda: buffers
+    )
+
+
+def test_each_rank_writes_the_layers_that_it_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a layer-wise optimizer: also one that is not the first, and no others."""
+    model = trained(monkeypatch, 1)
+    model.mesh = mesh_of(1, 2)
+    weight, bias = model.optimizer.owned
+    del model.optimizer.owned[bias]
+    model.optimizer.dp_cp_params_list = [[bias], [weight]]
+    handoff.write(model, tmp_path)
+    seal(tmp_path, {"role": "start"})
+    assert {entry.key.name for entry in TraceReader(tmp_path).ranks[1]} == {"weight"}
+
+
+def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model has the same state afterwards, bitwise."""
+    first = trained(monkeypatch, 1)
+    handoff.write(first, tmp_path)
+    seal(tmp_path, {"role": "start"})
+    second = trained(monkeypatch, 2)
+    handoff.restore(second, tmp_path, 7.0)
+    for (here, _), (there, _) in zip(second.places(), first.places(), strict=True):
+        assert torch.equal(here, there)
+        mine, theirs = second.optimizer.owned[here].state, first.optimizer.owned[there].state
+        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+        assert torch.equal(mine["exp_avg_sq"], theirs["exp_avg_sq"])
+        assert float(mine["step"]) == 7.0
+    assert handoff.steps_of(second) == 7.0
+    assert torch.equal(second.buffers()[0][1], first.buffers()[0][1])
+
+
+def test_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter of another shape is refused by name."""
+    handoff.write(trained(monkeypatch, 1), tmp_path)
+    seal(tmp_path, {"role": "start"})
+    with pytest.raises(TTraceError, match=r"has no weight of this shape"):
+        handoff.restore(trained(monkeypatch, 2, width=5), tmp_path, 7.0)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start values for the moments of optimizers other than Adam."""
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import Muon
+from emerging_optimizers.scalar_optimizers import Lion
+from emerging_optimizers.soap import SOAP
+
+from megatron_ttrace.mcore.optimizer import Owned
+from megatron_ttrace.mcore.parameters import place_parameter
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.run.start import moments
+
+
+class TensorParallelMuon(Muon):
+    """Named like Megatron's, whose import takes seconds."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        (lambda mains: torch.optim.SGD(mains, lr=0.1, momentum=0.9), {"momentum_buffer"}),
+        (lambda mains: Lion(mains, lr=0.1), {"exp_avg"}),
+        (lambda mains: TensorParallelMuon(mains, lr=0.1), {"momentum_buffer"}),
+        (
+            lambda mains: SOAP(mains, lr=0.1),
+            {"exp_avg", "exp_avg_sq", "L", "R", "Q_L", "Q_R", "step"},
+        ),
+    ],
+)
+@torch._dynamo.config.patch(disable=True)
+def test_updates_are_smooth(optimizer, names):
+    """Rounding in the gradient moves an update little: no sign flips, no basis turns."""
+    updates = []
+    torch.manual_seed(0)
+    gradient, noise = torch.randn(12, 1) @ torch.randn(1, 8), torch.randn(12, 8)
+    for rounding in (0.0, 1e-3):
+        main = torch.nn.Parameter(torch.zeros(12, 8))
+        main.grad = 1e-3 * (gradient + rounding * noise)
+        inner = optimizer([main])
+        part = Owned(main, inner, inner.param_groups[0])
+        moments.prime(
+            [(place_parameter("a.weight", main, SINGLE, gated=False), part)], SINGLE, seed=7
+        )
+        assert set(inner.state[main]) == names
+        inner.step()
+        updates.append(main.detach().clone())
+    assert updates[0].norm() > 0
+    assert float((updates[1] - updates[0]).norm() / updates[0].norm()) < 1e-2

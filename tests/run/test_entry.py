@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How our errors end a rank before its run starts."""
+
+import sys
+import types
+
+import pytest
+
+from megatron_ttrace.run import entry
+from megatron_ttrace.run.entry import exits_on_user_error
+from megatron_ttrace.trace.errors import DEBUG, TTraceError
+
+
+def test_an_unexpected_error_of_a_checked_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line and exit code 2: Python's own 1 would mean that the run diverged."""
+    monkeypatch.delenv(DEBUG, raising=False)
+    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=True):
+        raise KeyError("a\nb")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ttrace: could not start: KeyError: ")
+    assert said.count("\n") == 1
+
+
+def test_an_unexpected_error_of_another_run() -> None:
+    """A run that is not checked ends as without this package."""
+    with pytest.raises(KeyError), exits_on_user_error():
+        raise KeyError
+
+
+@pytest.mark.parametrize("unexpected", [False, True])
+def test_an_error_that_the_user_can_fix(
+    unexpected: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error's own message."""
+    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=unexpected):
+        raise TTraceError("no")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "ttrace: no\n"
+
+
+def test_what_megatron_s_parser_does() -> None:
+    """The parser's own exit is not changed."""
+    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=True):
+        raise SystemExit(7)
+    assert ended.value.code == 7
+
+
+def test_a_file_instead_of_arguments(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before Megatron's parser reads it, and loses our flags."""
+    chain = ["megatron", "megatron.training", "megatron.training.arguments"]
+    modules = [types.ModuleType(name) for name in chain]
+    for name, module, inner in zip(chain, modules, [*modules[1:], None], strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+        if inner is not None:
+            setattr(module, inner.__name__.rpartition(".")[2], inner)
+    arguments = modules[-1]
+    arguments.parse_args = lambda *_: pytest.fail("it was parsed")  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "file.yaml", "--ttrace"])
+    entry._wrap_parse_args()
+    with pytest.raises(SystemExit) as ended:
+        arguments.parse_args()
+    assert ended.value.code == 2
+    assert "yaml_cfg = file.yaml: Megatron ignores" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings of many ranks reach the last one, through a tree of real processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def gathered(ranks: int, *flags: str) -> dict[str, Any]:
+    """What the program printed."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.run.gathering"]
+    done = subprocess.run(
+        [*command, "--ranks", str(ranks), *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.nightly
+def test_256_ranks() -> None:
+    """Eight times as many replicas and microbatches are fewer than three times the records.
+
+    What ranks count, and which collectives they run, is fewer than four times the bytes: it has
+    names of twice as many experts, and the numbers of tokens that each rank sends to others.
+    """
+    small, large = gathered(32), gathered(256)
+    assert large["failing tensors"] == 0
+    assert large["records merged"] < 3 * small["records merged"]
+    assert large["records merged"] < large["records of all ranks"] / 5
+    size = "bytes told by all ranks"
+    assert large[size] < 4 * small[size]
+    assert large[size] < 256 * large["bytes told by a rank"] / 15
+    failing = gathered(32, "--failing")
+    assert failing["failing tensors"] > 0
+    assert failing["records merged"] > small["records merged"]

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards of several ranks become one device's trace; ranks that disagree are noticed."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.compare.measure import measure, relative_error
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.run import channel, merging
+from megatron_ttrace.saved.whole import Shards
+from megatron_ttrace.trace import counted
+from megatron_ttrace.trace.counted import Counted, Counting, Part, Statistic, Sum, Term
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+from tests.run import kept
+
+ROWS, COLUMNS = 4, 6
+
+
+def rows_of(rank, key=kept.OUTPUT):
+    """A rank's half of a tensor's rows."""
+    box = Box((rank * 2, 0), (2, COLUMNS), (0, 0))
+    return {"logical_shape": (ROWS, COLUMNS), "boxes": (box,), "key": key}
+
+
+def write(home, ranks):
+    """The shards of ranks, each a list of entries (as arguments) with their data."""
+    for rank, tensors in enumerate(ranks):
+        writer = TraceWriter(home, rank)
+        for more, data in tensors:
+            same = more.pop("same_as", -1)
+            key = more.pop("key")
+            entry = Entry.of(key, data, same_as=same, **more)
+            writer.add(entry, None if same >= 0 else data)
+        writer.close()
+
+
+def merge(tmp_path, ranks, stages=(0, 0)):
+    """The merged trace."""
+    write(tmp_path / "shards", ranks)
+    writer = TraceWriter(tmp_path / "whole", 0)
+    merging.merge(tmp_path / "shards", stages, writer)
+    writer.close()
+    return TraceReader(tmp_path / "whole", sealed=False)
+
+
+def test_parts_and_names(tmp_path):
+    """Whole tensors; a second name of all parts is a second name of the whole."""
+    whole = kept.tensors()[kept.OUTPUT]
+    other = TraceKey(1, 0, Kind.INPUT, "decoder.layers.1")
+    halves = [whole[:2].clone(), whole[2:].clone()]
+    found = merge(
+        tmp_path,
+        [
+            [(rows_of(rank), half), ({**rows_of(rank, other), "same_as": 0}, half)]
+            for rank, half in enumerate(halves)
+        ],
+    )
+    assert torch.equal(found.tensor(found.entry(kept.OUTPUT)), whole)
+    assert found.primary(other) == kept.OUTPUT
+    assert found.entry(other).shape == found.entry(kept.OUTPUT).shape == (ROWS, COLUMNS)
+
+
+def test_replicas_that_differ_in_a_bit(tmp_path):
+    """The tensor and a rank are named."""
+    mine = torch.ones(2, COLUMNS)
+    other = mine.clone()
+    other[1, 2] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    whole = {"logical_shape": (2, COLUMNS), "boxes": (Box((0, 0), (2, COLUMNS), (0, 0)),)}
+    ranks = [[({**whole, "key": kept.OUTPUT}, data)] for data in (mine, other)]
+    with pytest.raises(TTraceError, match=r"ranks 1 and others have other bits in decoder\.layers"):
+        merge(tmp_path, ranks)
+
+
+def test_replicas_that_are_equal(tmp_path):
+    """NaN equals itself, and -0.0 does not equal 0.0."""
+    data = torch.tensor([math.nan, -0.0])
+    whole = {"logical_shape": (2,), "boxes": (Box((0,), (2,), (0,)),)}
+    write(tmp_path, [[({**whole, "key": kept.OUTPUT}, one)] for one in (data, data.clone())])
+    shards = Shards(TraceReader(tmp_path, sealed=False))
+    assert shards.conflicting(kept.OUTPUT, data) == []
+    assert shards.conflicting(kept.OUTPUT, torch.tensor([math.nan, 0.0])) == [0, 1]
+
+
+def test_a_part_that_no_rank_has(tmp_path):
+    """It is refused."""
+    with pytest.raises(TTraceError, match="lack a part of decoder"):
+        merge(tmp_path, [[(rows_of(0), torch.ones(2, COLUMNS))]])
+
+
+def test_order_of_a_pipeline(tmp_path):
+    """As one device runs: stage by stage forward, backward in the other direction."""
+
+    def step(stage):
+        keys = [
+            TraceKey(1, STEP_LEVEL, Kind.PARAM, f"weight{stage}"),
+            *(
+                TraceKey(1, microbatch, kind, f"module{stage}")
+                for microbatch, kind in (
+                    (0, Kind.OUTPUT),
+                    (1, Kind.OUTPUT),
+                    (0, Kind.GRAD_INPUT),
+                    (1, Kind.GRAD_INPUT),
+                )
+            ),
+            TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, f"weight{stage}"),
+            TraceKey(1, STEP_LEVEL, Kind.PARAM, f"weight{stage}", 1),
+        ]
+        return [({"key": key}, torch.zeros(())) for key in keys]
+
+    write(tmp_path, [step(0), step(1)])
+    found = merging.in_order(Shards(TraceReader(tmp_path, sealed=False)), [0, 1])
+    assert [(key.microbatch, key.kind, key.name[-1], key.index) for key in found] == [
+        (-1, Kind.PARAM, "0", 0),
+        (-1, Kind.PARAM, "1", 0),
+        (0, Kind.OUTPUT, "0", 0),
+        (0, Kind.OUTPUT, "1", 0),
+        (0, Kind.GRAD_INPUT, "1", 0),
+        (0, Kind.GRAD_INPUT, "0", 0),
+        (1, Kind.OUTPUT, "0", 0),
+        (1, Kind.OUTPUT, "1", 0),
+        (1, Kind.GRAD_INPUT, "1", 0),
+        (1, Kind.GRAD_INPUT, "0", 0),
+        (-1, Kind.MAIN_GRAD, "0", 0),
+        (-1, Kind.MAIN_GRAD, "1", 0),
+        (-1, Kind.PARAM, "0", 1),
+        (-1, Kind.PARAM, "1", 1),
+    ]
+
+
+def test_counts():
+    """Parameters of all ranks are counted, each once; the record can be read again."""
+    norm = Counting(
+        Statistic.GRAD_NORM, made=(Sum(((0, 1, 1),), 0, parts=(Term(0), Term(1))),), sums=(Term(0),)
+    )
+
+    def of_rank(*names):
+        parts = tuple(Part(name, (2,), (Box((0,), (2,), (0,)),)) for name in names)
+        return [Counted(1, parts, (0, 1), (norm,))]
+
+    (found,) = merging.merged({0: of_rank("a", "shared"), 1: of_rank("shared", "b")})
+    assert [part.name for part in found.parts] == ["a", "shared", "b"]
+    assert found.held == (0, 1, 2)
+    assert [counting.parts for counting in found.countings] == [
+        (Term(0), Term(1)),
+        (Term(1), Term(2)),
+    ]
+    assert counted.decode(counted.encode([found])) == (found,)
+
+
+@given(st.integers(0, ROWS), st.floats(1e-6, 1e-2), st.booleans())
+def test_a_movement_is_that_of_the_whole(cut, size, replicated):
+    """However a tensor is divided, and however often each part is held."""
+    whole = kept.tensors(1)[kept.OUTPUT]
+    replay = whole + size * kept.tensors(2)[kept.OUTPUT]
+    said = []
+    for start, end in ((0, cut), (cut, ROWS)):
+        box = Box((start, 0), (end - start, COLUMNS), (0, 0))
+        sums = measure(replay[start:end], whole, (box,))
+        found = merging.movement([Measured(kept.OUTPUT, "", (box,), (ROWS, COLUMNS), sums)])
+        said += [found, found] if replicated else [found]
+    message = channel.unpacked(channel.packed(merging.joined(said)), 0)
+    (moved,) = merging.moved(merging.joined([message]), {}).values()
+    box = Box((0, 0), (ROWS, COLUMNS), (0, 0))
+    sums = measure(replay, whole, (box,))
+    assert moved.n == sums.n
+    assert moved.norm == pytest.approx(math.sqrt(sums.reference))
+    assert moved.moved == pytest.approx((relative_error(sums, 0.0),))
+
+
+def test_a_tensor_that_changed_its_shape():
+    """A replay that cannot be compared makes the tensor blind."""
+    lost = Measured.misfit(kept.OUTPUT, (1,), "no part of it")
+    first = merging.moved(merging.movement([lost]), {})
+    again = merging.moved(merging.movement([lost]), first)
+    assert again[kept.OUTPUT].moved == (math.inf, math.inf)

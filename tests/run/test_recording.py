@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where changed code ran on any rank; what one rank cannot say is not known."""
+
+import pytest
+
+from megatron_ttrace.run.recording import changed
+from megatron_ttrace.trace import codec, folded
+from megatron_ttrace.trace.collectives import Phase
+from megatron_ttrace.trace.executed import ChangedCode, Edit, Edits, Executed, Execution
+
+EDITS = Edits(
+    "v1", (Edit("a.py", "f", 1), Edit("a.py", "g", 2), Edit("a.py", "h", 3, is_seen=False))
+)
+
+
+def message(*ran, error=""):
+    """A rank's."""
+    return {"executed": {"ran": codec.encode(ran), "error": error}}
+
+
+@pytest.mark.parametrize("error", ["", "lost"])
+def test_changed(error):
+    """Modules and parts of all ranks; a decorated function, and a lost record, leave it open."""
+    ran = Executed(0, "layers.*", Phase.FORWARD), Executed(0, "", Phase.OPTIMIZER)
+    messages = [message(ran[0]), message(*ran, error=error)]
+    found = changed(EDITS, messages, folded.Once())
+    assert isinstance(found, ChangedCode)
+    first, second, third = found.functions
+    assert (first.ran, first.modules) == (Execution.ELSEWHERE, ("layers.*",))
+    assert first.phases == (Phase.FORWARD, Phase.OPTIMIZER)
+    assert second.ran is (Execution.NOT_KNOWN if error else Execution.NOT_RUN)
+    assert third.ran is Execution.NOT_KNOWN
+
+
+def test_nothing_was_changed():
+    """There is nothing to say."""
+    assert changed(Edits(), [message()], folded.Once()) is None

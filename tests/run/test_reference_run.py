@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often a reference is replayed."""
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.jobs.processes.progress import OF_REFERENCE
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.run import low_precision, reference_run
+from megatron_ttrace.run.perturb import UNPERTURBED
+from megatron_ttrace.run.reference_run import ReferenceSession
+from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceWriter
+
+KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
+N = 4096
+
+
+class Replays(ReferenceSession):
+    """A reference whose only tensor moves by these distances, one a replay."""
+
+    def __init__(self, directory: Path, seeds: int | None, distances: list[float]) -> None:
+        # Not the base class's: it needs Megatron's arguments.
+        self.settings = Settings(directory=directory, seeds=seeds)
+        self.args: Any = SimpleNamespace(seq_length=4, bf16=True)
+        self._model: Any = SimpleNamespace(gated=False, names=[], optimizer=None)
+        self._directory = directory
+        self._distances = distances
+        self.seeds: list[int] = []
+
+    def _replay(self, reader: Any, iteration: int, layout: Any, seed: int) -> Any:
+        self.seeds.append(seed)
+        moved = self._distances[seed - 1] if seed else 0.0
+        sums = Sums(n=N, diff=moved**2, reference=1.0)
+        return SimpleNamespace(measured=[SimpleNamespace(key=KEY, sums=sums)])
+
+    def rehearse(self, *_: Any) -> Any:
+        """Nothing trains."""
+
+    def made(self) -> tuple[float, ...]:
+        """The distances that were found."""
+        return self._replayed([1], lambda: None, lambda: None, [0])[KEY].moved
+
+
+@pytest.mark.parametrize(
+    ("seeds", "distances", "replays"),
+    [
+        (None, [0.010, 0.011, 0.010, 0.010, 0.010], 2),
+        (None, [0.010, 0.030, 0.010, 0.010, 0.010], 4),
+        (None, [0.010, 0.030, 0.029, 0.010, 0.010], 3),
+        (1, [0.010], 1),
+        (3, [0.010, 0.011, 0.010], 3),
+        (5, [0.010, 0.030, 0.010, 0.010, 0.020], 5),
+    ],
+)
+def test_replays(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seeds: int | None,
+    distances: list[float],
+    replays: int,
+) -> None:
+    """A given number is kept; otherwise as many as the tolerances need, at most four."""
+    monkeypatch.setattr(reference_run, "perturbed", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(reference_run, "_WORTH_TELLING", -1.0)
+    for name in ("uses_fp8", "is_isolated"):
+        monkeypatch.setattr(low_precision, name, lambda _: False)
+    writer = TraceWriter(tmp_path, 0)
+    data = torch.zeros(N, dtype=torch.bfloat16)
+    writer.add(Entry.of(KEY, data), data)
+    writer.close()
+    session = Replays(tmp_path, seeds, distances)
+    assert session.made() == pytest.approx(tuple(distances[:replays]))
+    assert session.seeds == [UNPERTURBED, *range(1, replays + 1)]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == replays - 1
+    assert all(line.startswith(f"ttrace: {OF_REFERENCE}replay ") for line in said)

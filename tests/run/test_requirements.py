@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that cannot be traced are refused with a reason; notices say how others are checked."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.run import low_precision, requirements
+from megatron_ttrace.trace.errors import TTraceError
+
+
+@pytest.fixture(autouse=True)
+def _words(monkeypatch):
+    """The words of the test's command line are not options of a job."""
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+
+
+def arguments(**values):
+    """Megatron's arguments of a plain run."""
+    plain = {"train_iters": 9, "rampup_batch_size": None, "load": None, "num_experts": None}
+    return argparse.Namespace(**{**plain, **values})
+
+
+def settings(**values):
+    """Our settings."""
+    return Settings(directory=Path("unused"), **values)
+
+
+REFUSED = [
+    ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
+    (
+        {"use_torch_fsdp2": True, "init_model_with_meta_device": True},
+        {},
+        "--use-torch-fsdp2 with --init-model-with-meta-device",
+    ),
+    ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
+    ({"use_megatron_fsdp": True, "megatron_fsdp_version": 2}, {}, "--megatron-fsdp-version 2"),
+    (
+        {"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M*E"},
+        {},
+        "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern",
+    ),
+    ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
+    ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
+    ({"train_iters": 1}, {"iterations": (1, 5)}, "--ttrace-iterations 5: .* after iteration 1"),
+    ({"exit_interval": 2}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
+    ({"iteration": 7}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
+    ({"gtp_weight_remat_size": 2}, {}, "--tensor-parallel-num-weight-shards"),
+    ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
+    (
+        {
+            "sft": True,
+            "num_experts": 4,
+            "micro_batch_size": 2,
+            "context_parallel_size": 1,
+            "sequence_parallel": True,
+        },
+        {},
+        "packed sequences with experts",
+    ),
+    (
+        {"use_precision_aware_optimizer": True, "load": "there"},
+        {},
+        "--use-precision-aware-optimizer with --load",
+    ),
+    ({"use_layer_wise_distributed_optimizer": True, "bf16": False}, {}, "for --bf16 only"),
+    (
+        {
+            "num_experts": 4,
+            "sequence_parallel": True,
+            "tensor_model_parallel_size": 2,
+            "context_parallel_size": 1,
+            "moe_expert_capacity_factor": 1.0,
+            "moe_pad_expert_input_to_capacity": True,
+        },
+        {},
+        "--moe-pad-expert-input-to-capacity",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "asked", "words"), REFUSED)
+def test_refused(given, asked, words, monkeypatch):
+    """The reason is one line."""
+    monkeypatch.setattr(requirements, "starts_from_checkpoint", lambda args: bool(args.load))
+    with pytest.raises(TTraceError, match=words) as refused:
+        requirements.require(arguments(**given), settings(**asked))
+    assert "\n" not in str(refused.value)
+
+
+ACCEPTED = [
+    ({"fim_data": True, "data_parallel_size": 2}, {"exit_after": True}),
+    ({"rampup_batch_size": ["2", "2", "8"]}, {}),
+    ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
+    ({"use_megatron_fsdp": True}, {}),
+    ({"overlap_moe_expert_parallel_comm": True}, {}),
+    ({"use_torch_fsdp2": True}, {}),
+    ({"load": "there"}, {}),
+    ({"cuda_graph_impl": "none"}, {}),
+]
+
+
+@pytest.mark.parametrize(("given", "asked"), ACCEPTED)
+def test_accepted(given, asked, monkeypatch):
+    """Similar runs are not refused."""
+    monkeypatch.setattr(requirements, "starts_from_checkpoint", lambda args: bool(args.load))
+    requirements.require(arguments(**given), settings(**asked))
+
+
+ABSENT = [
+    ({"load": "there"}, "--load there does not exist"),
+    ({"load": "empty"}, "--load empty has no checkpoint"),
+    ({"load": "file"}, "--load file is not a directory"),
+    ({"load": "full", "ckpt_step": 7}, "has no iteration 7"),
+    ({"pretrained_checkpoint": "there"}, "--pretrained-checkpoint there does not exist"),
+    ({"load": "first", "pretrained_checkpoint": "there"}, "--pretrained-checkpoint there"),
+]
+
+
+def checkpoints(home):
+    """A directory with a checkpoint of iteration 3, one without, and a file."""
+    (home / "empty").mkdir()
+    (home / "file").touch()
+    (home / "full" / "iter_0000003").mkdir(parents=True)
+    (home / "full" / "latest_checkpointed_iteration.txt").write_text("3")
+
+
+@pytest.mark.parametrize(("given", "words"), ABSENT)
+def test_an_absent_checkpoint_is_refused(given, words, tmp_path, monkeypatch):
+    """Megatron would start from random weights; training that goes on is not refused its check."""
+    monkeypatch.chdir(tmp_path)
+    checkpoints(tmp_path)
+    with pytest.raises(TTraceError, match=words) as refused:
+        requirements.require(arguments(**given), settings(exit_after=True))
+    assert "\n" not in str(refused.value)
+    requirements.require(arguments(**given), settings())
+    assert len(told_of_loading(given, settings())) == 1
+
+
+def told_of_loading(given, chosen):
+    """The notices that nothing was loaded; others are about pytest's own options."""
+    told = requirements.notices(arguments(**given), chosen)
+    return [one for one in told if one.startswith("nothing was loaded")]
+
+
+PRESENT = [
+    ({"load": "first", "save": "./first"}, 1),
+    ({"load": "full"}, 0),
+    ({"load": "full", "ckpt_step": 3}, 0),
+    ({"load": "first", "pretrained_checkpoint": "full"}, 0),
+    ({"load": "full", "pretrained_checkpoint": "there"}, 0),
+    ({"load": "first", "non_persistent_ckpt_type": "local"}, 0),
+]
+
+
+@pytest.mark.parametrize(("given", "notices"), PRESENT)
+def test_a_first_start_is_checked(given, notices, tmp_path, monkeypatch):
+    """A job that loads what it saves has nothing the first time: there is a notice."""
+    monkeypatch.chdir(tmp_path)
+    checkpoints(tmp_path)
+    requirements.require(arguments(**given), settings(exit_after=True))
+    assert len(told_of_loading(given, settings(exit_after=True))) == notices
+    starts = requirements.starts_from_checkpoint(arguments(**given))
+    assert starts == ("full" in given.values())
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_low_precision_isolates_and_says_so(asks, monkeypatch):
+    """There is a notice unless the user requested isolation."""
+    monkeypatch.setattr(low_precision.te, "emulated", lambda: True)
+    chosen = settings(isolate=asks)
+    assert requirements.isolates(arguments(fp8="hybrid"), chosen)
+    assert requirements.notices(arguments(fp8="hybrid"), chosen) == (
+        [] if asks else [low_precision.NOTICE]
+    )
+    assert requirements.isolates(arguments(), chosen) == asks
+    assert requirements.notices(arguments(), chosen) == []
+
+
+def test_another_megatrons_reference_is_told():
+    """There is a notice where another Megatron was allowed."""
+    chosen = settings(reference=Path("there"), allow_other_megatron=True)
+    assert len(requirements.notices(arguments(), chosen)) == 1
+
+
+def test_options_that_nobody_knows_are_told(monkeypatch):
+    """A fork's own: the reference has them, too."""
+    monkeypatch.setattr(sys, "argv", ["x.py", "--ttrace", "--my-layout=2", "--bf16", "--lr", "-1"])
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.19.2")
+    (said,) = requirements.notices(arguments(), settings())
+    assert said.startswith("--my-layout: not an option of a known Megatron")
+
+
+def test_a_version_before_its_release_is_told(monkeypatch):
+    """With the commit that was tried."""
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.20.1")
+    (said,) = requirements.notices(arguments(), settings())
+    assert versions.MAIN_COMMIT in said
+
+
+@pytest.mark.parametrize(
+    ("values", "ours", "interval"),
+    [
+        ({"eval_interval": None}, {"exit_after": True}, 1000),
+        ({"eval_interval": None}, {"role": "reference"}, 1000),
+        ({"eval_interval": None}, {}, None),
+        ({"eval_interval": None, "full_validation": True}, {"exit_after": True}, None),
+        ({"eval_interval": 7}, {"exit_after": True}, 7),
+    ],
+)
+def test_an_option_that_megatron_crashes_without(values, ours, interval):
+    """A check gives it, with a notice; training is left as it is."""
+    args = arguments(**values)
+    said = requirements.complete(args, settings(**ours))
+    assert (args.eval_interval, bool(said)) == (interval, interval == 1000)

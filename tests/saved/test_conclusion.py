@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer of a check needs evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.gathered import of_ranks
+from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
+from megatron_ttrace.compare.writing import WriteSink
+from megatron_ttrace.mcore import versions
+from megatron_ttrace.placement.boxes import Box, product, whole
+from megatron_ttrace.report.wording import too_few_text
+from megatron_ttrace.saved.conclusion import _is_evidence, conclude, not_enough, unjudged
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import (
+    Kind,
+    Outcome,
+    Reason,
+    Result,
+    Summary,
+    TraceKey,
+)
+from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
+from tests.diagnose.judged_by_hand import judged
+from tests.placement.meshes import mesh_of
+
+
+def verdict(kind: Kind, outcome: Outcome, index: int = 0) -> Judged:
+    """A verdict of which only kind and outcome matter."""
+    return judged(kind, "a", outcome, microbatch=0, index=index, margin=0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "index", "expected"),
+    [
+        (Kind.OUTPUT, Outcome.PASS, 0, True),
+        (Kind.PARAM, Outcome.PASS, 1, True),
+        (Kind.OUTPUT, Outcome.UNCHECKED, 0, False),
+        (Kind.TOKENS, Outcome.PASS, 0, False),
+        (Kind.PARAM, Outcome.PASS, 0, False),
+    ],
+)
+def test_only_computed_tensors_that_pass_are_evidence(kind, outcome, index, expected) -> None:
+    """A run whose computed tensors are all unchecked is not equivalent by default."""
+    assert _is_evidence(verdict(kind, outcome, index)) is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "name", "rows", "reason"),
+    [
+        (Kind.PARAM_DELTA, 0, "a.weight", 2, Reason.OWN_SHARD),
+        (Kind.PARAM, 1, "a.weight", 2, Reason.OWN_SHARD),
+        (Kind.PARAM, 0, "a.weight", 2, None),
+        (Kind.PARAM_DELTA, 0, "a.weight", 4, None),
+        (Kind.PARAM_DELTA, 0, "embedding.word_embeddings.weight", 2, None),
+        (Kind.MAIN_GRAD, 0, "a.weight", 2, None),
+        (Kind.EXP_AVG, 0, "a.weight", 2, None),
+    ],
+)
+def test_updates_of_parts_of_a_matrix(kind, index, name, rows, reason) -> None:
+    """Muon's blockwise update is unchecked where a rank holds a part; the rest is judged."""
+    key = TraceKey(1, -1, kind, name, index)
+    box = Box((0, 0), (rows, 3), (0, 0))
+    holders = [Measured(key, "", (box,), (4, 3), Sums())]
+    job = RunConfig(own_shards=(Kind.PARAM_DELTA, Kind.PARAM, Kind.EXP_AVG_SQ))
+    assert unjudged(mesh_of(0, 2, tp=2), job, key, holders) is reason
+
+
+@pytest.fixture
+def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting the versions imports Megatron, which takes many seconds."""
+    monkeypatch.setattr(versions, "installed", dict)
+
+
+class Job:
+    """A reference of computed tensors, of which some are blind, and a candidate that has them."""
+
+    def __init__(self, directory: Path, *, blind: int, seen: int) -> None:
+        self.directory = directory
+        names = [f"decoder.layers.{number}" for number in range(blind + seen)]
+        self.keys = [TraceKey(1, 0, Kind.OUTPUT, name) for name in names]
+        self.moved = {
+            key: Moved(4, 2.0, (0.5 if number < blind else 1e-6,))
+            for number, key in enumerate(self.keys)
+        }
+        writer = TraceWriter(directory / "reference", 0)
+        sink = WriteSink(writer, 1)
+        for key in self.keys:
+            sink.placed((0, key.kind, key.name, 0), torch.ones(4), (4,), ())
+        writer.close()
+        seal(directory / "reference", {"role": "reference", "epsilon": epsilon("float32")})
+
+    def answer(self, allowed: float, *, error: float = 0.0) -> Summary:
+        """The conclusion; ``error`` is the relative error of the last tensor."""
+        found = [
+            Measured(key, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
+            for key in self.keys
+        ]
+        wrong = Sums(4, 4.0 * error**2, 4.0, 4.0, 4.0)
+        found[-1] = dataclasses.replace(found[-1], sums=wrong)
+        summary, _ = conclude(
+            TraceReader(self.directory / "reference"),
+            Tolerances(self.moved, dict.fromkeys(self.keys, "float32")),
+            of_ranks({0: found}),
+            candidate=self.directory / "candidate",
+            mesh=mesh_of(0, 2, tp=2),
+            config=RunConfig(),
+            timings={},
+            allow_unchecked=allowed,
+        )
+        return summary
+
+
+@pytest.mark.usefixtures("no_versions")
+def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
+    """Three of twelve are blind: the notice says how many, why, and which share accepts it."""
+    job = Job(tmp_path, blind=3, seen=9)
+    summary = job.answer(0.10)
+    assert summary.verdict is Result.COULD_NOT_CHECK
+    assert summary.verdict.exit_code == 2
+    assert summary.notices == (
+        "could not check enough: 3 of 12 tensors (25.0 %) are unchecked, more than 10 %; "
+        "most: blind (3); --ttrace-allow-unchecked 0.25 accepts it",
+    )
+    accepted = job.answer(0.25)
+    assert accepted.verdict is Result.EQUIVALENT
+    assert accepted.notices == ()
+    assert accepted.not_exercised == (NotExercised(Unexercised.UNCHECKED, 3, 12),)
+
+
+@pytest.mark.usefixtures("no_versions")
+def test_a_divergence_stays_one(tmp_path: Path) -> None:
+    """A divergence stays one, however little was checked."""
+    summary = Job(tmp_path, blind=9, seen=3).answer(0.10, error=0.5)
+    assert summary.verdict is Result.DIVERGED
+    assert summary.notices == ()
+
+
+@pytest.mark.usefixtures("no_versions")
+def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
+    """If everything is blind, no allowed share makes it a pass."""
+    summary = Job(tmp_path, blind=3, seen=0).answer(1.0)
+    assert summary.verdict is Result.COULD_NOT_CHECK
+    assert "all of them are unchecked" in summary.notices[0]
+
+
+@pytest.mark.usefixtures("no_versions")
+@pytest.mark.parametrize(
+    ("reference", "candidate", "result"),
+    [
+        (True, True, Result.DIVERGED),
+        (True, False, Result.EQUIVALENT),
+        (False, True, Result.EQUIVALENT),
+    ],
+)
+def test_numbers_that_one_run_logs(tmp_path: Path, reference, candidate, result) -> None:
+    """They are missing if both can log; a notice if one has no ``training_log``."""
+    key, other = TraceKey(1, -1, Kind.METRIC, "z_loss"), TraceKey(1, 0, Kind.OUTPUT, "a")
+    writer = TraceWriter(tmp_path / "reference", 0)
+    sink = WriteSink(writer, 1)
+    for one, shape in ((other, (4,)), (key, ())):
+        sink.placed((one.microbatch, one.kind, one.name, 0), torch.ones(shape), shape, ())
+    writer.close()
+    meta = {"role": "reference", "epsilon": epsilon("float32"), "logs": reference}
+    seal(tmp_path / "reference", meta)
+    same = Measured(other, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
+    moved = {one: Moved(4, 2.0, (1e-6,)) for one in (key, other)}
+    summary, verdicts = conclude(
+        TraceReader(tmp_path / "reference"),
+        Tolerances(moved, dict.fromkeys(moved, "float32")),
+        of_ranks({0: [same]}),
+        candidate=tmp_path / "candidate",
+        mesh=mesh_of(0, 2, tp=2),
+        config=RunConfig(logs=candidate),
+        timings={},
+    )
+    assert summary.verdict is result
+    assert len(summary.notices) == (result is Result.EQUIVALENT)
+    wrong = [(one.name, one.verdict) for one in verdicts if one.verdict.is_failure]
+    assert wrong == [("z_loss", Outcome.MISSING)] * (result is Result.DIVERGED)
+
+
+@given(
+    blind=st.integers(0, 400),
+    seen=st.integers(0, 400),
+    allowed=st.floats(0, 1),
+)
+def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float) -> None:
+    """With the share that the notice suggests there is no such notice."""
+    verdicts = [verdict(Kind.OUTPUT, Outcome.UNCHECKED)] * blind
+    verdicts += [verdict(Kind.OUTPUT, Outcome.PASS)] * seen
+    told = not_enough(verdicts, allowed)
+    assert bool(told) == (blind > allowed * (blind + seen))
+    if told:
+        named = float(too_few_text(told).split("--ttrace-allow-unchecked ")[1].split()[0])
+        assert named <= 1
+        assert not not_enough(verdicts, named)

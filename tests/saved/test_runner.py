@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner of small jobs, without running one."""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+
+from megatron_ttrace.jobs import job as jobs
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.run import PRELOADED
+from megatron_ttrace.saved.runner import Case, Runner
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Result, Summary
+
+
+def answer(job, fork, result=Result.EQUIVALENT):
+    """The summary of a job that was not run."""
+    return Summary(result, {}, (), {"fork": fork}, {}, {}, notices=("too few tensors",))
+
+
+def test_a_case_without_an_answer(asked, tmp_path, monkeypatch):
+    """The reason is the report's own."""
+    undecided = functools.partial(answer, result=Result.COULD_NOT_CHECK)
+    monkeypatch.setattr(jobs, "run", lambda job, *, fork, say: undecided(job, fork))
+    with pytest.raises(TTraceError, match=r"^too few tensors$"):
+        Runner(tmp_path).run(Case(name="one", arguments=()))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Calls to ``prepare``; no process is started."""
+    calls = []
+
+    def prepare(device, script, *, modules):
+        calls.append((device, script, modules))
+        return True
+
+    monkeypatch.setattr(jobs, "prepare", prepare)
+    monkeypatch.setattr(jobs, "run", lambda job, *, fork, say: answer(job, fork))
+    return calls
+
+
+def test_a_case_becomes_a_job(asked, tmp_path):
+    """Its own flags and environment come after the runner's; references are shared."""
+    runner = Runner(tmp_path, flags=("--ttrace-device", "cpu", "--ttrace-isolate"))
+    case = Case(
+        name="one",
+        arguments=("--x", "1"),
+        nproc=2,
+        flags=("--ttrace-seeds", "2"),
+        environment={"K": "v"},
+        limit=3,
+    )
+    found = runner.run(case)
+    [(device, script, modules)] = asked
+    assert (device, script.name, modules) == ("cpu", "pretrain_gpt.py", PRELOADED)
+    assert found.summary.config == {"fork": True}
+    environment = dict(found.job.environment)
+    assert json.loads(environment.pop(provenance.COMMAND)) == found.job.checking()
+    assert dataclasses.replace(found.job, environment=environment) == jobs.Job(
+        script=script,
+        arguments=("--x", "1"),
+        nproc=2,
+        settings=Settings(directory=tmp_path / "one", device="cpu", isolate=True, seeds=2),
+        environment={"TTRACE_CACHE": str(tmp_path / "references"), "K": "v"},
+        limit=3,
+    )
+
+
+def test_scripts_and_caches_of_its_own(asked, tmp_path):
+    """A case's script wins over the runner's; without sharing the user's cache stays."""
+    runner = Runner(tmp_path, script=tmp_path / "mine.py", shares=False)
+    assert asked[0][1] == tmp_path / "mine.py"
+    assert runner.job(Case(name="a", arguments=())).script == tmp_path / "mine.py"
+    other = runner.job(Case(name="a", arguments=(), script=tmp_path / "other.py"))
+    assert (other.script.name, other.environment) == ("other.py", {})

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two files of the contract: round trips, and one clear line for everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ttrace.report import publish
+from megatron_ttrace.trace import files, owned
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Kind, Outcome, Summary, Verdict
+from megatron_ttrace.trace.sealing import seal_json
+from tests.report.synthetic_report import make_summary, make_verdict
+
+Check = tuple[Summary, list[Verdict]]
+
+
+def write(check: Check, directory: Path) -> None:
+    """The files of a finished check."""
+    files.write_verdicts(directory / files.VERDICTS, check[1])
+    files.write_summary(directory / files.SUMMARY, check[0])
+
+
+def visible(folder: Path) -> list[str]:
+    """What is in a folder, without manifests."""
+    return sorted(name for name in os.listdir(folder) if not owned.MANIFEST.match(name))
+
+
+def test_round_trip(diverged: Check, tmp_path: Path) -> None:
+    """What was written is read back, in order."""
+    write(diverged, tmp_path)
+    summary, verdicts = files.load_report(tmp_path)
+    assert summary == diverged[0]
+    assert verdicts == diverged[1]
+    assert visible(tmp_path) == ["summary.json", "verdicts.jsonl"]
+
+
+def test_a_line_has_the_fields_of_the_contract(tmp_path: Path) -> None:
+    """Other programs read these names."""
+    files.write_verdicts(tmp_path / "v", [make_verdict()])
+    assert list(json.loads((tmp_path / "v").read_text())) == [
+        *(field.name for field in dataclasses.fields(Verdict)),
+        "run",
+    ]
+
+
+def test_infinities_travel(tmp_path: Path) -> None:
+    """The files are strict JSON, infinities and NaN come back."""
+    verdict = make_verdict(verdict=Outcome.NONFINITE, rel_err=math.inf)
+    write((make_summary([verdict]), [verdict]), tmp_path)
+    assert files.load_report(tmp_path)[1] == [verdict]
+    json.loads((tmp_path / files.VERDICTS).read_text(), parse_constant=pytest.fail)
+
+
+def test_a_summary_takes_any_configuration(tmp_path: Path) -> None:
+    """Configuration and timings may hold NaN, paths and tuples; the file stays JSON."""
+    summary = make_summary([make_verdict()])
+    summary.config.update(path=Path("/x"), ratio=math.nan, sizes=(1, 2))
+    write((summary, [make_verdict()]), tmp_path)
+    json.loads((tmp_path / files.SUMMARY).read_text(), parse_constant=pytest.fail)
+    assert files.load_report(tmp_path)[0].config["sizes"] == [1, 2]
+
+
+@given(name=st.text(st.characters(codec=None), max_size=60), note=st.text(max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_any_name_survives(name: str, note: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Names are kept as they are, line separators and lone surrogates included."""
+    folder = tmp_path_factory.mktemp("names")
+    verdict = make_verdict(name, Kind.OUTPUT, note=note)
+    write((make_summary([verdict, verdict]), [verdict, verdict]), folder)
+    assert files.load_report(folder)[1] == [verdict, verdict]
+    assert (folder / files.VERDICTS).read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / files.SUMMARY).unlink(), "summary.json does not exist"),
+        (lambda d: (d / files.VERDICTS).unlink(), "verdicts.jsonl does not exist"),
+        (lambda d: _cut(d / files.VERDICTS, 10), "verdicts.jsonl is cut off"),
+        (
+            lambda d: _drop_line(d / files.VERDICTS),
+            r"disagree \(\d+ verdicts are",
+        ),
+        (lambda d: _cut(d / files.SUMMARY, 30), "summary.json is cut off or not JSON"),
+        (lambda d: (d / files.VERDICTS).write_text('{"a": 1}\n'), "line 1 is not a verdict"),
+        (lambda d: (d / files.VERDICTS).write_text("[1]\n"), "line 1 is not a verdict"),
+        (lambda d: (d / files.VERDICTS).write_bytes(b"\xff\xfe\n"), "line 1 is not a verdict"),
+        (lambda d: (d / files.VERDICTS).write_text("[" * 99999 + "\n"), "line 1 is not a verdict"),
+        (lambda d: (d / files.SUMMARY).write_text("{}"), "is not a ttrace summary"),
+        (lambda d: (d / files.SUMMARY).write_text("[]"), "is not a ttrace summary"),
+        (lambda d: _edit(d / files.SUMMARY, counts=[1]), "summary.json is damaged"),
+        (lambda d: _reseal(d / files.SUMMARY, counts=[1]), "is not a ttrace summary"),
+        (lambda d: _reseal(d / files.SUMMARY, run="a"), "is not a ttrace summary"),
+        (lambda d: _reseal(d / files.SUMMARY, run={"id": "0" * 16}), "are of different runs"),
+        (lambda d: _earlier(d / files.SUMMARY), "was written by an earlier version"),
+        (lambda d: _rewrite(d / files.VERDICTS, lambda x: x.pop("run")), "by an earlier version"),
+        (lambda d: _rewrite(d / files.VERDICTS, lambda x: x.update(run="a")), "of several runs"),
+        (lambda d: _rewrite(d / files.VERDICTS, lambda x: x.update(note="a")), "jsonl is damaged"),
+        (lambda d: _candidate(d, "0" * 16), "and the candidate of run 0000000000000000"),
+    ],
+)
+def test_damaged_files_are_named(damage: object, message: str, diverged: Check, tmp_path: Path):
+    """One line: which file, what is wrong with it, what to do."""
+    write(diverged, tmp_path)
+    assert callable(damage)
+    damage(tmp_path)
+    with pytest.raises(TTraceError, match=message) as caught:
+        files.load_report(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert "run the check again" in str(caught.value) or "give " in str(caught.value)
+
+
+def _cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:-size])
+
+
+def _drop_line(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def _edit(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def _reseal(path: Path, **fields: object) -> None:
+    path.write_text(seal_json(json.loads(path.read_text()) | fields))
+
+
+def _earlier(path: Path) -> None:
+    data = json.loads(path.read_text())
+    del data["checksum"]
+    path.write_text(json.dumps(data))
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    *lines, last = path.read_text().splitlines()
+    line = json.loads(last)
+    change(line)
+    path.write_text("".join(text + "\n" for text in [*lines, json.dumps(line)]))
+
+
+def _candidate(directory: Path, run: str) -> None:
+    (directory / "candidate").mkdir()
+    (directory / "candidate" / "meta.json").write_text(seal_json({"run": run}))
+
+
+def test_the_answer_of_one_run(diverged: Check, tmp_path: Path) -> None:
+    """The launcher takes no other run's summary, and none without its verdicts."""
+    publish(*diverged, tmp_path, wandb=False, junit=True, run_id="a" * 16)
+    assert files.answer_of(tmp_path, "a" * 16) == diverged[0]
+    assert files.run_of(tmp_path) == "a" * 16
+    assert (
+        '<meta name="ttrace-run" content="aaaaaaaaaaaaaaaa">' in (tmp_path / files.HTML).read_text()
+    )
+    assert (
+        '<property name="ttrace.run" value="aaaaaaaaaaaaaaaa"'
+        in (tmp_path / files.JUNIT).read_text()
+    )
+    with pytest.raises(TTraceError, match="is of another run"):
+        files.answer_of(tmp_path, "b" * 16)
+    _cut(tmp_path / files.VERDICTS, 1)
+    with pytest.raises(TTraceError, match="is damaged"):
+        files.answer_of(tmp_path, "a" * 16)
+    (tmp_path / files.VERDICTS).unlink()
+    with pytest.raises(TTraceError, match="cannot read"):
+        files.answer_of(tmp_path, "a" * 16)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    """A path that is no directory is said to be none."""
+    with pytest.raises(TTraceError, match="is not a directory"):
+        files.load_report(tmp_path / "nowhere")
+
+
+def test_an_unwritable_directory_is_an_error(healthy: Check, tmp_path: Path) -> None:
+    """The files of the contract are not optional (a file in the way fails for root too)."""
+    (tmp_path / "blocked").write_text("")
+    with pytest.raises(TTraceError, match="cannot"):
+        publish(*healthy, tmp_path / "blocked", wandb=False)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    """Half a report is worse than yesterday's."""
+    path = tmp_path / "v"
+    files.write_verdicts(path, [make_verdict()])
+    before = path.read_bytes()
+
+    def broken() -> object:
+        yield make_verdict()
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        files.write_verdicts(path, broken())  # type: ignore[arg-type]
+    assert path.read_bytes() == before
+    assert visible(tmp_path) == ["v"]
