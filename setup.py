@@ -21,7 +21,7 @@ BESIDE_THE_PACKAGE = ("patches", "launch")
 
 
 class BuildWithResources(build_py):
-    """Puts ``patches/`` and ``launch/`` into wheels, where megatron_ttrace.jobs.resources finds them."""
+    """Puts ``patches/`` and ``launch/`` into wheels, where ``jobs/resources.py`` finds them."""
 
     def run(self) -> None:
         """Copy after the modules; an editable install reads the checkout instead."""

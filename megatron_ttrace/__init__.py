@@ -104,7 +104,7 @@ def __dir__() -> list[str]:
 
 
 def _entry() -> ModuleType:
-    """``runtime.entry``, with the known bugs offered to it; the only import of ``runtime`` here."""
+    """``run.entry``, with the known bugs offered to it; the only import of ``run`` here."""
     from megatron_ttrace.run import entry, injection
 
     injection.offer(_known_bug)

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from megatron_ttrace.jobs.processes import forkserver
 from megatron_ttrace.jobs.processes.ranks import log_of, run_ranks
-from megatron_ttrace.run import PRELOADED
 
 
 def main(nproc: int, command: list[str]) -> int:
     """Run and repeat the logs."""
-    forkserver.preload(Path(command[0]), modules=PRELOADED)
+    forkserver.preload(Path(command[0]))
     with tempfile.TemporaryDirectory() as home:
         codes = run_ranks(nproc, [sys.executable, *command], Path(home), fork=True)
         for rank in range(nproc):

@@ -101,7 +101,7 @@ def test_check_returns_what_was_written(tmp_path: Path) -> None:
     """A divergence is a report, not an exception; environment, progress, command are passed on."""
     said: list[str] = []
     code = (
-        "import json\nfrom megatron_ttrace.mcore import provenance\n"
+        "import json\nfrom megatron_ttrace.jobs import provenance\n"
         "pathlib.Path(directory, 'told').write_text(os.environ[provenance.COMMAND])\n"
         "assert os.environ['HERE'] == 'set'\nassert '--ttrace-seeds=2' in sys.argv\n"
         "answer(Result.DIVERGED)\nsys.exit(1)\n"

@@ -19,19 +19,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_ttrace"
 
 ROOMS = (
-    "errors",
-    "streams",
-    "resources",
     "placement",
     "trace",
     "cpu",
     "mcore",
+    "jobs",
     "compare",
     "capture",
     "diagnose",
     "report",
-    "processes",
-    "runtime",
+    "saved",
+    "run",
     "evaluation",
     "cli",
     "__main__",
@@ -119,7 +117,7 @@ def report_renders(known: Modules) -> list[str]:
     return [
         f"{name} -> {target}"
         for name, target in sorted(arrows(known))
-        if room_of(name) == "report" and room_of(target) not in ("report", "trace", "errors")
+        if room_of(name) == "report" and room_of(target) not in ("report", "trace")
     ]
 
 
@@ -266,7 +264,7 @@ def files_change_in_one_module(known: Modules) -> list[str]:
     found = []
     for name, text in known.items():
         # What a shell script would write goes to temporary files (jobs/commands/shell_script.py).
-        if name in ("trace.owned", "trace.manifests", "processes.shell_script"):
+        if name in ("trace.owned", "trace.manifests", "jobs.commands.shell_script"):
             continue
         for node in nodes(text):
             if isinstance(node, ast.Attribute):
@@ -352,7 +350,7 @@ def test_rule(rule) -> None:
 
 BROKEN = [
     (namespaces_are_of_commands, {"mcore.a": "import argparse\nargparse.Namespace(ttrace=1)\n"}),
-    (namespaces_are_of_commands, {"runtime.a": "from argparse import Namespace\n"}),
+    (namespaces_are_of_commands, {"run.a": "from argparse import Namespace\n"}),
     (files_change_in_one_module, {"trace.a": "import shutil\nshutil.rmtree('a')\n"}),
     (files_change_in_one_module, {"trace.a": "def f(path):\n    path.unlink()\n"}),
     (files_change_in_one_module, {"trace.a": "import os\nos.replace('a', 'b')\n"}),
@@ -363,10 +361,10 @@ BROKEN = [
     (unknown_rooms, {"attic.box": ""}),
     (upwards, {"trace.a": "from megatron_ttrace.compare import b\n", "compare.b": ""}),
     (upwards, {"trace.a": "def f():\n    import megatron_ttrace.cli.b\n", "cli.b": ""}),
-    (upwards, {"trace.a": "from megatron_ttrace.run.b import c\n", "runtime.b": ""}),
+    (upwards, {"trace.a": "from megatron_ttrace.run.b import c\n", "run.b": ""}),
     (
         evaluation_is_a_leaf,
-        {"runtime.a": "from megatron_ttrace.evaluation.b import c\n", "evaluation.b": ""},
+        {"run.a": "from megatron_ttrace.evaluation.b import c\n", "evaluation.b": ""},
     ),
     (report_renders, {"report.a": "from megatron_ttrace.placement import b\n", "placement.b": ""}),
     (
@@ -417,20 +415,20 @@ def test_the_front_door() -> None:
     """
     by_function, typed, at_once = front_door(modules()[""])
     assert {name: set(map(room_of, found)) for name, found in by_function.items()} == {
-        "_entry": {"runtime"},
+        "_entry": {"run"},
         "_known_bug": {"evaluation"},
     }
     assert not at_once
     homes = {home.partition(".")[2] for home in megatron_ttrace._HOMES}
     assert typed == {"": homes}
-    assert {room_of(home) for home in homes} == {"errors", "trace", "runtime"}
+    assert {room_of(home) for home in homes} == {"trace", "saved"}
 
 
 def test_the_front_door_finds() -> None:
     """Imports at module level and in functions are found."""
-    source = "from megatron_ttrace.run import api\ndef f():\n    import megatron_ttrace.cli.b\n"
+    source = "from megatron_ttrace.saved import api\ndef f():\n    import megatron_ttrace.cli.b\n"
     by_function, _, at_once = front_door(source)
-    assert at_once == {"runtime.api"}
+    assert at_once == {"saved.api"}
     assert by_function == {"f": {"cli"}}
 
 

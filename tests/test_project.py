@@ -334,7 +334,9 @@ def test_wheel(tmp_path: Path) -> None:
     files = {path for path in tracked() if path.startswith("megatron_ttrace/")}
     missing = [path for path in files - names if not path.endswith(".c")]
     assert not missing, "files of the package are missing from the wheel"
-    program = "from megatron_ttrace import resources as r; print(r.patches_dir(), r.launch_dir())"
+    program = (
+        "from megatron_ttrace.jobs import resources as r; print(r.patches_dir(), r.launch_dir())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any
 
 import torch
 
-from megatron_ttrace.jobs import edited
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Phase, pattern
 from megatron_ttrace.trace.errors import one_line
@@ -30,11 +29,16 @@ type Place = Callable[[], tuple[str, Phase]]
 
 
 class ExecutedTap:
-    """Records which of the changed functions run on this rank."""
+    """Records which of the changed functions run on this rank.
 
-    def __init__(self) -> None:
+    Args:
+        folders: of Megatron's packages as they are in its code's file names, each with the path in
+            :class:`Edit` that it stands for.
+    """
+
+    def __init__(self, folders: Mapping[str, str]) -> None:
         self.error = ""
-        self._folders = edited.folders()
+        self._folders = folders
         self._roots = tuple(self._folders.values())
         self._early: set[tuple[str, str]] = set()
         self._wanted: dict[tuple[str, str], list[int]] = {}

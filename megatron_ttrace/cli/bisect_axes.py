@@ -110,15 +110,12 @@ class _Search:
             TTraceError: when none does, or the first cannot be checked.
         """
         from megatron_ttrace.jobs import job as processes
-        from megatron_ttrace.run import PRELOADED
 
         script = Path(self.command.script)
         if not script.is_file():
             raise TTraceError(f"{script}: no such script")
         # Before the data is written: that imports Megatron, which must be the script's own.
-        processes.prepare(
-            self._settings.device, script, modules=PRELOADED, arguments=self.command.arguments
-        )
+        processes.prepare(self._settings.device, script, arguments=self.command.arguments)
         documents.write(self.prefix, candidates[0].arguments)
         for number, job in enumerate(candidates, 1):
             report = self._check(job, f"job {number} of {len(candidates)}, shrunk")

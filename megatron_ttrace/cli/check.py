@@ -118,9 +118,8 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
 
     from megatron_ttrace.cli import shrink
     from megatron_ttrace.jobs import job
+    from megatron_ttrace.jobs.provenance import SHRUNK
     from megatron_ttrace.jobs.shrink import documents, plan
-    from megatron_ttrace.run import PRELOADED
-    from megatron_ttrace.run.requirements import SHRUNK
 
     settings, theirs = split(command_.arguments, settings_of(args))
     large = dataclasses.replace(command_, arguments=tuple(theirs))
@@ -132,7 +131,7 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
     data = documents.arguments(large.script, prefix, found.jobs[0].arguments)
     if not args.no_fork:
         # Before the data is written: that imports Megatron, which must be the script's own.
-        job.prepare(settings.device, Path(large.script), modules=PRELOADED, arguments=theirs)
+        job.prepare(settings.device, Path(large.script), arguments=theirs)
     documents.write(prefix, found.jobs[0].arguments)
     reports = []
     for number, one in enumerate(found.jobs, 1):

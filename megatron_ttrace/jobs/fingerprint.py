@@ -23,7 +23,7 @@ from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import is_shown
 from megatron_ttrace.jobs.reference_arguments import overrides_of
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import cyclic, fim, packed, versions
+from megatron_ttrace.mcore import cyclic, fim, packed
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 
@@ -109,7 +109,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "reference_args": _arguments(settings.reference_args),
             "reference_layout": str(settings.reference_layout or ""),
             "device": _device(),
-            FIM_BY_SAMPLE: fim.is_by_sample(args, settings),
+            FIM_BY_SAMPLE: fim.is_by_sample(args, exits=settings.exit_after),
             PADDED_FOR: packed.padded_for(args),
             DEALT_TO: cyclic.dealt_to(args),
         },
@@ -121,7 +121,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "megatron_ttrace": _content(_sources("megatron_ttrace")),
             **{name: _tree(_folder_of(name)) for name in scripts.MEGATRON},
         },
-        "versions": versions.installed(),
+        "versions": provenance.installed(),
         _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
     }
 

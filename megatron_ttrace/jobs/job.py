@@ -99,7 +99,6 @@ def prepare(
     device: str = "auto",
     script: Path | None = None,
     *,
-    modules: Sequence[str] = (),
     arguments: Sequence[str] = (),
 ) -> bool:
     """Import Megatron into this process if ranks can be forked; returns whether they can.
@@ -107,7 +106,6 @@ def prepare(
     Args:
         device: ``--ttrace-device``.
         script: imports this Megatron; by default our own ``pretrain_gpt.py``.
-        modules: further modules that every rank imports (``runtime.PRELOADED``).
         arguments: of the script. If they are wrong, the ranks say so before they need the modules.
     """
     # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
@@ -117,7 +115,7 @@ def prepare(
         if not cpu.needed(device):
             return False
         script = script or launch_dir() / "pretrain_gpt.py"
-        forkserver.preload(script, modules=modules, arguments=arguments)
+        forkserver.preload(script, arguments=arguments)
     return True
 
 

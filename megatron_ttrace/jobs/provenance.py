@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import getpass
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -26,7 +29,11 @@ from megatron_ttrace.trace.records import Code, Run
 COMMAND = "TTRACE_COMMAND"
 """Environment variable: the launcher's command line, for its ranks, as a JSON list."""
 
+SHRUNK = "TTRACE_SHRUNK"
+"""Environment variable: what the job under check stands for, if that is a larger one."""
+
 _GIT_SECONDS = 5.0
+_DISTRIBUTIONS = ("megatron-core", "torch", "transformer-engine", "safetensors", "wandb")
 _NAMES = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHASHSEED", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE")
 _PREFIXES = (
     *("ATEN_", "CUBLAS", "CUDA_", "CUDNN_", "DNNL_", "FLASH_", "GLOO_", "MEGATRON", "MKL_"),
@@ -186,3 +193,20 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):
         return str(os.getuid())
+
+
+def installed() -> dict[str, str]:
+    """Versions of everything that can change a number, for fingerprints and reports."""
+    from megatron_ttrace.cpu import te  # imports torch
+
+    found = {"megatron-ttrace": __version__, "python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if te.emulated():
+        found["transformer-engine"] = f"{te.releases.current()} (emulated)"
+    with contextlib.suppress(ImportError):
+        found["megatron-core"] = versions.megatron_core_version()
+    return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_ttrace.trace.errors import TTraceError
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def patches_dir() -> Path:

@@ -17,15 +17,14 @@ from typing import Any
 
 import numpy
 
-from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore.arguments import MegatronArguments
 
 _READ = "_query_document_sample_shuffle_indices"
 
 
-def is_by_sample(args: MegatronArguments, settings: Settings) -> bool:
-    """Whether a candidate rearranges each sample by its index; no training follows its check."""
-    return bool(getattr(args, "fim_data", False)) and settings.exit_after
+def is_by_sample(args: MegatronArguments, *, exits: bool) -> bool:
+    """Whether each sample is rearranged by its index: if the run exits after its check."""
+    return bool(getattr(args, "fim_data", False)) and exits
 
 
 def rearrange_by_sample() -> None:

@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
-import platform
 import re
 import sys
 import warnings
@@ -27,7 +26,6 @@ MAIN_COMMIT = "d98e8a64ddf3"
 KNOWN = (*SUPPORTED, MAIN)
 """What is checked and patched: versions of the series of one of these."""
 _CONSTANT = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?(\w{0,9})", re.MULTILINE)
-_DISTRIBUTIONS = ("megatron-core", "torch", "transformer-engine", "safetensors", "wandb")
 
 
 def megatron_core_version() -> str:
@@ -121,21 +119,3 @@ def call_known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with those keywords that this release of Megatron knows."""
     known = inspect.signature(function).parameters
     return function(*args, **{key: value for key, value in kwargs.items() if key in known})
-
-
-def installed() -> dict[str, str]:
-    """Versions of everything that can change a number, for fingerprints and reports."""
-    from megatron_ttrace import __version__
-    from megatron_ttrace.cpu import te  # imports torch
-
-    found = {"megatron-ttrace": __version__, "python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if te.emulated():
-        found["transformer-engine"] = f"{te.releases.current()} (emulated)"
-    with contextlib.suppress(ImportError):
-        found["megatron-core"] = megatron_core_version()
-    return found

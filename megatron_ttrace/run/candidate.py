@@ -65,7 +65,7 @@ class CandidateSession(Session):
         self._timings: dict[str, float] = {}
         self._notices: list[str] = []
         requirements.require(args, settings)
-        if fim.is_by_sample(args, settings):
+        if fim.is_by_sample(args, exits=settings.exit_after):
             fim.rearrange_by_sample()
         if quiet.has_dropout(args):
             _say("dropout is switched off in the traced steps")

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.capture.executed import ExecutedTap
+from megatron_ttrace.jobs import edited
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.run.agreement import EndError, GivenUpError, Ranks, say_end
 from megatron_ttrace.trace import ends
@@ -65,7 +66,7 @@ class _Watch:
         self._session: Session | None = None
         self._step = 0
         self._watchdog: Watchdog | None = None
-        self._executed = ExecutedTap()
+        self._executed = ExecutedTap(edited.folders())
         if settings.role == "candidate":
             self._executed.start()
 

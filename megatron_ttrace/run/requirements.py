@@ -8,7 +8,7 @@ import re
 import sys
 
 from megatron_ttrace import cpu
-from megatron_ttrace.jobs import reference_arguments, reference_layout
+from megatron_ttrace.jobs import provenance, reference_arguments, reference_layout
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fim, own_shards, packed, versions
 from megatron_ttrace.mcore.arguments import MegatronArguments
@@ -16,10 +16,6 @@ from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.run import low_precision
 from megatron_ttrace.trace.errors import TTraceError
-
-SHRUNK = "TTRACE_SHRUNK"
-"""Environment variable: what the job under check stands for, if that is a larger one."""
-
 
 _EVAL_INTERVAL = 1000
 
@@ -84,7 +80,7 @@ def require(args: MegatronArguments, settings: Settings) -> None:
     if (
         getattr(args, "fim_data", False)
         and getattr(args, "data_parallel_size", 1) > 1
-        and not fim.is_by_sample(args, settings)
+        and not fim.is_by_sample(args, exits=settings.exit_after)
     ):
         raise TTraceError(
             "--fim-data with data parallelism: each rank rearranges samples at random in the order "
@@ -208,7 +204,7 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
             f"{option}: every tensor-parallel rank updates its own shard of a matrix, which is "
             "another update than a single device's by design: unchecked; gradients are judged"
         )
-    if fim.is_by_sample(args, settings):
+    if fim.is_by_sample(args, exits=settings.exit_after):
         found.append(
             "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
             "the rank that reads it, so that all layouts have the same samples"
@@ -222,6 +218,6 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
         )
     if settings.reference is not None and settings.allow_other_megatron:
         found.append("the reference may have been made by another Megatron")
-    if told := os.environ.get(SHRUNK):
+    if told := os.environ.get(provenance.SHRUNK):
         found.append(told)
     return found

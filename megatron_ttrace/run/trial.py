@@ -15,12 +15,12 @@ from megatron_ttrace.compare import sharding
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes.child import environment_of, run_subprocess
 from megatron_ttrace.jobs.processes.logs import how_it_ended, reason_of
+from megatron_ttrace.jobs.provenance import SHRUNK
 from megatron_ttrace.jobs.reference_layout import Layout
 from megatron_ttrace.jobs.settings import Settings, checking, split
 from megatron_ttrace.jobs.shrink import documents, plan
 from megatron_ttrace.jobs.shrink.given import Given
 from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
-from megatron_ttrace.run.requirements import SHRUNK
 from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.store import TraceReader

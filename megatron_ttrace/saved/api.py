@@ -402,7 +402,6 @@ def run_check(
     with signals.abrupt():
         from megatron_ttrace.jobs import job as jobs
         from megatron_ttrace.jobs.processes.progress import Progress
-        from megatron_ttrace.run import PRELOADED
         from megatron_ttrace.trace import shared
 
     began = time.monotonic()
@@ -415,7 +414,7 @@ def run_check(
     if fork:
         progress(f"checking {script}: importing torch and Megatron")
         with progress.ticking():
-            fork = jobs.prepare(settings.device, script, modules=PRELOADED, arguments=theirs)
+            fork = jobs.prepare(settings.device, script, arguments=theirs)
     job = jobs.Job(
         script=script,
         arguments=tuple(theirs),

@@ -31,8 +31,9 @@ from megatron_ttrace.diagnose.gather import Traces
 from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.diagnose.ran import in_culprits
 from megatron_ttrace.diagnose.residual import residuals
+from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.settings import DEFAULT_ALLOW_UNCHECKED
-from megatron_ttrace.mcore import own_shards, versions
+from megatron_ttrace.mcore import own_shards
 from megatron_ttrace.mcore.roles import is_beyond
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.report import texts, wording
@@ -170,7 +171,7 @@ def conclude(
         counts=dict(Counter(verdict.verdict.value for verdict in verdicts)),
         culprits=culprits,
         config=config.on(mesh),
-        versions=versions.installed(),
+        versions=provenance.installed(),
         timings={
             **timings,
             "judge": was_judged - began,

@@ -15,7 +15,6 @@ from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.settings import Settings, split
-from megatron_ttrace.run import PRELOADED
 from megatron_ttrace.trace import files
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Result, Summary, Verdict
@@ -25,7 +24,7 @@ NO_WANDB = "--ttrace-no-wandb"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job to check, as ``processes.job.Job`` describes it.
+    """A job to check, as ``jobs.job.Job`` describes it.
 
     Its directory is ``name`` below the runner's; without a ``script`` it runs the runner's.
     """
@@ -77,7 +76,7 @@ class Runner:
         if shares:
             self._environment["TTRACE_CACHE"] = str((directory / "references").resolve())
         device = split(flags)[0].device
-        self.forks = jobs.prepare(device, self.script, modules=PRELOADED)
+        self.forks = jobs.prepare(device, self.script)
 
     def job(self, case: Case) -> jobs.Job:
         """The job of a case.

@@ -57,7 +57,7 @@ def layers(tmp_path, monkeypatch):
 @pytest.fixture
 def tap(layers):
     """Records."""
-    tap = ExecutedTap()
+    tap = ExecutedTap(edited.folders())
     tap.start()
     yield tap
     tap.stop()
@@ -122,7 +122,7 @@ def test_an_error_of_ours_stays_ours(layers, tap):
 def test_no_room(layers, monkeypatch):
     """All places are taken by other tools."""
     monkeypatch.setattr(sys.monitoring, "get_tool", lambda tool: "other")
-    tap = ExecutedTap()
+    tap = ExecutedTap(edited.folders())
     tap.start()
     assert tap.error
 

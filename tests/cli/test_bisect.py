@@ -9,10 +9,10 @@ import pytest
 from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import bisect, bisect_axes, jobs
 from megatron_ttrace.jobs import job as processes
+from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.processes.worktrees import Hunk
 from megatron_ttrace.jobs.shrink import documents
-from megatron_ttrace.mcore import versions
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Culprit, Outcome, Result, Summary
@@ -43,7 +43,7 @@ def history(tmp_path_factory):
 @pytest.fixture
 def checked(tmp_path, monkeypatch):
     """Commits that are checked, by a stand-in that knows only files of the worktree."""
-    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.setattr(provenance, "installed", dict)
     monkeypatch.chdir(tmp_path)
     right = kept.run(tmp_path / "right", kept.tensors())
     wrong = kept.run(tmp_path / "wrong", kept.tensors(1))

@@ -10,7 +10,7 @@ from megatron_ttrace.__main__ import main
 
 UNDECIDED = """
 import pathlib, sys
-from megatron_ttrace.report import files
+from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Result, Summary
 
 directory = pathlib.Path(sys.argv[sys.argv.index("--ttrace-dir") + 1])

@@ -10,9 +10,9 @@ import pytest
 from megatron_ttrace.__main__ import main
 from megatron_ttrace.evaluation.recipes import collect
 from megatron_ttrace.evaluation.recipes import pull as pull_request
+from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.shrink import documents
-from megatron_ttrace.mcore import versions
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import owned
 from tests.evaluation.recipes.test_recipes import MODEL
@@ -68,7 +68,7 @@ def edit(root, file, old, new):
 @pytest.fixture
 def checked(tmp_path, monkeypatch):
     """Checks, by a stand-in that runs ``run`` of one file, and diverges where that adds 1."""
-    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.setattr(provenance, "installed", dict)
     monkeypatch.setattr(documents, "write", lambda prefix, words: prefix)
     monkeypatch.setattr(documents, "arguments", lambda script, prefix, words: [])
     right = kept.run(tmp_path / "right", kept.tensors())

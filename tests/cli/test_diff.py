@@ -8,8 +8,8 @@ import pytest
 
 from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import diff, record
+from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import versions
 from megatron_ttrace.report import wandb
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace.errors import TTraceError
@@ -22,7 +22,7 @@ JOB = "pretrain_gpt.py --num-layers 2"
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     """Runs by hand; collecting the versions imports Megatron."""
-    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.setattr(provenance, "installed", dict)
     monkeypatch.delenv("TTRACE_CACHE", raising=False)
     monkeypatch.chdir(tmp_path)
     kept.run(tmp_path / "one", kept.tensors())

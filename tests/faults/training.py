@@ -23,7 +23,16 @@ SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 
 # Not under test here: the stand-in for a GPU, what is not part of a rank, and the net that catches
 # exceptions itself.
-_LEFT_OUT = ("cpu/", "processes/", "cli/", "evaluation/", "errors.")
+_LEFT_OUT = (
+    "cpu/",
+    "jobs/processes/",
+    "jobs/job.",
+    "jobs/commands/shell_script.",
+    "jobs/commands/guard.",
+    "cli/",
+    "evaluation/",
+    "trace/errors.",
+)
 _ENTRY = ("entry.py", "loop.py", "__init__.py", "__main__.py", "resources.py")
 _TOOL = 3
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs.processes import ranks
-from megatron_ttrace.run import PRELOADED
 
 if __name__ == "__main__":
-    fork = jobs.prepare("cpu", modules=PRELOADED)
+    fork = jobs.prepare("cpu")
     for one in json.loads(Path(sys.argv[1]).read_text()):
         logs = Path(one["directory"]) / "logs"
         limit = time.monotonic() + one["limit"]

@@ -35,8 +35,8 @@ FP8 = (
 EXIT = (*TENSOR, "--ttrace-exit")
 """Without ``--ttrace`` this flag does nothing."""
 
-CANDIDATE, SESSION = f"{OURS}.runtime.candidate:", f"{OURS}.runtime.session:Session."
-ANSWER, COMPARISON = f"{OURS}.runtime.answer:", f"{OURS}.runtime.comparison:"
+CANDIDATE, SESSION = f"{OURS}.run.candidate:", f"{OURS}.runtime.session:Session."
+ANSWER, COMPARISON = f"{OURS}.run.answer:", f"{OURS}.runtime.comparison:"
 OPTIMIZER = f"{OURS}.mcore.optimizer:"
 SINK, CAPTURE = f"{OURS}.compare.sinks:CompareSink.", f"{OURS}.capture."
 STORE = f"{OURS}.trace.store:"
@@ -80,9 +80,9 @@ PLACES = {
     f"{OPTIMIZER}Snapshot.restore": "ends",
     f"{COMPARISON}Comparison.findings": "trains",
     f"{COMPARISON}encode": "trains",
-    f"{OURS}.runtime.channel:gather": "ends",
-    f"{OURS}.runtime.channel:buffer": "trains",
-    f"{OURS}.runtime.channel:decode": "trains",
+    f"{OURS}.run.channel:gather": "ends",
+    f"{OURS}.run.channel:buffer": "trains",
+    f"{OURS}.run.channel:decode": "trains",
     "megatron.core.models.gpt.gpt_model:GPTModel.forward": "ends",
 }
 """Functions that run on every rank."""
@@ -92,7 +92,7 @@ LONG = [
     # Only the first tensor-parallel rank has batches to match.
     *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
     (ZERO, f"{OURS}.trace.shared:prepare@0", "trains"),
-    (ZERO, f"{OURS}.runtime.launch:ensure@0", "trains"),
+    (ZERO, f"{OURS}.run.launch:ensure@0", "trains"),
     (ZERO, f"{ANSWER}publish@1", "trains"),
     (ZERO, f"{SINK}tensor@1=70", "trains"),
     (ZERO, f"{CAPTURE}step:StepTap._update@0=2", "trains"),
@@ -117,7 +117,7 @@ LONG = [
     (EXIT, f"{CANDIDATE}CandidateSession._check@1", "exits"),
     (EXIT, f"{SINK}tensor@1=5", "exits"),
     (EXIT, f"{ANSWER}conclude@1", "exits"),
-    (FP8, f"{OURS}.runtime.low_precision:restart_scales@1", "trains"),
+    (FP8, f"{OURS}.run.low_precision:restart_scales@1", "trains"),
 ]
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs.settings import Settings, split
-from megatron_ttrace.run import PRELOADED
 from megatron_ttrace.trace.errors import TTraceError
 
 if __name__ == "__main__":
-    fork = jobs.prepare("cpu", modules=PRELOADED)
+    fork = jobs.prepare("cpu")
     for one in json.loads(Path(sys.argv[1]).read_text()):
         place = Settings(directory=Path(one["directory"]), wandb=False, device="cpu")
         try:

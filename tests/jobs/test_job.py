@@ -199,7 +199,7 @@ assert "--ttrace" in sys.argv and "--ttrace-exit" in sys.argv
 directory = pathlib.Path(sys.argv[sys.argv.index("--ttrace-dir") + 1])
 print("ttrace: measuring", flush=True)
 from megatron_ttrace.trace.records import Result, Summary
-from megatron_ttrace.report import files
+from megatron_ttrace.trace import files
 
 def answer(result, run=None):
     if sys.argv and os.environ["RANK"] == "0":

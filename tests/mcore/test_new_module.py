@@ -24,7 +24,8 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.mcore import parameters, roles, versions
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.mcore import parameters, roles
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
@@ -252,7 +253,7 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
 @pytest.fixture(autouse=True)
 def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking for them imports Megatron, which takes many seconds."""
-    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.setattr(provenance, "installed", dict)
 
 
 @pytest.fixture

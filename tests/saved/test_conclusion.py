@@ -17,7 +17,7 @@ from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.mcore import versions
+from megatron_ttrace.jobs import provenance
 from megatron_ttrace.placement.boxes import Box, product, whole
 from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.saved.conclusion import _is_evidence, conclude, not_enough, unjudged
@@ -80,7 +80,7 @@ def test_updates_of_parts_of_a_matrix(kind, index, name, rows, reason) -> None:
 @pytest.fixture
 def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collecting the versions imports Megatron, which takes many seconds."""
-    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.setattr(provenance, "installed", dict)
 
 
 class Job:

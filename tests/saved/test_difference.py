@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from megatron_ttrace.mcore import versions
+from megatron_ttrace.jobs import provenance
 from megatron_ttrace.report import wording
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace.errors import TTraceError
@@ -18,7 +18,7 @@ from tests.run import kept
 @pytest.fixture(autouse=True)
 def no_versions(monkeypatch):
     """Collecting the versions imports Megatron, which takes many seconds."""
-    monkeypatch.setattr(versions, "installed", dict)
+    monkeypatch.setattr(provenance, "installed", dict)
 
 
 @pytest.fixture

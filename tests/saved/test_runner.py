@@ -10,7 +10,6 @@ import pytest
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.run import PRELOADED
 from megatron_ttrace.saved.runner import Case, Runner
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Result, Summary
@@ -34,8 +33,8 @@ def asked(monkeypatch):
     """Calls to ``prepare``; no process is started."""
     calls = []
 
-    def prepare(device, script, *, modules):
-        calls.append((device, script, modules))
+    def prepare(device, script):
+        calls.append((device, script))
         return True
 
     monkeypatch.setattr(jobs, "prepare", prepare)
@@ -55,8 +54,8 @@ def test_a_case_becomes_a_job(asked, tmp_path):
         limit=3,
     )
     found = runner.run(case)
-    [(device, script, modules)] = asked
-    assert (device, script.name, modules) == ("cpu", "pretrain_gpt.py", PRELOADED)
+    [(device, script)] = asked
+    assert (device, script.name) == ("cpu", "pretrain_gpt.py")
     assert found.summary.config == {"fork": True}
     environment = dict(found.job.environment)
     assert json.loads(environment.pop(provenance.COMMAND)) == found.job.checking()

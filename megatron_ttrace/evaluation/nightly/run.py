@@ -25,7 +25,6 @@ from megatron_ttrace.evaluation.recipes.run import RESULTS
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import logs
 from megatron_ttrace.jobs.processes.tether import tethered
-from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode
 
@@ -173,7 +172,7 @@ _ROWS = {
 
 def _versions() -> dict[str, str]:
     """Everything that can change a number, including the checkout's commit."""
-    found = versions.installed()
+    found = provenance.installed()
     found["machine"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     if commit := provenance.ttrace().commit:
         found["megatron-ttrace commit"] = commit[:12]

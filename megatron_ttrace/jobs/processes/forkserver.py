@@ -33,7 +33,7 @@ _VARIABLE = "TTRACE_FORKSERVER"
 _MARGIN_SECONDS = 10.0
 
 
-def preload(script: Path, *, modules: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
+def preload(script: Path, *, arguments: Sequence[str] = ()) -> None:
     """Import what every rank of ``script`` needs into this process, without starting a thread.
 
     If Megatron's parser does not accept the arguments, only what the ranks need until they say so.
@@ -50,7 +50,7 @@ def preload(script: Path, *, modules: Sequence[str] = (), arguments: Sequence[st
         gc.disable()
         try:
             megatron.preload()
-            for name in modules if megatron.accepts(arguments) else ():
+            for name in megatron.OURS if megatron.accepts(arguments) else ():
                 importlib.import_module(name)
         finally:
             gc.enable()
