@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.experts import ExpertSink, Microbatch
-from megatron_ttrace.trace.captured import Groups
+from megatron_ttrace.trace.captured import Groups, Routed
 
 _Function = Callable[..., Any]
 
@@ -72,15 +72,9 @@ class BalancingTap:
             for name, original in originals.items():
                 setattr(self._module, name, original)
 
-    def _ask(
-        self,
-        scores: torch.Tensor,
-        chosen: torch.Tensor,
-        groups: Groups | None,
-        by: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    def _ask(self, routed: Routed) -> torch.Tensor | None:
         """What the sink wants chosen; ``None`` where it wants nothing else."""
-        return self._sink.routed(self._microbatch(), self._name, scores, chosen, groups, by)
+        return self._sink.routed(self._microbatch(), self._name, routed)
 
     def _sinkhorn(self, original: _Function, cost: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         balanced = original(cost, *args, **kwargs)
@@ -92,7 +86,7 @@ class BalancingTap:
         # On the scale of the scores: its logarithm is the score plus one number per expert and one
         # per token, and the latter decides nothing.
         by = balanced.clamp(min=torch.finfo(balanced.dtype).tiny).log()
-        instead = self._ask(cost, chosen, None, by - by.mean(dim=1, keepdim=True))
+        instead = self._ask(Routed(cost, chosen, by=by - by.mean(dim=1, keepdim=True)))
         return None if instead is None else torch.zeros_like(balanced).scatter(1, instead, 1.0)
 
     def _topk(
@@ -110,7 +104,7 @@ class BalancingTap:
         return found if instead is None else instead
 
     def _chosen_before(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
-        return self._ask((logits - self._router.qb_beta).detach(), chosen, None)
+        return self._ask(Routed((logits - self._router.qb_beta).detach(), chosen))
 
     def _unfused(self, function: _Function, topk: int, routing_map: torch.Tensor) -> Any:
         """What another choice than the fused function's leads to; ``None`` for the same."""
@@ -159,7 +153,7 @@ class _Replay:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The scores and experts of each token, as Megatron's router asks for them."""
         groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
-        instead = self._ask(scores.detach(), self._chosen, groups)
+        instead = self._ask(Routed(scores.detach(), self._chosen, groups))
         if instead is None:
             return scores.gather(1, self._chosen), self._chosen
         self.differs = not torch.equal(instead.sort(dim=1).values, self._chosen.sort(dim=1).values)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from megatron_ttrace.placement.token_index import TokenIndex
-from megatron_ttrace.trace.captured import Groups
+from megatron_ttrace.trace.captured import Groups, Routed
 from megatron_ttrace.trace.staging import to_device
 
 CAN_FOLLOW = ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher")
@@ -45,19 +45,10 @@ class ExpertSink(Protocol):
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
         """The experts of a layer are about to receive these rows."""
 
-    def routed(
-        self,
-        microbatch: int,
-        router: str,
-        scores: torch.Tensor,
-        chosen: torch.Tensor,
-        groups: Groups | None,
-        by: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """What a router chose ([tokens, k]); returns what it must choose instead, if anything.
+    def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
+        """What a router chose , [tokens, k]; returns what it must choose instead, if anything.
 
-        ``by`` is what the choice maximises where that is not each token's ``scores``, but depends
-        on all tokens of this call. Called again with the same where activations are recomputed.
+        Called again with the same where activations are recomputed.
         """
 
     def kept(
@@ -206,8 +197,8 @@ class RouterTap:
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
-        said = self._name, scores.detach(), chosen.detach(), groups
-        instead = self._guard(self._sink.routed, self._microbatch(), *said)
+        routed = Routed(scores.detach(), chosen.detach(), groups)
+        instead = self._guard(self._sink.routed, self._microbatch(), self._name, routed)
         if instead is None:
             return values, chosen
         return scores.gather(1, instead), instead

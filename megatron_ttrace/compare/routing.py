@@ -22,28 +22,23 @@ from __future__ import annotations
 import torch
 
 from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.trace.captured import Groups
+from megatron_ttrace.trace.captured import Groups, Routed
 from megatron_ttrace.trace.checksum import checksum
 
 
-def choice(
-    scores: torch.Tensor,
-    chosen: torch.Tensor,
-    reference: torch.Tensor,
-    groups: Groups | None = None,
-) -> tuple[Sums, int]:
+def choice(routed: Routed, reference: torch.Tensor) -> tuple[Sums, int]:
     """Compare two choices.
 
     Args:
-        scores: the candidate's, [tokens, experts].
-        chosen: experts that the candidate chose, [tokens, k].
+        routed: the candidate's.
         reference: experts that the reference chose for the same tokens, [tokens, k].
-        groups: of experts, where the router is limited to some of them.
 
     Returns:
         Sums on the scale of the scores (``diff`` of regrets over ``sqrt(2k)``), and the number of
         tokens that were routed differently.
     """
+    scores = routed.scores if routed.by is None else routed.by
+    chosen, groups = routed.chosen, routed.groups
     tokens, k = chosen.shape
     ours, theirs = chosen.sort(dim=1).values, reference.to(chosen.device).sort(dim=1).values
     differs = (ours != theirs).any(dim=1)

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 from megatron_ttrace.compare.planning import Placer, RankLayout
-from megatron_ttrace.compare.writing import Forecast
+from megatron_ttrace.compare.writing import Storing
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.plan import Placements, describe, plan
 from megatron_ttrace.trace.captured import Place
@@ -65,7 +65,7 @@ def _named(key: TraceKey) -> _Named:
     return key.kind, any_layer(key.name), key.index
 
 
-class ShardSink:
+class ShardSink(Storing):
     """Stores everything that one rank has, with its place in the logical tensors."""
 
     def __init__(
@@ -76,37 +76,13 @@ class ShardSink:
         by: Mapping[_Named, tuple[int, ...]],
         forecast: Callable[[int], None] | None = None,
     ) -> None:
-        """Prepare.
-
-        Args:
-            writer: of this rank.
-            iteration: of the traced step.
-            layout: of this rank.
-            by: how activations are divided (:func:`known`).
-            forecast: as of :class:`Forecast`.
-        """
-        self._writer = writer
-        self._iteration = iteration
+        """Prepare: as :class:`Storing`; ``by`` is how activations are divided (:func:`known`)."""
+        super().__init__(writer, iteration, forecast)
         self._layout = layout
         self._placer = Placer(layout)
         self._by = by
-        self._forecast = Forecast(forecast)
-        self._lines: dict[Place, int] = {}
 
-    def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
-        """Store ``data`` under its first name and point the others at it."""
-        first, *others = places
-        self._forecast.see(first, data)
-        self._lines[first] = self._writer.add(self._entry(first, data), data)
-        for place in others:
-            self.repeat(first, place, data)
-
-    def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
-        """Point another name at data that is stored already."""
-        entry = self._entry(place, data, same_as=self._lines[first])
-        self._lines[place] = self._writer.add(entry, None)
-
-    def _entry(self, place: Place, data: torch.Tensor, same_as: int = -1) -> Entry:
+    def _entry(self, place: Place, data: torch.Tensor) -> Entry:
         key, local = TraceKey(self._iteration, *place), tuple(data.shape)
         by = self._by.get(_named(key))
         if by is None or len(by) != len(local):
@@ -119,7 +95,6 @@ class ShardSink:
         return Entry.of(
             key,
             data,
-            same_as=same_as,
             logical_shape=whole,
             placement=match.placement,
             boxes=match.boxes,
@@ -141,10 +116,6 @@ class ShardSink:
             factor=self._placer.factor(key),
         )
         self._lines[place] = self._writer.add(entry, data)
-
-    def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """A reference is never isolated."""
-        return None
 
     def _without_experts(self, *_: object) -> NoReturn:
         raise TTraceError("a reference on several ranks cannot have experts")

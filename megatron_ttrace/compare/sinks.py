@@ -25,7 +25,7 @@ from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.budget import Budget
-from megatron_ttrace.trace.captured import Groups, Place
+from megatron_ttrace.trace.captured import Place, Routed
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
@@ -234,26 +234,19 @@ class CompareSink:
                 self._add(found)
                 self._keeper.keep_sums(found)
 
-    def routed(
-        self,
-        microbatch: int,
-        router: str,
-        scores: torch.Tensor,
-        chosen: torch.Tensor,
-        groups: Groups | None,
-        by: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
         """Compare a router's choice of experts; returns the reference's, which replaces it."""
         key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, CHOICE)
         if key not in self._reference:
             return None
+        chosen = routed.chosen
         match = self._planner.activation(key, tuple(chosen.shape))
         theirs = self._substituter.chosen(match, chosen)
         first = dataclasses.replace(key, index=SCORES)
         if first not in self._by_key:
-            self._compare(first, scores)
-            if by is None or tuple(chosen.shape) == match.logical_shape:
-                sums, others = choice(scores if by is None else by, chosen, theirs, groups)
+            self._compare(first, routed.scores)
+            if routed.by is None or tuple(chosen.shape) == match.logical_shape:
+                sums, others = choice(routed, theirs)
                 self._chose(match, sums, Remark.ROUTED, others, len(chosen))
         return theirs
 

@@ -12,36 +12,14 @@ import torch
 from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
-from megatron_ttrace.trace.captured import Groups, Place
+from megatron_ttrace.trace.captured import Place, Routed
 from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
-class Forecast:
-    """Tells, once, how many bytes the tensors of a microbatch's forward pass have.
-
-    ``tell`` is called when the first one has ended; what it raises ends the step's capture.
-    """
-
-    def __init__(self, tell: Callable[[int], None] | None) -> None:
-        self._tell = tell
-        self._bytes = 0
-
-    def see(self, place: Place, data: torch.Tensor) -> None:
-        """Take a tensor that is stored, in the order of capture."""
-        microbatch, kind, *_ = place
-        if self._tell is None or kind is Kind.TOKENS or microbatch == STEP_LEVEL:
-            return
-        if microbatch == 0 and kind not in (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT):
-            self._bytes += data.nbytes
-        else:
-            tell, self._tell = self._tell, None
-            tell(self._bytes)
-
-
-class WriteSink:
-    """Stores everything: the reference's sink. ``forecast`` is as of :class:`Forecast`."""
+class Storing:
+    """Stores what a rank of the reference has, each tensor once, and other names as references."""
 
     def __init__(
         self,
@@ -49,18 +27,25 @@ class WriteSink:
         iteration: int,
         forecast: Callable[[int], None] | None = None,
     ) -> None:
-        self._forecast = Forecast(forecast)
+        """Prepare.
+
+        Args:
+            writer: of this rank.
+            iteration: of the traced step.
+            forecast: called once, when the first microbatch's forward pass has ended, with the
+                number of its bytes; what it raises ends the step's capture.
+        """
         self._writer = writer
         self._iteration = iteration
         self._lines: dict[Place, int] = {}
-        self._routed: dict[Place, torch.Tensor] = {}
-        self._rows: dict[tuple[int, str], TokenIndex] = {}
+        self._forecast = forecast
+        self._bytes = 0
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
         """Store ``data`` under its first name and point the others at it."""
         first, *others = places
         data = self._without_padding(first, data)
-        self._forecast.see(first, data)
+        self._see(first, data)
         self._lines[first] = self._writer.add(self._entry(first, data), data)
         for place in others:
             self.repeat(first, place, data)
@@ -72,8 +57,38 @@ class WriteSink:
         self._lines[place] = self._writer.add(entry, None)
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        """The reference is never isolated."""
+        """A reference is never isolated."""
         return None
+
+    def _see(self, place: Place, data: torch.Tensor) -> None:
+        microbatch, kind, *_ = place
+        if self._forecast is None or kind is Kind.TOKENS or microbatch == STEP_LEVEL:
+            return
+        if microbatch == 0 and kind not in (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT):
+            self._bytes += data.nbytes
+        else:
+            forecast, self._forecast = self._forecast, None
+            forecast(self._bytes)
+
+    def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
+        return data
+
+    def _entry(self, place: Place, data: torch.Tensor) -> Entry:
+        return Entry.of(TraceKey(self._iteration, *place), data)
+
+
+class WriteSink(Storing):
+    """Stores everything whole: the sink of a reference on one rank."""
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        iteration: int,
+        forecast: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(writer, iteration, forecast)
+        self._routed: dict[Place, torch.Tensor] = {}
+        self._rows: dict[tuple[int, str], TokenIndex] = {}
 
     def placed(
         self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
@@ -107,21 +122,13 @@ class WriteSink:
                 return data.detach()[to_device(torch.from_numpy(real), data.device)]
         return data
 
-    def routed(
-        self,
-        microbatch: int,
-        router: str,
-        scores: torch.Tensor,
-        chosen: torch.Tensor,
-        groups: Groups | None,
-        by: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
         """Store the scores and the choice; a recomputed forward pass repeats the choice."""
         place = (microbatch, Kind.ROUTING, router, CHOICE)
         if place not in self._routed:
-            self.tensor(((microbatch, Kind.ROUTING, router, SCORES),), scores)
-            self.tensor((place,), chosen)
-            self._routed[place] = chosen
+            self.tensor(((microbatch, Kind.ROUTING, router, SCORES),), routed.scores)
+            self.tensor((place,), routed.chosen)
+            self._routed[place] = routed.chosen
         return self._routed[place]
 
     def kept(
@@ -133,6 +140,3 @@ class WriteSink:
             self.tensor((place,), kept)
             self._routed[place] = kept
         return self._routed[place]
-
-    def _entry(self, place: Place, data: torch.Tensor) -> Entry:
-        return Entry.of(TraceKey(self._iteration, *place), data)

@@ -25,3 +25,17 @@ class Groups:
 
     number: int
     chosen: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """A router's choice of experts, [tokens, k], by its scores, [tokens, experts].
+
+    ``by`` is what the choice maximises where that is not each token's ``scores``, but depends on
+    all tokens of this call. ``groups``: where the router is limited to some of them.
+    """
+
+    scores: torch.Tensor
+    chosen: torch.Tensor
+    groups: Groups | None = None
+    by: torch.Tensor | None = None

@@ -70,8 +70,8 @@ class Sink:
         self.routed_calls, self.kept_calls = [], []
         self._instead, self._kept = instead, kept
 
-    def routed(self, microbatch, router, scores, chosen, groups, by=None):
-        self.routed_calls.append((microbatch, router, scores, chosen, by))
+    def routed(self, microbatch, router, routed):
+        self.routed_calls.append((microbatch, router, routed.scores, routed.chosen, routed.by))
         return self._instead
 
     def kept(self, microbatch, router, probabilities, kept):

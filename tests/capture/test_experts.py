@@ -53,8 +53,8 @@ class Sink:
     def dispatched(self, microbatch, experts, index):
         self.found.append((microbatch, experts, index))
 
-    def routed(self, microbatch, router, scores, chosen, groups):
-        self.found.append((microbatch, router, chosen, groups))
+    def routed(self, microbatch, router, routed):
+        self.found.append((microbatch, router, routed.chosen, routed.groups))
         return self.instead
 
 

@@ -29,6 +29,7 @@ from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.perturb import perturbed
 from megatron_ttrace.trace import copies as copying
 from megatron_ttrace.trace.budget import Budget
+from megatron_ttrace.trace.captured import Routed
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.copies import Copies
@@ -188,8 +189,8 @@ def test_a_choice_of_experts(there):
     """A router's scores and choice on the device, against the reference's on the host."""
     scores = torch.rand(6, 4, generator=torch.Generator().manual_seed(0))
     ours, theirs = scores.topk(2).indices, scores.roll(1, 0).topk(2).indices
-    expected = choice(scores, ours, theirs)
-    sums, others = choice(scores.to(there), ours.to(there), theirs)
+    expected = choice(Routed(scores, ours), theirs)
+    sums, others = choice(Routed(scores.to(there), ours.to(there)), theirs)
     assert others == expected[1] > 0
     assert sums.diff == pytest.approx(expected[0].diff)
     assert sums.checksum == checksum(ours.to(there).sort(dim=1).values)

@@ -14,6 +14,7 @@ from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.report.wording import notes_text
+from megatron_ttrace.trace.captured import Routed
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
@@ -72,7 +73,7 @@ def reference(tmp_path):
     sink = WriteSink(writer, 1)
     for m in MICROBATCHES:
         assert sink.positions(0, (4, 2)).tolist() == list(range(TOKENS))
-        kept = sink.routed(m, ROUTER, scores(m), chosen(m)[:, None], None)
+        kept = sink.routed(m, ROUTER, Routed(scores(m), chosen(m)[:, None]))
         assert torch.equal(kept, chosen(m)[:, None])
         rows = index(*[(m, rows_of(m, e), e) for e in range(EXPERTS)])
         sink.dispatched(m, LAYER, rows)
@@ -110,7 +111,7 @@ def check(reference, tamper=lambda rank, rows, data: (rows, data), *, writer=Non
         )
         own = rank if sizes.get("ep") == 2 else 0
         rows, data = tamper(rank, arrived(own), tensor(arrived(own)))
-        sink.routed(own, ROUTER, scores(own), chosen(own)[:, None], None)
+        sink.routed(own, ROUTER, Routed(scores(own), chosen(own)[:, None]))
         sink.dispatched(own, LAYER, rows)
         sink.tensor(((own, *IN),), data)
         if rank == 1 or sizes.get("ep") != 2:
@@ -230,10 +231,10 @@ def test_another_choice(reference):
     sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 1), 4, False, 1.0))
     tied, own = scores(0), chosen(0).clone()
     tied[0], own[0] = 1.1, 1 - own[0]
-    taken = sink.routed(0, ROUTER, tied, own[:, None], None)
+    taken = sink.routed(0, ROUTER, Routed(tied, own[:, None]))
     assert torch.equal(taken, chosen(0)[:, None])
-    sink.routed(1, ROUTER, scores(1), 1 - chosen(1)[:, None], None)
-    sink.routed(1, ROUTER, scores(1), 1 - chosen(1)[:, None], None)  # recomputed: judged once
+    sink.routed(1, ROUTER, Routed(scores(1), 1 - chosen(1)[:, None]))
+    sink.routed(1, ROUTER, Routed(scores(1), 1 - chosen(1)[:, None]))  # recomputed: judged once
     found = by_place(judged(reference, {0: sink.measured}))
     assert found[0, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.PASS
     assert found[0, Kind.ROUTING, ROUTER, CHOICE].notes == (Note(Remark.ROUTED, 1, 8),)

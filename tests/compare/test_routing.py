@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.routing import choice, left
-from megatron_ttrace.trace.captured import Groups
+from megatron_ttrace.trace.captured import Groups, Routed
 
 
 def relative(sums):
@@ -29,7 +29,7 @@ def test_the_bound_holds(seed, k, noise):
     reference = draw(seed)
     moved = noise * torch.randn(reference.shape, generator=torch.Generator().manual_seed(seed + 1))
     scores = reference + moved
-    sums, _ = choice(scores, scores.topk(k).indices, reference.topk(k).indices)
+    sums, _ = choice(Routed(scores, scores.topk(k).indices), reference.topk(k).indices)
     error = float(moved.norm() / scores.norm())
     assert relative(sums) <= error * (1 + 1e-6)
 
@@ -42,7 +42,9 @@ def test_the_bound_holds_for_groups(seed, noise):
     scores = reference + noise * torch.randn(
         reference.shape, generator=torch.Generator().manual_seed(seed + 1)
     )
-    sums, _ = choice(scores, _limited(scores, groups, 4), _limited(reference, groups, 4), groups)
+    sums, _ = choice(
+        Routed(scores, _limited(scores, groups, 4), groups), _limited(reference, groups, 4)
+    )
     assert relative(sums) <= float((scores - reference).norm() / scores.norm()) * (1 + 1e-6)
 
 
@@ -60,7 +62,7 @@ def _limited(scores, groups, k):
 def test_a_tie_is_named_and_costs_nothing():
     """Equal scores, chosen the other way round."""
     scores = torch.tensor([[1.0, 1.0, 0.0], [3.0, 2.0, 1.0]])
-    sums, others = choice(scores, torch.tensor([[0], [0]]), torch.tensor([[1], [0]]))
+    sums, others = choice(Routed(scores, torch.tensor([[0], [0]])), torch.tensor([[1], [0]]))
     assert (sums.diff, others) == (0.0, 1)
 
 
@@ -68,7 +70,7 @@ def test_the_order_of_the_chosen_does_not_count():
     """A set is a set."""
     scores = draw(3)
     best = scores.topk(2).indices
-    sums, others = choice(scores, best, best.flip(1))
+    sums, others = choice(Routed(scores, best), best.flip(1))
     assert (sums.diff, others) == (0.0, 0)
 
 
@@ -82,7 +84,7 @@ def test_a_wrong_choice_is_far_off(wrong):
         "shifted": (right + 1) % 8,
         "one token": torch.cat([(-scores[:1]).topk(2).indices, right[1:]]),
     }[wrong]
-    sums, others = choice(scores, chosen, right)
+    sums, others = choice(Routed(scores, chosen), right)
     assert relative(sums) > 0.01
     assert others >= 1
 
@@ -91,7 +93,7 @@ def test_scores_that_are_no_numbers():
     """Count as such."""
     scores = draw(5)
     scores[0, 0] = math.nan
-    sums, _ = choice(scores, (-scores).topk(2).indices, scores.topk(2).indices)
+    sums, _ = choice(Routed(scores, (-scores).topk(2).indices), scores.topk(2).indices)
     assert sums.nonfinite > 0
 
 
