@@ -62,10 +62,10 @@ def review(
     held: Iterable[Held],
     reference: TraceReader,
     tolerances: Tolerances,
+    *,
     eps: float,
     mesh: Mesh,
     ledger: Ledger,
-    *,
     isolated: bool,
 ) -> list[Judged]:
     """The verdicts, with a pass for each tensor that is partial or unused by design.
@@ -84,45 +84,50 @@ def review(
     if not failed:
         return list(verdicts)
     holders: dict[TraceKey, list[Held]] = defaultdict(list)
-    for one in held:
-        holders[one.found.key].append(one)
-    rules: list[_Partial | _Unused] = [_Unused(verdicts, holders, reference, tolerances, eps)]
+    for record in held:
+        holders[record.found.key].append(record)
+    run = _Run(verdicts, holders, tolerances, eps)
+    rules: list[_Partial | _Unused] = [_Unused(run, reference)]
     if not isolated:
-        rules.append(_Partial(verdicts, holders, tolerances, eps, mesh, ledger))
+        rules.append(_Partial(run, mesh, ledger))
     return [
         next((found for rule in rules if (found := rule.instead(v))), v) if v.key in failed else v
         for v in verdicts
     ]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """What all ranks measured, by tensor, and the verdicts on it."""
+
+    verdicts: Sequence[Judged]
+    holders: Mapping[TraceKey, Sequence[Held]]
+    tolerances: Tolerances
+    eps: float
+
+    def ranks(self, key: TraceKey) -> list[int]:
+        """That have a tensor."""
+        return sorted(rank for held in self.holders.get(key, ()) for rank in held.ranks)
+
+
 class _Partial:
     """Which failures are summands that something else adds up."""
 
-    def __init__(
-        self,
-        verdicts: Sequence[Judged],
-        holders: Mapping[TraceKey, Sequence[Held]],
-        tolerances: Tolerances,
-        eps: float,
-        mesh: Mesh,
-        ledger: Ledger,
-    ) -> None:
-        self._eps = eps
-        self._verdicts = verdicts
-        self._holders = holders
-        self._tolerances = tolerances
+    def __init__(self, run: _Run, mesh: Mesh, ledger: Ledger) -> None:
+        self._run = run
+        self._tolerances = run.tolerances
         self._ranks = mesh.size(REDUCED_OVER) * mesh.size("cp")
         self._ledger = ledger
-        self._by_key = {v.key: v for v in verdicts}
+        self._by_key = {v.key: v for v in run.verdicts}
         self._sound: dict[tuple[int, str], bool] = {}
         self._places: dict[_Place, list[Judged]] = defaultdict(list)
-        for v in verdicts:
-            if v.kind in FLOW:
-                self._places[v.iteration, v.microbatch, v.kind, _base(v.name)].append(v)
+        flow = [v for v in run.verdicts if v.kind in FLOW]
+        for v in flow:
+            self._places[v.iteration, v.microbatch, v.kind, _base(v.name)].append(v)
         self._sums = {
             v.key: error
-            for v in verdicts
-            if v.verdict in _WRONG and v.kind in FLOW and (error := self._sum(v)) is not None
+            for v in flow
+            if v.verdict in _WRONG and (error := self._sum(v)) is not None
         }
 
     def instead(self, failure: Judged) -> Judged | None:
@@ -135,23 +140,23 @@ class _Partial:
             failure.key,
             failure.shape,
             Outcome.PASS,
-            sorted(rank for one in self._holders[failure.key] for rank in one.ranks),
+            self._run.ranks(failure.key),
             note,
             placement=describe_partial(failure.placement, REDUCED_OVER),
             error=error,
             tolerance=self._tolerances.of(failure.key).value,
-            eps=self._eps,
+            eps=self._run.eps,
         )
 
     def _sum(self, failure: Judged) -> float | None:
         """The relative error of the ranks' sum, if it is one that passes."""
-        holders = self._holders[failure.key]
+        holders = self._run.holders[failure.key]
         tolerance = self._tolerances.of(failure.key)
-        if tolerance.blind or sum(one.copies for one in holders) != self._ranks:
+        if tolerance.blind or sum(held.copies for held in holders) != self._ranks:
             return None
-        for one in holders:
-            sums = one.found.sums
-            if not one.found.sketch or sums is None or sums.nonfinite or sums.undefined:
+        for held in holders:
+            sums = held.found.sums
+            if not held.found.sketch or sums is None or sums.nonfinite or sums.undefined:
                 return None
         error = max(relative_error(sums, tolerance.rms) for _, sums in summed(holders))
         return error if error <= tolerance.value else None
@@ -173,7 +178,7 @@ class _Partial:
         if place not in self._sound:
             within = [
                 v
-                for v in self._verdicts
+                for v in self._run.verdicts
                 if v.iteration == iteration
                 and (v.direction in _COMPUTED or v.kind is Kind.MAIN_GRAD)
                 and _is_inside(v.name, container)
@@ -228,39 +233,29 @@ class _Partial:
         phases = [Phase.BACKWARD, Phase.FORWARD, Phase.RECOMPUTATION]
         phases = phases[:1] if failure.direction is Direction.BACKWARD else phases[1:]
         elements = min(
-            sum(box.numel for box in one.found.boxes) for one in self._holders[failure.key]
+            sum(box.numel for box in held.found.boxes) for held in self._run.holders[failure.key]
         )
         return any(
-            one.operation.reduces
-            and one.reduction == "sum"
-            and REDUCED_OVER in one.group.split("-")
-            and one.direction in phases
+            collective.operation.reduces
+            and collective.reduction == "sum"
+            and REDUCED_OVER in collective.group.split("-")
+            and collective.direction in phases
             # The backward pass of code between modules belongs to none.
-            and (not one.module or _is_inside(one.module, container))
-            and one.bytes >= elements * _itemsize(one.dtype)
-            for one in ledger.collectives
+            and (not collective.module or _is_inside(collective.module, container))
+            and collective.bytes >= elements * _itemsize(collective.dtype)
+            for collective in ledger.collectives
         )
 
 
 class _Unused:
     """Which outputs fail only on ranks where nothing reads them."""
 
-    def __init__(
-        self,
-        verdicts: Sequence[Judged],
-        holders: Mapping[TraceKey, Sequence[Held]],
-        reference: TraceReader,
-        tolerances: Tolerances,
-        eps: float,
-    ) -> None:
-        self._verdicts = verdicts
-        self._holders = holders
+    def __init__(self, run: _Run, reference: TraceReader) -> None:
+        self._run = run
         self._reference = reference
-        self._tolerances = tolerances
-        self._eps = eps
         self._failed: dict[tuple[int, int], list[Judged]] = defaultdict(list)
         self._readers: dict[TraceKey, list[Judged]] = defaultdict(list)
-        for v in verdicts:
+        for v in run.verdicts:
             if v.verdict.is_failure:
                 self._failed[v.iteration, v.microbatch].append(v)
             if v.kind is Kind.INPUT and v.key in reference:
@@ -279,30 +274,28 @@ class _Unused:
             v.verdict is not Outcome.PASS or self._have(v, wrong) for v in readers
         ):
             return None
-        passing = [v for v in self._verdicts if v.verdict is Outcome.PASS]
         computed = {
             rank
-            for v in passing
-            if (v.iteration, v.microbatch) == place and v.kind is Kind.OUTPUT
-            for rank in self._ranks(v)
+            for v in self._run.verdicts
+            if v.verdict is Outcome.PASS
+            and (v.iteration, v.microbatch) == place
+            and v.kind is Kind.OUTPUT
+            for rank in self._run.ranks(v.key)
         }
         if not wrong <= computed:
             return None
         note = Note(Remark.UNUSED, ranks=tuple(sorted(wrong)))
         others = [
-            dataclasses.replace(one, found=dataclasses.replace(one.found, note=note))
-            for one in self._holders[key]
-            if wrong.isdisjoint(one.ranks)
+            dataclasses.replace(held, found=dataclasses.replace(held.found, note=note))
+            for held in self._run.holders[key]
+            if wrong.isdisjoint(held.ranks)
         ]
-        [found] = judge([(key, failure.shape)], others, self._tolerances, self._eps)
-        return found if found.verdict is Outcome.PASS else None
+        [verdict] = judge([(key, failure.shape)], others, self._run.tolerances, self._run.eps)
+        return verdict if verdict.verdict is Outcome.PASS else None
 
     def _have(self, verdict: Judged, ranks: frozenset[int]) -> bool:
         """Whether one of these ranks reported the tensor."""
-        return not ranks.isdisjoint(self._ranks(verdict))
-
-    def _ranks(self, verdict: Judged) -> set[int]:
-        return {rank for one in self._holders.get(verdict.key, ()) for rank in one.ranks}
+        return not ranks.isdisjoint(self._run.ranks(verdict.key))
 
 
 def _itemsize(dtype: str) -> float:

@@ -39,16 +39,31 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Reason, TraceKey
 
-_CAUSES = {
-    Cause.COUNTED_TWICE: Reason.COUNTED_TWICE,
-    Cause.NEVER_COUNTED: Reason.NEVER_COUNTED,
-    Cause.OTHER_NORM: Reason.OTHER_NORM,
+_REPORTED = {
+    Cause.COUNTED_TWICE: (Reason.COUNTED_TWICE, Remark.COUNTED_TWICE),
+    Cause.NEVER_COUNTED: (Reason.NEVER_COUNTED, Remark.NEVER_COUNTED),
+    Cause.OTHER_NORM: (Reason.OTHER_NORM, Remark.OTHER_NORM),
 }
 
-Held = Counter[tuple[int, int]]
+type _Parts = Counter[tuple[int, int]]
 """How often each rank's part is in a result: (rank, number of the part)."""
-Wrong = dict[tuple[Cause, str], tuple[Coverage, list[int]]]
-"""How often elements of a parameter are counted, and on which ranks, if not once."""
+type _Collective = tuple[Runs, int]
+"""The ranks of a collective, and its number among theirs."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Miscount:
+    """How often elements of a parameter are counted, and on which ranks, if not once."""
+
+    held: Coverage
+    ranks: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, rank: int, held: Coverage) -> None:
+        self.ranks.append(rank)
+        self.held = Coverage(min(self.held.least, held.least), max(self.held.most, held.most))
+
+
+type _Wrong = dict[tuple[Cause, str], _Miscount]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,83 +88,73 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
         reference: what the reference counted; what it never counts is not expected.
         measured: what each rank of the candidate counted.
     """
-    trusted = {one.iteration: one for one in reference}
+    trusted = {counted.iteration: counted for counted in reference}
     verdicts: list[Judged] = []
     findings: dict[TraceKey, Finding] = {}
     not_judged: dict[tuple[Statistic, str], None] = {}
-    for iteration in sorted({one.iteration for found in measured.values() for one in found}):
-        now = {
-            rank: one
-            for rank, found in measured.items()
-            for one in found
-            if one.iteration == iteration
+    for iteration in sorted({counted.iteration for each in measured.values() for counted in each}):
+        right = trusted.get(iteration)
+        ranks = {
+            rank: counted
+            for rank, each in measured.items()
+            for counted in each
+            if counted.iteration == iteration
         }
         for statistic in Statistic:
-            countings = [c for one in now.values() for c in _of(one, statistic)]
+            countings = [c for counted in ranks.values() for c in _of(counted, statistic)]
             if not countings:
                 # FSDP has no such buckets; what it reduces is judged by its values alone.
-                known = statistic is not Statistic.REDUCED
-                if known and iteration in trusted and _of(trusted[iteration], statistic):
+                if statistic is not Statistic.REDUCED and right and _of(right, statistic):
                     not_judged[statistic, "how it is computed"] = None
                 continue
             if why := next((c.unknown for c in countings if c.unknown), ""):
                 not_judged[statistic, why] = None
                 continue
-            wrong: Wrong = {}
-            evaluations = {rank: _evaluations(one, statistic) for rank, one in now.items()}
-            for number in range(max(map(len, evaluations.values()))):
-                step = _Step(now, statistic, {r: each[number:] for r, each in evaluations.items()})
-                wrong = step.wrong(_names_in(trusted.get(iteration), statistic)) | wrong
-            if statistic is Statistic.CLIPPED:
-                wrong |= _other_norms(trusted.get(iteration), now)
             key = TraceKey(iteration, STEP_LEVEL, Kind.COUNTED, statistic, statistic.number)
+            wrong, shapes = _wrong(right, ranks, statistic)
             if not wrong:
-                verdicts.append(verdict_of(key, (), Outcome.PASS, now))
-            for cause in _CAUSES:
+                verdicts.append(verdict_of(key, (), Outcome.PASS, ranks))
+            for cause, (reason, remark) in _REPORTED.items():
                 names = tuple(name for found, name in wrong if found is cause)
                 for name in names:
-                    held, ranks = wrong[cause, name]
-                    here = dataclasses.replace(key, name=name)
+                    held, here = wrong[cause, name].held, dataclasses.replace(key, name=name)
                     finding = Miscounted(
-                        cause,
-                        statistic=statistic,
-                        least=held.least,
-                        most=held.most,
-                        names=names,
-                    )
-                    note = StatisticNote(
-                        _REMARKS[cause], held.least, held.most, statistic=statistic
+                        cause, statistic=statistic, least=held.least, most=held.most, names=names
                     )
                     findings.setdefault(here, finding)
+                    shape = shapes.get(name, ())[statistic is Statistic.REDUCED :]
+                    note = StatisticNote(remark, held.least, held.most, statistic=statistic)
+                    at = wrong[cause, name].ranks
                     verdicts.append(
-                        verdict_of(
-                            here,
-                            step.shapes.get(name, ())[statistic is Statistic.REDUCED :],
-                            Outcome.DIVERGED,
-                            ranks,
-                            note,
-                            reason=_CAUSES[cause],
-                        )
+                        verdict_of(here, shape, Outcome.DIVERGED, at, note, reason=reason)
                     )
-        others = _other_hyperparameters(trusted.get(iteration), now)
+        others = _other_hyperparameters(right, ranks)
         key = TraceKey(iteration, STEP_LEVEL, Kind.HYPERPARAMETERS, Kind.HYPERPARAMETERS)
-        if not others and any(one.stepped for one in now.values()):
-            verdicts.append(verdict_of(key, (), Outcome.PASS, now))
-        for name, each in others.items():
+        if not others and any(counted.stepped for counted in ranks.values()):
+            verdicts.append(verdict_of(key, (), Outcome.PASS, ranks))
+        for name, values in others.items():
             here = dataclasses.replace(key, name=name)
-            other = OtherHyperparameters(Cause.HYPERPARAMETERS, values=tuple(each))
-            remark = HyperparametersNote(Remark.HYPERPARAMETERS, values=other.values)
+            other = OtherHyperparameters(Cause.HYPERPARAMETERS, values=tuple(values))
+            differ = HyperparametersNote(Remark.HYPERPARAMETERS, values=other.values)
             findings[here] = other
-            ranks = sorted({rank for found in each.values() for rank in found})
-            verdicts.append(verdict_of(here, (), Outcome.DIVERGED, ranks, remark))
+            differing = sorted({rank for found in values.values() for rank in found})
+            verdicts.append(verdict_of(here, (), Outcome.DIVERGED, differing, differ))
     return Judgement(tuple(verdicts), findings, tuple(not_judged))
 
 
-_REMARKS = {
-    Cause.COUNTED_TWICE: Remark.COUNTED_TWICE,
-    Cause.NEVER_COUNTED: Remark.NEVER_COUNTED,
-    Cause.OTHER_NORM: Remark.OTHER_NORM,
-}
+def _wrong(
+    right: Counted | None, ranks: Mapping[int, Counted], statistic: Statistic
+) -> tuple[_Wrong, Mapping[str, tuple[int, ...]]]:
+    """What is wrong in any evaluation of a statistic, and the parameters' shapes."""
+    wrong: _Wrong = {}
+    expected = _names_in(right, statistic)
+    evaluations = {rank: _evaluations(counted, statistic) for rank, counted in ranks.items()}
+    for number in range(max(map(len, evaluations.values()))):
+        step = _Step(ranks, statistic, {r: each[number:] for r, each in evaluations.items()})
+        wrong = step.wrong(expected) | wrong
+    if statistic is Statistic.CLIPPED:
+        wrong |= _other_norms(right, ranks)
+    return wrong, step.shapes
 
 
 class _Step:
@@ -165,28 +170,25 @@ class _Step:
         self._ranks = ranks
         self._statistic = statistic
         self._result = {rank: each[0] if each else () for rank, each in evaluations.items()}
-        self._sums: dict[tuple[Runs, int], dict[int, tuple[Counting, Sum]]] = {}
-        for rank, one in ranks.items():
-            for counting in _of(one, statistic):
+        self._sums: dict[_Collective, dict[int, tuple[Counting, Sum]]] = {}
+        for rank, counted in ranks.items():
+            for counting in _of(counted, statistic):
                 for made in counting.made:
                     members = self._sums.setdefault((made.group, made.order), {})
                     members[rank] = counting, made
-        self._values: dict[tuple[Runs, int], Held] = {}
+        self._values: dict[_Collective, _Parts] = {}
         self._known: dict[object, dict[str, Coverage]] = {}
         self._boxes: dict[object, dict[str, list[Box]]] = {}
         self._within_known: dict[object, Coverage] = {}
         self.shapes = {
-            one.parts[number].name: one.parts[number].shape
-            for one in ranks.values()
-            for number in self._numbers(one)
+            counted.parts[number].name: counted.parts[number].shape
+            for counted in ranks.values()
+            for number in self._numbers(counted)
         }
 
-    def wrong(self, expected: frozenset[str] | None) -> Wrong:
-        """Parameters of which some elements are not counted once.
-
-        ``expected``: those that the reference counts; ``None`` for all.
-        """
-        found: Wrong = {}
+    def wrong(self, expected: frozenset[str] | None) -> _Wrong:
+        """Parameters of which some elements are not counted once; ``expected`` as `_names_in`."""
+        found: _Wrong = {}
         for rank in self._ranks:
             for name, held in self._coverage(rank).items():
                 if held.most > 1:
@@ -195,12 +197,9 @@ class _Step:
                     cause = Cause.NEVER_COUNTED
                 else:
                     continue
-                known, ranks = found.setdefault((cause, name), (held, []))
-                ranks.append(rank)
-                worst = Coverage(min(known.least, held.least), max(known.most, held.most))
-                found[cause, name] = worst, ranks
-        held_by = (one.parts[number].name for one in self._ranks.values() for number in one.held)
-        order = {name: position for position, name in enumerate(dict.fromkeys(held_by))}
+                found.setdefault((cause, name), _Miscount(held)).add(rank, held)
+        names = (c.parts[number].name for c in self._ranks.values() for number in c.held)
+        order = {name: position for position, name in enumerate(dict.fromkeys(names))}
         return dict(sorted(found.items(), key=lambda item: order.get(item[0][1], len(order))))
 
     def _coverage(self, rank: int) -> dict[str, Coverage]:
@@ -217,7 +216,7 @@ class _Step:
         # Ranks with the same result and no parts of their own need to be looked at once.
         same = (rank if own else -1, tuple(own), tuple(sums))
         if same not in self._boxes:
-            total: Held = Counter({})
+            total: _Parts = Counter()
             for number, times in own:
                 total[rank, number] += times
             for key, times in sums:
@@ -232,7 +231,7 @@ class _Step:
             }
         return self._known[same]
 
-    def _by_name(self, total: Held) -> dict[str, list[Box]]:
+    def _by_name(self, total: _Parts) -> dict[str, list[Box]]:
         boxes: dict[str, list[Box]] = {}
         for (holder, number), times in total.items():
             part = self._ranks[holder].parts[number]
@@ -267,28 +266,23 @@ class _Step:
         ranks = self.shapes[part.name][0]
         return [Box((0, *b.logical), (ranks, *b.extent), (0, *b.local)) for b in part.boxes]
 
-    def _numbers(self, one: Counted) -> Iterable[int]:
+    def _numbers(self, counted: Counted) -> Iterable[int]:
         """The parts whose shapes are those of this statistic."""
-        if self._statistic is not Statistic.REDUCED:
-            return one.held
-        return (
-            term.number for counting in _of(one, Statistic.REDUCED) for term in _terms(counting)
-        )
+        reduced = self._statistic is Statistic.REDUCED
+        return _in(counted, Statistic.REDUCED) if reduced else counted.held
 
-    def _own(self, one: Counted) -> list[Part]:
+    def _own(self, counted: Counted) -> list[Part]:
         """What a rank holds; what it clips or reduces is what it steps, maybe a part of that."""
-        if self._statistic not in (Statistic.CLIPPED, Statistic.REDUCED):
-            return [one.parts[number] for number in one.held]
-        stepped = {
-            term.number for counting in _of(one, Statistic.STEPPED) for term in _terms(counting)
-        }
-        return [one.parts[number] for number in sorted(stepped)]
+        numbers = counted.held
+        if self._statistic in (Statistic.CLIPPED, Statistic.REDUCED):
+            numbers = tuple(sorted({*_in(counted, Statistic.STEPPED)}))
+        return [counted.parts[number] for number in numbers]
 
-    def _value(self, key: tuple[Runs, int]) -> Held:
+    def _value(self, key: _Collective) -> _Parts:
         """What the ranks of a group have put together into a collective."""
         if key not in self._values:
             self._values[key] = Counter()  # a cycle, which no run can make, ends here
-            total: Held = Counter()
+            total: _Parts = Counter()
             members = self._sums.get(key, {})
             for rank in ranks_of(key[0]):
                 if rank in members:
@@ -339,22 +333,27 @@ def _stacked(boxes: list[Box]) -> list[Box]:
     return stacks
 
 
-def _add(total: Held, more: Held, times: int) -> None:
+def _add(total: _Parts, more: _Parts, times: int) -> None:
     for key, count in more.items():
         total[key] += count * times
 
 
-def _of(one: Counted, statistic: Statistic) -> list[Counting]:
-    return [counting for counting in one.countings if counting.statistic is statistic]
+def _of(counted: Counted, statistic: Statistic) -> list[Counting]:
+    return [counting for counting in counted.countings if counting.statistic is statistic]
 
 
-def _evaluations(one: Counted, statistic: Statistic) -> list[list[Counting]]:
+def _in(counted: Counted, statistic: Statistic) -> list[int]:
+    """The parts in any computation of a statistic."""
+    return [term.number for counting in _of(counted, statistic) for term in _terms(counting)]
+
+
+def _evaluations(counted: Counted, statistic: Statistic) -> list[list[Counting]]:
     """The computations of a statistic, apart where the same ones are made again.
 
     A norm may be computed once to be logged and once to clip by: no element is in either twice. An
     update or a reduction that is repeated is made twice.
     """
-    found = _of(one, statistic)
+    found = _of(counted, statistic)
     if statistic.is_local or not found:
         return [found] if found else []
     content = [
@@ -369,11 +368,6 @@ def _evaluations(one: Counted, statistic: Statistic) -> list[list[Counting]]:
     return [found[at : at + size] for at in range(0, len(found), size)]
 
 
-def _names(one: Counted, counting: Counting) -> Iterator[str]:
-    """The parameters of a rank that are in one computation."""
-    return (one.parts[term.number].name for term in _terms(counting))
-
-
 def _terms(counting: Counting) -> Iterator[Term]:
     """All parts in a computation."""
     yield from counting.parts
@@ -382,28 +376,28 @@ def _terms(counting: Counting) -> Iterator[Term]:
 
 
 def _names_in(reference: Counted | None, statistic: Statistic) -> frozenset[str] | None:
-    found = [] if reference is None else _of(reference, statistic)
-    if reference is None or not found:
+    """The parameters that the reference counts; ``None`` for all."""
+    if reference is None or not _of(reference, statistic):
         return None
-    return frozenset(name for counting in found for name in _names(reference, counting))
+    return frozenset(reference.parts[number].name for number in _in(reference, statistic))
 
 
-def _other_norms(reference: Counted | None, ranks: Mapping[int, Counted]) -> Wrong:
+def _other_norms(reference: Counted | None, ranks: Mapping[int, Counted]) -> _Wrong:
     """Parameters that are not clipped by the norm of those that they are in the reference."""
     if reference is None:
         return {}
     trusted = _norms(reference)
-    found: Wrong = {}
-    for rank, one in ranks.items():
+    once = Coverage(1, 1)
+    found: _Wrong = {}
+    for rank, counted in ranks.items():
         theirs: dict[float, str] = {}
         ours: dict[float, str] = {}
-        for name, value in _norms(one).items():
+        for name, value in _norms(counted).items():
             if name not in trusted:
                 continue
             # The first parameter clipped by a norm stands for all others: both runs must agree.
             if theirs.setdefault(trusted[name], name) != ours.setdefault(value, name):
-                _, at = found.setdefault((Cause.OTHER_NORM, name), (Coverage(1, 1), []))
-                at.append(rank)
+                found.setdefault((Cause.OTHER_NORM, name), _Miscount(once)).add(rank, once)
     return found
 
 
@@ -416,8 +410,8 @@ def _other_hyperparameters(
     """
     trusted = _hyperparameters(reference) if reference is not None else {}
     found: dict[str, dict[tuple[str, float, float], list[int]]] = {}
-    for rank, one in ranks.items():
-        for name, ours in _hyperparameters(one).items():
+    for rank, counted in ranks.items():
+        for name, ours in _hyperparameters(counted).items():
             theirs = trusted.get(name, {})
             for what, value in ours.items():
                 right = theirs.get(what, value)
@@ -426,18 +420,18 @@ def _other_hyperparameters(
     return found
 
 
-def _hyperparameters(one: Counted) -> dict[str, dict[str, float]]:
+def _hyperparameters(counted: Counted) -> dict[str, dict[str, float]]:
     """Those of each parameter that is stepped."""
     return {
-        one.parts[term.number].name: dict(group.values)
-        for group in one.stepped
+        counted.parts[term.number].name: dict(group.values)
+        for group in counted.stepped
         for term in group.parts
     }
 
 
-def _norms(one: Counted) -> dict[str, float]:
+def _norms(counted: Counted) -> dict[str, float]:
     return {
-        name: counting.value
-        for counting in _of(one, Statistic.CLIPPED)
-        for name in _names(one, counting)
+        counted.parts[term.number].name: counting.value
+        for counting in _of(counted, Statistic.CLIPPED)
+        for term in _terms(counting)
     }

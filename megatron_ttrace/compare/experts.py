@@ -21,6 +21,7 @@ from megatron_ttrace.placement.infer import NoPlacementError
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex, expert_boxes, match
+from megatron_ttrace.trace.findings import Note
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
@@ -55,10 +56,17 @@ class Match:
         """What the reference's values are multiplied by to become this rank's."""
         return self.factor / self.partial_ranks
 
-
-def rows_key(iteration: int, microbatch: int, experts: str) -> TraceKey:
-    """The key under which the reference stores which tokens its experts' rows are."""
-    return TraceKey(iteration, microbatch, Kind.ROUTING, experts, 0)
+    def measured(self, sums: Sums, note: Note | None = None) -> Measured:
+        """What is found out about this part of the rank's tensor."""
+        return Measured(
+            self.key,
+            self.placement,
+            self.boxes,
+            self.logical_shape,
+            sums,
+            note=note,
+            partial_over=self.partial_over,
+        )
 
 
 def encode_rows(index: TokenIndex) -> torch.Tensor:
@@ -92,24 +100,28 @@ class ExpertRows:
         """
         self._here[microbatch, experts] = index
         self._layers.add(experts)
-        found = []
+        measured = []
         for number in dict.fromkeys([microbatch, *index.microbatches]):
-            key = rows_key(self._iteration, number, experts)
+            key = self._rows_key(number, experts)
             if key not in self._reference:
                 continue
             rows, strangers = self._match(index, key)
             shape = (len(self._known(key).microbatch), 2)
-            held, total = 2 * length(rows), 2 * (length(rows) + strangers)
+            total = 2 * (length(rows) + strangers)
             sums = Sums(
                 n=total,
                 diff=float(2 * strangers),
                 reference=float(total),
                 candidate=float(total),
-                dot=float(held),
+                dot=float(2 * length(rows)),
                 worst=float(strangers > 0),
             )
-            found.append(Measured(key, "TokenIndex(0)", product([rows, whole(2)]), shape, sums))
-        return found
+            measured.append(Measured(key, "TokenIndex(0)", product([rows, whole(2)]), shape, sums))
+        return measured
+
+    def _rows_key(self, microbatch: int, experts: str) -> TraceKey:
+        """The key under which the reference stores which tokens its experts' rows are."""
+        return TraceKey(self._iteration, microbatch, Kind.ROUTING, experts, 0)
 
     def holds(self, key: TraceKey) -> str:
         """The experts that ``key`` lies in, if their rows were announced; else empty."""
@@ -136,29 +148,20 @@ class ExpertRows:
         index = index.fitted(local[0])
         etp = self._mesh.size("etp")
         over = "etp" if etp > 1 and is_partial(key.kind, module) else ""
-        found: list[Match | Measured] = []
+        parts: list[Match | Measured] = []
         for number in dict.fromkeys([key.microbatch, *index.microbatches]):
             there = dataclasses.replace(key, microbatch=number)
             if there not in self._reference:
                 # Where the dispatch is wrong, the number may be any: it names no tensor.
-                found.append(Measured.stranger(key, local))
+                parts.append(Measured.stranger(key, local))
                 continue
             shape = self._reference.entry(there).shape
-            rows, _ = self._match(index, rows_key(self._iteration, number, layer), expert)
+            rows, _ = self._match(index, self._rows_key(number, layer), expert)
             words, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
-            words = describe_partial(words, over)
-            found.append(
-                Match(
-                    key=there,
-                    placement=words,
-                    boxes=boxes,
-                    logical_shape=shape,
-                    factor=factor,
-                    partial_over=over,
-                    partial_ranks=etp if over else 1,
-                )
-            )
-        return found
+            words, ranks = describe_partial(words, over), etp if over else 1
+            part = Match(there, words, boxes, shape, factor, partial_over=over, partial_ranks=ranks)
+            parts.append(part)
+        return parts
 
     def _match(
         self, index: TokenIndex, key: TraceKey, expert: int | None = None
@@ -182,9 +185,9 @@ class ExpertRows:
                 raise NoPlacementError(
                     f"the reference does not have the tokens of the rows of {key}"
                 )
-            stored = self._reference.data(key).numpy()
-            microbatch = np.full(len(stored), key.microbatch, dtype=np.int64)
-            self._there[key] = TokenIndex(microbatch, stored[:, 0], stored[:, 1])
+            position, expert = self._reference.data(key).numpy().T
+            microbatch = np.full(len(position), key.microbatch, dtype=np.int64)
+            self._there[key] = TokenIndex(microbatch, position, expert)
         return self._there[key]
 
 

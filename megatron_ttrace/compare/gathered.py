@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several ranks found out, in fewer records than one per rank and tensor.
 
-On its way to the rank that judges, every rank of the tree merges what it receives
-(``run/agreement.py``). Two rules keep the messages as small as the model and its batch,
-however many ranks there are:
+On the way to the rank that judges, every rank of the tree merges what it receives. Two rules keep
+messages as small as the model and its batch, however many ranks there are:
 
 - Equal records of several ranks become one. Replicas whose tensors agree bit for bit have them.
 - Parts that pass and together hold every element of a tensor equally often become one record of the
@@ -16,9 +15,10 @@ joined, so that the replicas of a part can be compared with each other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.measured import Measured, fails
@@ -26,6 +26,9 @@ from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
 from megatron_ttrace.trace.records import Kind, TraceKey
+
+type Covered = Callable[[tuple[int, ...], tuple[tuple[Box, ...], ...]], Coverage]
+""":func:`coverage_of`, with a memory: most tensors of a model share a layout."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,23 +47,28 @@ class Held:
     found: Measured
 
 
+def coverage_of(shape: tuple[int, ...], parts: tuple[tuple[Box, ...], ...]) -> Coverage:
+    """Of a tensor by parts of it."""
+    return coverage(shape, [box for boxes in parts for box in boxes])
+
+
 def of_rank(rank: int, measured: Iterable[Measured]) -> list[Held]:
     """What one rank measured, before anything is merged."""
-    return [Held((rank,), 1, one) for one in measured]
+    return [Held((rank,), 1, tensor) for tensor in measured]
 
 
 def of_ranks(measured: Mapping[int, Iterable[Measured]]) -> list[Held]:
     """What each rank measured, before anything is merged."""
-    return [one for rank, found in measured.items() for one in of_rank(rank, found)]
+    return [held for rank, tensors in measured.items() for held in of_rank(rank, tensors)]
 
 
-def by_rank(held: Iterable[Held]) -> dict[int, list[Measured]]:
+def by_rank(records: Iterable[Held]) -> dict[int, list[Measured]]:
     """The records by rank; one that was joined belongs to each of its ranks as a whole."""
-    found: dict[int, list[Measured]] = {}
-    for one in held:
-        for rank in one.ranks:
-            found.setdefault(rank, []).append(one.found)
-    return dict(sorted(found.items()))
+    measured: dict[int, list[Measured]] = {}
+    for held in records:
+        for rank in held.ranks:
+            measured.setdefault(rank, []).append(held.found)
+    return dict(sorted(measured.items()))
 
 
 def failing(measured: Iterable[Measured], tolerances: Tolerances) -> list[int]:
@@ -90,25 +98,25 @@ def merge(
         parted: kinds of which it matters whether a rank holds a part; they are not joined.
     """
     alike: dict[TraceKey, dict[Measured, list[Held]]] = {}
-    for one in held:
-        alike.setdefault(one.found.key, {}).setdefault(one.found, []).append(one)
-    memo: dict[object, Coverage] = {}
+    for record in held:
+        alike.setdefault(record.found.key, {}).setdefault(record.found, []).append(record)
+    covered = functools.cache(coverage_of)
     merged = []
     for key, each in alike.items():
-        once = [_once(found, same) for found, same in each.items()]
+        once = [_once(measured, same) for measured, same in each.items()]
         apart = len(once) == 1 or key.kind in parted or number(key) in failed
-        whole = None if apart else _joined(key, once, tolerances, memo)
+        whole = None if apart else _joined(key, once, tolerances, covered)
         merged += once if whole is None else [whole]
     return merged
 
 
-def _once(found: Measured, same: Sequence[Held]) -> Held:
-    ranks = tuple(sorted(rank for one in same for rank in one.ranks))
-    return Held(ranks, sum(one.copies for one in same), found)
+def _once(measured: Measured, same: Sequence[Held]) -> Held:
+    ranks = tuple(sorted(rank for held in same for rank in held.ranks))
+    return Held(ranks, sum(held.copies for held in same), measured)
 
 
 def _joined(
-    key: TraceKey, parts: Sequence[Held], tolerances: Tolerances, memo: dict[object, Coverage]
+    key: TraceKey, parts: Sequence[Held], tolerances: Tolerances, covered: Covered
 ) -> Held | None:
     """One record of the whole tensor, if the parts are exactly one."""
     first = min(parts, key=lambda part: part.ranks).found
@@ -117,10 +125,7 @@ def _joined(
     shape, regions = first.logical_shape, tuple(part.found.boxes for part in parts)
     if sum(box.numel for boxes in regions for box in boxes) != math.prod(shape):
         return None
-    question = (shape, regions)
-    if question not in memo:
-        memo[question] = coverage(shape, [box for boxes in regions for box in boxes])
-    if (memo[question].least, memo[question].most) != (1, 1):
+    if covered(shape, regions) != Coverage(1, 1):
         return None
     rms = tolerances.of(key).rms
     worst = max((part.found.sums or Sums() for part in parts), key=lambda s: relative_error(s, rms))

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megatron_ttrace.compare.gathered import Held
+from megatron_ttrace.compare.gathered import Covered, Held, coverage_of
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Tolerance, Tolerances
-from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.coverage import Coverage, coverage
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import Outcome, Reason, TraceKey
@@ -37,17 +36,18 @@ def judge(
             it can.
     """
     by_key: dict[TraceKey, list[Held]] = {}
-    for one in held:
-        by_key.setdefault(one.found.key, []).append(one)
-    covered: dict[object, Coverage] = {}
+    for holder in held:
+        by_key.setdefault(holder.found.key, []).append(holder)
+    covered = functools.cache(coverage_of)  # most tensors of a model share a layout
     verdicts = []
     for key, shape in expected:
         holders = by_key.pop(key, [])
-        if reason := unjudged(key, [one.found for one in holders]):
+        if reason := unjudged(key, [holder.found for holder in holders]):
             note = Note(Remark(reason.value))
             verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
         else:
-            verdicts.append(_judge(key, shape, holders, tolerances.of(key), eps, covered))
+            limit = tolerances.of(key)
+            verdicts.append(_judge(key, shape, holders, limit, eps=eps, covered=covered))
     for key, holders in by_key.items():
         shape = holders[0].found.logical_shape
         verdicts.append(verdict_of(key, shape, Outcome.EXTRA, _ranks(holders), Note(Remark.EXTRA)))
@@ -59,53 +59,53 @@ def _judge(
     shape: tuple[int, ...],
     holders: Sequence[Held],
     tolerance: Tolerance,
+    *,
     eps: float,
-    covered: dict[object, Coverage],
+    covered: Covered,
 ) -> Judged:
+    verdict = functools.partial(verdict_of, key, shape)
     if not holders and 0 in shape:
         # An expert that no token of a microbatch chose: no rank needs to have it.
-        return verdict_of(key, shape, Outcome.PASS, [], Note(Remark.EMPTY))
+        return verdict(Outcome.PASS, [], Note(Remark.EMPTY))
     if not holders:
-        return verdict_of(key, shape, Outcome.MISSING, [], Note(Remark.MISSING))
-    if misfits := [one for one in holders if one.found.problem or one.found.sums is None]:
-        note = min(misfits, key=lambda one: one.ranks).found.note
-        return verdict_of(key, shape, Outcome.SHAPE, _ranks(misfits), note)
+        return verdict(Outcome.MISSING, [], Note(Remark.MISSING))
+    if misfits := [held for held in holders if held.found.problem or held.found.sums is None]:
+        note = min(misfits, key=lambda held: held.ranks).found.note
+        return verdict(Outcome.SHAPE, _ranks(misfits), note)
     ranks = _ranks(holders)
-    placement = min(holders, key=lambda one: one.ranks).found.placement
-    if bad := [one for one in holders if one.found.sums and one.found.sums.nonfinite]:
+    placement = min(holders, key=lambda held: held.ranks).found.placement
+    if bad := [held for held in holders if held.found.sums and held.found.sums.nonfinite]:
         note = Note(Remark.NONFINITE)
-        return verdict_of(key, shape, Outcome.NONFINITE, _ranks(bad), note, placement=placement)
-    held = _covered(shape, [one.found.boxes for one in holders for _ in range(one.copies)], covered)
-    if not held.complete:
-        note = Note(Remark.UNCOVERED)
-        return verdict_of(key, shape, Outcome.UNCOVERED, ranks, note, placement=placement)
+        return verdict(Outcome.NONFINITE, _ranks(bad), note, placement=placement)
+    cover = covered(shape, tuple(held.found.boxes for held in holders for _ in range(held.copies)))
+    if not cover.complete:
+        return verdict(Outcome.UNCOVERED, ranks, Note(Remark.UNCOVERED), placement=placement)
     errors: dict[int, float] = {}
-    for one, sums in _wholes(holders):
+    for held, sums in _wholes(holders):
         error = relative_error(sums, tolerance.rms)
-        for rank in one.ranks:
+        for rank in held.ranks:
             errors[rank] = max(error, errors.get(rank, 0.0))
     failed = sorted(
         (rank for rank, error in errors.items() if error > tolerance.value),
         key=lambda rank: (-errors[rank], rank),
     )
     conflicts = conflicting(
-        (rank, one.found.region, one.found.sums.checksum)
-        for one in holders
-        if one.found.sums is not None and one.found.sums.n and not one.found.partial_over
-        for rank in one.ranks
+        (rank, held.found.region, held.found.sums.checksum)
+        for held in holders
+        if held.found.sums is not None and held.found.sums.n and not held.found.partial_over
+        for rank in held.ranks
     )
-    notes = list(dict.fromkeys(one.found.note for one in holders if one.found.note))
-    if not held.even:
-        notes.append(Note(Remark.UNEVEN, held.least, held.most))
+    undefined = sum(held.copies * held.found.sums.undefined for held in holders if held.found.sums)
+    notes = list(dict.fromkeys(held.found.note for held in holders if held.found.note))
+    if not cover.even:
+        notes.append(Note(Remark.UNEVEN, cover.least, cover.most))
     outcome, reason = Outcome.PASS, None
     if failed:
         outcome = Outcome.DIVERGED
         if conflicts:
             outcome = Outcome.REPLICA_CONFLICT
             notes.append(Note(Remark.REPLICAS, ranks=conflicts))
-    elif undefined := sum(
-        one.copies * one.found.sums.undefined for one in holders if one.found.sums
-    ):
+    elif undefined:
         outcome, reason = Outcome.UNCHECKED, Reason.UNDEFINED
         notes.append(Note(Remark.UNDEFINED, undefined))
     elif tolerance.is_noise:
@@ -116,9 +116,7 @@ def _judge(
         notes.append(Note(Remark.BLIND, tolerance.value, tolerance.bound))
     elif conflicts:
         notes.append(Note(Remark.REPLICAS_ROUNDED, ranks=conflicts))
-    return verdict_of(
-        key,
-        shape,
+    return verdict(
         outcome,
         failed or ranks,
         *notes,
@@ -132,48 +130,36 @@ def _judge(
 
 def _ranks(holders: Iterable[Held]) -> list[int]:
     """Each rank as often as it holds a part, in rising order."""
-    return sorted(rank for one in holders for rank in one.ranks)
+    return sorted(rank for holder in holders for rank in holder.ranks)
 
 
 def _wholes(holders: Sequence[Held]) -> Iterator[tuple[Held, Sums]]:
     """What each rank holds; for partial tensors the error of their sum, the same for all ranks."""
-    yield from ((one, one.found.sums) for one in holders if one.found.sums and not _is_partial(one))
-    yield from summed([one for one in holders if _is_partial(one)])
-
-
-def _is_partial(one: Held) -> bool:
-    return bool(one.found.partial_over)
+    for held in holders:
+        if held.found.sums and not held.found.partial_over:
+            yield held, held.found.sums
+    yield from summed(held for held in holders if held.found.partial_over)
 
 
 def summed(holders: Iterable[Held]) -> Iterator[tuple[Held, Sums]]:
     """Each with the error of the sum of all that have the same elements, by their sketches."""
     partials: dict[object, list[tuple[Held, Sums]]] = {}
-    for one in holders:
-        if one.found.sums is not None:
-            partials.setdefault(one.found.region, []).append((one, one.found.sums))
+    for held in holders:
+        if held.found.sums is not None:
+            partials.setdefault(held.found.region, []).append((held, held.found.sums))
     for group in partials.values():
-        diff = squared_norm([one.found.sketch for one, _ in group for _ in range(one.copies)])
-        for one, sums in group:
-            yield one, dataclasses.replace(sums, diff=diff)
+        diff = squared_norm([held.found.sketch for held, _ in group for _ in range(held.copies)])
+        for held, sums in group:
+            yield held, dataclasses.replace(sums, diff=diff)
 
 
-def conflicting(held: Iterable[tuple[int, object, int]]) -> tuple[int, ...]:
-    """Ranks that hold the same elements but not the same bits: of (rank, region, checksum)."""
+def conflicting(parts: Iterable[tuple[int, object, int]]) -> tuple[int, ...]:
+    """Ranks that hold the same elements but not the same bits, from (rank, region, checksum)."""
     by_region: dict[object, dict[int, list[int]]] = {}
-    for rank, region, checksum in held:
+    for rank, region, checksum in parts:
         by_region.setdefault(region, {}).setdefault(checksum, []).append(rank)
     differing = (marks.values() for marks in by_region.values() if len(marks) > 1)
     return tuple(sorted(rank for marks in differing for ranks in marks for rank in ranks))
-
-
-def _covered(
-    shape: tuple[int, ...], boxes: Sequence[tuple[Box, ...]], memo: dict[object, Coverage]
-) -> Coverage:
-    """Most tensors of a model share a layout: each distinct one is counted once."""
-    question = (shape, tuple(boxes))
-    if question not in memo:
-        memo[question] = coverage(shape, [box for held in boxes for box in held])
-    return memo[question]
 
 
 def verdict_of(

@@ -45,58 +45,61 @@ class Keeper:
         """Whether a tensor waits for its sums before it is stored."""
         return self._writer is not None and self._tolerances is not None
 
-    def keep(self, found: Measured, data: torch.Tensor, same_as: int | None = None) -> int | None:
+    def keep(
+        self, measured: Measured, data: torch.Tensor, same_as: int | None = None
+    ) -> int | None:
         """Store a tensor if it is worth it.
 
         Args:
-            found: what was found out about it.
-            data: this rank's tensor.
+            measured: of this rank's tensor.
+            data: the tensor.
             same_as: its line if it was stored already, for another piece of it.
 
         Returns:
             Its line, if it is stored.
         """
-        if found.problem:
+        if measured.problem:
             if self._keep_all:
-                self._add(found, data, data, misfit=found.note.text if found.note else "")
+                misfit = measured.note.text if measured.note else ""
+                self._add(measured, data, data, misfit=misfit)
             return same_as
         suspect = (
-            not found.partial_over  # a partial sum alone proves nothing
+            not measured.partial_over  # a partial sum alone proves nothing
             and self._tolerances is not None
-            and fails(found.sums, self._tolerances, found.key)
+            and fails(measured.sums, self._tolerances, measured.key)
         )
         if self._writer is None or not (self._keep_all or suspect):
             return same_as
         if same_as is not None:
-            self._add(found, data, None, same_as=same_as)
+            self._add(measured, data, None, same_as=same_as)
             return same_as
-        self._kept[found.key] = self._add(found, data, data)
-        return self._kept[found.key]
+        self._kept[measured.key] = self._add(measured, data, data)
+        return self._kept[measured.key]
 
-    def keep_again(self, first: TraceKey, found: Measured, data: torch.Tensor) -> None:
+    def keep_again(self, first: TraceKey, measured: Measured, data: torch.Tensor) -> None:
         """Store another name of ``first``, if that was stored."""
         if first in self._kept:
-            self._add(found, data, None, same_as=self._kept[first])
+            self._add(measured, data, None, same_as=self._kept[first])
 
-    def keep_sums(self, found: Measured) -> None:
+    def keep_sums(self, measured: Measured) -> None:
         """Store a finding that no stored tensor would give again."""
-        if self._keep_all and found.sums is not None:
-            self._add(found, torch.empty(0), None, sums=dataclasses.astuple(found.sums))
+        if self._keep_all and measured.sums is not None:
+            self._add(measured, torch.empty(0), None, sums=dataclasses.astuple(measured.sums))
 
     def _add(
-        self, found: Measured, like: torch.Tensor, data: torch.Tensor | None, **more: Any
+        self, measured: Measured, like: torch.Tensor, data: torch.Tensor | None, **more: Any
     ) -> int:
         """Write a line about a tensor ``like`` this, with its data if given."""
         if self._writer is None:
             return -1
         entry = Entry.of(
-            found.key,
+            measured.key,
             like,
-            logical_shape=found.logical_shape,
-            placement=found.placement,
-            boxes=found.boxes,
-            factor=self._factor(found.key),
-            partial_over=found.partial_over,
+            logical_shape=measured.logical_shape,
+            placement=measured.placement,
+            boxes=measured.boxes,
+            factor=self._factor(measured.key),
+            partial_over=measured.partial_over,
             **more,
         )
         return self._writer.add(entry, data)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of which reference tensors a candidate's captured tensor must equal.
-
-Planning uses names and shapes only; it reads no element of any tensor but where packed sequences
-end.
-"""
+"""Which parts of which reference tensors a candidate's tensor must equal: from names and shapes."""
 
 from __future__ import annotations
 
@@ -25,14 +21,11 @@ from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
-__all__ = ["Match", "Planner", "RankLayout"]
-
 GATED = 2
 """Blocks of gate and up projection, side by side."""
 
 REDUCED_OVER = "tp"
-"""The axis along which ranks compute summands of one activation: of the others, each has its own
-tokens or its own layers."""
+"""The axis along which ranks compute summands of an activation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +66,6 @@ class RankLayout:
 
 
 class _Planned(NamedTuple):
-    """A placement, its description, and the boxes of this rank."""
-
     steps: Placements
     words: str
     boxes: tuple[Box, ...]
@@ -105,39 +96,29 @@ class Placer:
         Raises:
             NoPlacementError: when the shape fits no layout.
         """
-        blocks, layout = self.blocks(key), self._layout
-        heads = layout.head_rows.get(key.name.partition("#")[0], 0)
-        planned = self._plan(
-            (local, whole, blocks, heads, ends),
-            lambda: self._infer(local, whole, blocks, heads, ends),
-            whole,
-        )
-        axis = layout.partials.get((key.kind, key.name.partition("#")[0], key.index), "")
+        blocks, layout, module = self.blocks(key), self._layout, _module(key)
+        heads = layout.head_rows.get(module, 0)
+
+        def infer() -> Placements:
+            if heads:
+                return infer_head_rows(local, whole, heads, layout.mesh)
+            return infer_activation(
+                local, whole, layout.mesh, seq_length=layout.seq_length, blocks=blocks, ends=ends
+            )
+
+        planned = self._plan((local, whole, blocks, heads, ends), infer, whole)
+        axis = layout.partials.get((key.kind, module, key.index), "")
         ranks = copies(planned.steps, axis, layout.mesh) if axis else 1
+        partial_over = axis if ranks > 1 else ""
         return Match(
             key=key,
-            placement=describe_partial(planned.words, axis if ranks > 1 else ""),
+            placement=describe_partial(planned.words, partial_over),
             boxes=planned.boxes,
             logical_shape=whole,
             factor=self.factor(key),
-            partial_over=axis if ranks > 1 else "",
+            partial_over=partial_over,
             partial_ranks=ranks,
             copies=copies(planned.steps, REDUCED_OVER, layout.mesh),
-        )
-
-    def _infer(
-        self,
-        local: tuple[int, ...],
-        whole: tuple[int, ...],
-        blocks: int | tuple[int, ...],
-        heads: int,
-        ends: tuple[int, ...],
-    ) -> Placements:
-        mesh = self._layout.mesh
-        if heads:
-            return infer_head_rows(local, whole, heads, mesh)
-        return infer_activation(
-            local, whole, mesh, seq_length=self._layout.seq_length, blocks=blocks, ends=ends
         )
 
     def factor(self, key: TraceKey) -> float:
@@ -148,7 +129,7 @@ class Placer:
 
     def blocks(self, key: TraceKey) -> int | tuple[int, ...]:
         """The blocks that are stacked in a tensor's last dim; 1 if none are."""
-        module = key.name.partition("#")[0]
+        module = _module(key)
         if key.kind not in (Kind.OUTPUT, Kind.GRAD_OUTPUT):
             return 1
         if self._layout.gated and is_first_of_gated(module):
@@ -207,21 +188,13 @@ class Planner(Placer):
             return [Measured.misfit(key, local if known is None else known[0], str(error))]
 
     def rows(self, key: TraceKey, local: tuple[int, ...]) -> list[Match | Measured]:
-        """An experts' tensor: parts of several microbatches' tensors.
-
-        Raises:
-            NoPlacementError: when rows or columns do not fit.
-        """
+        """The parts of an experts' tensor. Raises as :meth:`ExpertRows.parts` does."""
         return self.experts.parts(
             key, local, gated=self.blocks(key) == GATED, factor=self.factor(key)
         )
 
     def activation(self, key: TraceKey, local: tuple[int, ...]) -> Match:
-        """A tensor that the reference has, whose placement follows from its shape.
-
-        Raises:
-            NoPlacementError: when the shape fits no layout.
-        """
+        """The place of an activation that the reference has. Raises as :meth:`place` does."""
         whole = self._reference.entry(key).shape
         return self.place(key, local, whole, self._ends_of(key.microbatch))
 
@@ -236,11 +209,7 @@ class Planner(Placer):
         return self._ends[microbatch]
 
     def _parameter(
-        self,
-        key: TraceKey,
-        whole: tuple[int, ...],
-        shape: tuple[int, ...],
-        placement: Placements,
+        self, key: TraceKey, whole: tuple[int, ...], shape: tuple[int, ...], placement: Placements
     ) -> Match:
         if shape != whole:
             raise NoPlacementError(f"the whole tensor is {shape}, in the reference {whole}")
@@ -255,8 +224,13 @@ class Planner(Placer):
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the reference's order."""
         turned = (
-            key.name.partition("#")[0] in self._layout.sequence_first
+            _module(key) in self._layout.sequence_first
             and key.kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT)
             and key in self._reference
         )
         return data.transpose(0, 1) if turned else data
+
+
+def _module(key: TraceKey) -> str:
+    """The module's name without the number of its run."""
+    return key.name.partition("#")[0]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is done with a candidate's captured tensor: it is compared at once.
 
-The sink runs the steps in order; each has a file: plan (planning.py), measure (comparator.py),
-store (keeper.py), and, when isolating, replace (substituter.py). A perturbed replay of the
-reference is a candidate on a mesh of one rank. The reference itself is captured in the same way and
-written (writing.py).
+The sink runs the steps in order: plan (planning.py), measure (comparator.py), store (keeper.py),
+and, when isolating, replace (substituter.py). A perturbed replay of the reference is a candidate on
+a mesh of one rank.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ttrace.compare.comparator import compare, read_back, with_share
+from megatron_ttrace.compare.experts import Match
 from megatron_ttrace.compare.keeper import Keeper
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Match, Planner, RankLayout
+from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.routing import choice, left
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances
@@ -38,7 +38,7 @@ MOST_SKETCHES = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Staged:
-    """A finding, by its number, and what to store if it fails; ``first`` is its other name."""
+    """The number of a finding, and what to store if it fails; ``first`` is its other name."""
 
     number: int
     data: torch.Tensor
@@ -104,14 +104,14 @@ class CompareSink:
         for match in self._planner.plan(key, tuple(data.shape), known):
             # 3. Measure how far it is from them.
             if isinstance(match, Match):
-                found = self._shared(compare(self._reference, match, data), match, data)
+                measured = self._shared(compare(self._reference, match, data), match, data)
             else:
-                found = match
+                measured = match
             # 4. Record it, for the judge.
-            self._add(found)
+            self._add(measured)
             # 5. Store what failed; on a device, once that is known.
-            if found.unread is None or not self._keeper.waits_for_sums:
-                kept = self._keeper.keep(found, data, kept)
+            if measured.unread is None or not self._keeper.waits_for_sums:
+                kept = self._keeper.keep(measured, data, kept)
             else:
                 staged = data.detach().clone() if staged is None else staged
                 planned = match if isinstance(match, Match) else None
@@ -124,44 +124,45 @@ class CompareSink:
         self._settle()
         return self._measured
 
-    def _stage(self, one: _Staged) -> None:
-        self._staged.append(one)
-        self._staged_bytes += one.data.nbytes if one.first is None else 0
+    def _stage(self, staged: _Staged) -> None:
+        self._staged.append(staged)
+        self._staged_bytes += staged.data.nbytes if staged.first is None else 0
         if self._staged_bytes > self._most_staged:
             self._settle()
 
     def _settle(self) -> None:
         """Read what was left on the device, and store what failed, in the order of capture."""
         self._measured = read_back(self._measured)
-        self._by_key = {one.key: one for one in self._measured}
-        kept, of = None, None
-        for one in self._staged:
-            found = self._measured[one.number]
-            if one.first is not None:
-                sketch = self._by_key[one.first].sketch
-                self._measured[one.number] = dataclasses.replace(found, sketch=sketch)
-                self._keeper.keep_again(one.first, found, one.data)
+        self._by_key = {measured.key: measured for measured in self._measured}
+        kept: int | None = None
+        of: torch.Tensor | None = None
+        for staged in self._staged:
+            measured = self._measured[staged.number]
+            if staged.first is not None:
+                sketch = self._by_key[staged.first].sketch
+                self._measured[staged.number] = dataclasses.replace(measured, sketch=sketch)
+                self._keeper.keep_again(staged.first, measured, staged.data)
                 continue
-            if one.match is not None:
-                found = self._shared(found, one.match, one.data)
-                self._measured[one.number] = self._by_key[found.key] = found
-            kept, of = (
-                self._keeper.keep(found, one.data, kept if one.data is of else None),
-                one.data,
-            )
+            if staged.match is not None:
+                measured = self._shared(measured, staged.match, staged.data)
+                self._measured[staged.number] = self._by_key[measured.key] = measured
+            same_as = kept if staged.data is of else None
+            kept, of = self._keeper.keep(measured, staged.data, same_as), staged.data
         self._staged, self._staged_bytes = [], 0
 
-    def _shared(self, found: Measured, match: Match, data: torch.Tensor) -> Measured:
+    def _shared(self, measured: Measured, match: Match, data: torch.Tensor) -> Measured:
         """The finding with what the judge needs if it is a summand; a device has it later."""
-        if self._tolerances is None or found.unread is not None or self._sketches == MOST_SKETCHES:
-            return found
-        shared = with_share(found, match, data, self._reference.data(match.key), self._tolerances)
-        self._sketches += shared is not found
+        unread = measured.unread is not None
+        if self._tolerances is None or unread or self._sketches == MOST_SKETCHES:
+            return measured
+        whole = self._reference.data(match.key)
+        shared = with_share(measured, match, data, whole, self._tolerances)
+        self._sketches += shared is not measured
         return shared
 
-    def _add(self, found: Measured) -> None:
-        self._measured.append(found)
-        self._by_key[found.key] = found
+    def _add(self, measured: Measured) -> None:
+        self._measured.append(measured)
+        self._by_key[measured.key] = measured
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
         """Compare an activation or its gradient under each of its names."""
@@ -194,10 +195,10 @@ class CompareSink:
         if not same or known is None:
             self._compare(key, data)
             return
-        found = dataclasses.replace(known, key=key)
-        self._add(found)
-        if found.unread is None or not self._keeper.waits_for_sums:
-            self._keeper.keep_again(first, found, data)
+        measured = dataclasses.replace(known, key=key)
+        self._add(measured)
+        if measured.unread is None or not self._keeper.waits_for_sums:
+            self._keeper.keep_again(first, measured, data)
         else:
             self._stage(_Staged(len(self._measured) - 1, data.detach(), first=first))
 
@@ -217,9 +218,9 @@ class CompareSink:
         """
         key = TraceKey(self._iteration, *place)
         self._compare(key, data, (tuple(logical_shape), placement))
-        found = self._by_key[key]
-        if self._isolate and key.kind is Kind.MAIN_GRAD and found.sums is not None:
-            self._substituter.fill(data.detach(), key, found.boxes)
+        measured = self._by_key[key]
+        if self._isolate and key.kind is Kind.MAIN_GRAD and measured.sums is not None:
+            self._substituter.fill(data.detach(), key, measured.boxes)
             data.detach().mul_(self._planner.factor(key))
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
@@ -229,10 +230,10 @@ class CompareSink:
     def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
         """Take which tokens a layer's experts are about to receive, and compare that."""
         is_new = (microbatch, experts) not in self._planner.experts
-        for found in self._planner.experts.announce(microbatch, experts, index):
+        for measured in self._planner.experts.announce(microbatch, experts, index):
             if is_new:
-                self._add(found)
-                self._keeper.keep_sums(found)
+                self._add(measured)
+                self._keeper.keep_sums(measured)
 
     def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
         """Compare a router's choice of experts; returns the reference's, which replaces it."""
@@ -265,9 +266,6 @@ class CompareSink:
         return theirs
 
     def _chose(self, match: Match, sums: Sums, remark: Remark, others: int, limit: int = 0) -> None:
-        note = Note(remark, others, limit) if others else None
-        found = Measured(
-            match.key, match.placement, match.boxes, match.logical_shape, sums, note=note
-        )
-        self._add(found)
-        self._keeper.keep_sums(found)
+        measured = match.measured(sums, Note(remark, others, limit) if others else None)
+        self._add(measured)
+        self._keeper.keep_sums(measured)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_ttrace.compare.experts import Match
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Match, Planner
+from megatron_ttrace.compare.planning import Planner
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.staging import to_device

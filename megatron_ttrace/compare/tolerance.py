@@ -2,29 +2,12 @@
 """How far rounding may move a tensor, estimated from how far perturbed replays moved it.
 
 The reference is replayed with every parameter, the embedding's output and the loss perturbed by
-about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section 4;
-docs/tolerance.md derives the rule). ``moved`` is the relative distance of a replay from the
-reference, ``||replay - reference|| / ||reference||``. Then
+about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section 4). ``moved`` is
+``||replay - reference|| / ||reference||``. Then
 
     tolerance = SAFETY * max(moved over seeds and microbatches * few_samples, floor)
 
-The maximum over microbatches pools samples of one statistic: the same module on other data. The
-floor is half an epsilon of the stored tensor's dtype: one rounding of every element. Kinds that no
-arithmetic touches (tokens, start parameters) have tolerance zero: equality.
-
-How many replays? Each seed is as good as any other, so every replay can play the candidate of a
-healthy run, judged by tolerances that are estimated from the other replays (leave-one-out cross
-validation). :meth:`Tolerances.suffice` says that the replays made so far are enough when
-
-- none of these margins is above :data:`CONFIRMED`, half of what passes. With T tensors and k
-  replays that is no event in k T trials, so such a margin has a probability of at most about
-  3 / (k T) (the 95 % bound for no event, the "rule of three"), and errors of healthy candidates are
-  at most 1.33 times a replay's (docs/measurements.md): their margins stay below 0.67;
-- one more replay would not halve any tolerance. That of a scalar is wide if there are few
-  (:func:`few_samples`): 9.6 times the estimate from two replays, 3.9 from three, 2.6 from four;
-- no tensor is blind that one more replay would make visible for the same reason.
-
-From two replays on this is tested; :data:`MOST_REPLAYS` are made at most.
+docs/tolerance.md derives the rule, its floors, and when the replays are enough.
 """
 
 from __future__ import annotations
@@ -37,7 +20,7 @@ import json
 import math
 import operator
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +33,7 @@ from megatron_ttrace.trace.records import (
     CHOICE,
     CHOSEN,
     ELEMENTS,
+    FLOW,
     KEPT,
     LOSS,
     ROOT,
@@ -70,7 +54,7 @@ BLIND_FP8 = 0.50
 smaller errors cannot be seen; a lost, doubled or misplaced part can."""
 
 FEWEST_REPLAYS, MOST_REPLAYS = 2, 4
-"""How many replays are made, unless ``--ttrace-seeds`` says how many."""
+"""How many replays are made by default."""
 CONFIRMED = 0.5
 """The largest margin of a replay, judged by the other replays, with which these are enough."""
 
@@ -152,9 +136,6 @@ def epsilon(dtype: torch.dtype | str) -> float:
     return float(torch.finfo(resolved).eps)
 
 
-_COMPUTED = frozenset({Kind.INPUT, Kind.OUTPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT})
-"""What modules compute, in dtypes that may differ from the job's (a router in float32)."""
-
 _Group = tuple[int, Kind, str, int]
 
 
@@ -227,13 +208,15 @@ class Tolerances:
         group = _group(key)
         seeds = self._pooled.get(group, ())
         floor = SAFETY * self._floor(key, norm, eps)
-        value = max(self._estimated(group, seeds, len(seeds)), floor)
         repeated = self._repeated.get(group, 0.0)
-        # Perturbations everywhere move a tensor further than what a GPU adds up in another order.
-        is_noise = repeated > max(eps, self._compute, NOISE * max(seeds, default=0.0))
-        unit = eps if key.kind in _COMPUTED else 0.0
         return Tolerance(
-            value=value, rms=rms, bound=self._bound, unit=unit, repeated=repeated, is_noise=is_noise
+            value=max(self._estimated(group, seeds, len(seeds)), floor),
+            rms=rms,
+            bound=self._bound,
+            unit=eps if key.kind in FLOW else 0.0,  # a module's dtype may differ from the job's
+            repeated=repeated,
+            # Perturbations everywhere move a tensor further than another order of sums on a GPU.
+            is_noise=repeated > max(eps, self._compute, NOISE * max(seeds, default=0.0)),
         )
 
     @property
@@ -247,10 +230,7 @@ class Tolerances:
         return self._safety * max(seeds, default=0.0) * few_samples(samples)
 
     def suffice(self) -> bool:
-        """Whether no more replays are needed; the module's docstring says why.
-
-        Of several microbatches the largest distance counts, as in the tolerance.
-        """
+        """Whether no more replays are needed (docs/tolerance.md, "How many replays")."""
         return all(self._suffice(key) for key in self._moved)
 
     def _suffice(self, key: TraceKey) -> bool:
@@ -276,11 +256,9 @@ class Tolerances:
     def _floor(self, key: TraceKey, norm: float, eps: float) -> float:
         """One rounding of every element, relative to the tensor's norm.
 
-        A parameter's change is the difference of two rounded parameters: its rounding error is
-        theirs, however small the change. The loss and the gradient norm are sums of very many
-        terms of one sign; replays add them up in one order and make the same error again, so the
-        bound for pairwise summation counts, eps/2 * log2(n) (Higham, Accuracy and Stability of
-        Numerical Algorithms, section 4.2).
+        Replays add up the terms of the loss and of the gradient norm in one order and make the
+        same error again, so the bound for pairwise summation counts, eps/2 * log2(n) (Higham,
+        Accuracy and Stability of Numerical Algorithms, section 4.2).
         """
         terms = self._terms[key.iteration, key.kind]
         if key.kind is Kind.METRIC and key.index == ELEMENTS:
@@ -307,8 +285,7 @@ class Tolerances:
 def few_samples(samples: int) -> float:
     """How much wider a tolerance from few samples must be to hold as often as one from many.
 
-    The ratio of Student's t to the normal distribution at 99.9 %, two-sided: four replays of a
-    scalar are four numbers, and all of them may happen to be small. A tensor has many elements.
+    The ratio of Student's t to the normal distribution at 99.9 %, two-sided.
     """
     if samples >= _STUDENT[-1][0]:
         return 1.0
@@ -350,17 +327,11 @@ def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
     atomic_write(directory / FILE, "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def read(directory: Path, dtypes: Iterable[tuple[TraceKey, str]], **how: float) -> Tolerances:
-    """Read ``tolerances.jsonl``; ``how`` as of :class:`Tolerances`. Raises as :func:`moves`."""
-    known = dict(dtypes)
-    return Tolerances(moves(directory, known), known, **how)
-
-
-def moves(directory: Path, known: Container[TraceKey]) -> dict[TraceKey, Moved]:
-    """What ``tolerances.jsonl`` of a reference with these tensors says of each.
+def read(directory: Path, known: Container[TraceKey]) -> dict[TraceKey, Moved]:
+    """What replays did to each tensor of a reference, which has the ``known`` ones.
 
     Raises:
-        TTraceError: when the file is absent or damaged, or is of another trace.
+        TTraceError: when ``tolerances.jsonl`` is absent or damaged, or is of another trace.
     """
     path = directory / FILE
     moved: dict[TraceKey, Moved] = {}
@@ -384,25 +355,21 @@ def moves(directory: Path, known: Container[TraceKey]) -> dict[TraceKey, Moved]:
 
 
 def moves_of(reference: TraceReader) -> dict[TraceKey, Moved]:
-    """What replays of a reference did to each tensor. Raises as :func:`moves` does."""
-    _verify(reference)
-    return moves(reference.directory, frozenset(reference))
-
-
-def _verify(reference: TraceReader) -> None:
-    if (reference.directory / FILE).exists():  # else `moves` says what is wrong
+    """What replays of a verified reference did to each tensor. Raises as :func:`read` does."""
+    if (reference.directory / FILE).exists():  # else `read` says what is wrong
         reference.verify(FILE)
+    return read(reference.directory, frozenset(reference))
 
 
 def of_reference(reference: TraceReader) -> Tolerances:
-    """The tolerances that lie beside a reference trace. Raises as :func:`moves` does."""
-    _verify(reference)
-    return read(reference.directory, dtypes_of(reference), **parameters(reference.meta))
+    """The tolerances of a reference trace. Raises as :func:`read` does."""
+    return Tolerances(moves_of(reference), dtypes_of(reference), **parameters(reference.meta))
 
 
-def dtypes_of(reference: TraceReader) -> Iterator[tuple[TraceKey, str]]:
+def dtypes_of(reference: TraceReader) -> dict[TraceKey, str]:
     """Of all tensors of a reference."""
-    return ((one.key, one.dtype) for entries in reference.ranks.values() for one in entries)
+    entries = itertools.chain.from_iterable(reference.ranks.values())
+    return {entry.key: entry.dtype for entry in entries}
 
 
 def parameters(meta: Mapping[str, Any]) -> dict[str, float]:

@@ -280,7 +280,7 @@ class ReferenceSession(Session):
         """Replay as often as asked for, or as the tolerances need; no tensor is kept."""
         reader = TraceReader(self._directory, sealed=False)
         parameters = tolerance.parameters(self._arithmetic())
-        dtypes = dict(tolerance.dtypes_of(reader))
+        dtypes = tolerance.dtypes_of(reader)
         moved: dict[TraceKey, Moved] = {}
         again()
         repeated = self._replay_once(reader, block, run, numbers, UNPERTURBED, {})

@@ -107,9 +107,9 @@ class World:
             held,
             reference,
             tolerances,
-            1e-7,
-            mesh_of(0, len(self.ranks), **self.sizes),
-            ledger or Ledger(tuple(self.collectives)),
+            eps=1e-7,
+            mesh=mesh_of(0, len(self.ranks), **self.sizes),
+            ledger=ledger or Ledger(tuple(self.collectives)),
             isolated=isolated,
         )
         return {(v.microbatch, v.kind, v.name, v.index): v.verdict for v in verdicts}, {

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_ttrace.compare import planning
+from megatron_ttrace.compare.experts import Match
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import Match, Planner, RankLayout
+from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
