@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a layout does not reorder arithmetic, the run must be bitwise equal to its reference.
 
-Pipelines, data-parallel replicas and recomputation move work to other ranks or times; they do not
-change the order of any sum. Such a run is expected to be bitwise equal. A difference is a finding
-far below any tolerance: a stale buffer, a cast, another kernel. It may still be rounding, so it is
-not a divergence and is reported on a line of its own. The rule depends on the configuration only;
+Pipelines, data-parallel replicas and recomputation do not change the order of any sum. A difference
+may still be rounding, so it is not a divergence. The rule depends on the configuration only;
 docs/tolerance.md has it as a table.
 """
 
@@ -18,14 +16,7 @@ from megatron_ttrace.mcore.roles import is_shared_embedding
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import (
-    STEP_LEVEL,
-    Direction,
-    Exactness,
-    Kind,
-    Outcome,
-    TraceKey,
-)
+from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Exactness, Kind, Outcome, TraceKey
 
 _GRADIENTS = (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
 _UPDATES = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)

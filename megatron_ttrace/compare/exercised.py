@@ -2,8 +2,7 @@
 """Which features of a configuration had no effect in the traced steps.
 
 Gradient clipping above every norm, a mask that masks nothing, an expert without tokens: such a
-feature passes whether it is right or wrong. What was requested follows from the candidate's
-arguments (:class:`Requested`), what happened from the reference's trace (:class:`Observed`), so a
+feature passes whether it is right or wrong. What happened follows from the reference's trace, so a
 saved candidate is judged like a running one.
 """
 
@@ -20,14 +19,7 @@ from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import (
-    CHOICE,
-    SCORES,
-    Direction,
-    Kind,
-    Outcome,
-    TraceKey,
-)
+from megatron_ttrace.trace.records import CHOICE, SCORES, Direction, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 
@@ -136,7 +128,7 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
         ),
         masks_loss=tokens != tuple(mask.numel() for mask in masks) if masks else None,
         # A position that is not one more than the one before it.
-        restarts_positions=_any(bool((one.diff(dim=-1) != 1).any()) for one in positions),
+        restarts_positions=_any(bool((each.diff(dim=-1) != 1).any()) for each in positions),
         hides_documents=_hides({key.name for key in batches}, field("attention_mask"))
         if requested.resets_attention
         else None,
@@ -168,47 +160,30 @@ def unexercised(
     # A norm that is not a number was neither within nor beyond the limit.
     clips = not asked.clip or norm > asked.clip or not all(map(math.isfinite, seen.norms))
     zero, length = seen.zero_gradients, asked.seq_length
+    no = NotExercised
     table: Sequence[tuple[object, NotExercised]] = (
-        (single, NotExercised(what.ONE_RANK, 1)),
-        (pp > 1 and seen.microbatches == dp, NotExercised(what.SCHEDULE, 1, pp)),
-        (
-            not single and seen.same_batches,
-            NotExercised(what.DIFFERENT_DATA, seen.microbatches),
-        ),
-        (
-            not single and asked.sharded_optimizer and replicas == 1,
-            NotExercised(what.SHARDED_OPTIMIZER, 1),
-        ),
-        (one_bucket, NotExercised(what.BUCKETS, 1)),
-        (asked.dropout, NotExercised(what.DROPOUT)),
-        (asked.random_routing, NotExercised(what.RANDOM_ROUTING)),
-        (asked.masks_ends and seen.masks_loss is False, NotExercised(what.LOSS_MASK)),
-        (
-            asked.resets_positions and seen.restarts_positions is False,
-            NotExercised(what.POSITION_RESET),
-        ),
-        (
-            asked.resets_attention and seen.hides_documents is False,
-            NotExercised(what.ATTENTION_RESET),
-        ),
-        (alike, NotExercised(what.TOKEN_WEIGHTS, max(seen.tokens, default=0))),
-        (
-            asked.window and asked.window >= length - 1,
-            NotExercised(what.WINDOW, asked.window, length),
-        ),
-        (
-            asked.sparse and asked.sparse >= length,
-            NotExercised(what.SPARSE_ATTENTION, asked.sparse, length),
-        ),
-        (0 < samples < final, NotExercised(what.RAMP_UP, samples, final)),
-        (idle, NotExercised(what.IDLE_EXPERTS, idle, seen.experts, layers)),
-        (asked.drops_tokens and seen.dropped == 0, NotExercised(what.CAPACITY)),
-        (not clips, NotExercised(what.CLIP, norm, asked.clip)),
-        (zero, NotExercised(what.GRADIENTS, len(zero), seen.gradients, zero)),
-        (seen.updates is False, NotExercised(what.UPDATE)),
-        (unchecked > TOLD_SHARE * judged, NotExercised(what.UNCHECKED, unchecked, judged)),
+        (single, no(what.ONE_RANK, 1)),
+        (pp > 1 and seen.microbatches == dp, no(what.SCHEDULE, 1, pp)),
+        (not single and seen.same_batches, no(what.DIFFERENT_DATA, seen.microbatches)),
+        (not single and asked.sharded_optimizer and replicas == 1, no(what.SHARDED_OPTIMIZER, 1)),
+        (one_bucket, no(what.BUCKETS, 1)),
+        (asked.dropout, no(what.DROPOUT)),
+        (asked.random_routing, no(what.RANDOM_ROUTING)),
+        (asked.masks_ends and seen.masks_loss is False, no(what.LOSS_MASK)),
+        (asked.resets_positions and seen.restarts_positions is False, no(what.POSITION_RESET)),
+        (asked.resets_attention and seen.hides_documents is False, no(what.ATTENTION_RESET)),
+        (alike, no(what.TOKEN_WEIGHTS, max(seen.tokens, default=0))),
+        (asked.window and asked.window >= length - 1, no(what.WINDOW, asked.window, length)),
+        (asked.sparse and asked.sparse >= length, no(what.SPARSE_ATTENTION, asked.sparse, length)),
+        (0 < samples < final, no(what.RAMP_UP, samples, final)),
+        (idle, no(what.IDLE_EXPERTS, idle, seen.experts, layers)),
+        (asked.drops_tokens and seen.dropped == 0, no(what.CAPACITY)),
+        (not clips, no(what.CLIP, norm, asked.clip)),
+        (zero, no(what.GRADIENTS, len(zero), seen.gradients, zero)),
+        (seen.updates is False, no(what.UPDATE)),
+        (unchecked > TOLD_SHARE * judged, no(what.UNCHECKED, unchecked, judged)),
     )
-    return tuple(found for applies, found in table if applies)
+    return tuple(record for applies, record in table if applies)
 
 
 def share(verdicts: Iterable[Judged]) -> tuple[int, int]:
@@ -217,13 +192,13 @@ def share(verdicts: Iterable[Judged]) -> tuple[int, int]:
     What a step starts from (tokens, parameters, initial values) is given, not computed: it counts
     in neither.
     """
-    computed = [one for one in verdicts if one.direction is not Direction.START]
-    return sum(one.verdict is Outcome.UNCHECKED for one in computed), len(computed)
+    computed = [v.verdict for v in verdicts if v.direction is not Direction.START]
+    return computed.count(Outcome.UNCHECKED), len(computed)
 
 
-def _any(found: Iterable[bool]) -> bool | None:
+def _any(facts: Iterable[bool]) -> bool | None:
     """Whether any is true; ``None`` where there is none."""
-    known = list(found)
+    known = list(facts)
     return any(known) if known else None
 
 
@@ -262,15 +237,13 @@ def _routing(
         if key.index == CHOICE:
             choice = reference.tensor(entry).flatten().long()
             experts = reference.entry(dataclasses.replace(key, index=SCORES)).shape[-1]
-            found = torch.bincount(choice, minlength=experts)
-            counts[key.name] = counts[key.name] + found if key.name in counts else found
+            counts[key.name] = counts.get(key.name, 0) + torch.bincount(choice, minlength=experts)
             chosen += choice.numel()
         elif key.name not in routers:
             followed = True
             rows += entry.shape[0]
-    idle = {name: int((found == 0).sum()) for name, found in counts.items()}
-    total = sum(len(found) for found in counts.values())
-    return total, idle, chosen - rows if followed and chosen else None
+    idle = {name: int((count == 0).sum()) for name, count in counts.items()}
+    return sum(map(len, counts.values())), idle, chosen - rows if followed and chosen else None
 
 
 def _zero_by_name(tolerances: Tolerances, keys: Iterable[TraceKey]) -> dict[str, bool]:

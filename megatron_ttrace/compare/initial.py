@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do Megatron's own initial values have the distribution that they have on one device?
+"""Do initial values have the distribution that they have on one device?
 
-Another layout draws other random numbers, so elements cannot be compared. Constants can: they must
-be equal. Of random values the mean and the variance are compared, with a bound that holds for any
-number of elements. Ranks that hold the same part must hold the same bits; different parts must not.
-docs/tolerance.md derives the rule.
+Constants must be equal. Of random values the mean and the variance are compared. Ranks that hold
+the same part must hold the same bits; different parts must not. docs/tolerance.md derives the rule.
 """
 
 from __future__ import annotations
@@ -94,9 +92,9 @@ def distance(own: Moments, reference: Moments) -> tuple[float, float]:
     means = free * math.log1p(t_squared / free)
     heavy = 2 / (max(reference.kurtosis, 3.0) - 1)
     spreads = 0.0
-    for one in (own, reference):
-        variance = one.std**2
-        spreads += heavy * (one.n - 1) * math.log(pooled / variance) if variance else math.inf
+    for sample in (own, reference):
+        variance = sample.std**2
+        spreads += heavy * (sample.n - 1) * math.log(pooled / variance) if variance else math.inf
     if means > spreads:
         return means, math.sqrt(per_mean)
     return max(spreads, 0.0), math.sqrt(per_mean / (2 * heavy))
@@ -113,26 +111,26 @@ def judge(
         eps: machine epsilon of the compute dtype, for printing errors in its multiples.
     """
     held: dict[TraceKey, list[Holder]] = {key: [] for key in expected}
-    for rank, found in measured.items():
-        for one in found:
-            if one.key.kind is Kind.INITIAL and one.moments is not None:
-                held.setdefault(one.key, []).append((rank, one))
+    for rank, tensors in measured.items():
+        for tensor in tensors:
+            if tensor.key.kind is Kind.INITIAL and tensor.moments is not None:
+                held.setdefault(tensor.key, []).append((rank, tensor))
     parts = {key: _parts(holders) for key, holders in held.items()}
     twins = _twins(parts, expected)
     verdicts = []
     for key, holders in held.items():
-        said = _judge(key, expected.get(key), holders, parts[key], twins)
+        finding = _judge(key, expected.get(key), holders, parts[key], twins)
         verdicts.append(
             verdict_of(
                 key,
                 expected[key][0] if key in expected else holders[0][1].logical_shape,
-                said.outcome,
-                said.ranks or [rank for rank, _ in holders],
-                said.note,
+                finding.outcome,
+                finding.ranks or [rank for rank, _ in holders],
+                finding.note,
                 placement=holders[0][1].placement if holders else "",
-                reason=said.reason,
-                error=said.error,
-                tolerance=said.tolerance,
+                reason=finding.reason,
+                error=finding.error,
+                tolerance=finding.tolerance,
                 eps=eps,
             )
         )
@@ -140,11 +138,7 @@ def judge(
 
 
 def _judge(
-    key: TraceKey,
-    expected: Expected | None,
-    holders: Sequence[Holder],
-    parts: Parts,
-    twins: Twins,
+    key: TraceKey, expected: Expected | None, holders: Sequence[Holder], parts: Parts, twins: Twins
 ) -> _Finding:
     if expected is None or not holders:
         return _unchecked(Note(Remark.ONE_RUN))
@@ -220,16 +214,16 @@ def _conflict(reference: Moments, ranks: Sequence[int], holders: Sequence[Holder
     return dataclasses.replace(conflict, reason=Reason.RANDOM_STATE)
 
 
-def _related(one: Moments, other: Moments) -> bool:
+def _related(*samples: Moments) -> bool:
     """Whether two samples can have the same numbers, up to their order and one factor."""
-    values = [
+    ours, theirs = (
         (m.least, m.most, m.mean, math.sqrt(m.squares / m.n), (m.fourths / m.n) ** 0.25)
-        for m in (one, other)
-    ]
-    scale = values[1][3] / values[0][3]
-    return one.n == other.n and all(
-        math.isclose(scale * a, b, rel_tol=_SAME, abs_tol=_SAME * values[1][3])
-        for a, b in zip(*values, strict=True)
+        for m in samples
+    )
+    scale = theirs[3] / ours[3]
+    return len({m.n for m in samples}) == 1 and all(
+        math.isclose(scale * a, b, rel_tol=_SAME, abs_tol=_SAME * theirs[3])
+        for a, b in zip(ours, theirs, strict=True)
     )
 
 
@@ -254,7 +248,7 @@ def _compare(reference: Moments, parts: Parts) -> _Finding:
 def _tested(reference: Moments, tests: Sequence[tuple[float, _Part]]) -> _Finding:
     """Compare parts with the reference, each with its limit; the worst one is told."""
     measured = [(*distance(part.own, reference), limit, part) for limit, part in tests]
-    statistic, unit, limit, worst = max(measured, key=lambda one: one[0] / one[2])
+    statistic, unit, limit, worst = max(measured, key=lambda test: test[0] / test[2])
     error, tolerance = math.sqrt(statistic) * unit, math.sqrt(limit) * unit
     if statistic <= limit:
         return _Finding(Outcome.PASS, None, (), error, tolerance)
@@ -295,9 +289,7 @@ def cause(verdict: Judged) -> Cause | None:
 
 
 def _samples(*moments: Moments) -> tuple[Sample, ...]:
-    return tuple(
-        Sample(one.least, 0.0) if one.is_constant else Sample(one.mean, one.std) for one in moments
-    )
+    return tuple(Sample(m.least, 0.0) if m.is_constant else Sample(m.mean, m.std) for m in moments)
 
 
 def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected]) -> Twins:
@@ -338,14 +330,14 @@ def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected
 
 def alike(verdicts: Iterable[Judged]) -> list[Judged]:
     """Initial values that pass and are equal to those of another layer."""
-    return [one for one in verdicts if one.is_luck and one.reason is Reason.TWIN]
+    return [v for v in verdicts if v.is_luck and v.reason is Reason.TWIN]
 
 
 def _parts(holders: Sequence[Holder]) -> Parts:
     """The distinct parts of a parameter."""
     parts: dict[Region, _Part] = {}
-    for rank, one in holders:
-        if one.moments and one.moments.n:
-            known = parts.get(one.region, _Part(one.moments, ()))
-            parts[one.region] = _Part(known.own, (*known.ranks, rank))
+    for rank, tensor in holders:
+        if tensor.moments and tensor.moments.n:
+            known = parts.get(tensor.region, _Part(tensor.moments, ()))
+            parts[tensor.region] = _Part(known.own, (*known.ranks, rank))
     return parts

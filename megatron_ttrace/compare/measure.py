@@ -79,10 +79,7 @@ class Sums:
 
 
 def measure(
-    local: torch.Tensor,
-    logical: torch.Tensor,
-    boxes: Sequence[Box],
-    factor: float = 1.0,
+    local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box], factor: float = 1.0
 ) -> Sums:
     """Sums over all boxes of a local tensor against the logical one.
 

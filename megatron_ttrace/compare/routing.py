@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a router's choice of experts the reference's, or a tie?
 
-Let a token's scores be ``c`` in the candidate and ``r`` in the reference, and let each side choose
-its k best: sets C and R. The *regret* of the reference's choice under the candidate's own scores is
+The *regret* of the reference's choice is the candidate's own scores of the experts that it chose,
+less those that the reference chose. Where scores agree within their tolerance, so does
+``regret / sqrt(2k)`` (docs/tolerance.md). A larger regret is a choice that rounding cannot explain.
 
-    sum of c over C - sum of c over R  >=  0.
-
-R is best under r, so the regret is at most the sum of ``|c - r|`` over the experts in which the
-choices differ, at most 2k of them: ``regret <= sqrt(2k) * ||c - r||``. So where scores agree within
-their tolerance, ``regret / sqrt(2k)`` lies within it too: no other bound is needed. A larger
-regret is a choice that rounding cannot explain.
-
-With groups of experts (``--moe-router-num-groups``; ``group_limited_topk`` in
-megatron/core/transformer/moe/moe_utils.py) g groups are chosen first, by the sum of their k/g best
-scores. Where the reference took experts of a group T that is not among the candidate's, the regret
-is the lowest chosen group's score less T's, bounded by the same argument.
+With groups of experts (``group_limited_topk`` in megatron/core/transformer/moe/moe_utils.py) g
+groups are chosen first, by the sum of their k/g best scores. Where the reference took experts of a
+group T that is not among the candidate's, the regret is the lowest chosen group's score less T's.
 """
 
 from __future__ import annotations
@@ -68,9 +61,9 @@ def left(
 ) -> tuple[Sums, int]:
     """Compare what two runs left of one choice within the experts' capacity.
 
-    An expert keeps the tokens of the highest probability, so by the argument above the regret of
-    one expert is at most the square root of the number of assignments that differ, times the error
-    of its probabilities. One that keeps more or fewer tokens has a regret as well, of either sign.
+    An expert keeps the tokens of the highest probability, so its regret is at most the square root
+    of the number of assignments that differ, times the error of its probabilities. One that keeps
+    more or fewer tokens has a regret as well, of either sign.
 
     Args:
         probabilities: the candidate's, of all that was chosen, [tokens, experts].

@@ -22,10 +22,7 @@ class Storing:
     """Stores what a rank of the reference has, each tensor once, and other names as references."""
 
     def __init__(
-        self,
-        writer: TraceWriter,
-        iteration: int,
-        forecast: Callable[[int], None] | None = None,
+        self, writer: TraceWriter, iteration: int, forecast: Callable[[int], None] | None = None
     ) -> None:
         """Prepare.
 
@@ -81,10 +78,7 @@ class WriteSink(Storing):
     """Stores everything whole: the sink of a reference on one rank."""
 
     def __init__(
-        self,
-        writer: TraceWriter,
-        iteration: int,
-        forecast: Callable[[int], None] | None = None,
+        self, writer: TraceWriter, iteration: int, forecast: Callable[[int], None] | None = None
     ) -> None:
         super().__init__(writer, iteration, forecast)
         self._routed: dict[Place, torch.Tensor] = {}

@@ -17,14 +17,7 @@ from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.run.answer import requested as asked
 from megatron_ttrace.trace.codec import CodecError
-from megatron_ttrace.trace.records import (
-    CHOICE,
-    SCORES,
-    STEP_LEVEL,
-    Kind,
-    Outcome,
-    TraceKey,
-)
+from megatron_ttrace.trace.records import CHOICE, SCORES, STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 from tests.placement.meshes import mesh_of
@@ -107,12 +100,7 @@ def test_a_job_that_uses_what_it_asks_for_is_told_nothing(mesh) -> None:
         ),
         ({}, {"dropped": 0}, DP2, NotExercised(Unexercised.CAPACITY)),
         ({}, {"norms": (0.3, 1.0)}, DP2, NotExercised(Unexercised.CLIP, 1.0, 1.0)),
-        (
-            {},
-            {"zero_gradients": ("w",)},
-            DP2,
-            NotExercised(Unexercised.GRADIENTS, 1, 9, ("w",)),
-        ),
+        ({}, {"zero_gradients": ("w",)}, DP2, NotExercised(Unexercised.GRADIENTS, 1, 9, ("w",))),
         ({}, {"updates": False}, DP2, NotExercised(Unexercised.UPDATE)),
     ],
 )

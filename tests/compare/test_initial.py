@@ -358,11 +358,7 @@ def test_not_finite():
     [
         ({}, [held(0, drawn(2, *SHAPE))], "only one of the runs has them"),
         (REFERENCE, [], "only one of the runs has them"),
-        (
-            REFERENCE,
-            [held(0, drawn(2, 4, 4), (4, 4))],
-            "(64, 64) in the reference",
-        ),
+        (REFERENCE, [held(0, drawn(2, 4, 4), (4, 4))], "(64, 64) in the reference"),
         (REFERENCE, shards(drawn(2, 32, 64), drawn(3, 32, 64))[:1], "incomplete"),
         (
             REFERENCE,

@@ -199,10 +199,7 @@ def test_metrics_of_a_step_in_bf16(index, least):
 def test_the_file_keeps_every_number(tmp_path):
     """Infinities and the last bit survive."""
     other = dataclasses.replace(KEY, microbatch=1, index=2)
-    moved = {
-        KEY: Moved(16, 0.1 + 0.2, (1 / 3, math.inf)),
-        other: Moved(0, 0.0, (0.0, 5e-324)),
-    }
+    moved = {KEY: Moved(16, 0.1 + 0.2, (1 / 3, math.inf)), other: Moved(0, 0.0, (0.0, 5e-324))}
     write(tmp_path, moved)
     assert read(tmp_path, moved) == moved
     assert of(KEY, moved, "float32").blind
