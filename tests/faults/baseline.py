@@ -11,9 +11,10 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from tests.faults import training
 from tests.faults.faults import Family
 from tests.faults.processes import Command, Started, bury
+from tests.integration import jobs
+from tests.planted import train as training
 
 SCRIPT = training.SCRIPT
 NPROC = 2
@@ -128,9 +129,9 @@ def train(
 
 
 def bits_of(home: Path) -> tuple[str, ...]:
-    """What a training run logged."""
-    file = home / "bits.txt"
-    return tuple(file.read_text().splitlines()) if file.is_file() else ()
+    """What all ranks of a training run logged."""
+    logs = home.glob("rank-*.stdout.txt")
+    return tuple(jobs.bits_of("".join(log.read_text(errors="replace") for log in logs)))
 
 
 def prepare(folder: Path, families: Collection[Family], start: float) -> Baseline:
@@ -185,7 +186,7 @@ def _training(folder: Path) -> dict[str, object]:
     for name, flags in (("plain", ()), ("traced", ("--ttrace", "--ttrace-no-wandb"))):
         home = folder / name
         home.mkdir()
-        order: dict[str, object] = {"bits": str(home / "bits.txt")}
+        order: dict[str, object] = {"bits": True}
         if flags:
             made = Started(
                 check(

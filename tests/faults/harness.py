@@ -14,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.faults import baseline, training
+from tests.faults import baseline
 from tests.faults.baseline import Baseline, check
 from tests.faults.faults import (
     Damage,
@@ -38,6 +38,7 @@ from tests.faults.faults import (
 )
 from tests.faults.judging import Problem, Row, of_command, of_training, text
 from tests.faults.processes import Command, Started, bury
+from tests.planted import train as training
 
 LIMIT = 60.0
 COLD_LIMIT = 150.0
@@ -353,7 +354,7 @@ class Experiment:
             return
         codes, hung = baseline.train(
             self.home,
-            {"bits": str(self.home / "bits.txt"), **order},
+            {"bits": True, **order},
             *("--ttrace", "--ttrace-no-wandb", "--ttrace-dir", "out"),
             cache=local,
             limit=LIMIT,

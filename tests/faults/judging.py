@@ -118,8 +118,7 @@ def of_training(
     if hung:
         found.append((Problem.HANG, f"exit codes {list(codes)}"))
     ended = any(code != 0 for code in codes)
-    same = tuple(logged) == tuple(expected[: len(logged)])
-    if not same or (not ended and len(logged) != len(expected)):
+    if not set(logged) <= set(expected) or (not ended and len(logged) != len(expected)):
         found.append((Problem.HARMED, f"losses {logged}, not {expected}"))
     if not _GAVE_UP.search(said):
         found.append((Problem.NO_LINE, said[-300:]))

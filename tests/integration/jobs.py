@@ -1,15 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small jobs that the end-to-end tests run."""
 
+import dataclasses
+import functools
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron_ttrace.report.files import load_report
+from megatron_ttrace.trace.records import Summary, Verdict
 from tests import warm
+from tests.planted.mistakes import PLANTED
+from tests.planted.train import ORDER, SCRIPT
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "launch" / "pretrain_gpt.py"
+TRAIN = ROOT / "tests" / "planted" / "train.py"
+TP, PP, CP = (
+    (f"--{axis}-parallel-size", "2") for axis in ("tensor-model", "pipeline-model", "context")
+)
+ZERO = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -60,6 +73,89 @@ def python(
         timeout=timeout,
         check=False,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A check that ended, and the report it wrote to ``out``."""
+
+    done: subprocess.CompletedProcess[str]
+    out: Path
+
+    @property
+    def said(self) -> str:
+        """All it printed."""
+        return self.done.stdout + self.done.stderr
+
+    @functools.cached_property
+    def report(self) -> tuple[Summary, list[Verdict]]:
+        """Summary and verdicts."""
+        return load_report(self.out)
+
+    @property
+    def summary(self) -> Summary:
+        return self.report[0]
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return self.report[1]
+
+    @property
+    def failed(self) -> list[Verdict]:
+        """Verdicts that are failures."""
+        return [verdict for verdict in self.verdicts if verdict.verdict.is_failure]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """``summary.json`` as others read it."""
+        document: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return document
+
+
+def check(
+    cwd: Path,
+    *words: object,
+    flags: Sequence[object] = (),
+    nproc: int = 2,
+    code: int = 0,
+    mistake: str = "",
+    script: Path | None = None,
+    model: Sequence[object] = TINY,
+    cold: bool = False,
+    **more: str,
+) -> Checked:
+    """``ttrace check FLAGS -- SCRIPT MODEL WORDS`` in ``cwd``, which must end with ``code``.
+
+    With a ``mistake``, one of ``tests/planted`` by name, its training script makes that.
+    """
+    if mistake:
+        more[PLANTED] = mistake
+    ranks = ("--nproc-per-node", nproc) if nproc else ()
+    done = ttrace(
+        *("check", "--quiet", "--ttrace-no-wandb", *ranks, *flags, "--"),
+        *(script or (TRAIN if mistake else SCRIPT), *model, *words),
+        cwd=cwd,
+        cold=cold,
+        **more,
+    )
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    named = list(flags)[list(flags).index("--ttrace-dir") + 1] if "--ttrace-dir" in flags else None
+    return Checked(done, cwd / (named or "ttrace-out"))
+
+
+def train(
+    cwd: Path, *words: object, nproc: int = 2, mode: str = "", cold: bool = False, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Train a tiny job on ranks, and have it print its bits; see ``tests/planted/train.py``."""
+    more[ORDER] = json.dumps({"bits": True, "mode": mode})
+    done = torchrun(nproc, TRAIN, *TINY, *words, cwd=cwd, cold=cold, **more)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def bits_of(text: str) -> list[str]:
+    """The numbers that a run logged, of all ranks."""
+    return sorted({line[line.index("BITS") :] for line in text.splitlines() if "BITS" in line})
 
 
 def our_lines(text: str) -> list[str]:

@@ -5,6 +5,7 @@ As ``pretrain_bert.py`` and ``pretrain_t5.py`` did. Megatron-LM still has the mo
 these scripts.
 """
 
+import os
 from functools import partial
 
 import torch
@@ -17,6 +18,8 @@ from megatron.training import argument_utils, get_args, pretrain
 from megatron.training import arguments as training_arguments
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import average_losses_across_data_parallel_group
+
+from tests.planted.mistakes import PLANTED, plant
 
 TOKENS = 64
 MASK = 3
@@ -159,6 +162,8 @@ def t5_loss(mask, output):
 
 
 if __name__ == "__main__":
+    if PLANTED in os.environ:
+        plant(os.environ[PLANTED])
     args = training_arguments.parse_and_validate_args(args_defaults={"eval_interval": 1000})
     t5 = args.decoder_seq_length is not None
     pretrain(

@@ -5,15 +5,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SCRIPT, TINY, environment, ttrace
-
-ALARM = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+from tests.integration import jobs
+from tests.integration.jobs import SCRIPT, TINY, TP, ttrace
 
 
 def refused(done, *fragments: str) -> str:
@@ -29,50 +27,22 @@ def refused(done, *fragments: str) -> str:
     return lines[-1]
 
 
-def check(cwd: Path, *ours: object, nproc: int = 1, job: list[str] | None = None, **more: str):
-    """``ttrace check`` of a tiny job."""
-    return ttrace(
-        *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", nproc, *ours, "--", SCRIPT),
-        *(job if job is not None else TINY),
-        cwd=cwd,
-        **more,
-    )
+def check(cwd: Path, *flags: object, nproc: int = 1, job: Sequence[object] = TINY, **more):
+    """``ttrace check`` of a tiny job that is refused."""
+    return jobs.check(cwd, model=job, flags=flags, nproc=nproc, code=2, **more).done
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a complete reference and a complete candidate of the tiny job."""
     home = tmp_path_factory.mktemp("traced")
-    words = (
-        *(sys.executable, "-m", "megatron_ttrace", "check", "--quiet", "--ttrace-no-wandb"),
-        *("--ttrace-save-candidate", "--", SCRIPT, *TINY),
-    )
-    # Whoever reads the report decides nothing: its pipe is closed after one line.
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", '"$@" | head -1', "bash", *map(str, words)],
-        cwd=home,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("ttrace  equivalent")
-    assert (done.stdout.count("\n"), done.stderr) == (1, "")
-    return home / "ttrace-out"
+    return jobs.check(home, flags=("--ttrace-save-candidate",), nproc=1).out
 
 
 def test_a_world_size_that_does_not_fit(tmp_path: Path) -> None:
     """Megatron's own words, without its traceback."""
     done = check(tmp_path, nproc=2, job=[*TINY, "--tensor-model-parallel-size", "4"])
     refused(done, "AssertionError", "world size (2)", "not divisible by")
-
-
-def test_a_layout_megatron_refuses(tmp_path: Path) -> None:
-    """Heads that do not divide by the tensor-parallel size are refused in Megatron's words."""
-    job = [*TINY, "--tensor-model-parallel-size", "2", "--num-attention-heads", "3"]
-    refused(check(tmp_path, nproc=2, job=job), "rank")
 
 
 def test_data_that_do_not_exist(tmp_path: Path) -> None:
@@ -87,10 +57,16 @@ def test_data_that_do_not_exist(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "nproc", "words"),
     [
-        ("--expert-model-parallel-size 2 --num-experts 3", 2, "Number of experts should be"),
-        ("--multi-latent-attention --transformer-impl local", 1, "k_channels"),
         ("--context-parallel-size 2 --transformer-impl local", 2, "context parallel"),
-        ("--pipeline-model-parallel-size 2 --num-layers 3", 2, "layers should be divisible"),
+        *(
+            pytest.param(*row, marks=pytest.mark.nightly)
+            for row in (
+                ("--tensor-model-parallel-size 2 --num-attention-heads 3", 2, "rank"),
+                ("--expert-model-parallel-size 2 --num-experts 3", 2, "Number of experts should"),
+                ("--multi-latent-attention --transformer-impl local", 1, "k_channels"),
+                ("--pipeline-model-parallel-size 2 --num-layers 3", 2, "layers should be divisi"),
+            )
+        ),
     ],
 )
 def test_what_megatron_or_ttrace_refuses(
@@ -187,14 +163,12 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
         "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
     )
-    done = ttrace(
-        *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", 2, "--", script, *TINY),
-        cwd=tmp_path,
-    )
+    done = check(tmp_path, nproc=2, script=script)
     refused(done, "rank 1 was killed by signal 9", "rank-00001.log")
     assert signal.SIGKILL == 9
 
 
+@pytest.mark.nightly
 def test_an_unsupported_megatron(tmp_path: Path) -> None:
     """A release whose internals were never tried is refused by name."""
     fake = tmp_path / "sitecustomize.py"
@@ -208,10 +182,8 @@ def test_an_unsupported_megatron(tmp_path: Path) -> None:
 
 def test_dropout_is_off_in_traced_steps_and_that_is_said(tmp_path: Path) -> None:
     """Ranks cannot draw the reference's masks: the check runs without, and says so."""
-    job = [*TINY, "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
-    done = check(tmp_path, nproc=2, job=[*job, "--tensor-model-parallel-size", "2"])
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "not exercised: dropout" in done.stdout
+    words = (*TP, "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    assert "not exercised: dropout" in jobs.check(tmp_path, *words).said
 
 
 def test_one_rank_against_one_rank_is_told(traced: Path) -> None:
@@ -233,14 +205,7 @@ def test_a_share_that_is_none(traced: Path) -> None:
 
 def test_without_exit_a_failed_check_lets_training_go_on(tmp_path: Path) -> None:
     """Tracing fails open, loudly: the reference crashes, the run trains to its end."""
-    from tests.integration.jobs import torchrun
-
-    done = torchrun(
-        1,
-        *(SCRIPT, *TINY, "--ttrace", "--ttrace-no-wandb"),
-        *("--ttrace-reference-args", "--num-attention-heads 5"),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    words = ("--ttrace-reference-args", "--num-attention-heads 5")
+    done = jobs.train(tmp_path, "--ttrace", "--ttrace-no-wandb", *words, nproc=1)
     assert "training goes on, UNCHECKED" in done.stderr
     assert "iteration        3/" in done.stdout

@@ -25,6 +25,7 @@ def same(cwd: Path, a: str, b: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.nightly
 def test_another_layout(tmp_path: Path) -> None:
     """Loaded into another layout and saved again: the same weights."""
     save(tmp_path, "tp", "--tensor-model-parallel-size", 2)

@@ -9,34 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.evaluation.matrix.configurations import configurations
 from megatron_ttrace.trace.collectives import Collective, LedgerFault, Operation, Phase
-from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Summary
-from tests.integration.jobs import ttrace
+from tests.integration.jobs import TP, Checked, check, ttrace
 
-SCRIPT = Path(__file__).with_name("broken.py")
 BROKEN = "decoder.layers.1.mlp.linear_fc1"
 
 
-def check(fault: str, name: str, directory: Path, *flags: str) -> Path:
-    """The output of a job of the matrix with a fault in it."""
-    job = next(one for one in configurations() if one.name == name).case(directory)
-    done = ttrace(
-        *("check", "--quiet", "--ttrace-no-wandb", "--ttrace-dir", directory / "out", *flags),
-        *("--nproc-per-node", job.nproc, "--", SCRIPT, *job.arguments),
-        cwd=directory,
-        BROKEN=fault,
-    )
-    assert done.returncode in (0, 1), done.stderr
-    return directory / "out"
-
-
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a job whose second layer lacks a reduction in its backward pass."""
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    """A job whose second layer lacks a reduction in its backward pass."""
+    saved = ("--ttrace-save-candidate",)
     directory = tmp_path_factory.mktemp("collectives")
-    return check("unreduced_input_gradients", "tp2/gpt/fp32", directory, "--ttrace-save-candidate")
+    return check(directory, *TP, flags=saved, code=1, mistake="unreduced_input_gradients")
 
 
 def culprits_of(summary: Summary) -> None:
@@ -54,14 +39,14 @@ def culprits_of(summary: Summary) -> None:
     )
 
 
-def test_a_missing_reduction(checked: Path) -> None:
+def test_a_missing_reduction(checked: Checked) -> None:
     """In the summary, the ledger and the page."""
-    summary, _ = load_report(checked)
+    summary = checked.summary
     culprits_of(summary)
     assert summary.collective_findings == ()
     ran = [
         Collective.from_json(json.loads(line))
-        for line in (checked / "collectives.jsonl").read_text().splitlines()
+        for line in (checked.out / "collectives.jsonl").read_text().splitlines()
     ]
     reduced = {
         one.module: (one.group, one.size, one.dtype, one.ranks)
@@ -72,23 +57,22 @@ def test_a_missing_reduction(checked: Path) -> None:
     assert reduced["decoder.layers.0.mlp.linear_fc1"] == ("tp", 2, "float32", (0, 1))
     layers = [row for row in summary.collectives if row.module == "decoder.layers.*.mlp.linear_fc2"]
     assert [(row.modules, row.direction.value) for row in layers] == [(2, "forward")]
-    page = (checked / "report.html").read_text()
+    page = (checked.out / "report.html").read_text()
     assert "Collectives of the traced steps" in page
     assert "decoder.layers.*.mlp.linear_fc2" in page
 
 
-def test_from_the_saved_candidate(checked: Path) -> None:
+def test_from_the_saved_candidate(checked: Checked) -> None:
     """``ttrace compare`` says the same."""
-    done = ttrace(
-        *("compare", "--json", checked / "reference", checked / "candidate"), cwd=checked.parent
-    )
+    traces = [checked.out / side for side in ("reference", "candidate")]
+    done = ttrace("compare", "--json", *traces, cwd=checked.out.parent)
     assert done.returncode == 1, done.stderr
     culprits_of(Summary.from_json(json.loads(done.stdout)))
 
 
 def test_a_low_precision(tmp_path: Path) -> None:
     """Gradients that are reduced in bf16, where the settings say float32."""
-    summary, _ = load_report(check("gradients_in_low_precision", "dp2/gpt/bf16", tmp_path))
+    summary = check(tmp_path, "--bf16", mistake="gradients_in_low_precision").summary
     (finding,) = summary.collective_findings
     assert (finding.fault, finding.operation) == (LedgerFault.PRECISION, Operation.ALL_REDUCE)
     assert (finding.group, finding.dtype, finding.expected) == ("dp", "bfloat16", "float32")

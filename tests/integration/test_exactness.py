@@ -11,7 +11,7 @@ from megatron_ttrace.report.wording import note_text
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader, seal
-from tests.integration.jobs import SCRIPT, TINY, ttrace
+from tests.integration.jobs import PP, check, ttrace
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.1.mlp.linear_fc2")
 
@@ -30,14 +30,9 @@ def flip_a_bit(candidate: Path, rank: int) -> None:
 
 def test_one_bit(tmp_path: Path) -> None:
     """PP 2, saved, one bit flipped, compared again."""
-    done = ttrace(
-        *("check", "--nproc-per-node", 2, "--quiet", "--ttrace-save-candidate"),
-        *("--ttrace-no-wandb", "--", SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    checked = check(tmp_path, *PP, flags=("--ttrace-save-candidate",))
+    done, out = checked.done, checked.out
     assert "must be bitwise equal in this layout: all are" in " ".join(done.stdout.split())
-    out = tmp_path / "ttrace-out"
     kept = json.loads((out / "summary.json").read_text())["exactness"]
     assert kept["expected"] > 200
     assert (kept["lost"], kept["first"], kept["rel_err"]) == (0, "", None)

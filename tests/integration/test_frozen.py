@@ -1,39 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen parameters: no gradient and no update is expected of them, everything else is judged."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import TINY, ttrace
+from megatron_ttrace.trace.records import Kind
+from tests.integration.jobs import PP, TP, ZERO, check
 
-SCRIPT = Path(__file__).with_name("frozen.py")
-UPDATED = ("main_grad", "param_delta", "exp_avg", "exp_avg_sq")
+UPDATED = {Kind.MAIN_GRAD, Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ}
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights",
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        TP,
+        pytest.param((*PP, "--untie-embeddings-and-output-weights"), marks=pytest.mark.nightly),
+        pytest.param(ZERO, marks=pytest.mark.nightly),
     ],
+    ids=["tp", "pp", "zero"],
 )
-def test_frozen_parameters(layout: str, tmp_path: Path) -> None:
+def test_frozen_parameters(layout: tuple[str, ...], tmp_path: Path) -> None:
     """Equivalent; their values are still compared, before the step and after."""
-    done = ttrace(
-        *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", 2, "--", SCRIPT),
-        *(*TINY, *layout.split()),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    lines = (tmp_path / "ttrace-out" / "verdicts.jsonl").read_text().splitlines()
-    kinds: dict[str, set[str]] = {"self_attention": set(), "mlp.linear_fc1": set()}
-    for verdict in map(json.loads, lines):
-        for part in kinds:
-            if part in verdict["name"]:
-                kinds[part].add(verdict["kind"])
-    assert set(UPDATED) <= kinds["mlp.linear_fc1"]
-    assert "param" in kinds["self_attention"]
-    assert not set(UPDATED) & kinds["self_attention"]
+    checked = check(tmp_path, *layout, mistake="frozen_in_part")
+    kinds = {
+        part: {verdict.kind for verdict in checked.verdicts if part in verdict.name}
+        for part in ("self_attention", "mlp.linear_fc1")
+    }
+    assert kinds["mlp.linear_fc1"] >= UPDATED
+    assert Kind.PARAM in kinds["self_attention"]
+    assert not UPDATED & kinds["self_attention"]

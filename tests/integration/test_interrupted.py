@@ -2,8 +2,6 @@
 """Ctrl-C and worse, at moments of a real check: one line, the right exit code, nothing left."""
 
 import os
-import random
-import signal
 import sys
 import time
 from pathlib import Path
@@ -40,35 +38,12 @@ def interrupted(command: Command) -> None:
     assert command.left() == []
 
 
-@pytest.mark.parametrize("when", ["logs", "reference.log"])
+@pytest.mark.parametrize("when", ["logs", pytest.param("reference.log", marks=pytest.mark.nightly)])
 def test_ctrl_c(tmp_path: Path, when: str) -> None:
     """While ranks are forked; while the reference runs."""
     command = start(tmp_path)
     until_there(command, tmp_path / "ttrace-out" / when)
     interrupted(command)
-
-
-@pytest.mark.nightly
-def test_ctrl_c_at_any_moment(tmp_path: Path) -> None:
-    """Twenty moments, half of them counted from the first fork."""
-    moments = random.Random(1)
-    for number in range(20):
-        home = tmp_path / str(number)
-        home.mkdir()
-        command = start(home)
-        if number % 2:
-            until_there(command, home / "ttrace-out" / "logs")
-            time.sleep(moments.choice([0, 0.002, 0.01, 0.05, moments.uniform(0, 5)]))
-        else:
-            # Before that Python itself starts.
-            time.sleep(moments.uniform(1.0, 10.0))
-        if command.process.poll() is None:
-            command.ctrl_c()
-        code, _, errors = command.end()
-        # -2: the last instructions of the interpreter; a shell calls that 130, too.
-        assert code in (0, 130, -signal.SIGINT)
-        assert "Traceback" not in errors
-        assert command.left() == []
 
 
 def test_data_from_a_pipe(tmp_path: Path) -> None:
@@ -80,6 +55,7 @@ def test_data_from_a_pipe(tmp_path: Path) -> None:
     refused(done, "text.bin is a pipe, a socket or a device, not a regular file")
 
 
+@pytest.mark.nightly
 def test_a_stopped_reference(tmp_path: Path) -> None:
     """It is named and ended when its time is up."""
     script = tmp_path / "stops.py"

@@ -11,17 +11,18 @@ from tests.integration.jobs import ttrace
 
 LAYOUTS = (
     *("tp2", "tp2-sp", "pp2", "pp2-vpp2", "dp2", "dp2-zero", "dp2-zero-overlap"),
-    *("tp2-pp2", "tp2-sp-dp2", "pp2-dp2-zero", "recompute-*"),
+    *("tp2-pp2", "tp2-sp-dp2", "pp2-dp2-zero", "recompute-uniform"),
 )
 EVERYTHING = matrix.configurations()
 PROMISED = (
-    # Each layout with one of the models, in fp32 and bf16; the other model runs nightly.
+    # Each layout with one of the models in one precision; all of them run nightly.
     *(
         # Megatron's local RMSNorm does not support sequence parallelism.
-        f"{layout}/{'gpt' if number % 2 or '-sp' in layout else 'llama'}/*"
+        f"{layout}/{'gpt' if number % 2 or '-sp' in layout else 'llama'}/"
+        f"{('fp32', 'bf16')[number // 2 % 2]}"
         for number, layout in enumerate(LAYOUTS)
     ),
-    # One of each of the others; all of them run nightly.
+    # One of each of the others.
     *("cp2/llama-te/fp32", "tp2-sp-ep2-etp2/moe-te/bf16", "ep2-alltoall/moe-deep/fp32"),
     "pp2-vpp2-dp2-zero-step/gpt/bf16",
     *("tp2-sp/gpt-te/fp8-tensorwise", "tp2-sp-ep2/moe-te/fp8-blockwise"),
@@ -55,12 +56,12 @@ def alarms(rows: list[dict]) -> list[str]:
 def test_enough_is_promised() -> None:
     """Each pattern names configurations."""
     assert all(matrix.select(EVERYTHING, [pattern]) for pattern in PROMISED)
-    assert len(matrix.select(EVERYTHING, PROMISED)) >= 30
+    assert len(matrix.select(EVERYTHING, PROMISED)) >= 16
 
 
 @pytest.mark.parametrize("pattern", PROMISED)
 def test_the_promised_layouts(work: Path, pattern: str) -> None:
-    """Every layout that the README promises, in fp32 and bf16."""
+    """Every layout that the README promises."""
     assert not alarms(rows_of(pattern, cwd=work))
 
 
@@ -72,7 +73,10 @@ def test_the_whole_matrix(work: Path, seed: int) -> None:
     assert not alarms(rows_of("--all", "--seed", seed, cwd=work))
 
 
-@pytest.mark.parametrize("flags", ["--ttrace-iterations 1-3", "--ttrace-init megatron"])
+@pytest.mark.parametrize(
+    "flags",
+    ["--ttrace-iterations 1-3", pytest.param("--ttrace-init megatron", marks=pytest.mark.nightly)],
+)
 def test_other_starts(work: Path, flags: str) -> None:
     """Later steps and Megatron's own start values are judged as well, and raise no alarm."""
     [row] = rows_of("tp2/gpt/fp32", f"--ttrace-flags={flags}", cwd=work)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.integration.jobs import ROOT, SCRIPT, TINY, environment
+from tests.integration.jobs import ROOT, TINY, TRAIN, environment
+from tests.planted.train import ORDER
 
-OURS = "megatron_ttrace"
 HERE = Path(__file__).parent
 
 TENSOR = ("--tensor-model-parallel-size", "2")
@@ -35,55 +35,55 @@ FP8 = (
 EXIT = (*TENSOR, "--ttrace-exit")
 """Without ``--ttrace`` this flag does nothing."""
 
-CANDIDATE, SESSION = f"{OURS}.run.candidate:", f"{OURS}.runtime.session:Session."
-ANSWER, COMPARISON = f"{OURS}.run.answer:", f"{OURS}.runtime.comparison:"
-OPTIMIZER = f"{OURS}.mcore.optimizer:"
-SINK, CAPTURE = f"{OURS}.compare.sinks:CompareSink.", f"{OURS}.capture."
-STORE = f"{OURS}.trace.store:"
+CANDIDATE, SESSION = "runtime/candidate.py:", "runtime/session.py:Session."
+ANSWER, COMPARISON = "runtime/answer.py:", "runtime/comparison.py:"
+OPTIMIZER = "mcore/optimizer.py:"
+SINK, CAPTURE = "compare/sinks.py:CompareSink.", "capture/"
+STORE = "trace/store.py:"
 
 SHORT = [
     (ZERO, f"{CANDIDATE}CandidateSession._check@1", "trains"),
-    (ZERO, f"{CAPTURE}step:StepTap._gradients@1", "trains"),
-    (ZERO, f"{ANSWER}conclude@1", "trains"),
+    (ZERO, f"{CAPTURE}step.py:StepTap._gradients@1", "trains"),
+    (ZERO, "runtime/conclusion.py:conclude@1", "trains"),
     (ZERO, f"{OPTIMIZER}Snapshot.restore@1", "ends"),
 ]
 
 PLACES = {
     f"{CANDIDATE}CandidateSession.__init__": "trains",
-    f"{OURS}.trace.shared:require": "trains",
+    "trace/shared.py:require": "trains",
     f"{STORE}TraceReader.__init__": "trains",
-    f"{OURS}.compare.tolerance:of_reference": "trains",
+    "compare/tolerance.py:of_reference": "trains",
     f"{SESSION}begin": "trains",
     f"{COMPARISON}Comparison.initial": "trains",
-    f"{CAPTURE}batches:Served.__init__": "trains",
+    f"{CAPTURE}batches.py:Served.__init__": "trains",
     f"{SESSION}_keep": "trains",
     f"{OPTIMIZER}Snapshot.__init__": "trains",
-    f"{OURS}.trace.copies:Copies.copy": "trains",
+    "trace/copies.py:Copies.copy": "trains",
     f"{SESSION}equal_start": "trains",
     f"{SESSION}_fill": "trains",
     f"{SESSION}serve": "trains",
     f"{CANDIDATE}CandidateSession._check": "trains",
-    f"{CANDIDATE}microbatch_numbers": "trains",
+    f"{COMPARISON}microbatch_numbers": "trains",
     f"{CANDIDATE}CandidateSession.traces": "trains",
-    f"{COMPARISON}match": "trains",
+    "compare/tokens.py:match": "trains",
     f"{SINK}__init__": "trains",
     f"{SINK}placed": "trains",
     f"{SINK}tensor": "trains",
     f"{SINK}repeat": "trains",
     f"{STORE}TraceReader.tensor": "trains",
-    f"{CAPTURE}modules:ModuleTap._attach": "trains",
-    f"{CAPTURE}modules:ModuleTap.__exit__": "trains",
-    f"{CAPTURE}step:StepTap._gradients": "trains",
-    f"{CAPTURE}step:StepTap._update": "trains",
-    f"{CAPTURE}step:StepTap._losses": "trains",
+    f"{CAPTURE}modules.py:ModuleTap._attach": "trains",
+    f"{CAPTURE}modules.py:ModuleTap.__exit__": "trains",
+    f"{CAPTURE}step.py:StepTap._gradients": "trains",
+    f"{CAPTURE}step.py:StepTap._update": "trains",
+    f"{CAPTURE}step.py:StepTap._losses": "trains",
     f"{SESSION}_settle": "ends",
     f"{OPTIMIZER}Snapshot.restore": "ends",
     f"{COMPARISON}Comparison.findings": "trains",
-    f"{COMPARISON}encode": "trains",
-    f"{OURS}.run.channel:gather": "ends",
-    f"{OURS}.run.channel:buffer": "trains",
-    f"{OURS}.run.channel:decode": "trains",
-    "megatron.core.models.gpt.gpt_model:GPTModel.forward": "ends",
+    "compare/wire.py:encode": "trains",
+    "runtime/channel.py:gather": "ends",
+    "runtime/channel.py:buffer": "trains",
+    "runtime/channel.py:decode": "trains",
+    "megatron/core/models/gpt/gpt_model.py:GPTModel.forward": "ends",
 }
 """Functions that run on every rank."""
 
@@ -91,33 +91,33 @@ LONG = [
     *((ZERO, f"{place}@{rank}", end) for place, end in PLACES.items() for rank in (0, 1)),
     # Only the first tensor-parallel rank has batches to match.
     *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
-    (ZERO, f"{OURS}.trace.shared:prepare@0", "trains"),
-    (ZERO, f"{OURS}.run.launch:ensure@0", "trains"),
+    (ZERO, "trace/shared.py:prepare@0", "trains"),
+    (ZERO, "runtime/launch.py:ensure@0", "trains"),
     (ZERO, f"{ANSWER}publish@1", "trains"),
     (ZERO, f"{SINK}tensor@1=70", "trains"),
-    (ZERO, f"{CAPTURE}step:StepTap._update@0=2", "trains"),
-    (ZERO, f"{STORE}TraceReader.tensor@1=3!full", "trains"),
-    (ZERO, f"{COMPARISON}Comparison.findings@1!full", "trains"),
-    (ZERO, f"{SESSION}_fill@0!memory", "trains"),
-    (ZERO, f"{CANDIDATE}CandidateSession._check@1!kill", "dies"),
-    (ZERO, f"{OURS}.trace.shared:require@0!kill", "dies"),
+    (ZERO, f"{CAPTURE}step.py:StepTap._update@0=2", "trains"),
+    (ZERO, f"{STORE}TraceReader.tensor@1=3!OSError", "trains"),
+    (ZERO, f"{COMPARISON}Comparison.findings@1!OSError", "trains"),
+    (ZERO, f"{SESSION}_fill@0!MemoryError", "trains"),
+    (ZERO, f"{CANDIDATE}CandidateSession._check@1!SIGKILL", "dies"),
+    (ZERO, "trace/shared.py:require@0!SIGKILL", "dies"),
     (EXPERTS, f"{SINK}tensor@1=5", "trains"),
     (EXPERTS, f"{SINK}positions@1", "trains"),
-    (EXPERTS, f"{CAPTURE}experts:DispatchTap._follow@0", "trains"),
-    (EXPERTS, f"{CAPTURE}experts:RouterTap.remove@1", "trains"),
-    (EXPERTS, f"{CAPTURE}experts:RouterTap.remove@0=always", "ends"),
-    (EXPERTS, f"{CAPTURE}modules:ModuleTap.__exit__@1", "trains"),
+    (EXPERTS, f"{CAPTURE}experts.py:DispatchTap._follow@0", "trains"),
+    (EXPERTS, f"{CAPTURE}experts.py:RouterTap.remove@1", "trains"),
+    (EXPERTS, f"{CAPTURE}experts.py:RouterTap.remove@0=0", "ends"),
+    (EXPERTS, f"{CAPTURE}modules.py:ModuleTap.__exit__@1", "trains"),
     (PIPELINE, f"{SINK}tensor@1=5", "trains"),
     (PIPELINE, f"{CANDIDATE}CandidateSession._check@0", "trains"),
-    (PIPELINE, "megatron.core.models.gpt.gpt_model:GPTModel.forward@0", "ends"),
+    (PIPELINE, "megatron/core/models/gpt/gpt_model.py:GPTModel.forward@0", "ends"),
     (FSDP, f"{SESSION}_fill@1", "trains"),
     (FSDP, f"{SINK}tensor@0=5", "trains"),
     (FSDP, f"{OPTIMIZER}Snapshot.restore@0", "ends"),
     (FP8, f"{SINK}replace@1=3", "trains"),
     (EXIT, f"{CANDIDATE}CandidateSession._check@1", "exits"),
     (EXIT, f"{SINK}tensor@1=5", "exits"),
-    (EXIT, f"{ANSWER}conclude@1", "exits"),
-    (FP8, f"{OURS}.run.low_precision:restart_scales@1", "trains"),
+    (EXIT, "runtime/conclusion.py:conclude@1", "exits"),
+    (FP8, "runtime/low_precision.py:restart_scales@1", "trains"),
 ]
 
 
@@ -148,6 +148,17 @@ class Done:
         ]
 
 
+def order_of(fault: str, directory: Path) -> dict[str, object]:
+    """What a rank is to do: ``file:function@rank``, and ``=call`` and ``!error`` after that."""
+    pattern = r"([^@]+)@(\d)(?:=(\d+))?(?:!(\w+))?"
+    parts = re.fullmatch(pattern, fault)
+    if parts is None:
+        return {}
+    function, rank, call, error = parts.groups()
+    failure = {"function": function, "call": int(call or 1), "error": error or "RuntimeError"}
+    return {rank: {"raise": {**failure, "mark": str(directory / "mark")}}}
+
+
 def train(folder: Path, wanted: list[tuple[tuple[str, ...], str]]) -> list[Done]:
     """Train each layout with its fault; the fault ``untraced`` is training without the checker."""
     jobs = []
@@ -160,10 +171,10 @@ def train(folder: Path, wanted: list[tuple[tuple[str, ...], str]]) -> list[Done]
                 "directory": str(directory),
                 "limit": 150,
                 "nproc": 2,
-                "script": str(HERE / "faulty.py"),
-                "arguments": [str(SCRIPT), *TINY, *layout, *words],
+                "script": str(TRAIN),
+                "arguments": [*TINY, *layout, *words],
                 "environment": {
-                    "FAULT": fault if "@" in fault else "",
+                    ORDER: json.dumps({"bits": True, **order_of(fault, directory)}),
                     "TTRACE_CACHE": str(folder / "cache"),
                 },
             }
@@ -216,7 +227,7 @@ def check(folder: Path, cases: list[tuple[tuple[str, ...], str, str]]) -> None:
     plain = dict(zip(layouts, done, strict=False))
     for run in plain.values():
         assert run.codes == [0, 0], run.logs
-        assert len(run.bits) == 3
+        assert len(run.bits) == 9
     wrong, table = [], []
     for (layout, fault, expected), run in zip(cases, done[len(layouts) :], strict=True):
         problem = judge(fault, expected, run, plain[layout])

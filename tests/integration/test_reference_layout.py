@@ -12,7 +12,8 @@ from megatron_ttrace.compare.measure import measure, relative_error
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader
-from tests.integration.jobs import SCRIPT, TINY, our_lines, ttrace
+from tests.integration import jobs
+from tests.integration.jobs import TINY, our_lines
 
 JOB = (*TINY, "--num-layers", 4)
 TP = ("--tensor-model-parallel-size", 4)
@@ -23,38 +24,18 @@ LLAMA = (
     *"--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2".split(),
 )
 
-FAULTY = f"""
-import os
-import torch
-import megatron_ttrace
-megatron_ttrace.enable()
-from megatron.core.transformer.mlp import MLP
-forward = MLP.forward
-def faulty(self, *args, **kwargs):
-    output, bias = forward(self, *args, **kwargs)
-    return output * (FACTOR if CONDITION else 1.0), bias
-MLP.forward = faulty
-exec(compile(open({str(SCRIPT)!r}).read(), {str(SCRIPT)!r}, "exec"))
-"""
-"""Megatron with a fault; ``runpy`` would set another ``sys.argv[0]``, which the reference runs."""
 
-
-def check(home: Path, *flags, script=SCRIPT, nproc=4, arguments=TP):
-    """Check the job; what was said, and the answer if there is one."""
-    options = ("--ttrace-no-wandb", "--ttrace-dir", home / "out", *flags)
-    words = ("--nproc-per-node", nproc, *options, "--", script, *JOB, *arguments)
-    done = ttrace("check", *words, cwd=home)
-    summary = home / "out" / "summary.json"
-    return done, json.loads(summary.read_text()) if done.returncode != 2 else {}
+def check(home: Path, *flags, arguments=TP, nproc=4, **more) -> jobs.Checked:
+    """Check the job."""
+    flags = ("--ttrace-dir", "out", *flags)
+    return jobs.check(home, *arguments, flags=flags, nproc=nproc, model=JOB, **more)
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory):
     """A directory with a finished check, and its answer."""
     home = tmp_path_factory.mktemp("layout")
-    done, summary = check(home, "--ttrace-reference-layout", "tp=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return home, summary
+    return home, check(home, "--ttrace-reference-layout", "tp=2").document
 
 
 def test_a_healthy_run(healthy):
@@ -78,46 +59,41 @@ def test_a_healthy_run(healthy):
 
 def test_a_known_bug(healthy):
     """The reference is used again; the bug of one layout is not in the other."""
-    done, summary = check(healthy[0], "--ttrace-reference-layout", "tp=2", "--ttrace-bug", "01")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert summary["culprits"][0]["name"] == "embedding.word_embeddings"
-    assert "using the reference made earlier" in done.stdout + done.stderr
+    flags = ("--ttrace-reference-layout", "tp=2", "--ttrace-bug", "01")
+    checked = check(healthy[0], *flags, code=1)
+    assert checked.summary.culprits[0].name == "embedding.word_embeddings"
+    log = checked.out / "logs" / "rank-00000.log"
+    assert "using the reference made earlier" in log.read_text()
 
 
 def test_no_layout(tmp_path):
     """One line, before anything starts."""
-    done, _ = check(tmp_path, "--ttrace-reference-layout", "tp=2 ep=2")
-    assert done.returncode == 2
-    (line,) = our_lines(done.stderr)
+    checked = check(tmp_path, "--ttrace-reference-layout", "tp=2 ep=2", code=2)
+    (line,) = our_lines(checked.done.stderr)
     assert line.endswith("'tp=2 ep=2': a reference can be divided along tp, pp, cp, not ep")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("factor", "condition", "says"),
+    ("mistake", "says"),
     [
         (
-            "1.01",
-            "torch.distributed.get_world_size() > 1",
+            "larger_on_several_ranks",
             "on a shrunk job this layout is not equivalent to one device",
         ),
         (
-            "1 + 2**-20",
-            "output.shape[-1] == 32 and os.environ['RANK'] == '1'",
+            "larger_on_one_rank_of_the_full_size",
             "merging the shards: the reference's ranks 1 and others have other bits in "
             "decoder.layers.0.mlp ",
         ),
     ],
     ids=["small", "large"],
 )
-def test_a_reference_that_is_wrong_itself(tmp_path, factor, condition, says):
+def test_a_reference_that_is_wrong_itself(tmp_path, mistake, says):
     """In every size, or only in the full one, where replicas differ: there is no verdict."""
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY.replace("FACTOR", factor).replace("CONDITION", condition))
-    done, _ = check(tmp_path, "--ttrace-reference-layout", "tp=2", script=script)
-    assert done.returncode == 2
-    assert says in done.stdout + done.stderr
-    assert not (tmp_path / "out" / "reference").exists()
+    checked = check(tmp_path, "--ttrace-reference-layout", "tp=2", code=2, mistake=mistake)
+    assert says in checked.said
+    assert not (checked.out / "reference").exists()
 
 
 @pytest.mark.nightly
@@ -137,9 +113,8 @@ def test_four_ranks(tmp_path, layout, more):
     for name, flags in (("several", ("--ttrace-reference-layout", layout)), ("one", ())):
         home = tmp_path / name
         home.mkdir()
-        done, summary = check(home, *flags, nproc=8, arguments=(*LLAMA, *more))
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert list(summary["counts"]) == ["pass"]
+        checked = check(home, *flags, nproc=8, arguments=(*LLAMA, *more))
+        assert list(checked.document["counts"]) == ["pass"]
         traces.append(TraceReader(home / "out" / "reference"))
     several, one = traces
     assert set(several) == set(one)

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ttrace.trace.files import load_report
-from tests.integration.jobs import SCRIPT, TINY, ttrace
+from tests.integration.jobs import TP, check
 
 JOB = (
-    *TINY,
-    *"--tensor-model-parallel-size 2 --sequence-parallel --normalization RMSNorm".split(),
-    *"--transformer-impl transformer_engine --disable-bias-linear --ttrace-bug 11".split(),
+    *TP,
+    *"--sequence-parallel --normalization RMSNorm --transformer-impl transformer_engine".split(),
+    *"--disable-bias-linear --ttrace-bug 11".split(),
 )
 """The gradients of norms are not summed over tensor-parallel ranks."""
 
@@ -31,43 +30,25 @@ def busy(processes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for one in running:
-            one.kill()
-            one.wait()
+        for process in running:
+            process.kill()
+            process.wait()
 
 
-def answer(directory: Path) -> tuple[Any, ...]:
+def answer(directory: Path, load: int) -> tuple[Any, ...]:
     """All that a check found out and says: its summary without times, and its verdicts."""
     directory.mkdir()
-    done = ttrace(
-        *("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", 2, "--", SCRIPT, *JOB),
-        cwd=directory,
-    )
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
-    summary, verdicts = load_report(directory / "ttrace-out")
-    (culprit, *_) = summary.culprits
+    with busy(load):
+        checked = check(directory, *JOB, code=1)
+    (culprit, *_) = checked.summary.culprits
     assert culprit.cause is not None
-    return dataclasses.replace(summary, run=None, timings={}), verdicts
-
-
-def answers(directory: Path, loads: list[int]) -> list[tuple[Any, ...]]:
-    """One check for each number of busy processes, with a reference of its own."""
-    found = []
-    for number, load in enumerate(loads):
-        with busy(load):
-            found.append(answer(directory / str(number)))
-    return found
-
-
-def test_twice(tmp_path):
-    """Alone, and beside two busy processes."""
-    alone, beside = answers(tmp_path, [0, 2])
-    assert alone == beside
+    return dataclasses.replace(checked.summary, run=None, timings={}), checked.verdicts
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_ten_times(tmp_path):
-    """Five times alone, five times beside eight busy processes."""
-    first, *others = answers(tmp_path, [0] * 5 + [8] * 5)
+    """Five times alone, five times beside eight busy processes, with a reference of its own."""
+    loads = enumerate([0] * 5 + [8] * 5)
+    first, *others = (answer(tmp_path / str(number), load) for number, load in loads)
     assert others == [first] * 9

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SCRIPT, TINY, ttrace
+from tests.integration.jobs import TP, check
 
 
 def test_scalars_beside_the_training_curves(tmp_path: Path) -> None:
@@ -13,15 +13,10 @@ def test_scalars_beside_the_training_curves(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    done = ttrace(
-        *("check", "--nproc-per-node", 2, "--ttrace-no-wandb", "--", SCRIPT, *TINY),
-        *("--tensor-model-parallel-size", 2, "--tensorboard-dir", tmp_path / "events"),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = EventAccumulator(str(tmp_path / "events"))
-    found.Reload()
-    (worst,) = found.Scalars("ttrace/worst_margin")
+    check(tmp_path, *TP, "--tensorboard-dir", tmp_path / "events")
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    (worst,) = events.Scalars("ttrace/worst_margin")
     assert worst.step == 1
     assert 0 < worst.value < 1
-    assert "ttrace/margin/decoder.layers.0" in found.Tags()["scalars"]
+    assert "ttrace/margin/decoder.layers.0" in events.Tags()["scalars"]

@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.integration.jobs import ROOT, SCRIPT, TINY, ttrace
+from tests.integration.jobs import ROOT, SCRIPT, TINY, TP, ttrace
 from tests.report import wandb_file
 
 
@@ -17,8 +17,7 @@ def masked(text: str) -> str:
 def test_an_offline_run_holds_table_and_alert(tmp_path: Path) -> None:
     """Without a key and without a network the run is written offline and can be read back."""
     done = ttrace(
-        *("check", "--nproc-per-node", 2, "--ttrace-bug", "01", "--", SCRIPT, *TINY),
-        *("--tensor-model-parallel-size", 2),
+        *("check", "--nproc-per-node", 2, "--ttrace-bug", "01", "--", SCRIPT, *TINY, *TP),
         cwd=tmp_path,
         WANDB_MODE="offline",
         # As it is inherited from a process whose service has ended.

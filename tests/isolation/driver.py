@@ -23,7 +23,7 @@ if __name__ == "__main__":
                     arguments=tuple(one["arguments"]),
                     nproc=one["nproc"],
                     settings=split(one["flags"], place)[0],
-                    environment={"TTRACE_CACHE": one["cache"]},
+                    environment={"TTRACE_CACHE": one["cache"], **one["environment"]},
                 ),
                 fork=fork,
             )

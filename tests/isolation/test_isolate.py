@@ -15,7 +15,8 @@ from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import Kind
 from tests import warm
-from tests.integration.jobs import SCRIPT, TINY, environment
+from tests.integration.jobs import SCRIPT, TINY, TP, TRAIN, environment
+from tests.planted.mistakes import PLANTED
 
 HERE = Path(__file__).parent
 LLAMA = (
@@ -160,6 +161,7 @@ def run(folder: Path, *jobs: dict[str, Any]) -> list[tuple[dict[str, Any], list[
             "flags": ["--ttrace-isolate"],
             "cache": str(folder / "cache"),
             "directory": str(folder / str(number)),
+            "environment": {},
             **job,
         }
         for number, job in enumerate(jobs)
@@ -188,8 +190,8 @@ def healthy(name: str, *more: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_faults(tmp_path: Path) -> None:
     """Isolated, both spoilt modules are red and nothing else; without, the first hides the rest."""
-    job = {"nproc": 2, "script": str(HERE / "two_faults.py")}
-    job["arguments"] = [*TINY, "--tensor-model-parallel-size", "2"]
+    job = {"nproc": 2, "script": str(TRAIN), "environment": {PLANTED: "two_modules"}}
+    job["arguments"] = [*TINY, *TP]
     (isolated, rows), (_, spread) = run(tmp_path, job, {**job, "flags": []})
     red = [row for row in rows if row["verdict"] not in ("pass", "unchecked")]
     modules = {

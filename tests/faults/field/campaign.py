@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.faults.field import commands, inputs, scripts, secrets
-from tests.faults.field.numeric import NUMERIC
-from tests.faults.field.planting import plant
+from tests.faults.field.planting import NUMERIC, plant
 from tests.faults.field.rows import Row
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from tests.faults.field import commands, pulls, secrets
 from tests.faults.field.campaign import faults, table
-from tests.faults.field.numeric import NUMERIC
-from tests.faults.field.planting import has_effect, plant
+from tests.faults.field.planting import NUMERIC, has_effect, plant
 from tests.faults.field.rows import Row
 from tests.integration.jobs import ROOT, python
 
@@ -32,7 +31,7 @@ def test_a_secret(name: str) -> None:
 
 def test_an_update_that_is_not_copied(tmp_path: Path) -> None:
     """Far less than an epsilon of the weights, and yet it diverges."""
-    [fault] = [fault for fault in NUMERIC if fault.id == "zero-stale-parameter"]
+    [fault] = [fault for fault in NUMERIC if fault.id == "zero_stale_parameter"]
     row = plant(fault, tmp_path / "check")
     assert row.injected
     assert row.problems == ()

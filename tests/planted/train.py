@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train as launch/pretrain_gpt.py does, with what a test asks for in the environment.
+
+``TTRACE_TEST_PLANTED`` names a mistake of ``mistakes.py``. ``TTRACE_TEST_ORDER``, which is gone
+before the script starts, so that a reference does not see it, is a JSON object:
+
+- ``bits``: print all bits of what each step logs and of the weights it leaves.
+- ``mode``: ``bare`` runs Megatron on the CPU backend, without the rest of this package;
+  ``spilling`` keeps no copy of the training state in memory, and prints their size in files.
+- a rank's number: ``record`` (a file) counts calls of our functions; ``raise`` fails in one.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import hashlib
+import json
+import os
+import runpy
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import megatron_ttrace
+from tests.planted.mistakes import PLANTED, plant
+
+ORDER = "TTRACE_TEST_ORDER"
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
+
+# Not under test here: the stand-in for a GPU, what is not part of a rank, and the net that catches
+# exceptions itself.
+_LEFT_OUT = ("cpu/", "processes/", "cli/", "evaluation/", "errors.")
+_ENTRY = ("entry.py", "loop.py", "__init__.py", "__main__.py", "resources.py")
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+)
+_TOOL = 3
+
+
+def _name(code: CodeType, package: str) -> str:
+    """``file:function``, the file below the package or below ``site-packages``."""
+    file = code.co_filename.removeprefix(package).rpartition("site-packages/")[2]
+    return f"{file}:{code.co_qualname}"
+
+
+def _may_fail(code: CodeType, package: str) -> bool:
+    name = _name(code, package)
+    return (
+        code.co_filename.startswith(package)
+        and not name.startswith(_LEFT_OUT)
+        and not name.partition(":")[0].endswith(_ENTRY)
+        and "<" not in code.co_name
+    )
+
+
+def _fail(kind: str) -> None:
+    from megatron_ttrace.errors import TTraceError
+
+    kinds: dict[str, type[BaseException]] = {
+        kind.__name__: kind for kind in (RuntimeError, MemoryError, KeyError, TTraceError)
+    }
+    if kind == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "OSError":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    raise kinds[kind]("put in by a test")
+
+
+def watch(order: dict[str, Any]) -> None:
+    """Count calls, or fail at one of them (``call`` 0: at all of them)."""
+    package = f"{Path(megatron_ttrace.__file__).parent}{os.sep}"
+    monitoring = sys.monitoring
+    calls: Counter[str] = Counter()
+    wanted = order.get("raise")
+
+    def called(code: CodeType, offset: int) -> Any:
+        name = _name(code, package)
+        if not _may_fail(code, package) if wanted is None else name != wanted["function"]:
+            return monitoring.DISABLE
+        calls[name] += 1
+        if wanted is not None and wanted["call"] in (0, calls[name]):
+            Path(wanted["mark"]).write_text(name, encoding="utf-8")
+            print("INJECTED", name, flush=True)
+            _fail(wanted["error"])
+        return None
+
+    monitoring.use_tool_id(_TOOL, "faults")
+    monitoring.register_callback(_TOOL, monitoring.events.PY_START, called)
+    monitoring.set_events(_TOOL, monitoring.events.PY_START)
+    if "record" in order:
+        leave = os._exit
+
+        def end(code: int) -> None:
+            Path(order["record"]).write_text(json.dumps(calls), encoding="utf-8")
+            leave(code)
+
+        os._exit = end  # type: ignore[assignment]
+
+
+def bare() -> None:
+    """Megatron on CPU tensors; nothing is hooked."""
+    from megatron_ttrace import cpu
+
+    cpu.activate()
+    import megatron.training.arguments as megatron_arguments
+
+    parse = megatron_arguments.parse_args
+
+    def parse_args(*args: Any, **more: Any) -> Any:
+        parsed = parse(*args, **more)
+        cpu.adapt_arguments(parsed)
+        return parsed
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "parse_args", None) is parse:
+            module.parse_args = parse_args  # type: ignore[attr-defined]
+    megatron_ttrace.enable = lambda: None  # type: ignore[attr-defined]
+
+
+def spill() -> None:
+    """Copies of the training state are written to files."""
+    from megatron_ttrace.trace.budget import Budget
+    from megatron_ttrace.trace.copies import Copies
+
+    close = Copies.__exit__
+
+    def closed(copies: Any, *error: Any) -> None:
+        print("COPIES", copies._end, flush=True)
+        close(copies, *error)
+
+    Budget.kept, Copies.__exit__ = 0, closed  # type: ignore[misc,method-assign,assignment]
+
+
+def print_bits() -> None:
+    """After each step, as hexadecimal floats: losses, the norm, and a checksum of the weights."""
+    import megatron.training.training as training
+    import torch
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    log, setup, chunks = training.training_log, training.setup_model_and_optimizer, []
+
+    def setup_model(*args: Any, **more: Any) -> Any:
+        result = setup(*args, **more)
+        chunks.extend(result[0])
+        return result
+
+    def training_log(losses: dict[str, Any], *args: Any, **more: Any) -> Any:
+        names = ("total", "rate", "iteration", "scale", "memory", "skipped", "norm")
+        given = dict(zip(names, args, strict=False))
+        values = [float(value).hex() for value in losses.values()]
+        modules = [found for found in gc.get_objects() if isinstance(found, torch.nn.Module)]
+        hooks = sum(len(getattr(module, name)) for module in modules for name in _HOOKS)
+        if rank == size - 1:
+            # A step that an overflow skips has no norm.
+            norm = "skipped" if given["norm"] is None else float(given["norm"]).hex()
+            print("BITS", given["iteration"], *values, norm, hooks, flush=True)
+            watched = originals != (training.setup_model_and_optimizer, training.train_step)
+            print("LOOP", "watched" if watched else "untouched", flush=True)
+        print("BITS", given["iteration"], "weights of", rank, _digest(chunks), flush=True)
+        return log(losses, *args, **more)
+
+    training.training_log, training.setup_model_and_optimizer = training_log, setup_model
+    originals = (setup_model, training.train_step)
+
+
+def _digest(chunks: list[Any]) -> str:
+    """Of all weights whose storage is not given up between steps."""
+    import torch
+
+    digest = hashlib.sha256()
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        data = getattr(parameter.data, "_local_tensor", parameter.data).detach().cpu()
+        if data.untyped_storage().nbytes():
+            # A copy: what NumPy has seen cannot be resized.
+            digest.update(data.reshape(-1).clone().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Prepare this process and train."""
+    order = json.loads(os.environ.pop(ORDER, "{}"))
+    mine = order.get(os.environ["RANK"], {})
+    if order.get("mode") == "bare":
+        bare()
+    else:
+        megatron_ttrace.enable()
+    if order.get("mode") == "spilling":
+        spill()
+    if order.get("bits"):
+        print_bits()
+    sys.path.insert(0, str(SCRIPT.parent))
+    if mine:
+        watch(mine)
+    if PLANTED in os.environ:
+        plant(os.environ[PLANTED])
+        # sys.argv stays as it is: a reference runs this file, too.
+        import pretrain_gpt
+
+        if "--hybrid-layer-pattern" in sys.argv:
+            import pretrain_hybrid
+
+            pretrain_gpt.main(pretrain_hybrid.provide_model, "hybrid_config_from_args")
+        else:
+            pretrain_gpt.main()
+    else:
+        sys.argv[0] = str(SCRIPT)
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    if "record" in mine:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
