@@ -168,13 +168,10 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     assert signal.SIGKILL == 9
 
 
-@pytest.mark.nightly
 def test_an_unsupported_megatron(tmp_path: Path) -> None:
     """A release whose internals were never tried is refused by name."""
-    fake = tmp_path / "sitecustomize.py"
-    fake.write_text(
-        "import megatron_ttrace.mcore.versions as v\nv.megatron_core_version = lambda: '0.16.1'\n"
-    )
+    patch = "import megatron_ttrace.mcore.versions as v\nv.megatron_core_version = lambda: '0.16.1'"
+    (tmp_path / "sitecustomize.py").write_text(patch)
     path = os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])])
     done = check(tmp_path, PYTHONPATH=path, cold=True)
     refused(done, "megatron-core 0.16.1 is not supported", "0.19.2")
