@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.report.files import load_report
+from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Summary, Verdict
 from tests import warm
 from tests.planted.mistakes import PLANTED

@@ -35,8 +35,8 @@ FP8 = (
 EXIT = (*TENSOR, "--ttrace-exit")
 """Without ``--ttrace`` this flag does nothing."""
 
-CANDIDATE, SESSION = "runtime/candidate.py:", "runtime/session.py:Session."
-ANSWER, COMPARISON = "runtime/answer.py:", "runtime/comparison.py:"
+CANDIDATE, SESSION = "run/candidate.py:", "run/session.py:Session."
+ANSWER, COMPARISON = "run/answer.py:", "run/comparison.py:"
 OPTIMIZER = "mcore/optimizer.py:"
 SINK, CAPTURE = "compare/sinks.py:CompareSink.", "capture/"
 STORE = "trace/store.py:"
@@ -44,7 +44,7 @@ STORE = "trace/store.py:"
 SHORT = [
     (ZERO, f"{CANDIDATE}CandidateSession._check@1", "trains"),
     (ZERO, f"{CAPTURE}step.py:StepTap._gradients@1", "trains"),
-    (ZERO, "runtime/conclusion.py:conclude@1", "trains"),
+    (ZERO, "saved/conclusion.py:conclude@1", "trains"),
     (ZERO, f"{OPTIMIZER}Snapshot.restore@1", "ends"),
 ]
 
@@ -80,9 +80,9 @@ PLACES = {
     f"{OPTIMIZER}Snapshot.restore": "ends",
     f"{COMPARISON}Comparison.findings": "trains",
     "compare/wire.py:encode": "trains",
-    "runtime/channel.py:gather": "ends",
-    "runtime/channel.py:buffer": "trains",
-    "runtime/channel.py:decode": "trains",
+    "run/channel.py:gather": "ends",
+    "run/channel.py:buffer": "trains",
+    "run/channel.py:decode": "trains",
     "megatron/core/models/gpt/gpt_model.py:GPTModel.forward": "ends",
 }
 """Functions that run on every rank."""
@@ -92,7 +92,7 @@ LONG = [
     # Only the first tensor-parallel rank has batches to match.
     *((TENSOR, f"{p}@{int('match' not in p)}", end) for p, end in PLACES.items()),
     (ZERO, "trace/shared.py:prepare@0", "trains"),
-    (ZERO, "runtime/launch.py:ensure@0", "trains"),
+    (ZERO, "run/launch.py:ensure@0", "trains"),
     (ZERO, f"{ANSWER}publish@1", "trains"),
     (ZERO, f"{SINK}tensor@1=70", "trains"),
     (ZERO, f"{CAPTURE}step.py:StepTap._update@0=2", "trains"),
@@ -116,8 +116,8 @@ LONG = [
     (FP8, f"{SINK}replace@1=3", "trains"),
     (EXIT, f"{CANDIDATE}CandidateSession._check@1", "exits"),
     (EXIT, f"{SINK}tensor@1=5", "exits"),
-    (EXIT, "runtime/conclusion.py:conclude@1", "exits"),
-    (FP8, "runtime/low_precision.py:restart_scales@1", "trains"),
+    (EXIT, "saved/conclusion.py:conclude@1", "exits"),
+    (FP8, "run/low_precision.py:restart_scales@1", "trains"),
 ]
 
 

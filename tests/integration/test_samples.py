@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ttrace.mcore.shrink.documents import FIM_TOKENS
+from megatron_ttrace.jobs.shrink.documents import FIM_TOKENS
 from megatron_ttrace.trace.records import Kind, Outcome
 from megatron_ttrace.trace.store import TraceReader
 from tests.integration.jobs import TINY, Checked, check

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.mcore.shrink import documents
+from megatron_ttrace.jobs.shrink import documents
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.integration import jobs
 from tests.integration.jobs import CP, PP, ROOT, SCRIPT

@@ -344,7 +344,7 @@ def _meet(where, late):
     """Both ranks enter a collective in ``where``; the second one ``late`` seconds after, or not."""
     import torch.distributed as dist
 
-    from megatron_ttrace.runtime import stall
+    from megatron_ttrace.run import stall
 
     stall.SECONDS, group, met = 3.0, [], []
 

@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 
 # Not under test here: the stand-in for a GPU, what is not part of a rank, and the net that catches
 # exceptions itself.
-_LEFT_OUT = ("cpu/", "processes/", "cli/", "evaluation/", "errors.")
+_LEFT_OUT = ("cpu/", "jobs/job.py", "jobs/processes/", "cli/", "evaluation/", "trace/errors.")
 _ENTRY = ("entry.py", "loop.py", "__init__.py", "__main__.py", "resources.py")
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -59,7 +59,7 @@ def _may_fail(code: CodeType, package: str) -> bool:
 
 
 def _fail(kind: str) -> None:
-    from megatron_ttrace.errors import TTraceError
+    from megatron_ttrace.trace.errors import TTraceError
 
     kinds: dict[str, type[BaseException]] = {
         kind.__name__: kind for kind in (RuntimeError, MemoryError, KeyError, TTraceError)
