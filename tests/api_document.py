@@ -45,7 +45,7 @@ def _entry(name: str) -> str:
         parts.append(_code(_signature(name, value)))
     parts.append("\n".join(_markdown(inspect.getdoc(value) or "")).strip("\n") + "\n")
     if isinstance(value, type) and issubclass(value, enum.Enum):
-        members = ", ".join(f"`{one.name}` (`{one.value}`)" for one in value)
+        members = ", ".join(f"`{one.name}`" for one in value)
         parts.append(f"Members: {members}.\n")
     elif dataclasses.is_dataclass(value):
         parts.append("\n".join(_members(value)) + "\n")
@@ -73,9 +73,7 @@ def _code(text: str) -> str:
 
 def _members(value: Any) -> Iterator[str]:
     """Fields with their types, then properties and methods with what they are."""
-    yield "Fields, then properties and methods:\n"
-    for field in dataclasses.fields(value):
-        yield f"- `{field.name}: {field.type}`"
+    yield ", ".join(f"`{field.name}: {field.type}`" for field in dataclasses.fields(value)) + "\n"
     names = dict.fromkeys(name for kind in value.__mro__ for name in vars(kind))
     members = {name: inspect.getattr_static(value, name) for name in names}
     for name, member in members.items():

@@ -11,7 +11,9 @@ from pathlib import Path
 from tests.bench.sections import Row
 
 BEGIN, END = "<!-- bench -->", "<!-- end of bench -->"
-_ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \|")
+_SECTION = re.compile(r"\*\*(\S+)\*\*, (\S+)")
+_ROW = re.compile(r"\| ([^|]+) \| (?:[^|]+) \|")
+_HEAD = ("| what | figure | |", "|---|---|---|")
 
 
 def line(row: Row) -> str:
@@ -25,7 +27,9 @@ def shown(row: Row) -> str:
 
 
 def write(path: Path, rows: Sequence[Row], machine: str, pairs: int) -> None:
-    """Put the rows between the markers; those that were not measured now stay, with their date.
+    """Put the rows between the markers; those that were not measured now stay there.
+
+    Each section has the date of its latest measurement.
 
     Raises:
         ValueError: when the page has no markers.
@@ -35,18 +39,29 @@ def write(path: Path, rows: Sequence[Row], machine: str, pairs: int) -> None:
     old, ended, after = rest.partition(END)
     if not found or not ended:
         raise ValueError(f"{path} has no line {BEGIN}, or none {END} after it")
-    measured = {(row.section, row.name) for row in rows} | {("section", "what")}
-    kept = [
-        one for one in old.splitlines() if (m := _ROW.match(one)) and m.groups() not in measured
-    ]
+    dates, lines = _read(old)
     today = f"{datetime.now(UTC):%Y-%m-%d}"
-    new = [f"| {r.section} | {r.name} | {shown(r)} | {r.note} | {today} |" for r in rows]
-    how = f"Latest run: {today}, {pairs} pairs, {machine}."
-    head = ["| section | what | figure | | measured |", "|---|---|---|---|---|"]
-    body = sorted((*kept, *new), key=_section)
-    lines = [before + BEGIN, how, "", *head, *body, END + after]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    for row in rows:
+        dates[row.section] = today
+        lines.setdefault(row.section, {})[row.name] = (
+            f"| {row.name} | {shown(row)} | {row.note} |".replace("|  |", "| |")
+        )
+    parts = [f"Latest run: {pairs} pairs, {machine}."]
+    for section in sorted(lines):
+        parts.append(f"**{section}**, {dates[section]}")
+        parts.append("\n".join((*_HEAD, *lines[section].values())))
+    path.write_text("\n".join([before + BEGIN, "\n\n".join(parts), END + after]), encoding="utf-8")
 
 
-def _section(row: str) -> str:
-    return row.split("|")[1].strip()
+def _read(old: str) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """The date of each section, and its rows by name."""
+    dates: dict[str, str] = {}
+    lines: dict[str, dict[str, str]] = {}
+    section = ""
+    for text in old.splitlines():
+        if match := _SECTION.fullmatch(text):
+            section = match[1]
+            dates[section], lines[section] = match[2], {}
+        elif section and (match := _ROW.match(text)) and text not in _HEAD:
+            lines[section][match[1]] = text
+    return dates, lines

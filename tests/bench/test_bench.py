@@ -38,9 +38,10 @@ def test_page_between_its_markers(tmp_path):
     text = page.read_text()
     assert text.startswith("before\n\n")
     assert text.endswith(f"{table.END}\n\nafter\n")
-    head, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert "| figure |" in head
-    assert [row.split(" | ")[2] for row in rows] == ["700 MB", "could not run", "1.5 × plain"]
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    figures = [row.split(" | ")[1] for row in rows if not row.startswith(("| what |", "|---"))]
+    assert figures == ["700 MB", "could not run", "1.5 × plain"]
+    assert text.count("| what | figure |") == text.count("\n**") == 3
 
 
 def test_page_without_markers_is_refused(tmp_path):
