@@ -26,7 +26,7 @@ from megatron_ttrace.trace.views import local_view, logical_view
 
 GAIN = 0.5
 """Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth, and a
-third of its gradients are blind; at 0.5 none is (docs/measurements.md). Norms of queries and keys
+third of its gradients are blind; at 0.5 none is (docs/tolerance.md). Norms of queries and keys
 cancel the gain of their projections, so their weights have its size instead."""
 
 EMBEDDING_GAIN = 2.0
