@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find a reference for this run, or start the run that makes one.
-
-A reference is built in a directory beside its final place and renamed into it when it is complete
-and verified; it never changes after that. ``DIR/reference`` may be a link into a cache that runs
-share: the link is replaced, and nothing is ever written through it. While one run builds an entry
-of the cache, others that want the same entry wait for it.
-"""
+"""Find a reference for this run (``jobs/reference_cache.py``), or start the run that makes one."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import os
 import shlex
-import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.compare.sharding import Divided
-from megatron_ttrace.jobs import fingerprint
+from megatron_ttrace.jobs import fingerprint, reference_cache
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import forkserver, ranks
 from megatron_ttrace.jobs.processes.child import environment_of, run_subprocess
@@ -33,7 +25,7 @@ from megatron_ttrace.jobs.processes.logs import (
     record_of,
     tail,
 )
-from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo
+from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo, say
 from megatron_ttrace.jobs.processes.waiting import OutOfTimeError
 from megatron_ttrace.jobs.reference_arguments import overrides_of
 from megatron_ttrace.jobs.reference_layout import Layout
@@ -41,17 +33,11 @@ from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.run.start.handoff import Started
-from megatron_ttrace.trace import cleaning, codec, owned, shared
+from megatron_ttrace.trace import codec, owned, shared
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.sealing import CHECKSUM
 from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
 
-_POLL_SECONDS = 0.2
-_BUILDING, _OLD = ".building-", ".old-"
-
-SHARED = "TTRACE_CACHE_SHARED"
-"""Environment variable: when set, everybody who can write to the cache is trusted."""
 ORDER = "overrides.json"
 _LOG, _REPLAY_LOG = "reference.log", "replay.log"
 
@@ -127,165 +113,9 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
     def make(aside: Path) -> None:
         _make(aside, name, wanted, args, settings, started)
 
-    cache = os.environ.get("TTRACE_CACHE")
-    mode = 0o777 if os.environ.get(SHARED) else owned.PRIVATE_FOLDER
-    checksum = None
-    if cache and (why := distrusted(Path(cache), name)):
-        _say(f"notice: the cache is not used: {why}, or set {SHARED}=1 to trust all who can")
-    elif cache:
-        checksum = _obtain(Path(cache) / name, name, make, settings.timeout, mode)
-    if cache and checksum is not None:
-        _link(directory, Path(cache) / name)
-    else:
-        checksum = _obtain(directory, name, make, settings.timeout)
-    if checksum is None:
-        raise TTraceError(f"{directory} is being made by another run: choose another --ttrace-dir")
+    checksum = reference_cache.obtain(directory, name, make, settings.timeout)
     _say_next(read_meta(directory))
     return str(directory), checksum
-
-
-def distrusted(cache: Path, name: str) -> str:
-    """Why others could change what a run is compared with, and what to do; empty if they cannot.
-
-    Args:
-        cache: directory of all entries; an absent one is made for this user alone.
-        name: of the entry.
-    """
-    if os.environ.get(SHARED):
-        return ""
-    for path in (cache, cache / name, cache / name / META):
-        try:
-            found = path.stat()
-        except OSError:
-            continue
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{path} belongs to another user; choose a cache of your own"
-        is_shared = path == cache and found.st_mode & stat.S_ISVTX
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
-            return f"others can write to {path}; chmod go-w it"
-    return ""
-
-
-def _obtain(
-    home: Path,
-    name: str,
-    make: Callable[[Path], None],
-    patience: float,
-    mode: int = owned.PRIVATE_FOLDER,
-) -> str | None:
-    """Find the reference with fingerprint ``name`` at ``home``, or make it there.
-
-    Args:
-        home: its directory.
-        name: its fingerprint.
-        make: makes it in a directory that it is given.
-        patience: seconds to wait for another run that is making the same one.
-        mode: of the directory that holds it, if that is absent.
-
-    Returns:
-        The checksum of its ``meta.json``; ``None`` when another run kept it locked too long.
-    """
-    checksum, _ = _look(home, name)
-    if checksum:
-        _say(f"using the reference made earlier ({name}): all layouts of a job have the same")
-        return checksum
-    try:
-        owned.make(home.parent, mode, ignored=True)
-        lock = Lock(home.parent / f".{home.name}.lock")
-        if not _wait(lock, name, patience):
-            return None
-        try:
-            lock.sign()
-            checksum, flaw = _look(home, name)
-            if checksum:
-                _say(f"using the reference that another run made ({name})")
-                return checksum
-            if flaw:
-                _say(f"the reference made earlier cannot be used: {flaw}")
-            owned.require(home.parent, [home.name])
-            if not home.is_symlink():
-                owned.require(home)
-            _sweep(home.parent, home.name)
-            aside = home.parent / f".{home.name}{_BUILDING}{shared.run_id()}"
-            try:
-                make(aside)
-                return _move(aside, home, name)
-            finally:
-                owned.discard(aside)
-        finally:
-            lock.release()
-    except OSError as error:
-        raise TTraceError(
-            f"{home} cannot be written ({error.strerror or error}): "
-            "choose another --ttrace-dir or TTRACE_CACHE"
-        ) from error
-
-
-def _look(home: Path, name: str) -> tuple[str, str]:
-    """The checksum of a reference that was verified and fits, else empty, and its flaw.
-
-    An absent reference has no flaw, nor has one of another configuration.
-    """
-    try:
-        if read_meta(home).get("fingerprint") != name:
-            return "", ""
-        meta = verify(home)
-    except TTraceError as error:
-        return "", str(error) if (home / META).exists() else ""
-    return (str(meta[CHECKSUM]), "") if meta.get("fingerprint") == name else ("", "")
-
-
-def _wait(lock: Lock, name: str, patience: float) -> bool:
-    """Take a lock, after another run has released it; false when that takes too long."""
-    until = time.monotonic() + patience
-    is_told = False
-    while not lock.acquire():
-        if not is_told:
-            maker = lock.holder()
-            _say(f"waiting for the reference {name}, which {maker} is making")
-            is_told = True
-        if time.monotonic() > until:
-            _say(f"waited {patience:.0f} s for it: making a separate copy")
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
-def _sweep(parent: Path, own: str) -> None:
-    """Remove what killed builds left behind, unless locked; ``own`` is locked by this process."""
-    for path in filter(cleaning.is_unfinished, parent.iterdir()):
-        name = path.name[1:].partition(_BUILDING)[0].partition(_OLD)[0]
-        lock = Lock(parent / f".{name}.lock")
-        if name == own or lock.acquire():
-            owned.discard(path)
-            lock.release()
-
-
-def _move(aside: Path, home: Path, name: str) -> str:
-    """Verify a finished reference and move it to ``home``; returns its checksum.
-
-    An older directory there is moved away, never changed.
-    """
-    checksum, flaw = _look(aside, name)
-    if not checksum:
-        raise TTraceError(
-            "the reference run ended without a complete trace: "
-            + (flaw or f"{aside} holds no trace of this job")
-        )
-    old = home.with_name(f".{home.name}{_OLD}{shared.run_id()}")
-    if home.is_symlink():
-        owned.remove(home)
-    elif home.exists():
-        owned.move(home, old)
-    try:
-        owned.move(aside, home)
-    except OSError:
-        # On a file system without locks another process may have been faster.
-        checksum, _ = _look(home, name)
-        if not checksum:
-            raise
-    owned.discard(old)
-    return checksum
 
 
 def _make(
@@ -297,7 +127,7 @@ def _make(
     started: Started | None,
 ) -> None:
     # Reports are for others to read, tensors only in a cache that says so.
-    owned.make(home, 0o777 if os.environ.get(SHARED) else owned.PRIVATE_FOLDER)
+    owned.make(home, reference_cache.mode())
     order = Order(
         overrides=overrides_of(args),
         fingerprint=name,
@@ -318,10 +148,10 @@ def _make(
             divided=trial.checked(layout, settings),
         )
     where = f"{layout.ranks} ranks ({layout})" if layout else "one device"
-    _say(f"making the reference on {where} (log: {_log_of(order, settings)})")
+    say(f"making the reference on {where} (log: {_log_of(order, settings)})")
     began = time.monotonic()
     _run(order, settings, _log_of(order, settings), settings.timeout)
-    _say(f"reference made in {time.monotonic() - began:.1f} s")
+    say(f"reference made in {time.monotonic() - began:.1f} s")
 
 
 def _log_of(order: Order, settings: Settings) -> Path:
@@ -335,11 +165,7 @@ def _say_next(meta: dict[str, Any]) -> None:
     took = meta.get("seconds")
     where = "the reference" if meta.get("layout") else "one device"
     known = f" what took {where} {took:.1f} s" if isinstance(took, float) else ""
-    _say(f"building the model, then tracing on all ranks{known}")
-
-
-def _say(line: str) -> None:
-    print(f"ttrace: {line}", flush=True)
+    say(f"building the model, then tracing on all ranks{known}")
 
 
 @contextlib.contextmanager
@@ -363,7 +189,7 @@ def replayed(
         TTraceError: when the replay failed.
     """
     log = settings.directory / _REPLAY_LOG
-    _say(f"replaying the reference to tell its losses apart (log: {log})")
+    say(f"replaying the reference to tell its losses apart (log: {log})")
     home = settings.directory / f"{shared.SHARES}{shared.run_id()}"
     owned.make(home, owned.PRIVATE_FOLDER)
     try:
@@ -449,7 +275,7 @@ def _start_ranks(
     count: int, command: list[str], folder: Path, own: dict[str, str], timeout: float
 ) -> tuple[int, int]:
     """Run a reference's ranks as new processes; returns as ``forkserver.request_ranks``."""
-    echo = Echo(ranks.log_of(folder, 0), _say, OF_REFERENCE)
+    echo = Echo(ranks.log_of(folder, 0), say, OF_REFERENCE)
     observed = ranks.Observed()
     deadline = time.monotonic() + timeout
 
@@ -478,17 +304,3 @@ def _program() -> list[str]:
     if spec is not None and spec.name not in (None, "__main__"):
         return [sys.executable, "-m", spec.name.removesuffix(".__main__")]
     return [sys.executable, sys.argv[0]]
-
-
-def _link(directory: Path, home: Path) -> None:
-    """Make ``directory`` a link to ``home``, if it is ours or absent."""
-    try:
-        target = home.resolve()
-        if directory.is_symlink() and directory.readlink() == target:
-            return
-        owned.link(directory, target)
-    except OSError as error:
-        raise TTraceError(
-            f"{directory} cannot be written ({error.strerror or error}): "
-            "choose another --ttrace-dir"
-        ) from error

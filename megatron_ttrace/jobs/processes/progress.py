@@ -23,6 +23,11 @@ OF_REFERENCE = "reference: "
 """What lines of a reference run about its progress start with, after our name."""
 
 
+def say(line: str) -> None:
+    """Print one of our lines to a rank's log, from which :class:`Echo` repeats it."""
+    print(f"{_OURS}{line}", flush=True)
+
+
 class Progress:
     """Says what is being done; :meth:`tick` says it again, with its duration, after a silence."""
 
