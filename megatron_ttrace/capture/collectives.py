@@ -41,13 +41,13 @@ from megatron_ttrace.mcore.groups import group_name
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import (
+    Call,
     Group,
     ModuleCode,
     Operation,
-    Own,
     Phase,
-    Ran,
     RankLedger,
+    Size,
 )
 from megatron_ttrace.trace.counted import runs_of
 from megatron_ttrace.trace.errors import one_line
@@ -71,41 +71,29 @@ class _Method(NamedTuple):
 
 
 _METHODS = {
-    "allreduce": _Method(Operation.ALL_REDUCE, 0, 0),
-    "allreduce_coalesced": _Method(Operation.ALL_REDUCE, 0, 0),
-    "reduce": _Method(Operation.REDUCE, 0, 0),
-    "broadcast": _Method(Operation.BROADCAST, 0, 0),
-    # Lists may have parts of unequal size: their sum is what all ranks have in common.
-    "allgather": _Method(Operation.ALL_GATHER, 1, 0),
-    "allgather_coalesced": _Method(Operation.ALL_GATHER, 1, 0),
-    "reduce_scatter": _Method(Operation.REDUCE_SCATTER, 1, 1),
-    "gather": _Method(Operation.GATHER, 1, 1),
-    "gather_single": _Method(Operation.GATHER, 1, 1),
-    "scatter": _Method(Operation.SCATTER, 0, 0),
-    "alltoall": _Method(Operation.ALL_TO_ALL, 1, None),
-    "alltoall_base": _Method(Operation.ALL_TO_ALL, 1, None),
-    "all_to_all_single": _Method(Operation.ALL_TO_ALL, 1, None),
-    "send": _Method(Operation.SEND, 0, None, 1),
-    "recv": _Method(Operation.RECV, 0, None, 1),
-    "recv_anysource": _Method(Operation.RECV, 0, None),
-    **dict.fromkeys(
-        (
-            "_allgather_base",
-            "all_gather_single",
-            "allgather_into_tensor_coalesced",
-            "all_gather_single_coalesced",
-        ),
-        _Method(Operation.ALL_GATHER, 1, 1),
-    ),
-    **dict.fromkeys(
-        (
-            "_reduce_scatter_base",
-            "reduce_scatter_single",
-            "reduce_scatter_tensor_coalesced",
-            "reduce_scatter_single_coalesced",
-        ),
-        _Method(Operation.REDUCE_SCATTER, 1, 1),
-    ),
+    name: method
+    for method, *names in (
+        (_Method(Operation.ALL_REDUCE, 0, 0), "allreduce", "allreduce_coalesced"),
+        (_Method(Operation.REDUCE, 0, 0), "reduce"),
+        (_Method(Operation.BROADCAST, 0, 0), "broadcast"),
+        # Lists may have parts of unequal size: their sum is what all ranks have in common.
+        (_Method(Operation.ALL_GATHER, 1, 0), "allgather", "allgather_coalesced"),
+        (_Method(Operation.ALL_GATHER, 1, 1), "_allgather_base", "all_gather_single"),
+        (_Method(Operation.ALL_GATHER, 1, 1), "allgather_into_tensor_coalesced"),
+        (_Method(Operation.ALL_GATHER, 1, 1), "all_gather_single_coalesced"),
+        (_Method(Operation.REDUCE_SCATTER, 1, 1), "reduce_scatter", "_reduce_scatter_base"),
+        (_Method(Operation.REDUCE_SCATTER, 1, 1), "reduce_scatter_single"),
+        (_Method(Operation.REDUCE_SCATTER, 1, 1), "reduce_scatter_tensor_coalesced"),
+        (_Method(Operation.REDUCE_SCATTER, 1, 1), "reduce_scatter_single_coalesced"),
+        (_Method(Operation.GATHER, 1, 1), "gather", "gather_single"),
+        (_Method(Operation.SCATTER, 0, 0), "scatter"),
+        (_Method(Operation.ALL_TO_ALL, 1, None), "alltoall", "alltoall_base"),
+        (_Method(Operation.ALL_TO_ALL, 1, None), "all_to_all_single"),
+        (_Method(Operation.SEND, 0, None, 1), "send"),
+        (_Method(Operation.RECV, 0, None, 1), "recv"),
+        (_Method(Operation.RECV, 0, None), "recv_anysource"),
+    )
+    for name in names
 }
 """Those of any release of PyTorch; barriers move no data."""
 
@@ -124,27 +112,26 @@ _FUNCTIONAL = {
 }
 
 
-class _Group(NamedTuple):
-    members: tuple[int, ...]
-    communicator: str
-    name: str
+class _Place(NamedTuple):
+    """Where a collective ran: in a module, a part of the step, and the code that called it."""
+
+    module: str
+    phase: Phase
+    code: CodeType | None
+    line: int
 
 
-class _What(NamedTuple):
-    """A collective; the fields are those of ``trace/collectives.py: Ran``."""
+class _Call(NamedTuple):
+    """A collective; the fields are those of ``trace/collectives.py: Call``."""
 
     iteration: int
     operation: Operation
     reduction: str
-    group: _Group
+    group: Group
     dtype: str
-    bytes: int
     agreed: int
     peer: int
-
-
-_Place = tuple[str, Phase, CodeType | None, int]
-"""Module, part of the step, code and line of a call."""
+    place: _Place
 
 
 class _Run:
@@ -178,8 +165,8 @@ class CollectiveTap:
         """
         self._mesh = mesh
         self._modules = {module: name for names in chunks for name, module in names.modules.items()}
-        self._groups: dict[Any, _Group] = {}
-        self._ran: collections.Counter[tuple[_What, _Place]] = collections.Counter()
+        self._groups: dict[Any, Group | None] = {}
+        self._calls: dict[_Call, collections.Counter[int]] = {}
         self._order: dict[str, Any] = {}
         self._functions: dict[str, ModuleCode] = {}
         self._users: dict[str, str] = {}
@@ -195,35 +182,27 @@ class CollectiveTap:
 
     def here(self) -> tuple[str, Phase]:
         """The module that runs now on this thread, and the part of the step."""
-        module, phase, _, _ = self._place(Operation.ALL_REDUCE)
-        return module, phase
+        place = self._place(Operation.ALL_REDUCE)
+        return place.module, place.phase
 
     def ledger(self) -> RankLedger:
         """What was recorded, without the code of modules."""
-        groups: dict[_Group, int] = {}
-        counts: collections.Counter[tuple[_What, _Place]] = collections.Counter()
-        own = []
-        for (what, place), count in self._ran.items():
-            groups.setdefault(what.group, len(groups))
-            varies = what.agreed < 0 and what.operation not in (Operation.SEND, Operation.RECV)
-            key = what._replace(bytes=-1) if varies else what, place
-            counts[key] += count
-            if varies:
-                own.append((key, what.bytes, count))
-        numbers = {key: number for number, key in enumerate(counts)}
-        ran = []
-        for (what, (module, phase, code, line)), count in counts.items():
+        groups: dict[Group, int] = {}
+        calls = []
+        for call in self._calls:
+            known = call._asdict()
+            module, phase, code, line = known.pop("place")
+            known["group"] = groups.setdefault(call.group, len(groups))
             where = "" if code is None else sources.shown(code, line)
-            known = what._asdict() | {"group": groups[what.group]}
-            ran.append(Ran(**known, module=module, direction=phase, where=where, count=count))
+            calls.append(Call(**known, module=module, direction=phase, where=where))
         order = {name: digest.hexdigest() for name, digest in self._order.items()}
         return RankLedger(
-            tuple(ran),
+            tuple(calls),
+            tuple(tuple(map(Size._make, sizes.items())) for sizes in self._calls.values()),
             tuple(
-                Group(g.name, runs_of(g.members), g.communicator, order.get(g.communicator, ""))
-                for g in groups
+                dataclasses.replace(group, order=order.get(group.communicator, ""))
+                for group in groups
             ),
-            tuple(Own(numbers[key], size, count) for key, size, count in own),
             error=self.error,
         )
 
@@ -382,54 +361,54 @@ class CollectiveTap:
         self,
         operation: Operation,
         reduction: str,
-        group: _Group,
+        group: Group | None,
         tensors: Sequence[torch.Tensor],
         *,
         agreed: int,
         peer: int = -1,
     ) -> None:
-        if len(group.members) < 2 or not tensors:
+        if group is None or not tensors:
             return
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        what = _What(
+        call = _Call(
             iteration=self._iteration,
             operation=operation,
             reduction=reduction,
             group=group,
             dtype=dtype,
-            bytes=_bytes(tensors),
             agreed=agreed,
             peer=peer,
+            place=self._place(operation),
         )
-        self._ran[what, self._place(operation)] += 1
+        self._calls.setdefault(call, collections.Counter())[_bytes(tensors)] += 1
         if operation not in (Operation.SEND, Operation.RECV):
             digest = self._order.setdefault(
                 group.communicator, hashlib.blake2b(digest_size=8, usedforsecurity=False)
             )
             digest.update(f"{operation} {reduction} {dtype} {agreed};".encode())
 
-    def _group(self, group: Any) -> _Group:
-        known = self._groups.get(group)
-        if known is None:
-            members = tuple(dist.get_process_group_ranks(group))  # in rising order
+    def _group(self, group: Any) -> Group | None:
+        """A group by its PyTorch object; ``None`` for one of a single rank."""
+        if group not in self._groups:
+            members = dist.get_process_group_ranks(group)  # in rising order
             name = group_name(group.group_desc or "", members, self._mesh)
-            known = self._groups[group] = _Group(members, group.group_name, name)
-        return known
+            known = Group(name, runs_of(members), group.group_name)
+            self._groups[group] = known if len(members) > 1 else None
+        return self._groups[group]
 
     def _place(self, operation: Operation) -> _Place:
-        """Module, part of the step, code and line of the collective that is being called."""
         code, line, phase, nested = _site(operation)
         run = self._run
         if run.stack:
             recomputes = is_recomputing()
-            return run.stack[-1], phase or _PASSES[recomputes], code, line
+            return _Place(run.stack[-1], phase or _PASSES[recomputes], code, line)
         if not is_recomputing():
-            return "", phase or Phase.OTHER, code, line
+            return _Place("", phase or Phase.OTHER, code, line)
         node = torch._C._current_autograd_node()
         # Nodes that were made on another thread than autograd's, unless it recomputed them itself.
         made = (run if nested or run is self._main else self._main).made
         module = "" if node is None else made(node._sequence_nr())
-        return module, phase or Phase.BACKWARD, code, line
+        return _Place(module, phase or Phase.BACKWARD, code, line)
 
 
 _PASSES = (Phase.FORWARD, Phase.RECOMPUTATION)

@@ -14,10 +14,12 @@ import dataclasses
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from megatron_ttrace.trace.collectives import (
+    Call,
     Collective,
     CollectiveRow,
     Group,
@@ -25,11 +27,10 @@ from megatron_ttrace.trace.collectives import (
     LedgerFault,
     LedgerFinding,
     Operation,
-    Own,
     Phase,
-    Ran,
     RanHere,
     RankLedger,
+    Size,
     Sources,
     pattern,
 )
@@ -37,93 +38,71 @@ from megatron_ttrace.trace.counted import Runs, ranks_of
 
 GroupName = Callable[[Sequence[int]], str]
 
-_Signature = tuple[Operation, str, str, int]
+
+class _Signature(NamedTuple):
+    """What must agree; ``bytes`` are those that all members have in common, or -1."""
+
+    operation: Operation
+    reduction: str
+    dtype: str
+    bytes: int
+
+
 _MESSAGES = (Operation.SEND, Operation.RECV)
 _PASSES = (Phase.FORWARD, Phase.RECOMPUTATION, Phase.BACKWARD)
 
 
 class _Alike:
-    """Ranks that ran the same, each in groups of its own.
+    """What ranks ran whose calls and counts are equal.
 
     Attributes:
-        ran: what they ran, with a place: without a call in Megatron, the module's code.
-        names: of their groups; ``sizes`` are these groups' numbers of members.
-        rows: the same as the ledger has it, but without ranks.
-        shared: numbers of the groups in which they ran more than messages.
+        calls: with a place: without one in Megatron, the module's code.
+        counts: how often each call ran.
+        ran: how often each operation ran, by group; without messages.
     """
 
-    def __init__(
-        self, ran: Sequence[Ran], names: Sequence[str], sizes: Sequence[int], code: Sources
-    ) -> None:
-        self.ran = [_placed(one, code) for one in ran]
-        self.names = names
-        # Without what only the agreement needs.
-        self.rows = [
-            Collective(
-                iteration=one.iteration,
-                operation=one.operation,
-                reduction=one.reduction,
-                group=names[one.group],
-                size=sizes[one.group],
-                dtype=one.dtype,
-                bytes=one.bytes,
-                module=one.module,
-                direction=one.direction,
-                where=one.where,
-                count=one.count,
-                ranks=(),
-            )
-            for one in self.ran
-        ]
-        self.equal = {dataclasses.replace(one, count=0) for one in self.rows if one.bytes >= 0}
-        groups = (one.group for one in self.ran if one.operation not in _MESSAGES)
-        self.shared = list(dict.fromkeys(groups))
+    def __init__(self, calls: Sequence[Call], counts: Sequence[int]) -> None:
+        self.calls, self.counts = calls, counts
+        self.ran: dict[int, Counter[_Signature]] = {}
+        for call, count in zip(calls, counts, strict=True):
+            if call.operation not in _MESSAGES:
+                self.ran.setdefault(call.group, Counter())[_signature(call)] += count
 
-    @functools.cached_property
-    def counts(self) -> dict[int, Counter[_Signature]]:
-        """How often each operation ran, by group."""
-        found = {group: Counter[_Signature]() for group in self.shared}
-        for one in self.ran:
-            if one.operation not in _MESSAGES:
-                found[one.group][_signature(one)] += one.count
-        return found
-
-    def first(self, group: int, signature: _Signature) -> Ran | None:
+    def first(self, group: int, signature: _Signature) -> Call | None:
         """The first of equal operations in a group."""
-        alike = (o for o in self.ran if o.group == group and _signature(o) == signature)
+        alike = (c for c in self.calls if c.group == group and _signature(c) == signature)
         return next(alike, None)
 
 
-class _Ranks:
-    """All ranks, and what each ran."""
+class _Rank(NamedTuple):
+    """A rank; ``named`` has name and members of each of its groups."""
 
-    def __init__(self, ranks: Sequence[RankLedger], name_of: GroupName, code: Sources) -> None:
-        self.groups = [rank.groups for rank in ranks]
-        self.own = [rank.own for rank in ranks]
-        self._members: dict[Runs, tuple[int, ...]] = {}
-        named: dict[tuple[str, Runs], str] = {}
-        known: dict[object, _Alike] = {}
-        self.alike: list[_Alike] = []
-        for rank in ranks:
-            names = []
-            for one in rank.groups:
-                key = one.name, one.members
-                if key not in named:
-                    named[key] = one.name or name_of(self.members(one))
-                names.append(named[key])
-            sizes = [len(self.members(one)) for one in rank.groups]
-            # Ledgers that were folded have the same object.
-            same = id(rank.ran), *names, *sizes
-            if same not in known:
-                known[same] = _Alike(rank.ran, names, sizes, code)
-            self.alike.append(known[same])
-        self.kinds = list(known.values())
+    alike: _Alike
+    sizes: tuple[tuple[Size, ...], ...]
+    groups: tuple[Group, ...]
+    named: list[tuple[str, tuple[int, ...]]]
 
-    def members(self, group: Group) -> tuple[int, ...]:
-        """The global ranks of a group."""
-        if group.members not in self._members:
-            self._members[group.members] = tuple(ranks_of(group.members))
-        return self._members[group.members]
+
+def _ranks(ledgers: Sequence[RankLedger], name_of: GroupName, code: Sources) -> list[_Rank]:
+    @functools.cache
+    def named(name: str, runs: Runs) -> tuple[str, tuple[int, ...]]:
+        members = tuple(ranks_of(runs))
+        return name or name_of(members), members
+
+    # Ledgers that were folded have the same objects.
+    placed: dict[int, tuple[Call, ...]] = {}
+    alike: dict[tuple[int, tuple[int, ...]], _Alike] = {}
+    ranks = []
+    for ledger in ledgers:
+        same = id(ledger.calls)
+        if same not in placed:
+            placed[same] = tuple(_placed(call, code) for call in ledger.calls)
+        counts = tuple(sum(times for _, times in sizes) for sizes in ledger.sizes)
+        if (same, counts) not in alike:
+            alike[same, counts] = _Alike(placed[same], counts)
+        groups = [named(group.name, group.members) for group in ledger.groups]
+        ranks.append(_Rank(alike[same, counts], ledger.sizes, ledger.groups, groups))
+    return ranks
 
 
 def merge(
@@ -143,44 +122,58 @@ def merge(
             it open.
     """
     code = _sources(ranks)
-    known = _Ranks(ranks, name_of, code)
+    known = _ranks(ranks, name_of, code)
     recorded = not any(rank.error for rank in ranks)
     findings = [*_disagreements(known), *_messages(known)] if recorded else []
     findings += _imprecise(known, compute, gradients)
     return Ledger(_folded(known), tuple(_once(findings)), code, recorded)
 
 
-def _placed(one: Ran, code: Sources) -> Ran:
-    module = code.of(one.module)
-    return dataclasses.replace(one, where=one.where or (module.forward if module else ""))
+def _placed(call: Call, code: Sources) -> Call:
+    module = code.of(call.module)
+    return dataclasses.replace(call, where=call.where or (module.forward if module else ""))
 
 
-def _folded(known: _Ranks) -> tuple[Collective, ...]:
+def _folded(ranks: Sequence[_Rank]) -> tuple[Collective, ...]:
     """Equal collectives of several ranks are one, in the order in which they first ran."""
-    ranks: dict[Collective, list[int]] = {}
-    holders: dict[int, list[list[int]]] = {}
-    for rank, alike in enumerate(known.alike):
-        is_first = id(alike) not in holders
-        shared = holders.setdefault(id(alike), [])
-        for held in shared:
-            held.append(rank)
-        sizes: dict[int, list[Own]] = defaultdict(list)
-        for one in known.own[rank]:
-            sizes[one.number].append(one)
-        counts: Counter[Collective] = Counter()
-        for number in range(len(alike.rows)) if is_first else sizes:
-            row = alike.rows[number]
-            key = dataclasses.replace(row, count=0)
-            for one in sizes.get(number, ()):
-                counts[dataclasses.replace(key, bytes=one.bytes)] += one.times
-            if number not in sizes:
-                counts[key] += row.count
-        for key, count in counts.items():
-            held = ranks.setdefault(dataclasses.replace(key, count=count), [])
-            held.append(rank)
-            if is_first and key in alike.equal:
-                shared.append(held)
-    return tuple(dataclasses.replace(one, ranks=tuple(held)) for one, held in ranks.items())
+    lines: dict[Collective, int] = {}
+    numbers: dict[tuple[int, str, int, int], int] = {}
+    ran_by: dict[tuple[int, int], list[int]] = {}
+    for number, rank in enumerate(ranks):
+        counts: Counter[int] = Counter()
+        for call, sizes in zip(rank.alike.calls, rank.sizes, strict=True):
+            name, members = rank.named[call.group]
+            for size, times in sizes:
+                key = id(call), name, len(members), size
+                if key not in numbers:
+                    numbers[key] = lines.setdefault(
+                        _line(call, name, len(members), size), len(lines)
+                    )
+                counts[numbers[key]] += times
+        for line, count in counts.items():
+            ran_by.setdefault((line, count), []).append(number)
+    found = list(lines)
+    return tuple(
+        dataclasses.replace(found[line], count=count, ranks=tuple(holders))
+        for (line, count), holders in ran_by.items()
+    )
+
+
+def _line(call: Call, group: str, size: int, length: int) -> Collective:
+    return Collective(
+        iteration=call.iteration,
+        operation=call.operation,
+        reduction=call.reduction,
+        group=group,
+        size=size,
+        dtype=call.dtype,
+        bytes=length,
+        module=call.module,
+        direction=call.direction,
+        where=call.where,
+        count=0,
+        ranks=(),
+    )
 
 
 def rows(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
@@ -236,43 +229,37 @@ def _sources(ranks: Sequence[RankLedger]) -> Sources:
     )
 
 
-def _disagreements(known: _Ranks) -> Iterable[LedgerFinding]:
+def _disagreements(ranks: Sequence[_Rank]) -> Iterable[LedgerFinding]:
     """Operations that members of a group ran unequally often, or in different orders."""
     groups: dict[tuple[str, Runs], dict[int, int]] = defaultdict(dict)
-    for rank, alike in enumerate(known.alike):
-        for number in alike.shared:
-            group = known.groups[rank][number]
-            groups[group.communicator, group.members][rank] = number
-    for ran in groups.values():
-        rank, number = next(iter(ran.items()))
-        name, group = known.alike[rank].names[number], known.groups[rank][number]
-        members = known.members(group)
-        own = {one: _own(known, one, ran.get(one)) for one in members}
-        kinds = {id(counts): counts for counts, _ in own.values()}
-        signatures = dict.fromkeys(one for counts in kinds.values() for one in counts)
-        differ = [s for s in signatures if len({counts[s] for counts in kinds.values()}) > 1]
+    for number, rank in enumerate(ranks):
+        for at in rank.alike.ran:
+            group = rank.groups[at]
+            groups[group.communicator, group.members][number] = at
+    for places in groups.values():
+        first, at = next(iter(places.items()))
+        name, members = ranks[first].named[at]
+        ran = {number: ranks[number].alike.ran[at] for number, at in places.items()}
+        counts = {member: ran.get(member, _NOTHING) for member in members}
+        signatures = dict.fromkeys(signature for count in counts.values() for signature in count)
+        differ = [s for s in signatures if len({count[s] for count in counts.values()}) > 1]
         for signature in differ:
-            operation, reduction, dtype, size = signature
-            here = {one: counts[signature] for one, (counts, _) in own.items()}
-            first = {
-                one: found
-                for one, number in ran.items()
-                if (found := known.alike[one].first(number, signature)) is not None
+            calls = {
+                number: ranks[number].alike.first(at, signature) for number, at in places.items()
             }
             yield LedgerFinding(
                 fault=LedgerFault.COUNT,
                 group=name,
                 members=members,
-                ran=_by_ranks(here, first),
-                operation=operation,
-                reduction=reduction,
-                dtype=dtype,
-                bytes=size,
+                ran=_by_ranks(
+                    {member: count[signature] for member, count in counts.items()}, calls
+                ),
+                **signature._asdict(),
             )
-        orders = dict.fromkeys(order for _, order in own.values())
+        order = {number: ranks[number].groups[at].order for number, at in places.items()}
+        orders = list(dict.fromkeys(order.get(member, "") for member in members))
         if not differ and len(orders) > 1:
-            order_numbers = {order: number for number, order in enumerate(orders)}
-            numbers = {one: order_numbers[order] for one, (_, order) in own.items()}
+            numbers = {member: orders.index(order.get(member, "")) for member in members}
             yield LedgerFinding(
                 fault=LedgerFault.ORDER, group=name, members=members, ran=_by_ranks(numbers, {})
             )
@@ -281,48 +268,38 @@ def _disagreements(known: _Ranks) -> Iterable[LedgerFinding]:
 _NOTHING: Counter[_Signature] = Counter()
 
 
-def _own(known: _Ranks, rank: int, number: int | None) -> tuple[Counter[_Signature], str]:
-    """What a member ran in a group and in which order; ``number`` is the group's of this rank."""
-    if number is None:
-        return _NOTHING, ""
-    return known.alike[rank].counts[number], known.groups[rank][number].order
-
-
-def _messages(known: _Ranks) -> Iterable[LedgerFinding]:
+def _messages(ranks: Sequence[_Rank]) -> Iterable[LedgerFinding]:
     """Messages that are not received as often as they are sent."""
-    sent: dict[tuple[int, int, str, int], dict[Operation, int]] = defaultdict(dict)
-    first: dict[tuple[int, int, str, int, Operation], tuple[Ran, str]] = {}
-    messages = {
-        id(alike): [one for one in alike.ran if one.operation in _MESSAGES] for alike in known.kinds
-    }
+    sent: dict[tuple[int, int, str, int], Counter[Operation]] = defaultdict(Counter)
+    first: dict[tuple[int, int, str, int, Operation], tuple[Call, str]] = {}
     # A message from anybody may be any of those that were sent to this rank.
-    open_ends = {
-        rank
-        for rank, alike in enumerate(known.alike)
-        if any(one.operation is Operation.RECV and one.peer < 0 for one in messages[id(alike)])
-    }
-    for rank, alike in enumerate(known.alike):
-        for one in messages[id(alike)]:
-            if one.peer < 0:
+    open_ends = set()
+    for rank, each in enumerate(ranks):
+        for call, sizes in zip(each.alike.calls, each.sizes, strict=True):
+            if call.operation not in _MESSAGES:
                 continue
-            peer = known.members(known.groups[rank][one.group])[one.peer]
-            sends = one.operation is Operation.SEND
-            key = *((rank, peer) if sends else (peer, rank)), one.dtype, one.bytes
-            counts = sent[key]
-            counts[one.operation] = counts.get(one.operation, 0) + one.count
-            first.setdefault((*key, one.operation), (one, alike.names[one.group]))
+            if call.peer < 0:
+                open_ends.add(rank)
+                continue
+            name, members = each.named[call.group]
+            peer, sends = members[call.peer], call.operation is Operation.SEND
+            for size, times in sizes:
+                key = *((rank, peer) if sends else (peer, rank)), call.dtype, size
+                sent[key][call.operation] += times
+                first.setdefault((*key, call.operation), (call, name))
     for (source, target, dtype, size), counts in sent.items():
-        if target in open_ends or len({counts.get(op, 0) for op in _MESSAGES}) == 1:
+        if target in open_ends or len({counts[operation] for operation in _MESSAGES}) == 1:
             continue
-        at = {op: first.get((source, target, dtype, size, op)) for op in _MESSAGES}
-        ends = zip((source, target), _MESSAGES, strict=True)
+        ends = [first.get((source, target, dtype, size, op), (None, "")) for op in _MESSAGES]
         yield LedgerFinding(
             fault=LedgerFault.COUNT,
-            group=next(found[1] for found in at.values() if found),
+            group=next(name for call, name in ends if call),
             members=(source, target),
             ran=tuple(
-                _ran_here((rank,), counts.get(op, 0), found[0] if (found := at[op]) else None)
-                for rank, op in ends
+                _ran_here((rank,), counts[operation], call)
+                for rank, operation, (call, _) in zip(
+                    (source, target), _MESSAGES, ends, strict=True
+                )
             ),
             operation=Operation.SEND,
             dtype=dtype,
@@ -330,64 +307,66 @@ def _messages(known: _Ranks) -> Iterable[LedgerFinding]:
         )
 
 
-def _imprecise(known: _Ranks, compute: str, gradients: str) -> Iterable[LedgerFinding]:
+def _imprecise(ranks: Sequence[_Rank], compute: str, gradients: str) -> Iterable[LedgerFinding]:
     """Sums and means in a dtype with a larger machine epsilon than the settings say."""
     coarse = {
-        id(alike): [
-            (one, expected) for one in alike.ran if (expected := _coarse(one, compute, gradients))
+        id(rank.alike): [
+            (call, count, expected)
+            for call, count in zip(rank.alike.calls, rank.alike.counts, strict=True)
+            if (expected := _coarse(call, compute, gradients))
         ]
-        for alike in known.kinds
+        for rank in {id(rank.alike): rank for rank in ranks}.values()
     }
-    found: dict[tuple[str, _Signature, str], dict[int, Ran]] = defaultdict(dict)
-    for rank, alike in enumerate(known.alike):
-        for one, expected in coarse[id(alike)]:
-            key = alike.names[one.group], _signature(one), expected
-            found[key].setdefault(rank, one)
-    for (name, (operation, reduction, dtype, size), expected), ran_by in found.items():
-        rank, first = next(iter(ran_by.items()))
+    ran: dict[tuple[str, _Signature, str], dict[int, tuple[Call, int]]] = defaultdict(dict)
+    for number, rank in enumerate(ranks):
+        for call, count, expected in coarse[id(rank.alike)]:
+            key = rank.named[call.group][0], _signature(call), expected
+            ran[key].setdefault(number, (call, count))
+    for (name, signature, expected), calls in ran.items():
+        number, (call, count) = next(iter(calls.items()))
         yield LedgerFinding(
             fault=LedgerFault.PRECISION,
             group=name,
-            members=known.members(known.groups[rank][first.group]),
-            ran=(_ran_here(tuple(sorted(ran_by)), first.count, first),),
-            operation=operation,
-            reduction=reduction,
-            dtype=dtype,
-            bytes=size,
+            members=ranks[number].named[call.group][1],
+            ran=(_ran_here(tuple(calls), count, call),),
             expected=expected,
+            **signature._asdict(),
         )
 
 
-def _coarse(one: Ran, compute: str, gradients: str) -> str:
+def _coarse(call: Call, compute: str, gradients: str) -> str:
     """The dtype in which a sum or a mean should be, if its own is coarser; else empty."""
-    if one.direction is not Phase.GRADIENTS and one.direction not in _PASSES:
+    if call.direction is not Phase.GRADIENTS and call.direction not in _PASSES:
         return ""
-    expected = gradients if one.direction is Phase.GRADIENTS else compute
-    adds = one.operation.reduces and one.reduction not in ("max", "min")
-    return expected if adds and expected and _epsilon(one.dtype) > _epsilon(expected) > 0 else ""
+    expected = gradients if call.direction is Phase.GRADIENTS else compute
+    adds = call.operation.reduces and call.reduction not in ("max", "min")
+    return expected if adds and expected and _epsilon(call.dtype) > _epsilon(expected) > 0 else ""
 
 
+@functools.cache
 def _epsilon(dtype: str) -> float:
     """Machine epsilon of a dtype by its name; 0 for integers and for what is not known."""
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    known = getattr(torch, dtype, None)
+    if not isinstance(known, torch.dtype) or not known.is_floating_point:
         return 0.0
-    return float(torch.finfo(found).eps)
+    return float(torch.finfo(known).eps)
 
 
-def _signature(one: Ran) -> _Signature:
-    return one.operation, one.reduction, one.dtype, one.agreed
+def _signature(call: Call) -> _Signature:
+    return _Signature(call.operation, call.reduction, call.dtype, call.agreed)
 
 
-def _by_ranks(counts: Mapping[int, int], first: Mapping[int, Ran]) -> tuple[RanHere, ...]:
+def _by_ranks(counts: Mapping[int, int], calls: Mapping[int, Call | None]) -> tuple[RanHere, ...]:
     alike: dict[int, list[int]] = {}
     for rank, count in counts.items():
         alike.setdefault(count, []).append(rank)
-    return tuple(_ran_here(tuple(held), count, first.get(held[0])) for count, held in alike.items())
+    return tuple(
+        _ran_here(tuple(ranks), count, calls.get(ranks[0])) for count, ranks in alike.items()
+    )
 
 
-def _ran_here(ranks: tuple[int, ...], count: int, one: Ran | None) -> RanHere:
-    return RanHere(ranks, count, *((one.module, one.where) if one else ()))
+def _ran_here(ranks: tuple[int, ...], count: int, call: Call | None) -> RanHere:
+    return RanHere(ranks, count, *((call.module, call.where) if call else ()))
 
 
 def _once(findings: Iterable[LedgerFinding]) -> Iterable[LedgerFinding]:

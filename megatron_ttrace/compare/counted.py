@@ -29,20 +29,20 @@ from megatron_ttrace.trace.counted import (
 )
 from megatron_ttrace.trace.findings import (
     Cause,
+    FaultNote,
     Finding,
-    HyperparametersNote,
     Miscounted,
     OtherHyperparameters,
     Remark,
-    StatisticNote,
 )
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Reason, TraceKey
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 
-_REPORTED = {
-    Cause.COUNTED_TWICE: (Reason.COUNTED_TWICE, Remark.COUNTED_TWICE),
-    Cause.NEVER_COUNTED: (Reason.NEVER_COUNTED, Remark.NEVER_COUNTED),
-    Cause.OTHER_NORM: (Reason.OTHER_NORM, Remark.OTHER_NORM),
+_REASONS = {
+    Cause.COUNTED_TWICE: Reason.COUNTED_TWICE,
+    Cause.NEVER_COUNTED: Reason.NEVER_COUNTED,
+    Cause.OTHER_NORM: Reason.OTHER_NORM,
 }
 
 type _Parts = Counter[tuple[int, int]]
@@ -114,7 +114,7 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
             wrong, shapes = _wrong(right, ranks, statistic)
             if not wrong:
                 verdicts.append(verdict_of(key, (), Outcome.PASS, ranks))
-            for cause, (reason, remark) in _REPORTED.items():
+            for cause, reason in _REASONS.items():
                 names = tuple(name for found, name in wrong if found is cause)
                 for name in names:
                     held, here = wrong[cause, name].held, dataclasses.replace(key, name=name)
@@ -123,7 +123,7 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
                     )
                     findings.setdefault(here, finding)
                     shape = shapes.get(name, ())[statistic is Statistic.REDUCED :]
-                    note = StatisticNote(remark, held.least, held.most, statistic=statistic)
+                    note = FaultNote(reason, held.least, held.most, finding=finding)
                     at = wrong[cause, name].ranks
                     verdicts.append(
                         verdict_of(here, shape, Outcome.DIVERGED, at, note, reason=reason)
@@ -135,7 +135,7 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
         for name, values in others.items():
             here = dataclasses.replace(key, name=name)
             other = OtherHyperparameters(Cause.HYPERPARAMETERS, values=tuple(values))
-            differ = HyperparametersNote(Remark.HYPERPARAMETERS, values=other.values)
+            differ = FaultNote(Remark.HYPERPARAMETERS, finding=other)
             findings[here] = other
             differing = sorted({rank for found in values.values() for rank in found})
             verdicts.append(verdict_of(here, (), Outcome.DIVERGED, differing, differ))

@@ -19,9 +19,9 @@ from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
 from megatron_ttrace.trace.records import CHOICE, SCORES, Direction, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
-from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 
 TOLD_SHARE = 0.01
 """A larger share of unchecked tensors is reported."""
@@ -145,7 +145,7 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
 def unexercised(
     requested: Requested, observed: Observed, mesh: Mesh, verdicts: Iterable[Judged] = ()
 ) -> tuple[NotExercised, ...]:
-    """What did not act, in the order of :class:`~megatron_ttrace.trace.unexercised.Unexercised`."""
+    """What did not act, in the order of :class:`~megatron_ttrace.trace.outcomes.Unexercised`."""
     asked, seen, what = requested, observed, Unexercised
     single, dp, pp = mesh.world_size == 1, mesh.size("dp"), mesh.size("pp")
     # Megatron shards the optimizer over context-parallel ranks as well.

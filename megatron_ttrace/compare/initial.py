@@ -19,7 +19,8 @@ from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace.findings import Cause, Note, Remark, Sample
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.moments import Moments
-from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 
 LIMIT = 36.0
 """Square of the number of standard errors that pass."""
@@ -141,7 +142,7 @@ def _judge(
     key: TraceKey, expected: Expected | None, holders: Sequence[Holder], parts: Parts, twins: Twins
 ) -> _Finding:
     if expected is None or not holders:
-        return _unchecked(Note(Remark.ONE_RUN))
+        return _unchecked(Note(Reason.ONE_RUN))
     if why := _incomparable(*expected, holders):
         return _unchecked(why)
     if bad := [rank for rank, one in holders if one.moments and one.moments.nonfinite]:

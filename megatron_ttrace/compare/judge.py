@@ -15,7 +15,8 @@ from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.tolerance import Tolerance, Tolerances
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import Outcome, Reason, TraceKey
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Outcome, TraceKey
 
 
 def judge(
@@ -43,7 +44,7 @@ def judge(
     for key, shape in expected:
         holders = by_key.pop(key, [])
         if reason := unjudged(key, [holder.found for holder in holders]):
-            note = Note(Remark(reason.value))
+            note = Note(reason)
             verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
         else:
             limit = tolerances.of(key)
@@ -107,13 +108,13 @@ def _judge(
             notes.append(Note(Remark.REPLICAS, ranks=conflicts))
     elif undefined:
         outcome, reason = Outcome.UNCHECKED, Reason.UNDEFINED
-        notes.append(Note(Remark.UNDEFINED, undefined))
+        notes.append(Note(Reason.UNDEFINED, undefined))
     elif tolerance.is_noise:
         outcome, reason = Outcome.UNCHECKED, Reason.NONDETERMINISTIC
-        notes.append(Note(Remark.NONDETERMINISTIC, tolerance.repeated))
+        notes.append(Note(Reason.NONDETERMINISTIC, tolerance.repeated))
     elif tolerance.blind:
         outcome, reason = Outcome.UNCHECKED, Reason.BLIND
-        notes.append(Note(Remark.BLIND, tolerance.value, tolerance.bound))
+        notes.append(Note(Reason.BLIND, tolerance.value, tolerance.bound))
     elif conflicts:
         notes.append(Note(Remark.REPLICAS_ROUNDED, ranks=conflicts))
     return verdict(

@@ -20,12 +20,10 @@ from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.findings import (
-    BeforeStep,
     Cause,
     Finding,
-    OtherIteration,
-    OtherMicrobatch,
     OtherTensor,
+    OtherTime,
 )
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
@@ -153,7 +151,7 @@ class Traces:
             return
         before = dataclasses.replace(key, index=0)
         if key.kind is Kind.PARAM and key != before:
-            yield BeforeStep(Cause.OTHER_TIME), before
+            yield OtherTime(Cause.OTHER_TIME), before
         near: dict[TraceKey, list[TraceKey]] = {}
         primary = self.reference.primary
         for other in self.reference:
@@ -161,9 +159,9 @@ class Traces:
             if (other.kind, other.name, other.index) == (key.kind, key.name, key.index):
                 if now and not here:
                     microbatch = other.microbatch
-                    yield OtherMicrobatch(Cause.OTHER_TIME, microbatch=microbatch), other
+                    yield OtherTime(Cause.OTHER_TIME, microbatch=microbatch), other
                 elif here and not now:
-                    yield OtherIteration(Cause.OTHER_TIME, iteration=other.iteration), other
+                    yield OtherTime(Cause.OTHER_TIME, iteration=other.iteration), other
             elif (
                 (now and here)
                 and other.kind in _SAME_SORT.get(key.kind, (key.kind,))

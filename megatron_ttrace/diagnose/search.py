@@ -86,7 +86,7 @@ def free(finding: Finding) -> int:
     match finding:
         case f.Composed():
             return sum(map(free, finding.steps))
-        case f.GradientFactor(ratio=0.0) | f.BeforeStep():
+        case f.GradientFactor(ratio=0.0) | f.OtherTime(microbatch=None, iteration=None):
             return 0
         case f.ConstantFactor():
             return int(not finding.sizes and finding.cause is not f.Cause.SIGN)

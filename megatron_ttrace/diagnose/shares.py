@@ -73,9 +73,7 @@ def _describe(
         if len(set(counts.values())) == 1:
             described = tuple(filter(None, [counts[shares[0].module]]))
         else:
-            described = tuple(
-                dataclasses.replace(w, module=name) for name, w in counts.items() if w
-            )
+            described = tuple(w._replace(module=name) for name, w in counts.items() if w)
         if not described:
             return None
         by_weights.setdefault(described, []).append(rank)

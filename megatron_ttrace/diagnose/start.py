@@ -16,13 +16,13 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.findings import (
     Cause,
     Grounds,
-    MisnumberedLayers,
-    MissingLayers,
+    MisplacedLayers,
     Note,
     OtherDivision,
     Remark,
 )
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import (
     AGREED,
     MAIN,
@@ -31,7 +31,6 @@ from megatron_ttrace.trace.records import (
     Direction,
     Kind,
     Outcome,
-    Reason,
     TraceKey,
 )
 
@@ -108,7 +107,7 @@ def without_consequences(verdicts: Sequence[Judged]) -> list[Judged]:
             or (verdict.verdict is Outcome.EXTRA and _layers([verdict.name]))
         )
     ]
-    notes = (Note(Remark.OTHER_START),)
+    notes = (Note(Reason.OTHER_START),)
     return [
         dataclasses.replace(one, verdict=Outcome.UNCHECKED, reason=Reason.OTHER_START, notes=notes)
         if begun
@@ -154,7 +153,7 @@ def other_division(
 
 def misplaced_layers(
     name: str, expected: Iterable[str], stages: Stages, chunks: int = 1
-) -> MissingLayers | MisnumberedLayers | None:
+) -> MisplacedLayers | None:
     """Whole layers are on no stage, or on several. The repair: hold or number each layer once.
 
     Args:
@@ -175,7 +174,7 @@ def misplaced_layers(
         return None
     counts = tuple(len(there[stage]) for stage in sorted(there))
     if twice or strange:
-        return MisnumberedLayers(
+        return MisplacedLayers(
             Cause.LAYER_NUMBERS,
             ("pp",),
             missing=_numbers(lost),
@@ -186,10 +185,10 @@ def misplaced_layers(
         )
     chunks *= len(there)
     dropped = chunks > 1 and len(lost) == len(wanted) % chunks
-    return MissingLayers(
+    return MisplacedLayers(
         Cause.LAYERS,
         ("pp",),
-        layers=_numbers(lost),
+        missing=_numbers(lost),
         total=len(wanted),
         held=counts,
         divisor=chunks if dropped else 0,

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ttrace.report.wording import (
     MESSAGES,
     STATISTICS,
+    UNKNOWN,
     hyperparameters_text,
     messages,
     notes_text,
@@ -19,9 +20,10 @@ from megatron_ttrace.report.wording import (
 )
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, FailingRanks, Grounds
+from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks, Grounds
 from megatron_ttrace.trace.judged import Diagnosis, Judged
-from megatron_ttrace.trace.records import Kind, Reason
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.sanitise import clean
 
 _OTHERS = 4
@@ -116,9 +118,20 @@ def _rendered(finding: f.Finding) -> Text:
     return text.format(it=finding), hint
 
 
-def _layers(finding: f.MissingLayers) -> Text:
+def _other_time(finding: f.OtherTime) -> Text:
+    if finding.microbatch is not None:
+        return f"holds the value of microbatch {finding.microbatch}", ""
+    if finding.iteration is not None:
+        return f"holds the value of iteration {finding.iteration}", ""
+    why = "not updated, or the update did not reach this rank"
+    return "holds the value from before the step", why
+
+
+def _layers(finding: f.MisplacedLayers) -> Text:
+    if finding.cause is Cause.LAYER_NUMBERS:
+        return _misnumbered(finding)
     text = (
-        f"layer{'s' * (len(finding.layers) > 1)} {_ranges(finding.layers)} of {finding.total} on "
+        f"layer{'s' * (len(finding.missing) > 1)} {_ranges(finding.missing)} of {finding.total} on "
         f"no pipeline stage: the stages hold {' + '.join(map(str, finding.held))} = "
         f"{sum(finding.held)} layers"
     )
@@ -126,7 +139,7 @@ def _layers(finding: f.MissingLayers) -> Text:
     return text, hint if finding.divisor else ""
 
 
-def _misnumbered(finding: f.MisnumberedLayers) -> Text:
+def _misnumbered(finding: f.MisplacedLayers) -> Text:
     holders = {
         "by several": finding.twice,
         "by none": finding.missing,
@@ -380,8 +393,8 @@ def _miscounted(finding: f.Miscounted) -> Text:
 
 
 _RENDERERS: dict[type, Callable[[Any], Text]] = {
-    f.MissingLayers: _layers,
-    f.MisnumberedLayers: _misnumbered,
+    f.OtherTime: _other_time,
+    f.MisplacedLayers: _layers,
     f.OtherDivision: _division,
     f.LossTerm: _loss_term,
     f.Shift: _shift,

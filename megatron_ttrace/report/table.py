@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from megatron_ttrace.report.wording import ranks_text
-from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Reason, Verdict
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
 UNNAMED = "(unnamed)"

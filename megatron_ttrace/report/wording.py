@@ -17,21 +17,21 @@ from typing import Any
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.executed import ChangedCode, Execution
 from megatron_ttrace.trace.findings import (
-    UNKNOWN,
-    HyperparametersNote,
+    FaultNote,
+    Miscounted,
     Note,
+    OtherHyperparameters,
     Remark,
     Sample,
-    StatisticNote,
 )
 from megatron_ttrace.trace.judged import Judged, TooFew
+from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
     Culprit,
     Exactness,
     Outcome,
-    Reason,
     Result,
     Run,
     Summary,
@@ -39,9 +39,10 @@ from megatron_ttrace.trace.records import (
     Verdict,
 )
 from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean
-from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 
 COMMAND_LIMIT = 20_000
+UNKNOWN = "unknown"
+"""The explanation of a culprit for which no hypothesis passed its test."""
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
 
 
@@ -59,7 +60,7 @@ def messages[E: Enum](members: type[E], table: str = "") -> dict[E, str]:
 OUTCOME_WORDS = messages(Outcome)
 RESULT_SENTENCES = messages(Result)
 STATISTICS = messages(Statistic)
-_NOTES = messages(Remark)
+_NOTES: dict[Remark | Reason, str] = {**messages(Remark), **messages(Reason, "Note")}
 _REASONS = messages(Reason)
 _NOT_EXERCISED = messages(Unexercised)
 _CHANGED = messages(Execution)
@@ -325,10 +326,11 @@ def notes_text(notes: Iterable[Note]) -> str:
 def note_text(note: Note) -> str:
     """One remark on a tensor."""
     text = note.text
-    if isinstance(note, StatisticNote):
-        text = STATISTICS[note.statistic]
-    elif isinstance(note, HyperparametersNote):
-        text = hyperparameters_text(note.values)
+    match note:
+        case FaultNote(finding=Miscounted(statistic=statistic)):
+            text = STATISTICS[statistic]
+        case FaultNote(finding=OtherHyperparameters(values=values)):
+            text = hyperparameters_text(values)
     samples = "; in the reference ".join(map(_sample, note.samples))
     ranks: Any = note.ranks if note.what is Remark.SAME_START else on_ranks(note.ranks)
     return _NOTES[note.what].format(

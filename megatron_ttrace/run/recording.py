@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,15 +22,14 @@ from megatron_ttrace.mcore.precision import reduced_in
 from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, folded
-from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
+    Call,
     Group,
     Ledger,
-    Own,
     Phase,
-    Ran,
     RankLedger,
+    Size,
     Sources,
 )
 from megatron_ttrace.trace.errors import one_line
@@ -43,10 +41,9 @@ from megatron_ttrace.trace.executed import (
     Execution,
 )
 
-_RAN = codec.decoder(tuple[Ran, ...])
+_CALLS, _SIZES = codec.decoder(tuple[Call, ...]), codec.decoder(tuple[Size, ...])
 _GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)
 _EXECUTED = codec.decoder(tuple[Executed, ...])
-_COUNTS = codec.decoder(tuple[Count, ...])
 
 
 class Recording:
@@ -92,9 +89,9 @@ class Recording:
                 step=self._forward_step,
             )
             sources = dataclasses.replace(sources, metrics=dict(logged.PLACES))
-            return said(dataclasses.replace(self._tap.ledger(), sources=sources))
+            return dataclasses.replace(self._tap.ledger(), sources=sources).to_json()
         except Exception as error:  # noqa: BLE001 - it is an addition to the report
-            return said(RankLedger(error=one_line(error)))
+            return RankLedger(error=one_line(error)).to_json()
 
 
 def _outside() -> tuple[str, Phase]:
@@ -164,18 +161,12 @@ def merged(
     return ledger, [f"not all collectives were recorded ({one})" for one in lost]
 
 
-def said(ledger: RankLedger) -> dict[str, Any]:
-    """A message of one rank, in which little is only its own."""
-    return {**ledger.to_json(), "own": [number for one in ledger.own for number in one]}
-
-
 def decoded(message: dict[str, Any], once: folded.Once) -> RankLedger:
-    """The inverse of :func:`said`. Raises ``CodecError``."""
-    own = itertools.batched(once(_COUNTS, message["own"]), 3)
+    """The record of a rank, in which little is only its own. Raises ``CodecError``."""
     ledger = RankLedger(
-        once(_RAN, message["ran"]),
-        tuple(once(_GROUP, one) for one in message["groups"]),
-        tuple(itertools.starmap(Own, own)),
+        once(_CALLS, message["calls"]),
+        once.each(_SIZES, message["sizes"]),
+        once.each(_GROUP, message["groups"]),
         once(_SOURCES, message["sources"]),
         str(message["error"]),
     )

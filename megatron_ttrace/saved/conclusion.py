@@ -43,11 +43,11 @@ from megatron_ttrace.trace.executed import ChangedCode
 from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.judged import Judged, TooFew
 from megatron_ttrace.trace.moments import Moments
+from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import (
     Direction,
     Kind,
     Outcome,
-    Reason,
     Result,
     Summary,
     TraceKey,

@@ -24,14 +24,8 @@ from megatron_ttrace.trace import files
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import (
-    Direction,
-    Kind,
-    Outcome,
-    Reason,
-    Summary,
-    TraceKey,
-)
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, Summary, TraceKey
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
 
 _NAMED = 4
@@ -352,9 +346,9 @@ class Review:
         after_loss = key.direction not in (Direction.START, Direction.FORWARD)
         other_values = verdict.verdict in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT)
         if self._padded and other_values and (after_loss or key.kind is Kind.LOSS):
-            return _unchecked(verdict, Reason.PADDED, Note(Remark.PADDED))
+            return _unchecked(verdict, Reason.PADDED, Note(Reason.PADDED))
         if reason := self._left_out.get(key):
-            return _unchecked(verdict, reason, Note(Remark(reason.value)))
+            return _unchecked(verdict, reason, Note(reason))
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             has, lacks = (1, 0) if verdict.verdict is Outcome.EXTRA else (0, 1)
             whose = self._sides[has].directory
@@ -367,10 +361,10 @@ class Review:
         for one in self._known:
             if one.explains(key):
                 self._say(f"known difference ({one.reason})", f"{key.name} {key.kind}")
-                return _unchecked(verdict, Reason.KNOWN, Note(Remark.KNOWN, text=one.reason))
+                return _unchecked(verdict, Reason.KNOWN, Note(Reason.KNOWN, text=one.reason))
         if self._other_start and other_values and key.direction is not Direction.START:
             # Start values follow from names: a renamed parameter starts from others.
-            return _unchecked(verdict, Reason.OTHER_START, Note(Remark.OTHER_START))
+            return _unchecked(verdict, Reason.OTHER_START, Note(Reason.OTHER_START))
         return verdict
 
     def _say(self, what: str, name: str) -> None:

@@ -326,9 +326,14 @@ def _number(wanted: type[int] | type[float], bounds: Bounds) -> Decoder:
 
 def _either(args: tuple[Any, ...]) -> Decoder:
     inner = [arg for arg in args if arg is not type(None)]
-    if len(inner) != 1 or len(args) != 2:
-        raise TypeError(f"{args}: a record's field is of one type, or of one and None")
-    convert = decoder(inner[0])
+    if all(isinstance(arg, type) and issubclass(arg, Enum) for arg in inner):
+        convert = _enum(*inner)
+    elif len(inner) == 1:
+        convert = decoder(inner[0])
+    else:
+        raise TypeError(f"{args}: a record's field is of one type, or of several enumerations")
+    if len(inner) == len(args):
+        return convert
     return lambda value: None if value is None else convert(value)
 
 
@@ -389,8 +394,8 @@ def _exactly(wanted: type) -> Decoder:
     return decode_exactly
 
 
-def _enum(wanted: type[Enum]) -> Decoder:
-    members = {one.value: one for one in wanted}
+def _enum(*wanted: type[Enum]) -> Decoder:
+    members = {member.value: member for enumeration in wanted for member in enumeration}
 
     def decode_enum(value: Any) -> Enum:
         if type(value) is not str or value not in members:

@@ -125,12 +125,11 @@ class Group(Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ran(Record):
-    """Equal collectives as one rank records them. Ranks in groups of one structure have equal ones.
+class Call(Record):
+    """Equal collectives of one rank. Ranks in groups of one structure have equal ones.
 
     Attributes:
         group: the number of the group in this rank's list.
-        bytes: -1 if each call may have its own number; see :class:`Own`.
         agreed: bytes that are the same on all members; -1 if each may have its own number.
         peer: number of the member that a message is sent to or received from; -1 if there is none,
             or any.
@@ -143,19 +142,16 @@ class Ran(Record):
     reduction: str
     group: Count
     dtype: str
-    bytes: int
     agreed: int
     peer: int
     module: str
     direction: Phase
     where: str
-    count: Count
 
 
-class Own(NamedTuple):
-    """So many ``times`` a collective in the rank's record ``number`` had an input of ``bytes``."""
+class Size(NamedTuple):
+    """Bytes of the input of a collective, and how many times it ran with these."""
 
-    number: Count
     bytes: Count
     times: Count
 
@@ -221,21 +217,22 @@ class Sources(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankLedger(Record):
-    """What one rank recorded; ``error`` says why that is not complete, and is empty if it is."""
+    """What one rank recorded.
 
-    ran: tuple[Ran, ...] = ()
+    ``sizes`` are those of each of ``calls``. ``error`` says why the record is not complete.
+    """
+
+    calls: tuple[Call, ...] = ()
+    sizes: tuple[tuple[Size, ...], ...] = ()
     groups: tuple[Group, ...] = ()
-    own: tuple[Own, ...] = ()
     sources: Sources = Sources()
     error: str = ""
 
     def contradiction(self) -> str:
         """Why the fields contradict each other."""
-        if any(one.group >= len(self.groups) for one in self.ran):
+        if any(call.group >= len(self.groups) for call in self.calls):
             return "a collective in a group that is not listed"
-        if any(one.number >= len(self.ran) for one in self.own):
-            return "bytes of a collective that is not listed"
-        return ""
+        return "" if len(self.sizes) == len(self.calls) else "collectives without sizes"
 
 
 class LedgerFault(StrEnum):

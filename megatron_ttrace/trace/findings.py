@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# over 500 lines because: it is a list, one record per sort of fault
 """What is found out about a failed tensor, as enums and numbers.
 
 Nothing here is text for people: ``report/`` makes all of it.
@@ -9,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
+from typing import NamedTuple, dataclass_transform
 
 from megatron_ttrace.trace.collectives import Citation
 from megatron_ttrace.trace.counted import Statistic
-
-UNKNOWN = "unknown"
-"""The explanation of a culprit for which no hypothesis passed its test."""
+from megatron_ttrace.trace.outcomes import Reason
 
 
 class Grounds(StrEnum):
@@ -88,11 +86,8 @@ class Cause(StrEnum):
 
 
 class Remark(StrEnum):
-    """What is said of a tensor beside its outcome; report/wording.py has the sentences."""
+    """What else than a reason belongs to an outcome; report/wording.py has the sentences."""
 
-    DISPATCHED = "dispatched"
-    OWN_TOKENS = "own tokens"
-    OWN_SHARD = "own shard"
     EXTRA = "extra"
     EMPTY = "empty"
     MISSING = "missing"
@@ -101,14 +96,10 @@ class Remark(StrEnum):
     UNEVEN = "uneven"
     REPLICAS = "replicas"
     REPLICAS_ROUNDED = "replicas_rounded"
-    UNDEFINED = "undefined"
-    BLIND = "blind"
-    NONDETERMINISTIC = "nondeterministic"
     ROUTED = "routed"
     DROPPED = "dropped"
     SHAPE = "shape"
     NOT_BITWISE = "not_bitwise"
-    ONE_RUN = "one_run"
     OTHER_SHAPE = "other_shape"
     REFERENCE_NONFINITE = "reference_nonfinite"
     OVERLAP = "overlap"
@@ -121,20 +112,13 @@ class Remark(StrEnum):
     LOST = "lost"
     NOT_THE_REFERENCES = "not_the_references"
     CLAIMED = "claimed"
-    OTHER_START = "other_start"
     LACKING = "lacking"
-    PADDED = "padded"
-    KNOWN = "known"
-    COUNTED_TWICE = "counted_twice"
-    NEVER_COUNTED = "never_counted"
-    OTHER_NORM = "other_norm"
     HYPERPARAMETERS = "hyperparameters"
     PARTIAL = "partial"
     UNUSED = "unused"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """Mean and standard deviation of some values; ``std`` is 0 for equal ones."""
 
     mean: float
@@ -143,18 +127,13 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """A remark with what belongs to it.
+    """What is said of a tensor beside its outcome.
 
-    Attributes:
-        what: the remark.
-        value: what was counted or measured.
-        limit: what that is to be compared with.
-        ranks: the ranks concerned.
-        text: a name, or the message of an error.
-        samples: the candidate's and the reference's values.
+    ``value`` is what was counted or measured, ``limit`` what that is to be compared with; ``text``
+    is a name, or the message of an error; ``samples`` are the candidate's and the reference's.
     """
 
-    what: Remark
+    what: Remark | Reason
     value: float = 0.0
     limit: float = 0.0
     ranks: tuple[int, ...] = ()
@@ -163,76 +142,53 @@ class Note:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StatisticNote(Note):
-    """A remark on what a statistic takes."""
+class FaultNote(Note):
+    """A remark on a fault that has further numbers."""
 
-    statistic: Statistic
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HyperparametersNote(Note):
-    """The hyper-parameters that are not the reference's: name, value, the reference's."""
-
-    values: tuple[tuple[str, float, float], ...]
+    finding: Finding
 
 
 FACTORS = (Cause.FACTOR, Cause.TOO_LARGE, Cause.TOO_SMALL)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """A repair that passed its test; subclasses hold its numbers.
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class _Fault:
+    """Subclasses are frozen dataclasses, whose fields are given by name."""
 
-    Attributes:
-        cause: what sort of fault it is.
-        axes: the mesh axes (or ``microbatches``) involved.
-    """
+    def __init_subclass__(cls, *, kw_only: bool = True) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
+
+
+class Finding(_Fault, kw_only=False):
+    """A repair that passed its test, and the mesh axes (or ``microbatches``) involved."""
 
     cause: Cause
     axes: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Composed(Finding):
     """Several repairs, one applied to what the one before it left."""
 
     steps: tuple[Finding, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MissingLayers(Finding):
-    """``layers`` of ``total`` are on no pipeline stage; ``held`` counts the layers of each stage.
+class MisplacedLayers(Finding):
+    """Layers are on no pipeline stage, on several (``twice``) or not the reference's (``strange``).
 
-    ``divisor`` is the number of model chunks if dividing by it and dropping the remainder gives
-    what the stages hold, else 0.
-    """
-
-    layers: tuple[int, ...]
-    total: int
-    held: tuple[int, ...]
-    divisor: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MisnumberedLayers(Finding):
-    """Layers that several stages hold (``twice``) or that the reference lacks (``strange``).
-
-    ``missing`` are on no stage; there are ``total``; ``held`` counts the layers of each stage.
+    There are ``total``; ``held`` counts those of each stage. ``divisor`` is the number of model
+    chunks if dividing by it and dropping the remainder gives what the stages hold, else 0.
     """
 
     missing: tuple[int, ...]
-    twice: tuple[int, ...]
-    strange: tuple[int, ...]
     total: int
     held: tuple[int, ...]
+    twice: tuple[int, ...] = ()
+    strange: tuple[int, ...] = ()
+    divisor: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OtherDivision(Finding):
-    """What every rank takes for the whole dim ``dim`` is its part; or, ``inverse``, vice versa.
-
-    ``held`` of ``total`` elements of the dim are on each rank.
-    """
+    """Ranks take ``held`` of ``total`` elements of a dim for all of it; ``inverse``: vice versa."""
 
     dim: int
     held: int
@@ -240,12 +196,10 @@ class OtherDivision(Finding):
     inverse: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantFactor(Finding):
     """All values are ``ratio`` times the reference's.
 
-    ``sizes`` are the sizes of the layout, or products of several, that the factor (``root``: its
-    square) equals.
+    It (``root``: its square) equals one of ``sizes`` of the layout, or a product of several.
     """
 
     ratio: float
@@ -253,12 +207,10 @@ class ConstantFactor(Finding):
     root: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientFactor(ConstantFactor):
     """The gradient is ``ratio`` times too large where the optimizer adds it to a moment."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankFactors(Finding):
     """Each rank's values are off by a factor of its own: ``(rank, ratio)``."""
 
@@ -273,12 +225,10 @@ class CastOperand(StrEnum):
     EITHER = "either"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProductFactors(RankFactors):
     """The product of a linear layer is off by a factor; its bias, if it has one, is not.
 
-    ``dtype`` is the FP8 format whose scale (or its inverse) the factors are, if they are one, for
-    the cast of ``operand``.
+    If the factors are a scale (or its inverse) of the cast of ``operand``, ``dtype`` is its format.
     """
 
     has_bias: bool
@@ -287,7 +237,6 @@ class ProductFactors(RankFactors):
     operand: CastOperand = CastOperand.INPUT
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rounded(Finding):
     """The reference rounded to ``dtype``; ``scaled``: with one scale for the tensor."""
 
@@ -295,14 +244,12 @@ class Rounded(Finding):
     scaled: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartialSums(Finding):
     """The ranks' values along the axes add up to the reference; ``mean``: their mean is it."""
 
     mean: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WrongCopies(Finding):
     """Of ranks that hold the same elements, ``wrong`` fail and ``right`` pass."""
 
@@ -310,11 +257,10 @@ class WrongCopies(Finding):
     right: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShareWeights:
+class ShareWeights(NamedTuple):
     """How often the shares of a gradient that came through ``module`` count, where not once.
 
-    ``axis``: the numbers are ranks along it, or ``microbatch``.
+    ``counts`` are by rank along ``axis``, or by number if this is ``microbatch``.
     """
 
     module: str
@@ -323,7 +269,6 @@ class ShareWeights:
     missing: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnequalShares(Finding):
     """Shares of a gradient do not count once each: by group of ranks, by module."""
 
@@ -342,7 +287,6 @@ class Loss(StrEnum):
     INDEXER = "indexer loss"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossShare(Finding):
     """The share that ``losses`` together have in a gradient has a ``fault``; the rest is right."""
 
@@ -350,7 +294,6 @@ class LossShare(Finding):
     fault: Finding
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Addend(Finding):
     """A bias (or the module's input) is added ``1 + surplus`` times instead of once."""
 
@@ -367,7 +310,6 @@ class Term(StrEnum):
     ONE = "one"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm(Finding):
     """A term of the loss has a ``fault``; the others are right."""
 
@@ -375,37 +317,20 @@ class LossTerm(Finding):
     fault: Finding
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shift(Finding):
-    """``constant`` is added to all values: the logarithm of one of ``sizes``, or minus it.
-
-    A sum of exponentials that is off by a size is what its logarithm shows so.
-    """
+    """``constant`` is added to all values: the logarithm of one of ``sizes``, or minus it."""
 
     constant: float
     sizes: tuple[tuple[str, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OtherMicrobatch(Finding):
-    """The value of another microbatch."""
+class OtherTime(Finding):
+    """The value of another microbatch or iteration; of neither: from before the step."""
 
-    microbatch: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OtherIteration(Finding):
-    """The value of another iteration."""
-
-    iteration: int
+    microbatch: int | None = None
+    iteration: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BeforeStep(Finding):
-    """The value that it had before the step."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OtherTensor(Finding):
     """The reference's value of another tensor."""
 
@@ -413,7 +338,6 @@ class OtherTensor(Finding):
     name: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WrongOperand(Finding):
     """A weight gradient made with the input of another module."""
 
@@ -424,18 +348,13 @@ Span = tuple[int, int]
 """First and last index."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InPart(Finding):
-    """Some of each rank's elements, which follow each other, have a ``fault``; the rest is right.
-
-    ``spans`` has rank, first and last of these elements, and how many the rank holds.
-    """
+    """Consecutive elements have a ``fault``: by rank, first and last, and how many it holds."""
 
     fault: Finding
     spans: tuple[tuple[int, Span, int], ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffsetRows(Finding):
     """``rank`` holds indices ``held`` of a dim where ``own`` belong; ``dim`` is what they are.
 
@@ -458,7 +377,6 @@ class RowOrder(StrEnum):
     BLOCKS = "blocks"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReorderedRows(Finding):
     """``moved`` of ``total`` rows are not in their place; they form ``blocks``."""
 
@@ -469,23 +387,17 @@ class ReorderedRows(Finding):
     blocks: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Transposed(Finding):
     """Two dims are exchanged."""
 
     dims: tuple[int, int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WrongTokens(Finding):
     """All positions whose token id is in ``ids`` are wrong, and no others.
 
-    Attributes:
-        ids: first and last token id.
-        owners: first and last tensor-parallel rank that these rows of the table belong to.
-        zero: whether these positions hold zeros.
-        rows: first and last row of the table that they hold instead of their own.
-        added: whether they hold these rows in addition to their own.
+    These rows of the table belong to tensor-parallel ranks ``owners``. The positions hold zeros, or
+    other ``rows`` of the table, instead of their own or (``added``) in addition to them.
     """
 
     ids: Span
@@ -495,7 +407,6 @@ class WrongTokens(Finding):
     added: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WrongRows(Finding):
     """A minority of rows along dim ``at`` is wrong; ``slice_of``: one rank's, by its axis."""
 
@@ -516,7 +427,6 @@ class MaskOrder(StrEnum):
     OWN = "own"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WrongMasks(Finding):
     """The gradient of ``tensor`` (q, k or v) was computed with other causal masks."""
 
@@ -525,7 +435,6 @@ class WrongMasks(Finding):
     shift: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeight(Finding):
     """Blocks of keys count ``weight`` times in a gradient; they are of ``steps`` of a ring."""
 
@@ -536,7 +445,6 @@ class BlockWeight(Finding):
     missing: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Miscounted(Finding):
     """Elements of the parameters ``names`` are not in a statistic exactly once.
 
@@ -549,23 +457,14 @@ class Miscounted(Finding):
     names: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OtherHyperparameters(Finding):
     """The optimizer steps a parameter with other hyper-parameters: name, value, reference's."""
 
     values: tuple[tuple[str, float, float], ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FailingRanks:
-    """The ranks on which a tensor fails.
-
-    Attributes:
-        ranks: their numbers, in order.
-        holders: how many ranks hold the tensor.
-        world: how many ranks there are.
-        shared: an axis and the coordinate on it that these ranks, and no others, have.
-    """
+class FailingRanks(NamedTuple):
+    """The ranks on which a tensor fails; ``shared``: a coordinate that no others have."""
 
     ranks: tuple[int, ...]
     holders: int

@@ -102,8 +102,14 @@ class Once:
         if key not in self._known:
             # The value is kept: another one must not get its place.
             self._known[key] = value, read(value)
-        found: T = self._known[key][1]
-        return found
+        result: T = self._known[key][1]
+        return result
+
+    def each[T](self, read: Callable[[Any], T], values: Any) -> tuple[T, ...]:
+        """What ``read`` makes of each value of a list. Raises ``CodecError``."""
+        if not isinstance(values, list):
+            raise CodecError("expected a list")
+        return tuple(self(read, value) for value in values)
 
 
 def _message(table: _Table, held: dict[int, list[int]]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_ttrace.trace.findings import Explanation, Grounds, Note
-from megatron_ttrace.trace.records import Direction, Reason, TensorResult
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Direction, TensorResult
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

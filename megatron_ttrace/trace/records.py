@@ -20,7 +20,7 @@ from megatron_ttrace.trace.collectives import CollectiveRow, LedgerFinding
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.executed import ChangedCode
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.unexercised import NotExercised
+from megatron_ttrace.trace.outcomes import NotExercised, Reason
 
 
 class Kind(StrEnum):
@@ -110,43 +110,6 @@ class Outcome(StrEnum):
     def is_failure(self) -> bool:
         """Whether a run with such a tensor is not equivalent to its reference."""
         return self not in (Outcome.PASS, Outcome.UNCHECKED)
-
-
-class Reason(StrEnum):
-    """Why a tensor has its outcome, if the outcome leaves it open; ``note`` has the details."""
-
-    BLIND = "blind"
-    """Unchecked: rounding alone moves it so far that a bug would not show."""
-    NONDETERMINISTIC = "non-deterministic"
-    """Unchecked: the reference itself moves it as far, without any perturbation."""
-    UNDEFINED = "undefined"
-    """Unchecked: it holds NaN in both runs."""
-    DISPATCHED = "dispatched"
-    """Unchecked: its rows went through a token dispatcher that cannot be followed."""
-    OWN_TOKENS = "own tokens"
-    """Unchecked: a choice that depends on all tokens that a rank has, here a part of them."""
-    OWN_SHARD = "own shard"
-    """Unchecked: an update that depends on a rank's whole shard of a matrix."""
-    INITIAL_VALUES = "initial values"
-    """Unchecked: there is no distribution to compare."""
-    OTHER_START = "other start"
-    """Unchecked: it fails, but the step began from other parameters than the reference's."""
-    ONE_RUN = "one run"
-    """Unchecked: only one of two runs has such tensors."""
-    PADDED = "padded vocabulary"
-    """Unchecked: it fails, and follows from losses over vocabularies with other paddings."""
-    KNOWN = "known difference"
-    """Unchecked: it fails, and is on the list of known differences between the two runs."""
-    TWIN = "twin"
-    """Initial values that are bitwise equal to those of another part or parameter."""
-    RANDOM_STATE = "random state"
-    """Copies of initial values that differ, each with the reference's distribution."""
-    COUNTED_TWICE = "counted twice"
-    """Elements are in a norm, a count or an update more than once."""
-    NEVER_COUNTED = "never counted"
-    """Elements are missing from a norm, a count or an update."""
-    OTHER_NORM = "other norm"
-    """Gradients are clipped by the norm of other parameters than in the reference."""
 
 
 STEP_LEVEL = -1

@@ -6,7 +6,6 @@ The process group is PyTorch's fake one: its collectives do nothing, through the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ttrace.capture.collectives import _METHODS, CollectiveTap
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase, Ran
+from megatron_ttrace.trace.collectives import Call, ModuleCode, Operation, Phase
 from tests.placement.meshes import mesh_of
 
 SIZE = 4
@@ -107,15 +106,14 @@ def tap_of(model: nn.Module) -> CollectiveTap:
     return CollectiveTap([canonical_names(model)], mesh_of(0, 2, tp=2))
 
 
-def recorded(tap: CollectiveTap) -> list[Ran]:
-    """What was recorded, without an error; with the bytes of what may have any."""
+def recorded(tap: CollectiveTap) -> list[tuple[Call, int, int]]:
+    """What was recorded, without an error: calls, bytes and counts."""
     ledger = tap.ledger()
     assert not ledger.error
-    own = {one.number: one.bytes for one in ledger.own}
-    assert list(own) == [number for number, one in enumerate(ledger.ran) if one.bytes < 0]
     return [
-        dataclasses.replace(one, bytes=own.get(number, one.bytes))
-        for number, one in enumerate(ledger.ran)
+        (call, size, times)
+        for call, sizes in zip(ledger.calls, ledger.sizes, strict=True)
+        for size, times in sizes
     ]
 
 
@@ -127,7 +125,7 @@ def test_module_and_direction(group: dist.ProcessGroup, recompute: bool | None) 
     with tap.active(3):
         for _ in range(2):
             model(torch.ones(2, SIZE, requires_grad=True)).backward()
-    found = {(one.module, one.direction): one for one in recorded(tap)}
+    found = {(one[0].module, one[0].direction): one for one in recorded(tap)}
     expected = {
         (f"layers.{layer}.{name}", phase)
         for layer in range(2)
@@ -139,12 +137,12 @@ def test_module_and_direction(group: dist.ProcessGroup, recompute: bool | None) 
         for phase in phases
     }
     assert found.keys() == expected
-    for one in found.values():
-        assert (one.iteration, one.count) == (3, 2)
+    for one, size, times in found.values():
+        assert (one.iteration, times) == (3, 2)
         known = tap.ledger().groups[one.group]
         assert (known.name, known.members) == ("tp", ((0, 1, 1),))
         assert (one.operation, one.reduction) == (Operation.ALL_REDUCE, "sum")
-        assert (one.dtype, one.bytes, one.agreed) == ("float32", 32, 32)
+        assert (one.dtype, size, one.agreed) == ("float32", 32, 32)
         assert one.where.endswith(
             f"({'Reduce.forward' if 'row' in one.module else 'Copy.backward'})"
         )
@@ -238,8 +236,8 @@ def test_every_way_to_call(group: dist.ProcessGroup) -> None:
         funcol.all_reduce(two, "sum", group)
         dist.barrier(group)
     found = [
-        (one.operation.value, one.reduction, one.bytes, one.agreed, one.peer, one.count)
-        for one in recorded(tap)
+        (one.operation.value, one.reduction, size, one.agreed, one.peer, times)
+        for one, size, times in recorded(tap)
     ]
     assert found == [
         ("all_gather", "", 8, 8, -1, 1),

@@ -15,15 +15,15 @@ from megatron_ttrace.compare.collectives import merge, rows
 from megatron_ttrace.run import recording
 from megatron_ttrace.trace import folded
 from megatron_ttrace.trace.collectives import (
+    Call,
     Group,
     Ledger,
     LedgerFault,
     ModuleCode,
     Operation,
-    Own,
     Phase,
-    Ran,
     RankLedger,
+    Size,
     Sources,
 )
 from megatron_ttrace.trace.counted import runs_of
@@ -77,31 +77,26 @@ def rank(*called: Called, order: str = "a") -> RankLedger:
     """What a rank recorded, with one order for all its groups."""
     groups = dict.fromkeys((one.group, one.members, one.communicator) for one in called)
     numbers = {group: number for number, group in enumerate(groups)}
-    counts: Counter[Ran] = Counter()
-    own = []
+    calls: dict[Call, Counter[int]] = {}
     for one in called:
         varies = one.operation is Operation.ALL_TO_ALL
-        ran = Ran(
+        call = Call(
             iteration=one.iteration,
             operation=one.operation,
             reduction=one.reduction,
             group=numbers[one.group, one.members, one.communicator],
             dtype=one.dtype,
-            bytes=-1 if varies else one.bytes,
             agreed=-1 if varies else one.agreed,
             peer=one.members.index(one.peer) if one.peer >= 0 else -1,
             module=one.module,
             direction=one.direction,
             where=one.where,
-            count=0,
         )
-        counts[ran] += one.count
-        if varies:
-            own.append(Own([*counts].index(ran), one.bytes, one.count))
+        calls.setdefault(call, Counter())[one.bytes] += one.count
     return RankLedger(
-        tuple(dataclasses.replace(ran, count=count) for ran, count in counts.items()),
+        tuple(calls),
+        tuple(tuple(map(Size._make, sizes.items())) for sizes in calls.values()),
         tuple(Group(n, runs_of(m), c, order) for n, m, c in groups),
-        tuple(own),
     )
 
 
@@ -287,12 +282,12 @@ LEDGERS = st.builds(
 def test_ledgers_that_were_merged_on_their_way(kinds: list[RankLedger], chosen: list[int]) -> None:
     """What ranks have in common, and is one object at the end, is judged as if each had its own."""
     ranks = [kinds[number % len(kinds)] for number in (*chosen, *range(4 - len(chosen)))]
-    messages = [folded.fold({number: recording.said(one)}) for number, one in enumerate(ranks)]
+    messages = [folded.fold({number: one.to_json()}) for number, one in enumerate(ranks)]
     first = json.loads(json.dumps(folded.merge(messages[:2])))
     arrived = folded.unfold(folded.merge([first, folded.merge(messages[2:])]))
     once = folded.Once()
-    together = [recording.decoded(said, once) for said in arrived.values()]
+    together = [recording.decoded(message, once) for message in arrived.values()]
     alone = [RankLedger.from_json(json.loads(json.dumps(one.to_json()))) for one in ranks]
     assert together == alone == ranks
     assert ledger(*together) == ledger(*alone)
-    assert len({id(one.ran) for one in together}) == len({one.ran for one in together})
+    assert len({id(one.calls) for one in together}) == len({one.calls for one in together})

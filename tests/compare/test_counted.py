@@ -20,7 +20,8 @@ from megatron_ttrace.trace.counted import (
     runs_of,
 )
 from megatron_ttrace.trace.findings import Cause, Miscounted, OtherHyperparameters
-from megatron_ttrace.trace.records import Outcome, Reason
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Outcome
 
 NORM, WEIGHT, HALVES = "norm.weight", "fc.weight", ((0, 2), (2, 2))
 

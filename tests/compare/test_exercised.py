@@ -17,9 +17,9 @@ from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.run.answer import requested as asked
 from megatron_ttrace.trace.codec import CodecError
+from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
 from megatron_ttrace.trace.records import CHOICE, SCORES, STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
-from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 from tests.placement.meshes import mesh_of
 from tests.report.synthetic_report import make_verdict
 

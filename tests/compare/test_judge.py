@@ -19,7 +19,8 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.report.wording import notes_text
-from megatron_ttrace.trace.records import Kind, Outcome, Reason, TraceKey
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from megatron_ttrace.trace.views import local_view, logical_view
 from tests.placement.by_hand import local_shape
 from tests.placement.meshes import mesh_of

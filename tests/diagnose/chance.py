@@ -10,7 +10,7 @@ import torch
 from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.trace.findings import Cause, Finding, OtherMicrobatch, OtherTensor
+from megatron_ttrace.trace.findings import Cause, Finding, OtherTensor, OtherTime
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.diagnose.evidence_by_hand import OUTPUT, WEIGHT, evidence_of, meshes, values
 
@@ -124,7 +124,7 @@ def case(number: int) -> Case:
     def candidates() -> Iterator[tuple[Finding, TraceKey]]:
         for other in others:
             if other.name == key.name:
-                yield OtherMicrobatch(Cause.OTHER_TIME, microbatch=other.microbatch), other
+                yield OtherTime(Cause.OTHER_TIME, microbatch=other.microbatch), other
             else:
                 yield OtherTensor(Cause.OTHER_MODULE, kind=kind.value, name=other.name), other
 

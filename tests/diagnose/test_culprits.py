@@ -7,7 +7,8 @@ import math
 import pytest
 
 from megatron_ttrace.diagnose.culprits import owner
-from megatron_ttrace.trace.findings import UNKNOWN, Cause, Explanation, PartialSums
+from megatron_ttrace.report.wording import UNKNOWN
+from megatron_ttrace.trace.findings import Cause, Explanation, PartialSums
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged, localise

@@ -20,10 +20,11 @@ from megatron_ttrace.diagnose.gather import Traces
 from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.placement.plan import plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text, ranks_text
+from megatron_ttrace.report.wording import UNKNOWN
 from megatron_ttrace.trace.collectives import Ledger, Sources
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.findings import UNKNOWN, Cause, Finding, Loss, Miscounted
+from megatron_ttrace.trace.findings import Cause, Finding, Loss, Miscounted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.diagnose.evidence_by_hand import evidence_of, failed, hint, meshes, text, values

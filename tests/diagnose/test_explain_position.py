@@ -10,7 +10,7 @@ import torch
 from megatron_ttrace.diagnose import position, region, sources, summands
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.trace.findings import Cause, OtherMicrobatch
+from megatron_ttrace.trace.findings import Cause, OtherTime
 from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, TraceKey
 from tests.diagnose.evidence_by_hand import OUTPUT, evidence_of, explain, meshes, text, values
 
@@ -142,7 +142,7 @@ def test_stale_value() -> None:
     """The value of the microbatch before."""
     other = values(6, 12, seed=8)
     key = dataclasses.replace(OUTPUT, microbatch=1)
-    stale = OtherMicrobatch(Cause.OTHER_TIME, microbatch=0)
+    stale = OtherTime(Cause.OTHER_TIME, microbatch=0)
     evidence = evidence_of(
         values(6, 12),
         meshes(1),

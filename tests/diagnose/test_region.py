@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_ttrace.trace.findings import BeforeStep, Cause, InPart
+from megatron_ttrace.trace.findings import Cause, InPart, OtherTime
 from megatron_ttrace.trace.records import Kind
 from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, explain, meshes, text, values
 
@@ -30,7 +30,7 @@ def test_each_rank_lacks_another_part_of_the_update(noise: float) -> None:
             held,
             key=AFTER,
             trace={BEFORE: old},
-            others=lambda: [(BeforeStep(Cause.OTHER_TIME), BEFORE)],
+            others=lambda: [(OtherTime(Cause.OTHER_TIME), BEFORE)],
         )
     )
     assert isinstance(found, InPart)

@@ -5,15 +5,8 @@ import pytest
 
 from megatron_ttrace.diagnose import start
 from megatron_ttrace.report.wording import notes_text
-from megatron_ttrace.trace.records import (
-    MAIN,
-    ONE_DEVICE,
-    STEP_LEVEL,
-    Direction,
-    Kind,
-    Outcome,
-    Reason,
-)
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import MAIN, ONE_DEVICE, STEP_LEVEL, Direction, Kind, Outcome
 from tests.diagnose.evidence_by_hand import meshes
 from tests.diagnose.judged_by_hand import localise
 from tests.diagnose.test_culprits import after, run, verdict

@@ -4,7 +4,8 @@
 import pytest
 
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import LEFT, LOADS, Direction, Kind, Outcome, Reason
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import LEFT, LOADS, Direction, Kind, Outcome
 from tests.integration.jobs import PP, TP, check
 from tests.planted.mistakes import load
 

@@ -11,13 +11,13 @@ from typing import Any
 from megatron_ttrace.report.table import tally
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Culprit,
     Direction,
     Kind,
     Outcome,
-    Reason,
     Result,
     Summary,
     Verdict,

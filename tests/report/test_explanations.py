@@ -24,8 +24,8 @@ from megatron_ttrace.trace.findings import (
     UnequalShares,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.outcomes import Unexercised
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, Result
-from megatron_ttrace.trace.unexercised import Unexercised
 from tests.report.synthetic_report import make_judged
 
 NOTE = Note(Remark.SHAPE, text="the note")
@@ -71,7 +71,7 @@ ENUMS: tuple[type[Enum], ...] = (
 def test_every_member_has_words(enum: type[Enum]) -> None:
     """No enumeration is rendered in part."""
     assert {*messages(enum)} == {*enum}
-    partly = {"Phase", "Reason", "Zero", "Suspects", "Finding", "sizes"}
+    partly = {"Phase", "Reason", "Note", "Zero", "Suspects", "Finding", "sizes"}
     assert MESSAGES.keys() == {each.__name__ for each in ENUMS} | partly
     assert {*messages(Statistic, "Suspects")} == {*Statistic}
 

@@ -9,7 +9,8 @@ import math
 import pytest
 
 from megatron_ttrace.report import table
-from megatron_ttrace.trace.records import Direction, Kind, Outcome, Reason, Verdict
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, Verdict
 from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_verdict, norm_bug
 
 

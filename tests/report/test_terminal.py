@@ -18,6 +18,7 @@ from megatron_ttrace.report.texts import verdict_of
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks, PartialSums
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
@@ -29,7 +30,6 @@ from megatron_ttrace.trace.records import (
     Summary,
     Verdict,
 )
-from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 from tests.diagnose.judged_by_hand import localise
 from tests.report.synthetic_report import make_judged, make_summary, make_verdict
 

@@ -99,7 +99,7 @@ def of_stage(job: Job) -> dict[str, Any]:
     def arrived(rank: int) -> tuple[bytes, float, int]:
         """What a rank sends on, processor seconds until then, and bytes that it received."""
         comparison = compared(job, rank)
-        recorded = recording.said(told.ledger(job, rank))
+        recorded = told.ledger(job, rank).to_json()
         began = time.process_time()
         own = answer.findings_of(rank, job.mesh(rank), comparison, recorded)
         path, received = time.process_time() - began, 0
@@ -156,7 +156,7 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
     agreed = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     ranks = Ranks(600, store=agreed, rank=rank, size=job.world)
     comparison = compared(job, rank, failing=failing)
-    recorded = recording.said(told.ledger(job, rank))
+    recorded = told.ledger(job, rank).to_json()
     args: Any = SimpleNamespace(optimizer="adam")
     cpu = torch.device("cpu")
     ranks.meet("planning")

@@ -8,13 +8,13 @@ import itertools
 
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.collectives import (
+    Call,
     Group,
     ModuleCode,
     Operation,
-    Own,
     Phase,
-    Ran,
     RankLedger,
+    Size,
     Sources,
 )
 from megatron_ttrace.trace.counted import Counted, Counting, Part, Runs, Statistic, Sum, Term
@@ -47,35 +47,29 @@ def ledger(job: Job, rank: int) -> RankLedger:
     """As of one step with sequence parallelism, overlapping reductions, and an all-to-all."""
     own = groups(job, rank)
     numbers = {axis: number for number, axis in enumerate(own)}
-    ran: list[Ran] = []
-    sizes: list[Own] = []
+    calls: list[Call] = []
+    sizes: list[tuple[Size, ...]] = []
 
     def add(operation: Operation, axis: str, module: str, phase: Phase, *, varies: bool = False):
         if axis not in own:
             return
-        reduction = "sum" if operation.reduces else ""
-        size = -1 if varies else 1 << 20
-        where = f"megatron/core/{operation}.py:{len(ran) % 7} ({phase})"
-        ran.append(
-            Ran(
+        calls.append(
+            Call(
                 iteration=1,
                 operation=operation,
-                reduction=reduction,
+                reduction="sum" if operation.reduces else "",
                 group=numbers[axis],
                 dtype="bfloat16",
-                bytes=size,
-                agreed=size,
+                agreed=-1 if varies else 1 << 20,
                 peer=-1,
                 module=module,
                 direction=phase,
-                where=where,
-                count=2,
+                where=f"megatron/core/{operation}.py:{len(calls) % 7} ({phase})",
             )
         )
-        if varies:
-            # Each rank sends its own number of tokens in each of two microbatches.
-            calls = (14_336 * (1 + hash((rank, module, phase, n)) % 4096) for n in range(2))
-            sizes.extend(Own(len(ran) - 1, size, 1) for size in calls)
+        # Each rank sends its own number of tokens in each of two microbatches.
+        tokens = (14_336 * (1 + hash((rank, module, phase, n)) % 4096) for n in range(2))
+        sizes.append(tuple(Size(n, 1) for n in tokens) if varies else (Size(1 << 20, 2),))
 
     layers = [layer for chunk in job.chunks[job.mesh(rank).at("pp")] for layer in chunk.layers]
     for layer, phase in itertools.product(layers, _PASSES):
@@ -97,12 +91,12 @@ def ledger(job: Job, rank: int) -> RankLedger:
     code = ModuleCode(*(f"megatron/core/transformer/{n}.py:100 (forward)" for n in range(7)))
     codes = tuple(dataclasses.replace(code, built=f"{n}.py:1 (init)") for n in range(20))
     return RankLedger(
-        tuple(ran),
+        tuple(calls),
+        tuple(sizes),
         tuple(
             Group(axis, runs, f"{axis}{runs[0][0]}", f"{hash(axis) & 0xFFFFFFFF:016x}")
             for axis, runs in own.items()
         ),
-        tuple(sizes),
         Sources({name: n % 20 for n, name in enumerate(names)}, codes),
     )
 

@@ -22,16 +22,9 @@ from megatron_ttrace.placement.boxes import Box, product, whole
 from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.saved.conclusion import _is_evidence, conclude, not_enough, unjudged
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import (
-    Kind,
-    Outcome,
-    Reason,
-    Result,
-    Summary,
-    TraceKey,
-)
+from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
+from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
-from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 from tests.diagnose.judged_by_hand import judged
 from tests.placement.meshes import mesh_of
 

@@ -11,7 +11,8 @@ from megatron_ttrace.jobs import provenance
 from megatron_ttrace.report import wording
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import Kind, Outcome, Reason, Result, TraceKey
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Kind, Outcome, Result, TraceKey
 from tests.run import kept
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.saved.whole import WholeTensors
-from megatron_ttrace.trace.records import Kind, Reason, TraceKey
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.placement.meshes import mesh_of
 from tests.run import kept

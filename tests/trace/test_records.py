@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
@@ -20,7 +21,6 @@ from megatron_ttrace.trace.records import (
     Exactness,
     Kind,
     Outcome,
-    Reason,
     Residual,
     Result,
     Run,
@@ -28,7 +28,6 @@ from megatron_ttrace.trace.records import (
     TraceKey,
     Verdict,
 )
-from megatron_ttrace.trace.unexercised import NotExercised, Unexercised
 from tests.report.synthetic_report import culprit_of, make_verdict
 
 numbers = st.none() | st.floats(min_value=0, allow_nan=False)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a tensor has its outcome, and what a check does not cover."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a tensor has its outcome, if the outcome leaves it open; ``note`` has the details."""
+
+    BLIND = "blind"
+    """Unchecked: rounding alone moves it so far that a bug would not show."""
+    NONDETERMINISTIC = "non-deterministic"
+    """Unchecked: the reference itself moves it as far, without any perturbation."""
+    UNDEFINED = "undefined"
+    """Unchecked: it holds NaN in both runs."""
+    DISPATCHED = "dispatched"
+    """Unchecked: its rows went through a token dispatcher that cannot be followed."""
+    OWN_TOKENS = "own tokens"
+    """Unchecked: a choice that depends on all tokens that a rank has, here a part of them."""
+    OWN_SHARD = "own shard"
+    """Unchecked: an update that depends on a rank's whole shard of a matrix."""
+    INITIAL_VALUES = "initial values"
+    """Unchecked: there is no distribution to compare."""
+    OTHER_START = "other start"
+    """Unchecked: it fails, but the step began from other parameters than the reference's."""
+    ONE_RUN = "one run"
+    """Unchecked: only one of two runs has such tensors."""
+    PADDED = "padded vocabulary"
+    """Unchecked: it fails, and follows from losses over vocabularies with other paddings."""
+    KNOWN = "known difference"
+    """Unchecked: it fails, and is on the list of known differences between the two runs."""
+    TWIN = "twin"
+    """Initial values that are bitwise equal to those of another part or parameter."""
+    RANDOM_STATE = "random state"
+    """Copies of initial values that differ, each with the reference's distribution."""
+    COUNTED_TWICE = "counted twice"
+    """Elements are in a norm, a count or an update more than once."""
+    NEVER_COUNTED = "never counted"
+    """Elements are missing from a norm, a count or an update."""
+    OTHER_NORM = "other norm"
+    """Gradients are clipped by the norm of other parameters than in the reference."""
+
+
+class Unexercised(StrEnum):
+    """A feature that the job requests and that had no effect in the traced steps."""
+
+    ONE_RANK = "one_rank"
+    SCHEDULE = "schedule"
+    DIFFERENT_DATA = "different_data"
+    SHARDED_OPTIMIZER = "sharded_optimizer"
+    BUCKETS = "buckets"
+    DROPOUT = "dropout"
+    RANDOM_ROUTING = "random_routing"
+    LOSS_MASK = "loss_mask"
+    POSITION_RESET = "position_reset"
+    ATTENTION_RESET = "attention_reset"
+    TOKEN_WEIGHTS = "token_weights"  # noqa: S105 - tokens of text
+    WINDOW = "window"
+    SPARSE_ATTENTION = "sparse_attention"
+    RAMP_UP = "ramp_up"
+    IDLE_EXPERTS = "idle_experts"
+    CAPACITY = "capacity"
+    CLIP = "clip"
+    GRADIENTS = "gradients"
+    UPDATE = "update"
+    UNCHECKED = "unchecked"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NotExercised:
+    """A feature that passes whether it is right or wrong.
+
+    ``value`` is what was measured of it and ``limit`` what that is to be compared with, where there
+    are such numbers (docs/flags-and-files.md); ``names`` are the modules or parameters concerned.
+    """
+
+    what: Unexercised
+    value: float | None = None
+    limit: float | None = None
+    names: tuple[str, ...] = ()
