@@ -28,15 +28,33 @@ _TORCHRUN_SWITCHES = frozenset(
     {"standalone", "no-python", "run-path", "use-env", "virtual-local-rank", "module", "m"}
 )
 """Options of torchrun without a value (torch/distributed/run.py)."""
+_TORCHRUN_SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 _COUNTS = frozenset({"nproc-per-node", "nnodes"})
-_PYTHON_VALUES = ("-X", "-W")
-_TASKS = {"-n": "tasks", "--ntasks": "tasks", "-N": "nodes", "--nodes": "nodes", "-np": "tasks"}
-_TASKS |= {"--ntasks-per-node": "per node"}
-# Those of accelerate and deepspeed.
-_TASKS |= {"--num-processes": "tasks", "--num-machines": "nodes"}
-_TASKS |= {"--num-gpus": "per node", "--num-nodes": "nodes"}
-_LAUNCHERS = frozenset("accelerate deepspeed horovodrun mpiexec mpirun ray srun".split())
+_PYTHON_SWITCHES = "bBdEhiIOPqRsSuvVx?"
+_SRUN_SWITCHES = "EHlOQsuvXZ"
+_MPI = dict.fromkeys(("n", "np", "c"), "tasks") | dict.fromkeys(
+    ("N", "npernode", "ppn", "perhost"), "per node"
+)
+_TASKS: Mapping[str, Mapping[str, str]] = {
+    "srun": dict.fromkeys(("n", "ntasks"), "tasks")
+    | dict.fromkeys(("N", "nodes"), "nodes")
+    | dict.fromkeys(("ntasks-per-node", "tasks-per-node"), "per node"),
+    "mpirun": _MPI,
+    "mpiexec": _MPI,
+    "horovodrun": {"np": "tasks", "num-proc": "tasks"},
+    "accelerate": {"num-processes": "tasks", "num-machines": "nodes"},
+    "deepspeed": {"num-gpus": "per node", "num-nodes": "nodes"},
+}
+"""Options of launchers with a number of processes."""
+_WRAPPERS = ("chrt", "ionice", "nice", "numactl", "taskset")
+"""Programs before others whose options are like those of launchers."""
+_LAUNCHERS = frozenset({*_TASKS, "ray"})
 """Launchers that may be scripts of Python themselves, apart from torchrun's."""
+
+
+def _processes(tasks: Mapping[str, int]) -> int | None:
+    per_node = tasks.get("per node")
+    return tasks.get("tasks") or (per_node and per_node * tasks.get("nodes", 1))
 
 
 class NoScriptError(TTraceError):
@@ -73,22 +91,38 @@ class ShellScript:
     Attributes:
         words: the script and its arguments.
         environment: what is assigned before it.
+        tasks: how many processes run it, as :func:`parse` takes it.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tasks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class _Context:
-    """What the words before the script have said."""
+    """What the words before the script have said; ``uncounted``: see :class:`Command`."""
 
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: dict[str, int] = dataclasses.field(default_factory=dict)
+    uncounted: str = ""
+
+    @property
+    def processes(self) -> int | None:
+        """How many processes the launchers start in all; ``None`` without any number."""
+        return _processes(self.tasks)
+
+    def script(self, words: Sequence[str]) -> ShellScript:
+        """A shell script that these processes run."""
+        if self.uncounted:
+            raise TTraceError(f"{self.uncounted} leaves the number of ranks open: give the number")
+        return ShellScript(tuple(words), dict(self.environment), dict(self.tasks))
 
 
 def parse(
-    words: Sequence[str], environment: Mapping[str, str] | None = None
+    words: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    tasks: Mapping[str, int] | None = None,
 ) -> Command | ShellScript:
     """Find the training script in a command.
 
@@ -96,12 +130,13 @@ def parse(
         words: the command as a shell splits it, or one word with the whole text. A line of a text
             that begins with ``-`` continues the command.
         environment: values of variables that a text mentions.
+        tasks: what a launcher around the command starts: "tasks" in all, "per node", "nodes".
 
     Raises:
         NoScriptError: when there is no training script in it.
         TTraceError: when a part of it is not understood.
     """
-    context = _Context()
+    context = _Context(tasks=dict(tasks or {}))
     found = (
         _text(words[0], context, environment or {})
         if len(words) == 1 and re.search(r"\s", words[0].strip())
@@ -195,7 +230,7 @@ def _known(command: Command | ShellScript) -> Command | ShellScript:
     variables = {k: v.replace(_UNKNOWN, "") for k, v in command.environment.items()}
     if isinstance(command, ShellScript):
         words = tuple(word.replace(_UNKNOWN, "") for word in command.words)
-        return ShellScript(words, variables)
+        return dataclasses.replace(command, words=words, environment=variables)
     uncounted = command.uncounted.replace(_UNKNOWN, "")
     return dataclasses.replace(command, environment=variables, uncounted=uncounted)
 
@@ -335,42 +370,66 @@ def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
     if name in _SHELLS:
         return _shell(rest, context)
     if name.endswith(".sh"):
-        return ShellScript(tuple(words), dict(context.environment))
+        return context.script(words)
     if name.endswith(".py"):
-        return _command(words, context, None)
+        return _command(words, context)
     return _launched(name, rest, context)
 
 
 def _launched(launcher: str, words: list[str], context: _Context) -> Command | ShellScript | None:
-    """The command behind a launcher or wrapper whose own options are not known: srun, nsys, ..."""
+    """The command behind a launcher, or a wrapper whose own options are not known: nsys, uv, ..."""
     for at, word in enumerate(words):
         name = os.path.basename(word)
         if (
-            name in (*_TORCHRUN, *_SHELLS)
+            name in (*_TORCHRUN, *_SHELLS, *_TASKS, *_WRAPPERS)
             or _PYTHON.fullmatch(name)
             or name.endswith((".py", ".sh"))
         ):
             if ":" in words:
                 raise TTraceError(f"{launcher} starts several programs: give one training command")
-            _read_tasks(words[:at], context)
+            if launcher in _TASKS:
+                _read_tasks(launcher, words[:at], context)
             _read_variables(words[:at], context)
-            found = _words(words[at:], context)
-            if launcher == "accelerate" and isinstance(found, Command) and found.ranks is None:
-                return dataclasses.replace(found, uncounted="accelerate launch without a number")
-            return found
+            return _words(words[at:], context)
     return None
 
 
-def _read_tasks(options: list[str], context: _Context) -> None:
+def _read_tasks(launcher: str, options: list[str], context: _Context) -> None:
+    """How many processes a launcher starts.
+
+    Raises:
+        TTraceError: when another launcher has said something else, or an option is shortened.
+    """
+    known = _TASKS[launcher]
+    before, context.tasks = context.tasks, {}
     for at, word in enumerate(options):
         name, equals, value = word.partition("=")
-        if not equals and not word.startswith("--") and word[:2] in _TASKS and word[2:].isdigit():
-            name, value = word[:2], word[2:]  # -N2
+        name = name.replace("_", "-")
+        if launcher == "srun" and re.match("-[^-]", word):
+            name = f"-{name[1:].lstrip(_SRUN_SWITCHES)}"
+        if name[:1] == "-" and name[1:2] in known and name[2:].isdigit():
+            name, value = name[:2], name[2:]  # -n4
         elif not equals:
             value = options[at + 1] if at + 1 < len(options) else ""
-        name = name.replace("_", "-")
-        if name in _TASKS and value.isdigit():
-            context.tasks[_TASKS[name]] = int(value)
+        option = name.lstrip("-") if name.startswith("-") else ""
+        if option in known and value.isdigit() and int(value):
+            context.tasks[known[option]] = int(value)
+        elif option in known:
+            context.uncounted = f"{launcher} {_quoted(options[at : at + 1])}"
+        elif name.startswith("--") and any(full.startswith(option) for full in known):
+            raise TTraceError(f"{launcher}'s {name!a} is shortened: write the whole option")
+    if launcher == "srun" and set(context.tasks) == {"nodes"}:
+        context.tasks["tasks"] = context.tasks["nodes"]  # its default: one per node
+    if context.processes is None and launcher in ("accelerate", "deepspeed", "mpirun", "mpiexec"):
+        context.uncounted = context.uncounted or f"{launcher} without a number"
+    is_agent = launcher == "accelerate"  # one per node, as torchrun
+    inner = context.tasks.get("nodes", 1) if is_agent else context.processes
+    if before and context.tasks and _processes(before) != inner:
+        raise TTraceError(
+            f"{launcher} and the launcher around it start different numbers of processes: give "
+            "one of them"
+        )
+    context.tasks = context.tasks or ({} if is_agent else before)
 
 
 def _read_variables(options: list[str], context: _Context) -> None:
@@ -387,38 +446,56 @@ def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | No
     options: dict[str, str] = {}
     at = 0
     while at < len(words) and words[at].startswith("-"):
-        if words[at] == "--":
-            at += 1
+        word, at = words[at], at + 1
+        if word == "--":
             break
-        name, equals, value = words[at].lstrip("-").partition("=")
+        name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("_", "-")
-        if any(full.startswith(name) for full in _COUNTS - {name}):
-            raise TTraceError(
-                f"torchrun's {_quoted(words[at : at + 1])} is shortened: write the whole option"
-            )
-        if not equals and name not in _TORCHRUN_SWITCHES:
-            at += 1
+        if not word.startswith("--") and name[:1] in _TORCHRUN_SHORT:
+            name, value = _TORCHRUN_SHORT[name[0]], name[1:] or value  # -t3, -t=3
+        elif any(full.startswith(name) and name != full for full in _COUNTS | _TORCHRUN_SWITCHES):
+            raise TTraceError(f"torchrun's --{name} is shortened: write the whole option")
+        if not equals and not value and name not in _TORCHRUN_SWITCHES:
             value = words[at] if at < len(words) else ""
+            at += 1
+        if name in _COUNTS and (not value or value.startswith("-")):
+            raise TTraceError(f"torchrun's --{name} has no value: give the number")
         options[name] = value
-        at += 1
     if {"m", "module"} & set(options):
         raise TTraceError(f"{' '.join(words[at : at + 1])} is run as a module: give its file")
-    count = options.get("nproc-per-node", context.environment.get("PET_NPROC_PER_NODE", "1"))
-    per_node = _number(count)
-    nnodes = options.get("nnodes", context.environment.get("PET_NNODES", "1"))
-    nodes = _number(nnodes.split(":")[-1]) or 1
-    nodes = max(nodes, context.tasks.get("nodes", 1))
     if at >= len(words):
         return None
+    count = options.get("nproc-per-node", context.environment.get("PET_NPROC_PER_NODE", "1"))
+    per_node = _number(count)
+    nodes = _nodes(options.get("nnodes", context.environment.get("PET_NNODES", "1")), context)
     ranks = per_node and per_node * nodes
     uncounted = "" if per_node else f"--nproc-per-node {count}"
+    context.tasks, context.uncounted = {}, ""
     if "no-python" not in options:
-        found: Command | ShellScript | None = _command(words[at:], context, ranks, nodes)
+        found: Command | ShellScript | None = _command(words[at:], context)
     else:
         found = _words(words[at:], context)
     if isinstance(found, Command):
         return dataclasses.replace(found, ranks=ranks, nodes=nodes, uncounted=uncounted)
     return found
+
+
+def _nodes(text: str, context: _Context) -> int:
+    """How many torchruns there are, each for what it calls a node.
+
+    Raises:
+        TTraceError: when a launcher starts a different number of them.
+    """
+    least, most = (_number(part) for part in (text.split(":")[0], text.split(":")[-1]))
+    started = context.processes
+    if started is None:
+        return most or 1
+    if least and most and not least <= started <= most:
+        raise TTraceError(
+            f"the launcher starts {started} of torchrun, whose --nnodes is {text}: give the same "
+            "number to both"
+        )
+    return started
 
 
 def _number(text: str) -> int | None:
@@ -428,32 +505,46 @@ def _number(text: str) -> int | None:
 def _python(words: list[str], context: _Context) -> Command | ShellScript | None:
     at = 0
     while at < len(words) and words[at].startswith("-"):
-        if words[at] == "-m":
-            if at + 1 < len(words) and words[at + 1] in _TORCHRUN_MODULES:
-                return _torchrun(words[at + 2 :], context)
-            raise TTraceError(f"{' '.join(words[at : at + 2])} is no training script: give a file")
-        if words[at].startswith("-c"):
+        word, at = words[at], at + 1
+        if word == "--":
+            break
+        letters = "" if word.startswith("--") else word[1:].lstrip(_PYTHON_SWITCHES)
+        option, value = letters[:1], letters[1:]
+        if (option and not value) or word == "--check-hash-based-pycs":
+            value = words[at] if at < len(words) else ""
+            at += 1
+        if option == "c":
             return None
-        at += 2 if words[at] in _PYTHON_VALUES else 1
-    return _command(words[at:], context, None) if at < len(words) else None
+        if option == "m" and value in _TORCHRUN_MODULES:
+            return _torchrun(words[at:], context)
+        if option == "m":
+            raise TTraceError(f"{value} is no training script: give a file")
+    return _command(words[at:], context) if at < len(words) else None
 
 
 def _shell(words: list[str], context: _Context) -> Command | ShellScript | None:
     at = 0
-    while at < len(words) and words[at].startswith("-"):
-        at += 1
-        if not words[at - 1].startswith("--") and "c" in words[at - 1]:
-            inner = words[at] if at < len(words) else ""
-            return _inner_text(inner, context)
-    return ShellScript(tuple(words[at:]), dict(context.environment)) if at < len(words) else None
+    has_text = False
+    while at < len(words) and words[at][:1] in ("-", "+"):
+        word, at = words[at], at + 1
+        if word == "--":
+            break
+        letters = "" if word.startswith("--") else word[1:]
+        has_text |= "c" in letters
+        at += not {"o", "O"}.isdisjoint(letters) or word in ("--rcfile", "--init-file")
+    if at >= len(words):
+        return None
+    return _inner_text(words[at], context) if has_text else context.script(words[at:])
 
 
-def _command(
-    words: list[str], context: _Context, ranks: int | None, nodes: int | None = None
-) -> Command:
-    """The script at last. Without torchrun, a Slurm launcher starts the ranks."""
-    if nodes is None:
-        nodes = context.tasks.get("nodes", 1)
-        per_node = context.tasks.get("per node")
-        ranks = context.tasks.get("tasks") or (per_node and per_node * nodes)
-    return Command(words[0], tuple(words[1:]), dict(context.environment), ranks, nodes)
+def _command(words: list[str], context: _Context) -> Command:
+    """The script at last, and the ranks that launchers other than torchrun start."""
+    ranks = context.processes
+    return Command(
+        words[0],
+        tuple(words[1:]),
+        dict(context.environment),
+        ranks,
+        context.tasks.get("nodes", 1),
+        uncounted="" if ranks else context.uncounted,
+    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import re
 import shlex
@@ -54,6 +55,8 @@ _HANDLE = {
     "BASH_FUNC_command_not_found_handle%%": f'() {{ "{_UNFOUND}$1" "${{@:2}}"; }}',
 }
 """Makes bash start programs that PATH lacks as well, so that they are seen."""
+_TASKS = "TTRACE_TASKS"
+"""A variable with how many processes run the script that has it."""
 _PIPE = re.compile(r"/(?:dev|proc/self)/fd/(\d+)|/dev/stdin")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LARGEST = 16 << 20
@@ -134,6 +137,11 @@ def _interpreter(path: Path) -> str:
     return (names[1] if names[:1] == ["env"] and names[1:] else names[0]) if names else ""
 
 
+def _tasks(variables: Mapping[str, str]) -> dict[str, int]:
+    """How many processes run a command with these variables."""
+    return dict(json.loads(variables.get(_TASKS, "{}")))
+
+
 class _Reading:
     """One run of a script behind the guard, up to its training command.
 
@@ -171,6 +179,7 @@ class _Reading:
     def _run(self, directory: Path | None, output: IO[bytes], errors: IO[bytes]) -> None:
         words = [self._shell, "--", *self._script.words]
         environment = {**os.environ, **self._script.environment, **_HANDLE}
+        environment[_TASKS] = json.dumps(dict(self._script.tasks))
         where = str(directory) if directory else None
         try:
             with Guarded(words, where, environment, output, errors) as guarded:
@@ -318,11 +327,12 @@ class _Reading:
         if path.parent.name != "shims" and _interpreter(path) in ("bash", *_SHELLS):
             return f'exec bash {shlex.quote(request.path)} "$@"'
         try:
-            found = command_line.parse(words)
+            found = command_line.parse(words, tasks=_tasks(request.environment))
         except TTraceError:
             found = None
         if isinstance(found, ShellScript):
-            assigned = [f"{key}={value}" for key, value in found.environment.items()]
+            variables = {**found.environment, _TASKS: json.dumps(dict(found.tasks))}
+            assigned = [f"{key}={value}" for key, value in variables.items()]
             return shlex.join(["exec", "env", *assigned, "bash", *found.words])
         return "exec bash" if name == "sbatch" else None  # the script is on its standard input
 
@@ -333,7 +343,7 @@ class _Reading:
         if nothing better comes.
         """
         try:
-            found = command_line.parse(words)
+            found = command_line.parse(words, tasks=_tasks(variables))
         except command_line.NoScriptError:
             return False
         except TTraceError as error:

@@ -7,6 +7,7 @@ import shlex
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser
 
 from megatron_ttrace.jobs.commands.command_line import Command, ShellScript, parse
 from megatron_ttrace.trace.errors import TTraceError
@@ -17,6 +18,12 @@ WORDS = st.lists(
     .filter(bool),
     max_size=6,
 )
+MODULES = [
+    "python -m torch.distributed.run",
+    "python -mtorch.distributed.run",
+    "python -um torch.distributed.run",
+    "python -X dev -umtorch.distributed.launch",
+]
 LAUNCHERS = {
     "torchrun --nproc-per-node 8 --nnodes=2 --master_addr localhost": (16, 2),
     "torchrun --nproc_per_node=4 --standalone": (4, 1),
@@ -161,6 +168,138 @@ def test_more_launchers(launcher, ranks, nodes):
     """The number of ranks of launchers with options of their own."""
     found = parse([*launcher.split(), "dir/pretrain_gpt.py", "-a"])
     assert found == Command("dir/pretrain_gpt.py", ("-a",), {}, ranks, nodes)
+
+
+LAUNCHED = {
+    "srun": ({"-n": 4, "--ntasks": 4}, {"-N": 2, "--nodes": 2}, {"--ntasks-per-node": 2}),
+    "mpirun": ({"-n": 4, "-np": 4, "--np": 4, "-c": 4}, {}, {}),
+    "mpiexec": ({"-n": 4, "-np": 4, "--n": 4}, {}, {}),
+    "horovodrun": ({"-np": 4, "--num-proc": 4}, {}, {}),
+    "accelerate launch": ({"--num_processes": 4, "--num-processes": 4}, {"--num_machines": 2}, {}),
+    "deepspeed": ({}, {"--num_nodes": 2}, {"--num_gpus": 2}),
+}
+"""Launchers, and options for tasks, nodes and tasks per node."""
+OTHERS = {"srun": ["-l", "-J name", "--mpi=pmix", "-u"], "mpirun": ["--oversubscribe", "-x A=1"]}
+PROGRAMS = ["python", "python -u", "bash -c", "python3.12 -X dev -W ignore", "env A=1 python"]
+
+
+def written(draw, launcher, option, value):
+    """An option in one of the ways in which its launcher reads it."""
+    forms = [[option, str(value)]]
+    if option.startswith("--"):
+        forms.append([f"{option}={value}"])
+    elif launcher == "srun":
+        forms += [[f"{option}{value}"], [f"-l{option[1]}{value}"], [f"-l{option[1]}", str(value)]]
+    return draw(st.sampled_from(forms))
+
+
+@st.composite
+def launched(draw):
+    """A launcher's words, whether it has said a number of tasks, and how many nodes."""
+    launcher = draw(st.sampled_from(sorted(LAUNCHED)))
+    total, nodes, per_node = LAUNCHED[launcher]
+    # Tasks in all, or per node on two nodes.
+    chosen = [total] if total and (draw(st.booleans()) or not per_node) else [nodes, per_node]
+    words = [
+        written(draw, launcher, option, options[option])
+        for options in chosen
+        for option in [draw(st.sampled_from(sorted(options)))]
+    ]
+    others = st.lists(st.sampled_from(OTHERS.get(launcher, ["--verbose"])), max_size=2)
+    words = draw(st.permutations([*words, *(other.split() for other in draw(others))]))
+    return [*launcher.split(), *(word for group in words for word in group)]
+
+
+@given(launched(), st.sampled_from(PROGRAMS), st.booleans())
+def test_every_way_to_write_a_number(launcher, program, is_script):
+    """Of a Python script, and of a shell script, which starts it."""
+    words = [*launcher, *program.split()]
+    if program == "bash -c":
+        found = parse([*words, "python -u pretrain_gpt.py --bf16"])
+    elif is_script:
+        script = parse([*launcher, "bash", "-eo", "pipefail", "train.sh", "2"])
+        assert script.words == ("train.sh", "2")
+        found = parse(["python", "pretrain_gpt.py", "--bf16"], tasks=script.tasks)
+    else:
+        found = parse([*words, "pretrain_gpt.py", "--bf16"])
+    assert (found.script, found.arguments) == ("pretrain_gpt.py", ("--bf16",))
+    assert found.ranks == 4
+    assert found.uncounted == ""
+
+
+@st.composite
+def torchruns(draw):
+    """Options of torchrun's own parser, each in one of its forms."""
+    words = []
+    for action in draw(st.lists(st.sampled_from(TORCHRUN._actions[1:-2]), max_size=6)):
+        if action.dest in ("module", "print_completion"):
+            continue
+        option = draw(st.sampled_from(action.option_strings))
+        if action.nargs == 0:
+            words.append(option)
+            continue
+        value = draw(st.sampled_from(action.choices or ["1", "3", "8"]))
+        forms = [[option, value], [f"{option}={value}"]]
+        words += draw(st.sampled_from([*forms, *([[option + value]] * (option[1] != "-"))]))
+    return [*words, *draw(st.sampled_from([[], ["--"]]))]
+
+
+TORCHRUN = get_args_parser()
+
+
+@given(torchruns(), st.sampled_from(["torchrun", *MODULES]))
+def test_torchrun_reads_the_same(options, program):
+    """Its own parser finds this script, these arguments and these numbers."""
+    words = [*options, "pretrain_gpt.py", "--bf16", "-t", "3"]
+    expected = TORCHRUN.parse_args(words)
+    found = parse([*program.split(), *words])
+    assert found.script == expected.training_script == "pretrain_gpt.py"
+    assert found.arguments == tuple(expected.training_script_args)
+    nodes = int(expected.nnodes.split(":")[-1])
+    assert (found.ranks, found.nodes) == (int(expected.nproc_per_node) * nodes, nodes)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("srun -N 2 -n 2 torchrun --nnodes 2 --nproc-per-node 4 x.py", 8),
+        ("srun -N 2 torchrun --nnodes 1:4 --nproc-per-node 4 x.py", 8),
+        ("srun -N 2 accelerate launch --num_machines 2 --num_processes 16 x.py", 16),
+        ("srun -N 4 python x.py", 4),
+        ("srun -n 2 nice -n 10 python x.py", 2),
+        ("nice -n 10 python x.py", None),
+        ("numactl -N 1 python x.py", None),
+        ("nice -n 10 srun -n 2 python x.py", 2),
+        ("mpirun -np 4 srun -n 4 python x.py", 4),
+    ],
+)
+def test_launchers_within_launchers(words, ranks):
+    """A wrapper's options are its own."""
+    assert parse(words.split()).ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("srun -n 4 torchrun --nproc-per-node 2 x.py", "starts 4 of torchrun, whose --nnodes is 1"),
+        ("mpirun -np 4 srun -n 2 python x.py", "different numbers"),
+        ("srun --nta 4 python x.py", "shortened"),
+        ("torchrun --stand --nproc-per-node 2 x.py", "shortened"),
+        ("torchrun --nnodes --nproc-per-node 8 x.py", "has no value"),
+        ("mpirun bash x.sh", "mpirun without a number leaves"),
+    ],
+)
+def test_contradictions(words, said):
+    """Are refused in one line."""
+    with pytest.raises(TTraceError, match=said) as raised:
+        parse(words.split())
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("words", ["mpirun python x.py", "srun -n 2-4 python x.py"])
+def test_numbers_that_are_not_said(words):
+    """They are not one."""
+    assert parse(words.split()).uncounted
 
 
 @pytest.mark.parametrize(

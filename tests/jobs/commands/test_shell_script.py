@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from megatron_ttrace.jobs.commands import guard, shell_script
-from megatron_ttrace.jobs.commands.command_line import Command, ShellScript
+from megatron_ttrace.jobs.commands.command_line import Command, ShellScript, parse
 from megatron_ttrace.trace.errors import TTraceError
 
 EXAMPLE = """\
@@ -69,6 +69,25 @@ def test_arrays_conditions_and_arguments(tmp_path):
 def test_a_batch_script(tmp_path):
     """A script that submits one."""
     assert resolve(tmp_path, BATCH) == Command("/m/pretrain_gpt.py", ("--num-layers", "4"))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "text", "ranks"),
+    [
+        ("srun -n 4", "python pretrain_gpt.py --bf16", 4),
+        ("mpirun -np 4", "exec python pretrain_gpt.py --bf16", 4),
+        ("srun -N 2", "torchrun --nnodes 2 --nproc-per-node 4 pretrain_gpt.py --bf16", 8),
+        ("nohup", "echo 'python pretrain_gpt.py --bf16' > b.sh; srun -n 4 bash inner.sh", 4),
+    ],
+)
+def test_ranks_of_the_launcher_around(tmp_path, launcher, text, ranks):
+    """They count where the script starts the training."""
+    (tmp_path / "train.sh").write_text(text)
+    (tmp_path / "inner.sh").write_text("python pretrain_gpt.py --bf16")
+    script = parse([*launcher.split(), "bash", str(tmp_path / "train.sh")])
+    found = shell_script.resolve(script, tmp_path)
+    assert (found.script, found.arguments, found.ranks) == ("pretrain_gpt.py", ("--bf16",), ranks)
+    assert "TTRACE_TASKS" not in found.environment
 
 
 @pytest.mark.parametrize("text", ["echo no", "exit 3", "python -c 'print()'", "if", "torchrun x"])
