@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from megatron_ttrace.jobs.commands import disclosure
+from megatron_ttrace.jobs.commands import disclosure, shell_text
+from megatron_ttrace.jobs.commands.shell_text import UNKNOWN
 from megatron_ttrace.trace.errors import TTraceError
 
 EXAMPLE = "torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2 ..."
@@ -165,11 +166,13 @@ def _text(
         TTraceError: when there are other commands, or parts that only a shell could evaluate.
     """
     found = None
-    for statement in _statements(_tokens(text)):
+    for statement in shell_text.statements(text):
         words = []
         for word in statement:
             known = {**environment, **context.environment}
-            words.append("".join(_expand(part, known) if live else part for part, live in word))
+            words.append(
+                "".join(shell_text.expand(part, known) if live else part for part, live in word)
+            )
         before = words
         while before and (before[0] == "export" or _ASSIGNMENT.fullmatch(before[0])):
             before = before[1:]
@@ -195,10 +198,13 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
             several statements have one, or when only a shell could evaluate its arguments.
     """
     found: Command | ShellScript | None = None
-    for statement in _statements(_tokens(text, lines=True)):
+    for statement in shell_text.statements(text, lines=True):
         known = context.environment
         words = [
-            "".join(_expand(part, known, strict=False) if live else part for part, live in word)
+            "".join(
+                shell_text.expand(part, known, strict=False) if live else part
+                for part, live in word
+            )
             for word in statement
         ]
         if words[0].startswith("-"):
@@ -210,7 +216,7 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
         if command is None:
             continue
         given = (command.script, *command.arguments) if isinstance(command, Command) else ()
-        if found or words[0] in _KEYWORDS or any(_UNKNOWN in word for word in given):
+        if found or words[0] in _KEYWORDS or any(UNKNOWN in word for word in given):
             raise TTraceError(
                 f"only a shell knows what {_quoted(words)} in the "
                 f"text after -c trains: give the command itself, e.g. {EXAMPLE}"
@@ -221,127 +227,21 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
 
 def _quoted(words: Sequence[str]) -> str:
     """The beginning of a command for an error, without values that may be secret."""
-    shown = disclosure.command([word.replace(_UNKNOWN, "") for word in words])
+    shown = disclosure.command([word.replace(UNKNOWN, "") for word in words])
     return ascii(" ".join(shown)[:60])
 
 
 def _known(command: Command | ShellScript) -> Command | ShellScript:
     """The same without marks."""
-    variables = {k: v.replace(_UNKNOWN, "") for k, v in command.environment.items()}
+    variables = {k: v.replace(UNKNOWN, "") for k, v in command.environment.items()}
     if isinstance(command, ShellScript):
-        words = tuple(word.replace(_UNKNOWN, "") for word in command.words)
+        words = tuple(word.replace(UNKNOWN, "") for word in command.words)
         return dataclasses.replace(command, words=words, environment=variables)
-    uncounted = command.uncounted.replace(_UNKNOWN, "")
+    uncounted = command.uncounted.replace(UNKNOWN, "")
     return dataclasses.replace(command, environment=variables, uncounted=uncounted)
 
 
-_UNKNOWN = "\0"
-"""Marks what only a shell could evaluate, in texts whose other commands may contain it."""
 _KEYWORDS = frozenset("! ( [[ case do elif else for function if select then until while {".split())
-
-_TOKEN = re.compile(
-    r"""(?P<skip> [ \t\r]+ | \\[ \t]*\r?\n )
-    | (?P<comment> (?<![^\s;&|]) \#[^\n]* )
-    | (?P<redirection> (?:(?<!\S)(?:[0-9]+|\{\w+\}))? (?:&>>?|>>?&?|>\||<<<|<) [ \t]*
-        (?! -\S ) (?: [^\s;&|<>'"\\(] | \\. | '[^']*' | "(?:[^"\\]|\\.)*" )+ (?=[\s;&|<>]|$) )
-    | (?P<home> (?<!\S) ~ (?=[/\s]|$) )
-    | (?P<strange> [<>] | (?<!\S) ~ | \$ (?=['"]) | \{ (?=[^\s{}]*(?:,|\.\.)[^\s{}]*\}) )
-    | (?P<more> (?: \n [ \t\r]* (?:\#[^\n]*)? )+ (?= - ) )
-    | (?P<end> [;&|\n] )
-    | '(?P<single> [^']* )'
-    | "(?P<double> (?:[^"\\]|\\.)* )"
-    | \\(?P<escaped> . )
-    | (?P<plain> (?: (?! \$['"] | \{[^\s{}]*(?:,|\.\.)[^\s{}]*\} ) [^\s;&|<>'"\\] )+ )""",
-    re.VERBOSE | re.DOTALL,
-)
-"""One piece of a shell's text. A word is pieces without a gap."""
-
-type _Word = list[tuple[str, bool]]
-"""Pieces of a word, and whether variables within are replaced."""
-
-
-def _statements(tokens: Iterable[_Word | None]) -> Iterator[list[_Word]]:
-    """Words up to each end of a statement, where there are any."""
-    statement: list[_Word] = []
-    for token in [*tokens, None]:
-        if token is not None:
-            statement.append(token)
-        elif statement:
-            yield statement
-            statement = []
-
-
-def _tokens(text: str, *, lines: bool = False) -> list[_Word | None]:
-    """The words of a text; ``None`` where a statement ends. Redirections and comments go.
-
-    Args:
-        text: what a shell would read.
-        lines: whether every line ends a statement, even if the next one begins with ``-``.
-
-    Raises:
-        TTraceError: when a quote is not closed.
-    """
-    found: list[_Word | None] = []
-    word: _Word | None = None
-    at = 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise TTraceError(
-                f"the command cannot be split into words: close the quote at character {at + 1}"
-            )
-        at = match.end()
-        kind = match.lastgroup or ""
-        if kind in ("skip", "comment", "redirection", "more", "end"):
-            if word is not None:
-                found.append(word)
-            word = None
-            if kind == "end" or (kind == "more" and lines):
-                found.append(None)
-            continue
-        if kind == "strange" and not lines:
-            raise TTraceError(
-                f"{match[kind]!a}, character {at} of the command, has a meaning for shells that is "
-                "not understood here: write what it stands for"
-            )
-        pieces = [(match[kind], kind in ("double", "plain"))]
-        if kind == "strange":
-            pieces = [(f"{_UNKNOWN}{match[kind]}", False)]
-        elif kind == "home":
-            pieces = [("$HOME", True)]
-        if kind == "double":
-            parts = re.split(r'(\\["\\$`\n])', match[kind])
-            # Every second part is escaped.
-            pieces = [
-                (part[1:].strip("\n") if number % 2 else part, not number % 2)
-                for number, part in enumerate(parts)
-            ]
-        word = [*(word or []), *pieces]
-    return found if word is None else [*found, word]
-
-
-_EXPANSION = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[({@*#?0-9!$-])|`")
-
-
-def _expand(word: str, known: Mapping[str, str], *, strict: bool = True) -> str:
-    """``$NAME`` and ``${NAME}``.
-
-    Raises:
-        TTraceError: if ``strict``, when a name is not known, or only a shell could evaluate it.
-    """
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        if name not in known and not strict:
-            return f"{_UNKNOWN}{match[0]}"
-        if name not in known:
-            raise TTraceError(
-                f"{match[0]!a} has no value here: put the value into the "
-                "command, or use double quotes, in which the shell does"
-            )
-        return known[name]
-
-    return _EXPANSION.sub(value, word)
 
 
 def _words(words: list[str], context: _Context) -> Command | ShellScript | None:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A shell's text as commands and their words, as far as no shell is needed for that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from megatron_ttrace.trace.errors import TTraceError
+
+UNKNOWN = "\0"
+"""Marks what only a shell could evaluate, in texts whose other commands may contain it."""
+
+_TOKEN = re.compile(
+    r"""(?P<skip> [ \t\r]+ | \\[ \t]*\r?\n )
+    | (?P<comment> (?<![^\s;&|]) \#[^\n]* )
+    | (?P<redirection> (?:(?<!\S)(?:[0-9]+|\{\w+\}))? (?:&>>?|>>?&?|>\||<<<|<) [ \t]*
+        (?! -\S ) (?: [^\s;&|<>'"\\(] | \\. | '[^']*' | "(?:[^"\\]|\\.)*" )+ (?=[\s;&|<>]|$) )
+    | (?P<home> (?<!\S) ~ (?=[/\s]|$) )
+    | (?P<strange> [<>] | (?<!\S) ~ | \$ (?=['"]) | \{ (?=[^\s{}]*(?:,|\.\.)[^\s{}]*\}) )
+    | (?P<more> (?: \n [ \t\r]* (?:\#[^\n]*)? )+ (?= - ) )
+    | (?P<end> [;&|\n] )
+    | '(?P<single> [^']* )'
+    | "(?P<double> (?:[^"\\]|\\.)* )"
+    | \\(?P<escaped> . )
+    | (?P<plain> (?: (?! \$['"] | \{[^\s{}]*(?:,|\.\.)[^\s{}]*\} ) [^\s;&|<>'"\\] )+ )""",
+    re.VERBOSE | re.DOTALL,
+)
+"""One piece of a shell's text. A word is pieces without a gap."""
+
+type Word = list[tuple[str, bool]]
+"""Pieces of a word, and whether variables within are replaced."""
+
+
+def statements(text: str, *, lines: bool = False) -> Iterator[list[Word]]:
+    """The commands of a text. Redirections and comments go.
+
+    Args:
+        text: what a shell would read.
+        lines: whether every line ends a statement, even if the next one begins with ``-``.
+
+    Raises:
+        TTraceError: when a quote is not closed, or has a meaning that only a shell knows.
+    """
+    statement: list[Word] = []
+    for token in [*_tokens(text, lines=lines), None]:
+        if token is not None:
+            statement.append(token)
+        elif statement:
+            yield statement
+            statement = []
+
+
+def _tokens(text: str, *, lines: bool) -> list[Word | None]:
+    """The words of a text; ``None`` where a statement ends."""
+    found: list[Word | None] = []
+    word: Word | None = None
+    at = 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise TTraceError(
+                f"the command cannot be split into words: close the quote at character {at + 1}"
+            )
+        at = match.end()
+        kind = match.lastgroup or ""
+        if kind in ("skip", "comment", "redirection", "more", "end"):
+            if word is not None:
+                found.append(word)
+            word = None
+            if kind == "end" or (kind == "more" and lines):
+                found.append(None)
+            continue
+        if kind == "strange" and not lines:
+            raise TTraceError(
+                f"{match[kind]!a}, character {at} of the command, has a meaning for shells that is "
+                "not understood here: write what it stands for"
+            )
+        pieces = [(match[kind], kind in ("double", "plain"))]
+        if kind == "strange":
+            pieces = [(f"{UNKNOWN}{match[kind]}", False)]
+        elif kind == "home":
+            pieces = [("$HOME", True)]
+        if kind == "double":
+            parts = re.split(r'(\\["\\$`\n])', match[kind])
+            # Every second part is escaped.
+            pieces = [
+                (part[1:].strip("\n") if number % 2 else part, not number % 2)
+                for number, part in enumerate(parts)
+            ]
+        word = [*(word or []), *pieces]
+    return found if word is None else [*found, word]
+
+
+_EXPANSION = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[({@*#?0-9!$-])|`")
+
+
+def expand(word: str, known: Mapping[str, str], *, strict: bool = True) -> str:
+    """``$NAME`` and ``${NAME}``.
+
+    Raises:
+        TTraceError: if ``strict``, when a name is not known, or only a shell could evaluate it.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in known and not strict:
+            return f"{UNKNOWN}{match[0]}"
+        if name not in known:
+            raise TTraceError(
+                f"{match[0]!a} has no value here: put the value into the "
+                "command, or use double quotes, in which the shell does"
+            )
+        return known[name]
+
+    return _EXPANSION.sub(value, word)
