@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.capture.experts import ExpertSink, Microbatch
-from megatron_ttrace.trace.captured import Groups, Routed
+from megatron_ttrace.capture.experts import Followed
+from megatron_ttrace.capture.replaced import wrapped
+from megatron_ttrace.trace.captured import Groups
 
 _Function = Callable[..., Any]
 
@@ -34,20 +35,10 @@ _Function = Callable[..., Any]
 class BalancingTap:
     """Around the routing of one router."""
 
-    def __init__(
-        self,
-        router: Any,
-        name: str,
-        microbatch: Microbatch,
-        sink: ExpertSink,
-        guard: Callable[..., Any],
-    ) -> None:
-        """Attach; arguments as of :class:`megatron_ttrace.capture.experts.RouterTap`."""
+    def __init__(self, router: Any, followed: Followed) -> None:
+        """Attach to Megatron's ``TopKRouter``."""
         self._router = router
-        self._name = name
-        self._microbatch = microbatch
-        self._sink = sink
-        self._guard = guard
+        self._followed = followed
         self._module = sys.modules[type(router).routing.__module__]
         router.routing = self._routing
 
@@ -56,29 +47,17 @@ class BalancingTap:
         del self._router.routing
 
     def _routing(self, *args: Any, **kwargs: Any) -> Any:
-        wraps: dict[str, Callable[..., Any]] = {
+        wraps: dict[str, _Function] = {
             "sinkhorn": self._sinkhorn,
             "topk_routing_with_score_function": self._topk,
             "apply_router_token_dropping": self._drop,
         }
-        originals = {
-            name: getattr(self._module, name) for name in wraps if hasattr(self._module, name)
-        }
-        try:
-            for name, original in originals.items():
-                setattr(self._module, name, _bound(wraps[name], original))
+        with wrapped((self._module, name, wrap) for name, wrap in wraps.items()):
             return type(self._router).routing(self._router, *args, **kwargs)
-        finally:
-            for name, original in originals.items():
-                setattr(self._module, name, original)
-
-    def _ask(self, routed: Routed) -> torch.Tensor | None:
-        """What the sink wants chosen; ``None`` where it wants nothing else."""
-        return self._sink.routed(self._microbatch(), self._name, routed)
 
     def _sinkhorn(self, original: _Function, cost: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         balanced = original(cost, *args, **kwargs)
-        instead = self._guard(self._rebalanced, cost, balanced)
+        instead = self._followed.guard(self._rebalanced, cost, balanced)
         return balanced if instead is None else instead
 
     def _rebalanced(self, cost: torch.Tensor, balanced: torch.Tensor) -> torch.Tensor | None:
@@ -86,31 +65,28 @@ class BalancingTap:
         # On the scale of the scores: its logarithm is the score plus one number per expert and one
         # per token, and the latter decides nothing.
         by = balanced.clamp(min=torch.finfo(balanced.dtype).tiny).log()
-        instead = self._ask(Routed(cost, chosen, by=by - by.mean(dim=1, keepdim=True)))
+        instead = self._followed.routed(cost, chosen, by=by - by.mean(dim=1, keepdim=True))
         return None if instead is None else torch.zeros_like(balanced).scatter(1, instead, 1.0)
 
     def _topk(
         self, original: _Function, logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any
     ) -> Any:
-        before = kwargs.get("precomputed_indices")
+        before, guard = kwargs.get("precomputed_indices"), self._followed.guard
         if before is not None:
-            instead = self._guard(self._chosen_before, logits, before)
+            instead = guard(self._followed.routed, logits - self._router.qb_beta, before)
             kwargs["precomputed_indices"] = before if instead is None else instead
-        found = original(logits, topk, *args, **kwargs)
+        routed = original(logits, topk, *args, **kwargs)
         if not kwargs.get("fused"):
-            return found
-        unfused = functools.partial(original, logits, topk, *args, **kwargs)
-        instead = self._guard(self._unfused, unfused, topk, found[1])
-        return found if instead is None else instead
-
-    def _chosen_before(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
-        return self._ask(Routed((logits - self._router.qb_beta).detach(), chosen))
+            return routed
+        unfused = functools.partial(original, logits, topk, *args, **{**kwargs, "fused": False})
+        instead = guard(self._unfused, unfused, topk, routed[1])
+        return routed if instead is None else instead
 
     def _unfused(self, function: _Function, topk: int, routing_map: torch.Tensor) -> Any:
         """What another choice than the fused function's leads to; ``None`` for the same."""
-        replay = _Replay(self._ask, routing_map.nonzero()[:, 1].view(-1, topk))
-        found = function(fused=False, router_replay=replay)
-        return found if replay.differs else None
+        replay = _Replay(self._followed, routing_map.nonzero()[:, 1].view(-1, topk))
+        routed = function(router_replay=replay)
+        return routed if replay.differs else None
 
     def _drop(
         self,
@@ -120,16 +96,17 @@ class BalancingTap:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        found = original(probabilities, routing_map, *args, **kwargs)
+        dropped = original(probabilities, routing_map, *args, **kwargs)
         # Room for all tokens in every expert.
         room = {"capacity_factor": float(2 * routing_map.shape[1]), "pad_to_capacity": False}
         dropping = functools.partial(original, probabilities, *args, **{**kwargs, **room})
-        instead = self._guard(self._dropped, dropping, probabilities, found[1])
-        return found if instead is None else instead
+        instead = self._followed.guard(self._dropped, dropping, probabilities, dropped[1])
+        return dropped if instead is None else instead
 
     def _dropped(self, dropping: _Function, probabilities: torch.Tensor, kept: torch.Tensor) -> Any:
         """What another map of what is left leads to; ``None`` for the same."""
-        instead = self._sink.kept(self._microbatch(), self._name, probabilities.detach(), kept)
+        followed, given = self._followed, probabilities.detach()
+        instead = followed.sink.kept(followed.microbatch(), followed.name, given, kept)
         if instead is None or torch.equal(instead, kept):
             return None
         return dropping(routing_map=instead)
@@ -138,9 +115,9 @@ class BalancingTap:
 class _Replay:
     """In the place of Megatron's ``RouterReplay``: the reference's choice, where it has one."""
 
-    def __init__(self, ask: Callable[..., torch.Tensor | None], chosen: torch.Tensor) -> None:
+    def __init__(self, followed: Followed, chosen: torch.Tensor) -> None:
         self.differs = False
-        self._ask = ask
+        self._followed = followed
         self._chosen = chosen
 
     def get_replay_topk(
@@ -153,15 +130,8 @@ class _Replay:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The scores and experts of each token, as Megatron's router asks for them."""
         groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
-        instead = self._ask(Routed(scores.detach(), self._chosen, groups))
+        instead = self._followed.routed(scores, self._chosen, groups)
         if instead is None:
             return scores.gather(1, self._chosen), self._chosen
         self.differs = not torch.equal(instead.sort(dim=1).values, self._chosen.sort(dim=1).values)
         return scores.gather(1, instead), instead
-
-
-def _bound(wrap: _Function, original: _Function) -> _Function:
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        return wrap(original, *args, **kwargs)
-
-    return bound

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms, group_ranks
 from megatron_ttrace.capture.reducing import Reducing
-from megatron_ttrace.capture.replaced import replaced
+from megatron_ttrace.capture.replaced import wrapped
 from megatron_ttrace.mcore import statistics
 from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.mcore.optimizer import owned_by
@@ -104,16 +104,15 @@ class Tally:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Record the optimizer's step, which runs in this context."""
-        with contextlib.ExitStack() as stack:
-            for module, name in statistics.users(statistics.WATCHED):
-                statistic = statistics.WATCHED[name]
-                watched = functools.partial(self._call, statistic, vars(module)[name])
-                stack.enter_context(replaced(module, name, watched))
-            for leaf, groups in statistics.leaves_and_groups(self._optimizer):
-                inner = getattr(leaf, "optimizer", None)
-                if inner is not None and not getattr(leaf, "is_stub_optimizer", False):
-                    stepping = functools.partial(self._step, leaf, groups, inner, inner.step)
-                    stack.enter_context(replaced(inner, "step", stepping))
+        wraps: list[tuple[Any, str, Callable[..., Any]]] = [
+            (module, name, functools.partial(self._call, statistics.WATCHED[name]))
+            for module, name in statistics.users(statistics.WATCHED)
+        ]
+        for leaf, groups in statistics.leaves_and_groups(self._optimizer):
+            inner = getattr(leaf, "optimizer", None)
+            if inner is not None and not getattr(leaf, "is_stub_optimizer", False):
+                wraps.append((inner, "step", functools.partial(self._step, leaf, groups, inner)))
+        with wrapped(wraps):
             yield
 
     def params_norm(self, compute: Callable[..., Any], *args: Any) -> Any:
@@ -137,10 +136,13 @@ class Tally:
     @contextlib.contextmanager
     def _followed(self, flow: Flow, function: Callable[..., Any]) -> Iterator[None]:
         """Follow what PyTorch's dispatcher does not show: collectives, and fused kernels."""
-        all_reduce = dist.all_reduce
 
         def reduce(
-            tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, *more: Any
+            all_reduce: Callable[..., Any],
+            tensor: torch.Tensor,
+            op: Any = dist.ReduceOp.SUM,
+            group: Any = None,
+            *more: Any,
         ) -> Any:
             terms = self._attempt(lambda: flow.of(tensor))
             work = all_reduce(tensor, op, group, *more)
@@ -149,7 +151,7 @@ class Tally:
             return work
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(dist, "all_reduce", reduce))
+            stack.enter_context(wrapped([(dist, "all_reduce", reduce)]))
             # A global of the function's module, of which another may have wrapped the function.
             scope = getattr(inspect.unwrap(function), "__globals__", {})
             apply = scope.get(statistics.KERNELS)
@@ -236,13 +238,12 @@ class Tally:
                 continue
             numel = raw(parameter).numel()
             span = owned.range or (0, numel)
-            found: list[Any] = [owned.main]
+            tensors: list[Any] = [owned.main]
             if not of_parameters:
                 holders = owned.main, owned.key, parameter
-                found = [getattr(one, name, None) for one in holders for name in _GRADIENTS]
+                tensors = [getattr(one, name, None) for one in holders for name in _GRADIENTS]
             elif part := sharded.get(parameter):
                 memory.add(part.weights, places[parameter], part.weights_range, numel)
-            for tensor in found:
-                if torch.is_tensor(tensor):
-                    memory.add(local(tensor), places[parameter], span, numel)
+            for tensor in filter(torch.is_tensor, tensors):
+                memory.add(local(tensor), places[parameter], span, numel)
         return Flow(memory, self._orders[statistic])

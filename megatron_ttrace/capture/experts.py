@@ -16,6 +16,7 @@ Megatron's interface for replaying (``RouterReplay.get_replay_topk``).
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -32,9 +33,6 @@ CAN_FOLLOW = ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher")
 _NEVER = 1 << 24
 """A position that no token has: float32 is exact for smaller ones only."""
 
-Microbatch = Callable[[], int]
-"""Global number of the microbatch that is being worked on."""
-
 
 class ExpertSink(Protocol):
     """Where dispatches and choices go."""
@@ -46,7 +44,7 @@ class ExpertSink(Protocol):
         """The experts of a layer are about to receive these rows."""
 
     def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
-        """What a router chose , [tokens, k]; returns what it must choose instead, if anything.
+        """What a router chose; returns what it must choose instead, if anything.
 
         Called again with the same where activations are recomputed.
         """
@@ -60,32 +58,42 @@ class ExpertSink(Protocol):
         """
 
 
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """A router, or the experts of a layer, that tokens are followed through.
+
+    Attributes:
+        name: its canonical name.
+        microbatch: global number of the microbatch that is being worked on.
+        sink: receives what becomes of the tokens.
+        guard: calls a function, so that its errors do not reach training.
+    """
+
+    name: str
+    microbatch: Callable[[], int]
+    sink: ExpertSink
+    guard: Callable[..., Any]
+
+    def routed(
+        self,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        groups: Groups | None = None,
+        by: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """What the sink wants a router to choose; ``None`` where it wants nothing else."""
+        routed = Routed(scores.detach(), chosen.detach(), groups, by)
+        return self.sink.routed(self.microbatch(), self.name, routed)
+
+
 class DispatchTap:
     """On the dispatcher of one layer of experts."""
 
-    def __init__(
-        self,
-        layer: Any,
-        experts: str,
-        microbatch: Microbatch,
-        sink: ExpertSink,
-        guard: Callable[..., Any],
-    ) -> None:
-        """Attach.
-
-        Args:
-            layer: Megatron's ``MoELayer``.
-            experts: canonical name of its experts.
-            microbatch: asked when tokens are dispatched.
-            sink: receives which tokens the rows are.
-            guard: calls a function, so that its errors do not reach training.
-        """
+    def __init__(self, layer: Any, experts: Followed) -> None:
+        """Attach to Megatron's ``MoELayer``."""
         self._dispatcher = layer.token_dispatcher
         self._first_expert = layer.local_expert_indices[0]
         self._experts = experts
-        self._microbatch = microbatch
-        self._sink = sink
-        self._guard = guard
         self._asked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         kind = type(self._dispatcher)
         self._steps = (kind.dispatch_preprocess, kind.token_dispatch, kind.dispatch_postprocess)
@@ -104,25 +112,24 @@ class DispatchTap:
     def _after(self, *args: Any, **kwargs: Any) -> Any:
         result = self._steps[2](self._dispatcher, *args, **kwargs)
         asked, self._asked = self._asked, None
-        if asked is not None:
-            hidden, routing, probs = asked
-            names = self._guard(self._names, hidden.shape[0], hidden.shape[1])
-            if names is None:
-                names = torch.zeros(hidden.shape[0], hidden.shape[1], 2)
-            # A collective: also on a rank whose tracing failed, where the guard calls nothing.
-            try:
-                carried, counts = self._carry(
-                    to_device(names, hidden.device), routing, probs.detach()
-                )
-            except Exception as error:  # noqa: BLE001 - tracing never harms training
-                self._guard(_reraise, error)
-                return result
-            self._guard(self._follow, carried, counts)
+        if asked is None:
+            return result
+        guard, (hidden, routing, probs) = self._experts.guard, asked
+        names = guard(self._names, hidden.shape[0], hidden.shape[1])
+        if names is None:
+            names = torch.zeros(hidden.shape[0], hidden.shape[1], 2)
+        # A collective: also on a rank whose tracing failed, where the guard calls nothing.
+        try:
+            carried, counts = self._carry(to_device(names, hidden.device), routing, probs.detach())
+        except Exception as error:  # noqa: BLE001 - tracing never harms training
+            guard(_reraise, error)
+            return result
+        guard(self._follow, carried, counts)
         return result
 
     def _names(self, sequence: int, samples: int) -> torch.Tensor:
-        number = self._microbatch()
-        position = self._sink.positions(number, (sequence, samples))
+        number = self._experts.microbatch()
+        position = self._experts.sink.positions(number, (sequence, samples))
         microbatch = torch.full_like(position, number + 1)
         # Every dispatcher can send float32, which is exact for these numbers; 0 means padding.
         return torch.stack((microbatch, position), dim=-1).float().view(sequence, samples, 2)
@@ -145,7 +152,8 @@ class DispatchTap:
         counts = np.asarray(torch.as_tensor(counts).to("cpu", torch.int64))
         experts = np.arange(self._first_expert, self._first_expert + len(counts))
         index = TokenIndex(rows[:, 0] - 1, rows[:, 1].copy(), np.repeat(experts, counts))
-        self._sink.dispatched(self._microbatch(), self._experts, index)
+        followed = self._experts
+        followed.sink.dispatched(followed.microbatch(), followed.name, index)
 
     def _read(self, carried: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The names as numbers; what nobody sent becomes a token that nobody has.
@@ -153,7 +161,7 @@ class DispatchTap:
         A dispatcher that leaves out a collective hands on memory that was never written.
         """
         sent = ((carried >= 0) & (carried < _NEVER)).all(dim=1, keepdim=True)
-        nobodys = torch.tensor([self._microbatch() + 1, _NEVER], dtype=carried.dtype)
+        nobodys = torch.tensor([self._experts.microbatch() + 1, _NEVER], dtype=carried.dtype)
         return torch.where(sent, carried, nobodys).round().to(torch.int64).numpy()
 
 
@@ -164,20 +172,10 @@ def _reraise(error: Exception) -> None:
 class RouterTap:
     """Replaces a router's ``router_replay``, whose interface it has."""
 
-    def __init__(
-        self,
-        router: Any,
-        name: str,
-        microbatch: Microbatch,
-        sink: ExpertSink,
-        guard: Callable[..., Any],
-    ) -> None:
-        """Attach to Megatron's ``TopKRouter``; arguments as of :class:`DispatchTap`."""
+    def __init__(self, router: Any, followed: Followed) -> None:
+        """Attach to Megatron's ``TopKRouter``."""
         self._router = router
-        self._name = name
-        self._microbatch = microbatch
-        self._sink = sink
-        self._guard = guard
+        self._followed = followed
         self._before = router.router_replay
         router.router_replay = self
 
@@ -197,8 +195,5 @@ class RouterTap:
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
-        routed = Routed(scores.detach(), chosen.detach(), groups)
-        instead = self._guard(self._sink.routed, self._microbatch(), self._name, routed)
-        if instead is None:
-            return values, chosen
-        return scores.gather(1, instead), instead
+        instead = self._followed.guard(self._followed.routed, scores, chosen, groups)
+        return (values, chosen) if instead is None else (scores.gather(1, instead), instead)

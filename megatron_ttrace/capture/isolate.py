@@ -13,11 +13,13 @@ and an autograd function passes the gradient to the old one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from megatron_ttrace.capture.replaced import wrapped
 
 
 class _Substitute(torch.autograd.Function):
@@ -55,14 +57,16 @@ def clipped_by(norm: torch.Tensor | None) -> Iterator[None]:
         return
     from megatron.core.optimizer import optimizer as module
 
-    original = module.clip_grad_by_total_norm_fp32
-
-    def clip(parameters: Any, max_norm: float, total_norm: float, *args: Any, **more: Any) -> Any:
+    def clip(
+        original: Callable[..., Any],
+        parameters: Any,
+        max_norm: float,
+        total_norm: float,
+        *args: Any,
+        **more: Any,
+    ) -> Any:
         grouped = any(getattr(p, "grad_norm_group", None) for p in parameters)
         return original(parameters, max_norm, total_norm if grouped else float(norm), *args, **more)
 
-    module.clip_grad_by_total_norm_fp32 = clip
-    try:
+    with wrapped([(module, "clip_grad_by_total_norm_fp32", clip)]):
         yield
-    finally:
-        module.clip_grad_by_total_norm_fp32 = original

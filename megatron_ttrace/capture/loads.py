@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.capture.replaced import replaced
+from megatron_ttrace.capture.replaced import wrapped
 from megatron_ttrace.mcore import balancing, statistics
 from megatron_ttrace.mcore.names import Names
 
@@ -40,16 +40,11 @@ def watched(
             for name, load in zip(names, loads, strict=True):
                 take(name, load)
 
-    def watching(original: Callable[..., Any]) -> Callable[..., Any]:
-        def update(*args: Any, **kwargs: Any) -> Any:
-            updated = original(*args, **kwargs)
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            attempt(lambda: hand_over(next(iter(given.values()))))
-            return updated
+    def update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        updated = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        attempt(lambda: hand_over(next(iter(given.values()))))
+        return updated
 
-        return update
-
-    with contextlib.ExitStack() as stack:
-        for module, name in statistics.users((balancing.UPDATE,)):
-            stack.enter_context(replaced(module, name, watching(vars(module)[name])))
+    with wrapped((module, name, update) for module, name in statistics.users((balancing.UPDATE,))):
         yield

@@ -23,6 +23,7 @@ A sink that isolates replaces each captured tensor after it was handed over
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -34,7 +35,13 @@ import torch
 from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
 from megatron_ttrace.capture.direct import DirectCalls
-from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, RouterTap
+from megatron_ttrace.capture.experts import (
+    CAN_FOLLOW,
+    DispatchTap,
+    ExpertSink,
+    Followed,
+    RouterTap,
+)
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
 from megatron_ttrace.mcore.names import Names
@@ -146,12 +153,13 @@ class ModuleTap:
         def microbatch() -> int:
             return self._microbatches[state.current]
 
-        common = microbatch, self._sink, self._guard
+        followed = Followed(name, microbatch, self._sink, self._guard)
         if type(getattr(module, "token_dispatcher", None)).__name__ in CAN_FOLLOW:
-            self._handles.append(DispatchTap(module, f"{name}.experts", *common))
+            experts = dataclasses.replace(followed, name=f"{name}.experts")
+            self._handles.append(DispatchTap(module, experts))
         if hasattr(module, "router_replay"):
-            for tap_of in (RouterTap, BalancingTap):
-                self._handles.append(tap_of(module, name, *common))
+            self._handles.append(RouterTap(module, followed))
+            self._handles.append(BalancingTap(module, followed))
 
     def _guard(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Fail open: an error in a hook is reported once and never reaches the training run."""

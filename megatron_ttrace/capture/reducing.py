@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.flow import Memory, group_ranks
-from megatron_ttrace.capture.replaced import replaced
+from megatron_ttrace.capture.replaced import wrapped
 from megatron_ttrace.mcore import statistics
 from megatron_ttrace.trace.counted import Counting, Runs, Statistic, Sum, Term
 
@@ -64,10 +64,9 @@ class Reducing:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Record the step that runs in this context."""
-        with contextlib.ExitStack() as stack:
-            for group in self._groups:
-                start = functools.partial(self._start, group, group.start_grad_sync)
-                stack.enter_context(replaced(group, "start_grad_sync", start))
+        with wrapped(
+            (g, "start_grad_sync", functools.partial(self._start, g)) for g in self._groups
+        ):
             yield
 
     def counting(self) -> Counting | None:
@@ -89,11 +88,8 @@ class Reducing:
 
     def _start(self, group: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scope = sys.modules[type(group).__module__]
-        with contextlib.ExitStack() as stack:
-            for owner, name in ((dist, "all_reduce"), (scope, statistics.REDUCE_SCATTER)):
-                if (collective := getattr(owner, name, None)) is not None:
-                    noted = functools.partial(self._run, collective)
-                    stack.enter_context(replaced(owner, name, noted))
+        places = (dist, "all_reduce"), (scope, statistics.REDUCE_SCATTER)
+        with wrapped((owner, name, self._run) for owner, name in places):
             return original(*args, **kwargs)
 
     def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An attribute that has another value for a while."""
+"""Attributes that have another value for a while."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -21,3 +22,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+@contextlib.contextmanager
+def wrapped(wraps: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Within this context functions (owner, name) are called by others, which get them first.
+
+    Functions that their owner does not have are left out.
+    """
+    with contextlib.ExitStack() as stack:
+        for owner, name, wrap in wraps:
+            if (original := getattr(owner, name, None)) is not None:
+                stack.enter_context(replaced(owner, name, functools.partial(wrap, original)))
+        yield

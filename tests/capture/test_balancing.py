@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_ttrace.capture.balancing import BalancingTap
+from megatron_ttrace.capture.experts import Followed
 
 MICROBATCH, TOKENS, EXPERTS = 3, 6, 4
 
@@ -86,7 +87,7 @@ def guard(work, *args):
 
 def tapped(how, sink, topk=1):
     router = Router(how, topk)
-    return router, BalancingTap(router, "mlp.router", lambda: MICROBATCH, sink, guard)
+    return router, BalancingTap(router, Followed("mlp.router", lambda: MICROBATCH, sink, guard))
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_the_module_is_put_back(logits):
     """Also after an error."""
 
     class FailingSink(Sink):
-        def routed(self, *args):
+        def routed(self, *args, **kwargs):
             raise RuntimeError("no")
 
     before = sinkhorn

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from megatron_ttrace.capture.experts import DispatchTap, RouterTap
+from megatron_ttrace.capture.experts import DispatchTap, Followed, RouterTap
 from megatron_ttrace.trace.captured import Groups
 
 MICROBATCH, TOKENS, SAMPLES = 3, 4, 2
@@ -72,7 +72,7 @@ def layer():
 def test_rows_are_named(layer):
     """Each row by its microbatch, position and expert; padding by nobody."""
     sink = Sink()
-    tap = DispatchTap(layer, "mlp.experts", lambda: MICROBATCH, sink, guard)
+    tap = DispatchTap(layer, Followed("mlp.experts", lambda: MICROBATCH, sink, guard))
     routing = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]] * SAMPLES).bool()
     hidden = torch.randn(TOKENS, SAMPLES, 6)
     rows, _, _ = layer.token_dispatcher.run(hidden, routing, torch.ones(8, 2))
@@ -100,7 +100,7 @@ def test_names_that_nobody_sent(layer):
     layer.token_dispatcher.__class__ = type(
         "Forgetful", (Dispatcher,), {"dispatch_postprocess": forgetful}
     )
-    DispatchTap(layer, "mlp.experts", lambda: MICROBATCH, sink, guard)
+    DispatchTap(layer, Followed("mlp.experts", lambda: MICROBATCH, sink, guard))
     hidden = torch.randn(TOKENS, SAMPLES, 6)
     layer.token_dispatcher.run(hidden, torch.ones(8, 2).bool(), torch.ones(8, 2))
     ((_, _, index),) = sink.found
@@ -110,7 +110,7 @@ def test_names_that_nobody_sent(layer):
 
 def test_the_dispatcher_keeps_its_state(layer):
     """What the backward pass and the way back need is untouched by the second walk."""
-    tap = DispatchTap(layer, "mlp.experts", lambda: 0, Sink(), guard)
+    tap = DispatchTap(layer, Followed("mlp.experts", lambda: 0, Sink(), guard))
     dispatcher = layer.token_dispatcher
     routing = torch.ones(8, 2).bool()
     dispatcher.run(torch.randn(TOKENS, SAMPLES, 6), routing, torch.ones(8, 2))
@@ -125,7 +125,7 @@ def test_a_choice_is_replaced():
     """The reference's experts, with this run's scores and their gradients."""
     router = types.SimpleNamespace(router_replay=None)
     sink = Sink(instead=torch.tensor([[2], [0]]))
-    tap = RouterTap(router, "mlp.router", lambda: MICROBATCH, sink, guard)
+    tap = RouterTap(router, Followed("mlp.router", lambda: MICROBATCH, sink, guard))
     scores = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]], requires_grad=True)
     values, chosen = router.router_replay.get_replay_topk(
         scores, 1, default_compute_topk=lambda s, k, *_: s.topk(k)
@@ -143,7 +143,7 @@ def test_a_choice_is_left_alone_where_there_is_no_other():
     """As in the reference's first run; groups are passed on."""
     router = types.SimpleNamespace(router_replay=None)
     sink = Sink()
-    RouterTap(router, "mlp.router", lambda: 0, sink, guard)
+    RouterTap(router, Followed("mlp.router", lambda: 0, sink, guard))
     scores = torch.rand(2, 4)
     values, chosen = router.router_replay.get_replay_topk(
         scores, 2, num_groups=2, group_topk=1, default_compute_topk=lambda s, k, *_: s.topk(k)
@@ -156,7 +156,7 @@ def test_a_choice_is_left_alone_where_there_is_no_other():
 def test_names_travel_also_from_a_rank_whose_tracing_failed(layer):
     """The dispatch is a collective: the other ranks wait for this one."""
     sink = Sink()
-    tap = DispatchTap(layer, "mlp.experts", lambda: 0, sink, lambda *_: None)
+    tap = DispatchTap(layer, Followed("mlp.experts", lambda: 0, sink, lambda *_: None))
     layer.token_dispatcher.run(
         torch.randn(TOKENS, SAMPLES, 6), torch.ones(8, 2).bool(), torch.ones(8, 2)
     )

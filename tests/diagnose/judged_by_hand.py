@@ -11,6 +11,8 @@ from megatron_ttrace.report.texts import culprit_of
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Kind, Outcome
 
+ACTIVATIONS = (Kind.TOKENS, Kind.INPUT, Kind.OUTPUT, Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+
 
 def judged(kind: Kind, name: str, outcome: Outcome = Outcome.PASS, **more: Any) -> Judged:
     """A verdict of rank 0 in iteration 1; ``error`` is in units of the tolerance ``tolerance``."""
@@ -34,3 +36,16 @@ def judged(kind: Kind, name: str, outcome: Outcome = Outcome.PASS, **more: Any) 
 def localise(verdicts: Sequence[Judged], *explain: Any, isolated: bool = False) -> list[Culprit]:
     """The culprits, in words."""
     return [culprit_of(one) for one in culprits.localise(verdicts, *explain, isolated=isolated)]
+
+
+def verdict(
+    name: str,
+    kind: Kind = Kind.OUTPUT,
+    outcome: Outcome = Outcome.PASS,
+    *,
+    margin: float | None = 0.1,
+    **place: Any,
+) -> Judged:
+    """A verdict with a margin; of an activation, in microbatch 0."""
+    place.setdefault("microbatch", 0 if kind in ACTIVATIONS else STEP_LEVEL)
+    return judged(kind, name, outcome, margin=margin, **place)

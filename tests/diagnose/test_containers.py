@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Culprits and containers: the module around a failure, or inside it, that made it."""
+"""Culprits among modules: inside or around each other, or with the same input; isolated ones."""
 
 import dataclasses
 
 import pytest
 
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import Cause, ConstantFactor, Explanation
-from megatron_ttrace.trace.records import Kind, Outcome
-from tests.diagnose.judged_by_hand import localise
-from tests.diagnose.test_culprits import verdict
+from megatron_ttrace.trace.records import Direction, Kind, Outcome
+from tests.diagnose.judged_by_hand import localise, verdict
 
 
 @pytest.mark.parametrize(
@@ -138,13 +136,47 @@ def test_values_do_not_change_what_an_optimizer_has(statistic, name, kinds):
     assert [one.kind for one in culprits] == kinds
 
 
-@pytest.mark.parametrize(("ratios", "groups"), [((1.5, 1.5049, 1.497), 1), ((1.5, 1.6, 1.7), 3)])
-def test_equal_factors_are_one_cause(ratios, groups):
-    """Also one that is no size of the layout, whatever its last digits are."""
-    found = {
-        f"{name}.weight": ConstantFactor(Cause.TOO_SMALL, ratio=ratio)
-        for name, ratio in zip("abc", ratios, strict=True)
-    }
-    verdicts = [verdict(name, Kind.MAIN_GRAD, Outcome.DIVERGED) for name in found]
-    culprits = localise(verdicts, lambda one: Explanation(found[one.name]))
-    assert len({one.group for one in culprits}) == groups
+FC1, ROUTER = "mlp.shared_experts.linear_fc1", "mlp.router"
+
+
+@pytest.mark.parametrize(
+    ("errors", "weights", "named"),
+    [
+        ((9.0, 9.0), (ROUTER,), [ROUTER]),
+        ((9.0, 9.0), (FC1, ROUTER), [FC1, ROUTER]),
+        ((9.0, 9.0), (), [FC1, ROUTER]),
+        # Different sizes of the error are different gradients; all that is zero has the error 1.
+        ((60.0, 90.0), (ROUTER,), [FC1, ROUTER]),
+        ((1.0, 1.0), (ROUTER,), [FC1, ROUTER]),
+    ],
+)
+def test_modules_that_share_their_input(errors, weights, named):
+    """The one with a wrong weight gradient is named; without such a difference all are."""
+    names = FC1, ROUTER
+    verdicts = [
+        *(verdict(name, kind) for name in names for kind in (Kind.INPUT, Kind.OUTPUT)),
+        *(verdict(name, Kind.GRAD_OUTPUT) for name in names),
+        *(
+            verdict(name, Kind.GRAD_INPUT, Outcome.DIVERGED, margin=error)
+            for name, error in zip(names, errors, strict=True)
+        ),
+        *(verdict(f"{name}.weight", Kind.MAIN_GRAD, Outcome.DIVERGED) for name in weights),
+    ]
+    assert [culprit.name for culprit in localise(verdicts)] == named
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_missing_module_is_a_matter_of_forward(isolated):
+    """Also with isolation, though it is a parameter that shows it."""
+    missing = verdict("decoder.layers.1.mlp.linear_fc1.weight", Kind.PARAM, Outcome.MISSING)
+    (culprit,) = localise([missing], isolated=isolated)
+    place = culprit.name, culprit.direction
+    assert place == ("decoder.layers.1.mlp.linear_fc1", Direction.FORWARD)
+
+
+def test_the_norm_of_what_is_left_is_no_culprit():
+    """A parameter that the optimizer does not know is missing in the norm of all gradients."""
+    unknown = verdict("mlp.experts.w", Kind.EXP_AVG, Outcome.MISSING)
+    norm = verdict("grad_norm", Kind.GRAD_NORM, Outcome.DIVERGED, margin=9.0)
+    for verdicts, name in (([norm], "grad_norm"), ([norm, unknown], "mlp.experts.w")):
+        assert [culprit.name for culprit in localise(verdicts, isolated=True)] == [name]

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Culprits with one cause are one group, also where different ranks hold their tensors."""
 
+from collections.abc import Callable
+
+import pytest
+
 from megatron_ttrace.diagnose.groups import Groups, group_of
 from megatron_ttrace.trace.findings import (
     Cause,
+    Composed,
+    ConstantFactor,
     Finding,
     Grounds,
+    Loss,
+    LossShare,
     PartialSums,
     ShareWeights,
     UnequalShares,
@@ -29,23 +37,34 @@ def groups(*findings: Finding) -> list[int]:
 
 def shares(held: dict[tuple[int, ...], tuple[float, ...]], *, missing: bool) -> UnequalShares:
     """Of data-parallel ranks; what counts once is left out if others are missing."""
-    return UnequalShares(
-        Cause.WEIGHTS,
-        by_ranks=tuple(
-            (
-                ranks,
-                (
-                    ShareWeights(
-                        "module",
-                        "dp",
-                        tuple((n, c) for n, c in enumerate(counts) if not missing or c != 1),
-                        missing,
-                    ),
-                ),
-            )
-            for ranks, counts in held.items()
-        ),
-    )
+    by_ranks = []
+    for ranks, counts in held.items():
+        odd = tuple((n, count) for n, count in enumerate(counts) if not missing or count != 1)
+        by_ranks.append((ranks, (ShareWeights("module", "dp", odd, missing),)))
+    return UnequalShares(Cause.WEIGHTS, by_ranks=tuple(by_ranks))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"), [((1.5, 1.5049, 1.497), [1, 1, 1]), ((1.5, 1.6, 1.7), [1, 2, 3])]
+)
+def test_equal_factors_are_one_cause(ratios: tuple[float, ...], expected: list[int]) -> None:
+    """Also one that is no size of the layout, whatever its last digits are."""
+    assert groups(*(ConstantFactor(Cause.TOO_SMALL, ratio=ratio) for ratio in ratios)) == expected
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda size: size,
+        lambda size: Composed(size.cause, steps=(PartialSums(Cause.PARTIAL, ("dp",)), size)),
+        lambda size: LossShare(size.cause, losses=(Loss.Z,), fault=size),
+    ],
+)
+def test_a_size_without_its_digits(wrap: Callable[[ConstantFactor], Finding]) -> None:
+    """A factor that is a size of the layout is the same, however it was measured."""
+    sizes = (("tp",),)
+    factors = [ConstantFactor(Cause.TOO_LARGE, ratio=r, sizes=sizes) for r in (2.0, 2.1)]
+    assert groups(*map(wrap, factors)) == [1, 1]
 
 
 def test_one_fault_of_shards() -> None:

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of a linear layer whose microbatches do not count once, or count another's input."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ttrace.diagnose import shares, sources
+from megatron_ttrace.diagnose.evidence import Evidence
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, explain, meshes, text, values
+
+MODULE = WEIGHT.name.removesuffix(".weight")
+AFTER = MODULE.replace("layers.0", "layers.1")
+Trace = dict[TraceKey, torch.Tensor]
+
+
+def linear(batches: int) -> Trace:
+    """The trace of a linear layer."""
+    trace = {}
+    for number in range(batches):
+        trace[TraceKey(1, number, Kind.INPUT, MODULE, 0)] = values(5, 2, 8, seed=number)
+        gradient = values(5, 2, 12, seed=50 + number)
+        trace[TraceKey(1, number, Kind.GRAD_OUTPUT, MODULE, 0)] = gradient
+    return trace
+
+
+def products(trace: Trace, fed: str = MODULE) -> list[torch.Tensor]:
+    """Each microbatch's share of the weight's gradient, with the input of ``fed``."""
+    return [
+        gradient.flatten(0, 1).T
+        @ trace[dataclasses.replace(key, kind=Kind.INPUT, name=fed)].flatten(0, 1)
+        for key, gradient in trace.items()
+        if key.kind is Kind.GRAD_OUTPUT
+    ]
+
+
+def weighted(
+    trace: Trace, *weights: float, ranks: int = 1, off: float = 0.0, tolerance: float = 1e-4
+) -> Evidence:
+    """The gradient, with each microbatch's share counted so often."""
+    each = torch.stack(products(trace))
+    wrong = (each * torch.tensor(weights)[:, None, None]).sum(0) + off * values(12, 8, seed=9)
+    held = dict.fromkeys(range(ranks), wrong)
+    return evidence_of(each.sum(0), meshes(ranks), held, trace=trace, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "weights", "words"),
+    [
+        (2, (1.1, 0.9, 1.1, 0.9), "dp 0: 1.100, dp 1: 0.900"),
+        (1, (1.0, 0.0, 1.0), "share of microbatch 1 is missing"),
+    ],
+)
+def test_shares(ranks: int, weights: tuple[float, ...], words: str) -> None:
+    """Ranks count by their own number of tokens; a gradient was overwritten, not added to."""
+    assert words in text(explain(weighted(linear(len(weights)), *weights, ranks=ranks)))
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-4])
+def test_shares_that_are_alike(apart: float) -> None:
+    """Which of two equal microbatches counts too often cannot be known."""
+    trace = linear(2)
+    for key, value in [*trace.items()]:
+        first = trace[dataclasses.replace(key, microbatch=0)]
+        trace[key] = first + apart * value if key.microbatch else first
+    assert shares.weighted(weighted(trace, 1.4, 0.9, tolerance=1e-2)) is None
+
+
+def test_shares_that_do_not_explain() -> None:
+    assert shares.weighted(weighted(linear(3), 1.0, 1.0, 1.0, off=1.0)) is None
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_an_input_that_was_overwritten(is_normed: bool) -> None:
+    """By the next layer's; a linear layer with a norm inside multiplies the normed input."""
+    trace = linear(2)
+    for number in range(2):
+        trace[TraceKey(1, number, Kind.INPUT, AFTER, 0)] = values(5, 2, 8, seed=80 + number)
+    multiplied = dict(trace)
+    if is_normed:
+        for name in (MODULE, AFTER):
+            scale = values(8, seed=len(name)).abs() + 0.5
+            trace[TraceKey(1, STEP_LEVEL, Kind.PARAM, f"{name}.layer_norm_weight", 0)] = scale
+            for number in range(2):
+                key = TraceKey(1, number, Kind.INPUT, name, 0)
+                fed = trace[key]
+                size = fed.square().mean(-1, keepdim=True)
+                multiplied[key] = fed * torch.rsqrt(size + 1e-5) * scale
+    right, wrong = (torch.stack(products(multiplied, name)).sum(0) for name in (MODULE, AFTER))
+    found = sources.operand(evidence_of(right, meshes(1), lambda *_: wrong, trace=trace))
+    assert found is not None
+    assert f"the input of {AFTER}" in text(found)
