@@ -22,7 +22,7 @@ from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, OtherMicrobatch
+from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, OtherTime
 from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, TraceKey
 from tests.diagnose.evidence_by_hand import (
     OUTPUT,
@@ -87,7 +87,7 @@ def token_ids() -> Evidence:
 def stale(value: torch.Tensor) -> Evidence:
     """The value of the microbatch before, where that is ``value``."""
     key = dataclasses.replace(OUTPUT, microbatch=1)
-    other = OtherMicrobatch(Cause.OTHER_TIME, microbatch=0)
+    other = OtherTime(Cause.OTHER_TIME, microbatch=0)
     trace = {OUTPUT: value}
     wrong = values(6, 12, seed=8)
     return of(values(6, 12), wrong, key=key, trace=trace, others=lambda: [(other, OUTPUT)])
