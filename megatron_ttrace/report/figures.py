@@ -9,22 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import combinations, groupby, pairwise
 from typing import Any
 
 from megatron_ttrace.report import table
-from megatron_ttrace.report.lines import Arrangement, arrangements
 from megatron_ttrace.report.wording import error_text, number, sci
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, Verdict
 from megatron_ttrace.trace.sanitise import clean
-
-PANELS = (
-    Direction.START,
-    Direction.FORWARD,
-    Direction.BACKWARD,
-    Direction.GRADIENT,
-    Direction.UPDATE,
-)
 
 # Upper bounds of the colour classes, passes first, then failures.
 _PASS_BOUNDS = (0.0, 0.1, 0.5, math.inf)
@@ -79,6 +70,37 @@ def colour_class(verdict: Verdict) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Panels on lines: fits from ``width`` pixels on; ``starts`` marks the first of each line."""
+
+    width: int
+    starts: tuple[bool, ...]
+
+
+def arrangements(widths: Sequence[int], label: int, gap: int) -> list[Arrangement]:
+    """The best arrangement on every number of lines, the narrowest first, panels in their order.
+
+    Each line begins with row labels of ``label`` pixels; ``gap`` follows each panel and label. The
+    style sheet chooses by the actual width of the page (container queries), without a script.
+    """
+    found: list[Arrangement] = []
+    count = len(widths)
+
+    def width(ends: tuple[int, int]) -> int:
+        return sum(widths[slice(*ends)]) + gap * (ends[1] - ends[0])
+
+    for lines in range(1, count + 1):
+        best = min(
+            (label + gap + max(map(width, pairwise([0, *cuts, count]))), cuts)
+            for cuts in combinations(range(1, count), lines - 1)
+        )
+        if not found or best[0] < found[-1].width:
+            starts = tuple(panel in (0, *best[1]) for panel in range(count))
+            found.append(Arrangement(best[0], starts))
+    return found[::-1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Panel:
     """The heat map of one direction.
 
@@ -88,9 +110,9 @@ class Panel:
 
     direction: str
     width: int
-    labels: list[tuple[int, str, str]]
-    cells: list[tuple[int, float, float, float, int]]
-    origins: list[tuple[int, int, int]]
+    labels: list[tuple[int, str, str]] = dataclasses.field(default_factory=list)
+    cells: list[tuple[int, float, float, float, int]] = dataclasses.field(default_factory=list)
+    origins: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,80 +161,86 @@ def heat_map_figure(
     labels = {column: _column_label(column) for column in found.columns}
     header = 30 + math.ceil(_SMALL * max(map(len, labels.values()), default=0))
     pitch = next(p for most, p in _PITCHES if len(labels) <= most)
-    columns = sorted(found.columns, key=lambda column: PANELS.index(column.direction))
     row_of = {layer: row for row, layer in enumerate(found.layers)}
     # A column is free between panels, so that arrow keys tell them apart.
-    column_of = {column: at + PANELS.index(column.direction) for at, column in enumerate(columns)}
+    directions = tuple(Direction)
+    column_of = {
+        column: at + directions.index(column.direction) for at, column in enumerate(found.columns)
+    }
     places = sorted(found.cells, key=lambda place: (column_of[place[1]], row_of[place[0]]))
     ids = {place: number for number, place in enumerate(places)}
-    cells = [(row_of[place[0]], column_of[place[1]], found.cells[place]) for place in places]
+    drawing = _Drawing(found, culprits, labels, ids, header, pitch)
     names = table.folds(found)
-    maps = [
-        _map(found, culprits, columns, labels, ids, renamed, header, pitch)
-        for renamed in ([names, {}] if names else [{}])
-    ]
-    longest = max((len(text) for one in maps for _, text, _ in one.rows), default=0)
+    maps = [drawing.map(renamed) for renamed in ([names, {}] if names else [{}])]
+    longest = max((len(text) for each in maps for _, text, _ in each.rows), default=0)
     label = math.ceil(_LETTER * longest) + 4
-    lines = arrangements([panel.width for panel in maps[0].panels], label, GAP)
     return HeatMapFigure(
         maps=maps,
         label=label,
-        lines=lines,
+        lines=arrangements([panel.width for panel in maps[0].panels], label, GAP),
         header=header,
         pitch=pitch,
         folded=len(names),
-        cells=cells,
+        cells=[(row_of[place[0]], column_of[place[1]], found.cells[place]) for place in places],
         places=places,
     )
 
 
-def _map(
-    found: table.HeatMap,
-    culprits: Collection[Collection[table.Place]],
-    columns: Sequence[table.Column],
-    labels: Mapping[table.Column, str],
-    ids: Mapping[table.Place, int],
-    renamed: Mapping[str, str],
-    header: int,
-    pitch: int,
-) -> Map:
-    """The panels, with the rows in ``renamed`` as one: each of its cells is that of the worst."""
-    rows = list(dict.fromkeys(renamed.get(layer, layer) for layer in found.layers))
-    top = {layer: header + rows.index(renamed.get(layer, layer)) * pitch for layer in found.layers}
-    worst: dict[tuple[int, table.Column], table.Place] = {}
-    for place, group in found.cells.items():
-        known = worst.setdefault((top[place[0]], place[1]), place)
-        if table.severity(group.worst) > table.severity(found.cells[known].worst):
-            worst[top[place[0]], place[1]] = place
-    panels = []
-    for direction, group_of_columns in groupby(columns, lambda column: column.direction):
-        own = list(group_of_columns)
-        name = direction.value
-        panel = Panel(name, max(len(own) * pitch + 4, 8 * len(name)), [], [], [])
-        left = {column: position * pitch for position, column in enumerate(own)}
-        for column, x in left.items():
-            full = clean(f"{column.tail} {column.kind.value}")
-            panel.labels.append((x + pitch // 2 + 4, labels[column], full))
-        for (y, column), place in worst.items():
-            if column not in left:
-                continue
-            group = found.cells[place]
-            size = pitch - (1 if group.failures else 4)
-            inset = (pitch - size) / 2
-            colour = colour_class(group.worst)
-            panel.cells.append((colour, left[column] + inset, y + inset, size, ids[place]))
-        frames = {
-            frame
-            for culprit in culprits
-            for frame in _frames([(top[row], left[at]) for row, at in culprit if at in left], pitch)
-        }
-        panel.origins.extend(sorted(frames))
-        panels.append(panel)
-    shown = [
-        (header + row * pitch, clean(name, 40), name in set(renamed.values()))
-        for row, name in enumerate(rows)
-    ]
-    return Map(shown, header + len(rows) * pitch + 4, panels)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Drawing:
+    """What the maps of a figure share."""
+
+    found: table.HeatMap
+    culprits: Collection[Collection[table.Place]]
+    labels: Mapping[table.Column, str]
+    ids: Mapping[table.Place, int]
+    header: int
+    pitch: int
+
+    def map(self, renamed: Mapping[str, str]) -> Map:
+        """The panels, with rows in ``renamed`` as one: each of its cells is that of the worst."""
+        cells, pitch = self.found.cells, self.pitch
+        layers = [renamed.get(layer, layer) for layer in self.found.layers]
+        rows = list(dict.fromkeys(layers))
+        tops = (self.header + rows.index(layer) * pitch for layer in layers)
+        top = dict(zip(self.found.layers, tops, strict=True))
+        worst: dict[tuple[int, table.Column], table.Place] = {}
+        for place, group in cells.items():
+            corner = top[place[0]], place[1]
+            known = worst.setdefault(corner, place)
+            if table.severity(group.worst) > table.severity(cells[known].worst):
+                worst[corner] = place
+        panels = []
+        for direction, columns in groupby(self.found.columns, lambda column: column.direction):
+            left = {column: position * pitch for position, column in enumerate(columns)}
+            panel = Panel(direction.value, max(len(left) * pitch + 4, 8 * len(direction)))
+            for column, x in left.items():
+                full = clean(f"{column.tail} {column.kind.value}")
+                panel.labels.append((x + pitch // 2 + 4, self.labels[column], full))
+            for (y, column), place in worst.items():
+                if column in left:
+                    group = cells[place]
+                    size = pitch - (1 if group.failures else 4)
+                    inset = (pitch - size) / 2
+                    colour = colour_class(group.worst)
+                    panel.cells.append(
+                        (colour, left[column] + inset, y + inset, size, self.ids[place])
+                    )
+            frames = {
+                frame
+                for culprit in self.culprits
+                for frame in _frames(
+                    [(top[row], left[at]) for row, at in culprit if at in left], pitch
+                )
+            }
+            panel.origins.extend(sorted(frames))
+            panels.append(panel)
+        folds = set(renamed.values())
+        shown = [
+            (self.header + row * pitch, clean(name, 40), name in folds)
+            for row, name in enumerate(rows)
+        ]
+        return Map(shown, self.header + len(rows) * pitch + 4, panels)
 
 
 def _frames(corners: Iterable[tuple[int, int]], pitch: int) -> list[tuple[int, int, int]]:
