@@ -211,7 +211,13 @@ FILES = [
     if ending == "txt" or name in EVERY_FORMAT
 ]
 
+
+def rendered(name: str, ending: str) -> str:
+    """A check in a format, with one newline at its end."""
+    return FORMATS[ending](CHECKS[name]()).rstrip("\n") + "\n"
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name, ending in FILES:
-        (FOLDER / f"{name}.{ending}").write_text(FORMATS[ending](CHECKS[name]()))
+        (FOLDER / f"{name}.{ending}").write_text(rendered(name, ending))

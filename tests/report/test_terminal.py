@@ -19,13 +19,13 @@ from tests.report.expected import (
     CHECKS,
     FILES,
     FOLDER,
-    FORMATS,
     UNEXERCISED,
     Check,
     changed,
     deep,
     healthy,
     norms_not_reduced,
+    rendered,
     text_of,
 )
 
@@ -33,8 +33,7 @@ from tests.report.expected import (
 @pytest.mark.parametrize(("name", "ending"), FILES)
 def test_as_expected(name: str, ending: str) -> None:
     """Word for word; tests/report/expected.py writes the files."""
-    path = FOLDER / f"{name}.{ending}"
-    assert FORMATS[ending](CHECKS[name]()) == path.read_text(encoding="utf-8")
+    assert rendered(name, ending) == (FOLDER / f"{name}.{ending}").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", CHECKS)
