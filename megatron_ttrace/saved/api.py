@@ -48,9 +48,8 @@ class Report:
             the tensors.
         directory: where ``summary.json``, ``verdicts.jsonl`` and ``report.html`` are.
         isolating: the command that checks the same job with every module isolated, as words; empty
-            for a report that was read from files or made from saved traces, and for ``isolated``.
-        isolated: the report of that check, which is made at once where this one leaves doubt: a
-            culprit of which no cause is known. ``None`` otherwise.
+            if the report was read from files or made from saved traces.
+        isolated: the report of that check, made at once if a culprit has no known cause.
     """
 
     summary: Summary
@@ -101,23 +100,17 @@ def check(
     The script runs exactly as ``python SCRIPT`` would in this directory and environment, once per
     rank, up to the last traced iteration. If no reference is given, one is made first.
 
-    A check that finished without being able to decide (too many tensors unchecked, tracing failed)
-    returns a report whose verdict is ``Result.COULD_NOT_CHECK``; the reason is among
-    ``report.summary.notices``. All other cases in which the command returns exit code 2 raise.
-
     Args:
         script: a Megatron training script, for instance ``pretrain_gpt.py`` of a checkout. It need
             not call :func:`enable`.
         arguments: the script's arguments. Any ``--ttrace-*`` flag may be among them and takes
             precedence over the parameters below.
         nproc_per_node: number of ranks, all on this machine.
-        directory: where traces and reports are written (``--ttrace-dir``). What an earlier check
-            left there is removed, except for its reference.
+        directory: ``--ttrace-dir``. Files of an earlier check are removed, except its reference.
         timeout: seconds after which a reference run, or a rank without output, counts as lost.
         allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
         environment: variables added to each rank's environment.
-        fork: import Megatron into this process once and fork the ranks from it, which saves further
-            checks the imports, on a machine without a GPU (with one, it has no effect). This
+        fork: without a GPU, import Megatron into this process once and fork the ranks from it. The
             process then has Megatron's CPU backend activated, and must not run threads of its own.
         progress: called with lines of text about the progress, at least every five seconds.
 
