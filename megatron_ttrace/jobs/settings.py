@@ -285,6 +285,16 @@ class Settings:
         """Whether all tensors of the candidate are kept for ``ttrace compare``."""
         return self.save_candidate or self.keep is Keep.ALL
 
+    def blocks(self) -> list[list[int]]:
+        """The traced iterations as runs of consecutive ones; each run is one rehearsal."""
+        blocks: list[list[int]] = []
+        for iteration in self.iterations:
+            if blocks and blocks[-1][-1] == iteration - 1:
+                blocks[-1].append(iteration)
+            else:
+                blocks.append([iteration])
+        return blocks
+
     def words(self) -> list[str]:
         """The flags that give these settings: the directory, and what differs from the default."""
         words = [FLAGS["directory"].name, word_of(self.directory)]

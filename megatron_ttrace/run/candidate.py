@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.executed import ExecutedTap
+from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
+from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.jobs import edited, reference_layout
 from megatron_ttrace.jobs.processes.progress import NOTICE
@@ -35,11 +37,12 @@ from megatron_ttrace.run.comparison import (
     microbatch_numbers,
 )
 from megatron_ttrace.run.recording import Recording
+from megatron_ttrace.run.rehearsal import DataIterator, Rehearsal
 from megatron_ttrace.run.separation import Separation
-from megatron_ttrace.run.session import DataIterator, Session
 from megatron_ttrace.run.start import loaded
 from megatron_ttrace.run.start.handoff import Started, hand_over
 from megatron_ttrace.trace import cleaning, owned, shared
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.executed import Edits
@@ -53,13 +56,20 @@ def _say(notice: str) -> None:
         print(f"ttrace: {NOTICE}{notice}", flush=True)
 
 
-class CandidateSession(Session):
+class CandidateSession:
     """Checks the run that it is part of."""
 
     def __init__(
         self, args: MegatronArguments, settings: Settings, ranks: Ranks, executed: ExecutedTap
     ) -> None:
-        super().__init__(args, settings, ranks)
+        self.args = args
+        self.settings = settings
+        self.ranks = ranks
+        self.budget = Budget(settings.memory_mb << 20)
+        self.finished = False
+        self.judged = False  # a verdict was told, whatever fails later
+        self._rehearsal: Rehearsal | None = None
+        self._initial: list[Initial] = []
         self._comparison: Comparison | None = None
         self._started: Started | None = None
         self._timings: dict[str, float] = {}
@@ -91,21 +101,31 @@ class CandidateSession(Session):
     ) -> None:
         """Hand the state of a run that starts from a checkpoint to the reference first."""
         requirements.require_iterations(self.args, self.settings)
-        super().begin(chunks, optimizer, scheduler)
+        self._rehearsal = Rehearsal(
+            chunks,
+            optimizer,
+            scheduler,
+            args=self.args,
+            settings=self.settings,
+            ranks=self.ranks,
+            budget=self.budget,
+        )
+        if not_initial := uninitialised(self.args, is_loaded=self.is_loaded):
+            self._notice(not_initial)
+        else:
+            self._initial = initial_values(self.model)
         self._recording = Recording(self.model, self._executed)
         for name in (name for names in self.model.names for name in names.unused):
             self._notice(f"{name} of the last stage is unused in the forward pass: not traced")
         if self._comparison is None:
             directory = self.settings.directory / "start"
             started = hand_over(
-                self.model, directory, self.args, scheduler, self.ranks, self.device
+                self.model, directory, self.args, scheduler, self.ranks, self.rehearsal.device
             )
-            self.start, self.start_step = directory, started.step
+            self.rehearsal.start = directory, started.step
             self._find_reference(started)
             self._compare_loaded()
-        if self.not_initial:
-            self._notice(self.not_initial)
-        self.comparison.initial(self.settings.iterations[0], self.initial)
+        self.comparison.initial(self.settings.iterations[0], self._initial)
 
     def _compare_loaded(self) -> None:
         """Compare what every rank has loaded with what one device loads."""
@@ -114,6 +134,17 @@ class CandidateSession(Session):
             loaded.compare(self.model, reference, first, sink)
         if unverified := loaded.notice(reference):
             self._notice(unverified)
+
+    @property
+    def rehearsal(self) -> Rehearsal:
+        """This rank's traced steps, once the model exists."""
+        assert self._rehearsal is not None, "begin() comes first"
+        return self._rehearsal
+
+    @property
+    def model(self) -> TracedModel:
+        """This rank's part of the model, once it exists."""
+        return self.rehearsal.model
 
     @property
     def comparison(self) -> Comparison:
@@ -128,13 +159,13 @@ class CandidateSession(Session):
 
     def traces(self, step: int) -> bool:
         """Whether a block of traced iterations starts with this step."""
-        return any(block[0] == step for block in self.blocks())
+        return any(block[0] == step for block in self.settings.blocks())
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Rehearse the block of traced iterations that starts with this step."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-        block = next(block for block in self.blocks() if block[0] == step)
+        block = next(block for block in self.settings.blocks() if block[0] == step)
         began = time.monotonic()
         count = get_num_microbatches()
         served = Served(iterator, count * len(block))
@@ -162,12 +193,12 @@ class CandidateSession(Session):
         record: Callable[[int, Callable[[], Any]], Any] = lambda _, run: run(),
     ) -> None:
         """Trace a block of iterations; ``count`` microbatches each, of those that are served."""
-        with self.rehearsal(restore=not self.settings.exit_after):
-            self.equal_start(StartValues(comparison.reference, block[0]))
-            self._kept.callback(statistics.zero_gradients, self.model.chunks)
+        with self.rehearsal.steps(restore=not self.settings.exit_after):
+            self.rehearsal.equal_start(StartValues(comparison.reference, block[0]))
+            self.rehearsal.afterwards(statistics.zero_gradients, self.model.chunks)
             statistics.leave_gradients(self.model.chunks, self.model.optimizer)
             scale = self._scale_loss(block[0])
-            self.serve(served)
+            self.rehearsal.serve(served)
             for position, iteration in enumerate(block):
                 batches = served.batches[position * count : (position + 1) * count]
                 step = functools.partial(record, iteration, run)
@@ -181,10 +212,10 @@ class CandidateSession(Session):
         megatron/core/distributed/param_and_grad_buffer.py). All later steps reduce them with
         overlap, which is what can go wrong.
         """
-        with self.rehearsal(restore=True):
-            self.serve(served)
+        with self.rehearsal.steps(restore=True):
+            self.rehearsal.serve(served)
             self.ranks.meet("warming up")
-            self.step(run)
+            self.rehearsal.step(run)
             self.ranks.meet("warming up")
 
     def _scale_loss(self, iteration: int) -> float:
@@ -218,10 +249,10 @@ class CandidateSession(Session):
         mesh = self.model.mesh
         layout = layout_of(self.model, self.args, scale)
         numbers = microbatch_numbers(
-            comparison.reference, iteration, batches, count, mesh, self.ranks, self.device
+            comparison.reference, iteration, batches, count, mesh, self.ranks, self.rehearsal.device
         )
         with comparison.step(iteration, layout, batches, numbers) as sink:
-            comparison.counted.append(self.rehearse(run, sink, numbers, iteration))
+            comparison.counted.append(self.rehearsal.trace(run, sink, numbers, iteration))
 
     def _find_reference(self, started: Started | None) -> None:
         self._started = started
@@ -288,7 +319,7 @@ class CandidateSession(Session):
 
         doubt = self.ranks.from_one(last, "judging", judge)
         # A launcher that waits for the end of this job makes another one.
-        if doubt and not self.settings.exit_after and len(self.blocks()) == 1:
+        if doubt and not self.settings.exit_after and len(self.settings.blocks()) == 1:
             try:
                 self._isolate(rehearse, ledger, found)
             except EndError:
@@ -330,7 +361,7 @@ class CandidateSession(Session):
                 isolate=True,
                 budget=self.budget,
             )
-            comparison.initial(self.settings.iterations[0], self.initial)
+            comparison.initial(self.settings.iterations[0], self._initial)
             before = self.comparison.findings()
             comparison.take(one for one in before if one.key.kind is Kind.LOADED)
             return comparison
@@ -366,10 +397,10 @@ class CandidateSession(Session):
 
     def _findings(self, comparison: Comparison, ledger: Any) -> dict[str, Any] | None:
         """The findings of all ranks, on the last one."""
-        failed = frozenset(answer.failing(comparison, self.ranks, self.device))
+        failed = frozenset(answer.failing(comparison, self.ranks, self.rehearsal.device))
         return self.ranks.collect(
             "collecting the measurements",
             lambda: answer.findings_of(dist.get_rank(), self.model.mesh, comparison, ledger),
             lambda parts: answer.merged(parts, failed, comparison, self.args),
-            self.device,
+            self.rehearsal.device,
         )

@@ -27,7 +27,10 @@ from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError
 
 if TYPE_CHECKING:
-    from megatron_ttrace.run.session import Session
+    from megatron_ttrace.run.candidate import CandidateSession
+    from megatron_ttrace.run.reference_run import ReferenceSession
+
+    type Session = CandidateSession | ReferenceSession
     from megatron_ttrace.run.stall import Watchdog
 
 
@@ -63,6 +66,7 @@ class _Watch:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._ends_job = settings.exit_after or settings.role == "reference"
         self._session: Session | None = None
         self._step = 0
         self._watchdog: Watchdog | None = None
@@ -78,7 +82,7 @@ class _Watch:
     def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ends.enter(ends.Phase.BUILDING)
         session = self._attempt("preparing the check", self._make_session)
-        if session is not None and not session.is_reference:
+        if session is not None and self._settings.role == "candidate":
             self._watch_for_stalls()
         result = original(*args, **kwargs)
         if session is not None:
@@ -99,7 +103,7 @@ class _Watch:
             code = self._attempt(
                 "checking", lambda: session.before_step(self._step, step, iterator)
             )
-            if code is not None and (self._settings.exit_after or session.is_reference):
+            if code is not None and self._ends_job:
                 self._leave(code)
             if session.finished:
                 self._session = None
@@ -176,8 +180,7 @@ class _Watch:
         self._session = None
         self._stop_watching()
         self._executed.stop()
-        stops = self._settings.exit_after or self._settings.role == "reference"
-        if stops:
+        if self._ends_job:
             say_end(cause, self._ranks.rank, error, ending="")
             self._leave(ExitCode.COULD_NOT_CHECK)
         if self._ranks.rank in (0, cause.rank):

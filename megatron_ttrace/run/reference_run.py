@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.batches import Served
-from megatron_ttrace.capture.step import StepSink
+from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
+from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.measured import Measured
@@ -29,17 +29,16 @@ from megatron_ttrace.jobs.processes.progress import OF_REFERENCE
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import cyclic, fim, logged, loss_scale, losses, packed, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.optimizer import Snapshot
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run import low_precision
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.launch import Order
 from megatron_ttrace.run.perturb import UNPERTURBED, perturbed
+from megatron_ttrace.run.rehearsal import DataIterator, Rehearsal
 from megatron_ttrace.run.separation import FACTOR, Separation
-from megatron_ttrace.run.session import DataIterator, Session
 from megatron_ttrace.run.start.loaded import OneDevice
 from megatron_ttrace.trace import counted
-from megatron_ttrace.trace.budget import require_space
+from megatron_ttrace.trace.budget import Budget, require_space
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.findings import Loss
@@ -53,15 +52,18 @@ _MORE_OF_A_PARAMETER = 7 * 4
 """Bytes: main gradient, weight after the step, its change, two moments before and after it."""
 
 
-class ReferenceSession(Session):
+class ReferenceSession:
     """Makes a reference trace out of the first training steps, then ends the process."""
-
-    is_reference = True
 
     def __init__(
         self, args: MegatronArguments, settings: Settings, ranks: Ranks, order: Order
     ) -> None:
-        super().__init__(args, settings, ranks)
+        self.args = args
+        self.settings = settings
+        self.ranks = ranks
+        self.finished = self.judged = False
+        self._rehearsal: Rehearsal | None = None
+        self._initial: list[Initial] = []
         self._order = order
         self._directory = Path(self._order.directory)
         if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
@@ -80,16 +82,33 @@ class ReferenceSession(Session):
     ) -> None:
         """Continue where the candidate stands in the data and the schedule, if it was loaded."""
         if started := self._order.started:
-            self.start, self.start_step = Path(started.directory), started.step
             started.resume(self.args, scheduler)
-        super().begin(chunks, optimizer, scheduler)
+        self._rehearsal = Rehearsal(
+            chunks,
+            optimizer,
+            scheduler,
+            args=self.args,
+            settings=self.settings,
+            ranks=self.ranks,
+            budget=Budget(self.settings.memory_mb << 20),
+        )
+        if started:
+            self._rehearsal.start = Path(started.directory), started.step
+        if not uninitialised(self.args, is_loaded=started is not None):
+            self._initial = initial_values(self.model)
         if started and self._order.separation is None:
             self._loaded = OneDevice(started.source, self.model, self.args)
 
     @property
-    def is_loaded(self) -> bool:
-        """Whether the candidate hands over its own start."""
-        return self._order.started is not None
+    def rehearsal(self) -> Rehearsal:
+        """This rank's traced steps, once the model exists."""
+        assert self._rehearsal is not None, "begin() comes first"
+        return self._rehearsal
+
+    @property
+    def model(self) -> TracedModel:
+        """This rank's part of the model, once it exists."""
+        return self.rehearsal.model
 
     def traces(self, step: int) -> bool:
         """Everything is done before the first step."""
@@ -104,12 +123,12 @@ class ReferenceSession(Session):
             self._separate(self._order.separation, count, run, iterator)
             return ExitCode.EQUIVALENT
         writer = TraceWriter(self._directory, 0)
-        for one in self.initial:
+        for one in self._initial:
             key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
             sums = dataclasses.astuple(one.moments)
             writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
         if self._loaded is not None:
-            self.equal_start()
+            self.rehearsal.equal_start()
             self._loaded.write(writer, self.settings.iterations[0])
         moved: dict[TraceKey, Moved] = {}
         for block, served in self._batches(iterator, count):
@@ -150,28 +169,23 @@ class ReferenceSession(Session):
     def _batches(self, iterator: DataIterator, count: int) -> Iterator[tuple[list[int], Served]]:
         """Each run of traced iterations with its batches; those of the others are skipped."""
         done = 0
-        for block in self.blocks():
+        for block in self.settings.blocks():
             Served(iterator, (block[0] - 1 - done) * count)
             done = block[-1]
             yield block, Served(iterator, len(block) * count)
 
     def _start_at(self, iteration: int, count: int, **how: Any) -> None:
         """Equal start with the iteration's learning rate: a candidate has trained up to it."""
-        assert self._scheduler is not None, "begin() comes first"
-        self._scheduler.step(increment=(iteration - 1) * count * self.args.micro_batch_size)
-        self.equal_start(**how)
+        self.rehearsal.advance((iteration - 1) * count * self.args.micro_batch_size)
+        self.rehearsal.equal_start(**how)
 
     def _started(self, served: Served) -> Callable[[], None]:
         """Save the start of some steps; returns what puts it back."""
-        start = Snapshot(self.model.chunks, self.model.optimizer)
-        schedule = copy.copy(vars(self._scheduler))
+        restore = self.rehearsal.saved()
 
         def again() -> None:
-            start.restore()
-            # Otherwise a replay's second step would have the learning rate of a later one.
-            vars(self._scheduler).update(schedule)
-            low_precision.restart_scales(self.args, self.model.chunks, SINGLE)
-            self.serve(served)
+            restore()
+            self.rehearsal.serve(served)
 
         return again
 
@@ -183,9 +197,9 @@ class ReferenceSession(Session):
         layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
         blocks = self._batches(iterator, count)
         block, served = next(one for one in blocks if separation.iteration in one[0])
-        with self.rehearsal(restore=True):
+        with self.rehearsal.steps(restore=True):
             self._start_at(block[0], count)
-            self.serve(served)
+            self.rehearsal.serve(served)
             if scale := reference.meta.get("loss_scales", {}).get(str(block[0])):
                 loss_scale.put(self.model.optimizer, scale)
             again = self._started(served)
@@ -193,12 +207,12 @@ class ReferenceSession(Session):
             def replay(loss: Loss | None, own: bool, writer: TraceWriter) -> None:
                 again()
                 for iteration in range(block[0], separation.iteration):
-                    self.rehearse(run, WriteSink(writer, iteration), range(count), iteration)
+                    self.rehearsal.trace(run, WriteSink(writer, iteration), range(count), iteration)
                 at = separation.iteration
                 keeping = functools.partial(CompareSink, writer=writer, keep_all=True, isolate=True)
                 sink = keeping(reference, at, layout) if own else WriteSink(writer, at)
                 with losses.weighted(self.model.chunks, loss, FACTOR) if loss else nullcontext():
-                    self.rehearse(run, sink, range(count), at)
+                    self.rehearsal.trace(run, sink, range(count), at)
 
             separation.write(reference, replay, self._directory)
 
@@ -211,9 +225,9 @@ class ReferenceSession(Session):
         writer: TraceWriter,
     ) -> dict[TraceKey, Moved]:
         """Trace consecutive iterations and replay them; returns how far the replays moved them."""
-        with self.rehearsal(restore=True):
+        with self.rehearsal.steps(restore=True):
             self._begin_block(block, count)
-            self.serve(served)
+            self.rehearsal.serve(served)
             again = self._started(served)
             scale = self._fitting_loss_scale(len(block), run, again)
             if scale is not None:
@@ -233,7 +247,7 @@ class ReferenceSession(Session):
         """Set the start values; on a CPU a candidate reads those of moments."""
         moments: dict[str, torch.Tensor] = {}
         self._start_at(block[0], count, keep=moments.__setitem__)
-        if self.device.type == "cpu" and block[0] == self.settings.iterations[0]:
+        if self.rehearsal.device.type == "cpu" and block[0] == self.settings.iterations[0]:
             write_moments(self._directory, moments)
 
     def _trace(
@@ -261,7 +275,7 @@ class ReferenceSession(Session):
             for number, batch in enumerate(batches):
                 for name, value in batch.items():
                     sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
-            self._counted.append(self.rehearse(run, sink, range(count), iteration))
+            self._counted.append(self.rehearsal.trace(run, sink, range(count), iteration))
 
     @property
     def _replays(self) -> str:
@@ -316,7 +330,7 @@ class ReferenceSession(Session):
         with perturbed(self.model.names, seed, self.model.optimizer):
             for iteration in block:
                 replay = self._replay(reader, iteration, layout, seed)
-                self.rehearse(run, replay, numbers, iteration)
+                self.rehearsal.trace(run, replay, numbers, iteration)
                 for one in replay.measured:
                     moved[one.key] = _moved(one, before.get(one.key))
         return moved
@@ -362,7 +376,7 @@ class ReferenceSession(Session):
         for _ in range(steps):
             # Nothing is logged after these steps, which is what empties the sums of metrics.
             with quiet.metrics_kept():
-                self.step(run)
+                self.rehearsal.step(run)
             if loss_scale.overflowed(self.model.optimizer):
                 return True
         return False

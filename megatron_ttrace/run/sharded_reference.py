@@ -26,7 +26,7 @@ from megatron_ttrace.run import merging
 from megatron_ttrace.run.comparison import layout_of
 from megatron_ttrace.run.perturb import Spread, perturbed
 from megatron_ttrace.run.reference_run import ReferenceSession
-from megatron_ttrace.run.session import DataIterator
+from megatron_ttrace.run.rehearsal import DataIterator
 from megatron_ttrace.trace import counted, owned
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
@@ -49,7 +49,9 @@ class ShardedReferenceSession(ReferenceSession):
         for block, served in self._batches(iterator, count):
             moved |= self._block(block, count, run, served, writer)
         counts = self.ranks.exchange(
-            "collecting what was counted", lambda: counted.encode(self._counted), self.device
+            "collecting what was counted",
+            lambda: counted.encode(self._counted),
+            self.rehearsal.device,
         )
 
         def finish() -> None:
@@ -66,7 +68,7 @@ class ShardedReferenceSession(ReferenceSession):
         """Write this rank's shards, and on the last rank all of them merged."""
         shards = self._directory / f"shards-{block[0]}"
         writer = TraceWriter(shards, self.ranks.rank)
-        for one in self.initial if block[0] == self.settings.iterations[0] else ():
+        for one in self._initial if block[0] == self.settings.iterations[0] else ():
             entry = Entry(
                 TraceKey(block[0], STEP_LEVEL, Kind.INITIAL, one.name),
                 one.logical_shape,
@@ -87,7 +89,7 @@ class ShardedReferenceSession(ReferenceSession):
         )
         self.ranks.together("writing the shards", writer.close)
         stages = self.ranks.exchange(
-            "merging the shards", lambda: self.model.mesh.at("pp"), self.device
+            "merging the shards", lambda: self.model.mesh.at("pp"), self.rehearsal.device
         )
 
         def merge() -> None:
@@ -120,10 +122,13 @@ class ShardedReferenceSession(ReferenceSession):
         with perturbed(self.model.names, seed, self.model.optimizer, self._spread()):
             for iteration in block:
                 sink = CompareSink(reader, iteration, self._layout)
-                self.rehearse(run, sink, numbers, iteration)
+                self.rehearsal.trace(run, sink, numbers, iteration)
                 measured += sink.measured
         found = self.ranks.reduce(
-            "collecting the replay", lambda: merging.movement(measured), merging.joined, self.device
+            "collecting the replay",
+            lambda: merging.movement(measured),
+            merging.joined,
+            self.rehearsal.device,
         )
         return merging.moved(found, before)
 

@@ -35,7 +35,7 @@ FP8 = (
 EXIT = (*TENSOR, "--ttrace-exit")
 """Without ``--ttrace`` this flag does nothing."""
 
-CANDIDATE, SESSION = "run/candidate.py:", "run/session.py:Session."
+CANDIDATE, REHEARSAL = "run/candidate.py:", "run/rehearsal.py:Rehearsal."
 ANSWER, COMPARISON = "run/answer.py:", "run/comparison.py:"
 OPTIMIZER = "mcore/optimizer.py:"
 SINK, CAPTURE = "compare/sinks.py:CompareSink.", "capture/"
@@ -53,15 +53,15 @@ PLACES = {
     "trace/shared.py:require": "trains",
     f"{STORE}TraceReader.__init__": "trains",
     "compare/tolerance.py:of_reference": "trains",
-    f"{SESSION}begin": "trains",
+    f"{CANDIDATE}CandidateSession.begin": "trains",
     f"{COMPARISON}Comparison.initial": "trains",
     f"{CAPTURE}batches.py:Served.__init__": "trains",
-    f"{SESSION}_keep": "trains",
+    f"{REHEARSAL}_keep": "trains",
     f"{OPTIMIZER}Snapshot.__init__": "trains",
     "trace/copies.py:Copies.copy": "trains",
-    f"{SESSION}equal_start": "trains",
-    f"{SESSION}_fill": "trains",
-    f"{SESSION}serve": "trains",
+    f"{REHEARSAL}equal_start": "trains",
+    f"{REHEARSAL}_fill": "trains",
+    f"{REHEARSAL}serve": "trains",
     f"{CANDIDATE}CandidateSession._check": "trains",
     f"{COMPARISON}microbatch_numbers": "trains",
     f"{CANDIDATE}CandidateSession.traces": "trains",
@@ -76,7 +76,7 @@ PLACES = {
     f"{CAPTURE}step.py:StepTap._gradients": "trains",
     f"{CAPTURE}step.py:StepTap._update": "trains",
     f"{CAPTURE}step.py:StepTap._losses": "trains",
-    f"{SESSION}_settle": "ends",
+    f"{REHEARSAL}_settle": "ends",
     f"{OPTIMIZER}Snapshot.restore": "ends",
     f"{COMPARISON}Comparison.findings": "trains",
     "compare/wire.py:encode": "trains",
@@ -98,7 +98,7 @@ LONG = [
     (ZERO, f"{CAPTURE}step.py:StepTap._update@0=2", "trains"),
     (ZERO, f"{STORE}TraceReader.tensor@1=3!OSError", "trains"),
     (ZERO, f"{COMPARISON}Comparison.findings@1!OSError", "trains"),
-    (ZERO, f"{SESSION}_fill@0!MemoryError", "trains"),
+    (ZERO, f"{REHEARSAL}_fill@0!MemoryError", "trains"),
     (ZERO, f"{CANDIDATE}CandidateSession._check@1!SIGKILL", "dies"),
     (ZERO, "trace/shared.py:require@0!SIGKILL", "dies"),
     (EXPERTS, f"{SINK}tensor@1=5", "trains"),
@@ -110,7 +110,7 @@ LONG = [
     (PIPELINE, f"{SINK}tensor@1=5", "trains"),
     (PIPELINE, f"{CANDIDATE}CandidateSession._check@0", "trains"),
     (PIPELINE, "megatron/core/models/gpt/gpt_model.py:GPTModel.forward@0", "ends"),
-    (FSDP, f"{SESSION}_fill@1", "trains"),
+    (FSDP, f"{REHEARSAL}_fill@1", "trains"),
     (FSDP, f"{SINK}tensor@0=5", "trains"),
     (FSDP, f"{OPTIMIZER}Snapshot.restore@0", "ends"),
     (FP8, f"{SINK}replace@1=3", "trains"),

@@ -29,7 +29,8 @@ class Replays(ReferenceSession):
         # Not the base class's: it needs Megatron's arguments.
         self.settings = Settings(directory=directory, seeds=seeds)
         self.args: Any = SimpleNamespace(seq_length=4, bf16=True)
-        self._model: Any = SimpleNamespace(gated=False, names=[], optimizer=None)
+        model = SimpleNamespace(gated=False, names=[], optimizer=None)
+        self._rehearsal: Any = SimpleNamespace(model=model, trace=lambda *_: None)
         self._directory = directory
         self._distances = distances
         self.seeds: list[int] = []
@@ -39,9 +40,6 @@ class Replays(ReferenceSession):
         moved = self._distances[seed - 1] if seed else 0.0
         sums = Sums(n=N, diff=moved**2, reference=1.0)
         return SimpleNamespace(measured=[SimpleNamespace(key=KEY, sums=sums)])
-
-    def rehearse(self, *_: Any) -> Any:
-        """Nothing trains."""
 
     def made(self) -> tuple[float, ...]:
         """The distances that were found."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the traced runs of a candidate and of a reference share: equal starts, rehearsals."""
+"""A rehearsal: traced steps of Megatron's own, after which all state is as it was before.
+
+A candidate and a reference both have one (``candidate.py``, ``reference_run.py``).
+"""
 
 from __future__ import annotations
 
-import abc
 import copy
 import os
 import traceback
@@ -15,7 +17,6 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.batches import Served
-from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import quiet
@@ -45,85 +46,75 @@ _RANKS_OF_A_HOST = 8
 """At most, if the launcher does not say."""
 
 
-class Session(abc.ABC):
-    """One side of a check. Subclasses decide what becomes of a captured tensor."""
+class Rehearsal:
+    """Traced steps of this rank: equal starts, Megatron's step, all state as before.
 
-    is_reference = False
+    Args:
+        chunks: of the model, as Megatron's ``setup_model_and_optimizer`` returned them.
+        optimizer: Megatron's.
+        scheduler: of its learning rate and weight decay.
+        args: the validated arguments.
+        settings: of the check.
+        ranks: of the job.
+        budget: for tensors that are kept.
+    """
 
-    def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
-        self.args = args
-        self.settings = settings
-        self.ranks = ranks
-        self.budget = Budget(settings.memory_mb << 20)
-        self.finished = False
-        self.judged = False  # a verdict was told, whatever fails later
-        self.errors: list[str] = []
-        self.start: Path | None = None
-        self.start_step: float | None = None
-        self.initial: list[Initial] = []
-        self.not_initial = ""
-        self._model: TracedModel | None = None
-        self._scheduler: Scheduler | None = None
-        self._schedule: dict[str, Any] = {}
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._copies = Copies()
-        self._kept = ExitStack()
-
-    @property
-    def model(self) -> TracedModel:
-        """This rank's part of the model, once it exists."""
-        assert self._model is not None, "begin() comes first"
-        return self._model
-
-    @property
-    def device(self) -> torch.device:
-        """Of this rank's tensors."""
-        return next(self.model.chunks[0].parameters()).device
-
-    def begin(
-        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        optimizer: Optimizer,
+        scheduler: Scheduler,
+        *,
+        args: MegatronArguments,
+        settings: Settings,
+        ranks: Ranks,
+        budget: Budget,
     ) -> None:
-        """Called when Megatron has built model and optimizer."""
         from megatron.core.utils import get_model_config
 
-        mesh = current_mesh(self.args)
-        offset = (self.args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
-        self._model = TracedModel(
+        mesh = current_mesh(args)
+        offset = (args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
+        self.model = TracedModel(
             chunks,
             [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks],
             optimizer,
             mesh,
             gated=bool(get_model_config(chunks[0]).gated_linear_unit),
         )
+        self.device = next(chunks[0].parameters()).device
+        self.start: tuple[Path, float | None] | None = None
+        """Where the state of a start that was loaded is, and the optimizer's step in it."""
+        self._args = args
+        self._settings = settings
+        self._ranks = ranks
+        self._budget = budget
         self._scheduler = scheduler
         self._schedule = copy.copy(vars(scheduler))
-        self._buffers = [(buffer, buffer.detach().clone()) for _, buffer in self._model.buffers()]
-        self.not_initial = uninitialised(self.args, is_loaded=self.is_loaded)
-        if not self.not_initial:
-            self.initial = initial_values(self._model)
+        self._buffers = [(buffer, buffer.detach().clone()) for _, buffer in self.model.buffers()]
+        self._errors: list[str] = []
+        self._copies = Copies()
+        self._kept = ExitStack()
 
-    @abc.abstractmethod
-    def traces(self, step: int) -> bool:
-        """Whether :meth:`before_step` is to be called before Megatron's ``step``-th step."""
+    def advance(self, samples: int) -> None:
+        """Move the schedule on, as ``samples`` of training do."""
+        self._scheduler.step(increment=samples)
 
-    @abc.abstractmethod
-    def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
-        """Do the work before a step; returns an exit code when the check is finished."""
+    def afterwards(self, work: Callable[..., Any], *args: Any) -> None:
+        """Within :meth:`steps`: call ``work`` before the state is restored."""
+        self._kept.callback(work, *args)
 
-    @property
-    @abc.abstractmethod
-    def is_loaded(self) -> bool:
-        """Whether this side starts from a checkpoint."""
+    def saved(self) -> Callable[[], None]:
+        """Save the training state within :meth:`steps`; returns what puts it back."""
+        start = Snapshot(self.model.chunks, self.model.optimizer)
+        schedule = copy.copy(vars(self._scheduler))
 
-    def blocks(self) -> list[list[int]]:
-        """The traced iterations as runs of consecutive ones; each run is one rehearsal."""
-        found: list[list[int]] = []
-        for iteration in self.settings.iterations:
-            if found and found[-1][-1] == iteration - 1:
-                found[-1].append(iteration)
-            else:
-                found.append([iteration])
-        return found
+        def again() -> None:
+            start.restore()
+            # Otherwise a replay's second step would have the learning rate of a later one.
+            vars(self._scheduler).update(schedule)
+            low_precision.restart_scales(self._args, self.model.chunks, self.model.mesh)
+
+        return again
 
     def equal_start(
         self,
@@ -141,27 +132,26 @@ class Session(abc.ABC):
         """
         for buffer, value in self._buffers:
             buffer.data.copy_(value)
-        if self._scheduler is not None:
-            vars(self._scheduler).update(self._schedule)
-            self._scheduler.step(increment=0)
+        vars(self._scheduler).update(self._schedule)
+        self._scheduler.step(increment=0)
         if self.start is not None:
-            handoff.restore(self.model, self.start, self.start_step)
+            handoff.restore(self.model, *self.start)
             return
         stored = stored if self.device.type == "cpu" else None
         parts = parts_of(self.model.chunks)
-        self.ranks.together("setting the start values", lambda: self._fill(parts, stored))
+        self._ranks.together("setting the start values", lambda: self._fill(parts, stored))
         if buffers_of(self.model.chunks):
             publish(self.model.chunks)
         else:
             self.model.optimizer.reload_model_params()
             reload_offloaded(self.model.optimizer)
-        if self.settings.init == "reveal":
+        if self._settings.init == "reveal":
             owned = owned_by(self.model.optimizer)
-            awaken(owned.values(), self.args.lr)
+            awaken(owned.values(), self._args.lr)
             prime(
                 [(place, owned[p]) for p, place in self.model.places() if p in owned],
                 self.model.mesh,
-                seed=self.args.seed,
+                seed=self._args.seed,
                 stored=stored,
                 keep=keep,
             )
@@ -180,9 +170,9 @@ class Session(abc.ABC):
                 place.flat(*part.range) if part else place,
                 target,
                 self.model.mesh,
-                seed=self.args.seed,
+                seed=self._args.seed,
                 config=config,
-                init=self.settings.init,
+                init=self._settings.init,
                 stored=stored,
             )
             if part:
@@ -190,13 +180,13 @@ class Session(abc.ABC):
 
     def serve(self, served: Served) -> None:
         """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary."""
-        vocabulary = getattr(self.args, "padded_vocab_size", None)
-        if self.settings.init == "reveal" and vocabulary:
+        vocabulary = getattr(self._args, "padded_vocab_size", None)
+        if self._settings.init == "reveal" and vocabulary:
             served.serve(lambda item: spread_batch(item, vocabulary))
         else:
             served.serve()
 
-    def rehearse(
+    def trace(
         self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int], iteration: int
     ) -> Counted:
         """Run one traced training step, on all ranks.
@@ -214,16 +204,15 @@ class Session(abc.ABC):
             microbatches,
             self._tracing_failed,
             self._settle,
-            lambda: self.ranks.together("attaching to the model", self._refuse),
+            lambda: self._ranks.together("attaching to the model", self._refuse),
             self._copies,
         )
         self._kept.callback(tap.detach)
-        began = self._scheduler.num_steps if self._scheduler else 0
+        began = self._scheduler.num_steps
         tap.run(lambda: self.step(run))
-        if self._scheduler is not None:
-            samples = torch.tensor(float(self._scheduler.num_steps - began))
-            sink.placed((STEP_LEVEL, Kind.METRIC, "scheduled-samples", VALUE), samples, (), ())
-        self.ranks.together("tracing", self._refuse)
+        samples = torch.tensor(float(self._scheduler.num_steps - began))
+        sink.placed((STEP_LEVEL, Kind.METRIC, "scheduled-samples", VALUE), samples, (), ())
+        self._ranks.together("tracing", self._refuse)
         return tap.counted(iteration)
 
     def step(self, run: Callable[[], Any]) -> Any:
@@ -238,16 +227,16 @@ class Session(abc.ABC):
         except Exception as error:
             traceback.print_exception(error)
             wrong = TTraceError(f"Megatron's training step failed ({one_line(error)})")
-            raise self.ranks.end(wrong, "in a traced step") from error
+            raise self._ranks.end(wrong, "in a traced step") from error
 
     @contextmanager
-    def rehearsal(self, *, restore: bool) -> Iterator[None]:
+    def steps(self, *, restore: bool) -> Iterator[None]:
         """Within this context training steps do not count; afterwards all state is restored.
 
         Raises:
             EndError: when restoring failed on any rank: no rank trains on.
         """
-        with self.ranks.watching(), ExitStack() as kept:
+        with self._ranks.watching(), ExitStack() as kept:
             try:
                 self._kept = kept
                 self._keep(kept, restore=restore)
@@ -256,7 +245,7 @@ class Session(abc.ABC):
                 kept.pop_all()
                 raise
             except BaseException as error:
-                self.ranks.give_up(error, "in the traced steps")
+                self._ranks.give_up(error, "in the traced steps")
                 # An interrupted process does not wait for the others.
                 self._put_back(kept, waits=restore and isinstance(error, Exception))
                 raise
@@ -265,9 +254,9 @@ class Session(abc.ABC):
 
     def _room(self) -> Copies:
         """Room for copies: the budget's, of a GPU's tensors also the host's memory, then a file."""
-        there = int(os.environ.get("LOCAL_WORLD_SIZE", min(self.ranks.size, _RANKS_OF_A_HOST)))
+        there = int(os.environ.get("LOCAL_WORLD_SIZE", min(self._ranks.size, _RANKS_OF_A_HOST)))
         host = 0 if self.device.type == "cpu" else host_room(there)
-        return Copies(self.budget.kept, host, self.settings.directory, self.ranks.size)
+        return Copies(self._budget.kept, host, self._settings.directory, self._ranks.size)
 
     def _keep(self, kept: ExitStack, *, restore: bool) -> None:
         self._copies = kept.enter_context(self._room())
@@ -277,19 +266,19 @@ class Session(abc.ABC):
         kept.enter_context(quiet.random_states_kept())
         kept.enter_context(quiet.metrics_kept())
         kept.enter_context(
-            low_precision.equal_scales(self.args, self.model.chunks, self.model.mesh)
+            low_precision.equal_scales(self._args, self.model.chunks, self.model.mesh)
         )
         if restore:
             # The last update may not be gathered yet: the next forward pass would do it, but a
             # rehearsal's comes first, and what is restored would lack it.
-            self.ranks.meet("saving the training state")
+            self._ranks.meet("saving the training state")
             self._settle()
         snapshot = None
         if restore:
             snapshot = Snapshot(self.model.chunks, self.model.optimizer, self._copies)
         scheduler = copy.copy(vars(self._scheduler))
         # Restoring may communicate: either all ranks do it or none.
-        self.ranks.meet("saving the training state")
+        self._ranks.meet("saving the training state")
         if snapshot is not None:
             kept.callback(snapshot.restore)
         kept.callback(vars(self._scheduler).update, scheduler)
@@ -302,18 +291,18 @@ class Session(abc.ABC):
         except BaseException as error:
             traceback.print_exception(error)
             wrong = TTraceError(f"the training state could not be restored ({one_line(error)})")
-            raise self.ranks.end(wrong, "after the traced steps") from error
+            raise self._ranks.end(wrong, "after the traced steps") from error
         if waits:
-            self.ranks.all_back()
+            self._ranks.all_back()
 
     def _tracing_failed(self, error: BaseException) -> None:
-        self.errors.append(str(error) if isinstance(error, TTraceError) else one_line(error))
+        self._errors.append(str(error) if isinstance(error, TTraceError) else one_line(error))
         if os.environ.get(DEBUG):
             traceback.print_exception(error)
 
     def _refuse(self) -> None:
-        if self.errors:
-            raise TTraceError(f"tracing failed: {self.errors[0]}")
+        if self._errors:
+            raise TTraceError(f"tracing failed: {self._errors[0]}")
 
     def _settle(self) -> None:
         """Gather updated parameters now if Megatron would do so in the next forward pass."""
@@ -321,7 +310,7 @@ class Session(abc.ABC):
             for chunk in self.model.chunks:
                 chunk.synchronize_param_gather()  # type: ignore[operator]
             return
-        if not getattr(self.args, "overlap_param_gather", False):
+        if not getattr(self._args, "overlap_param_gather", False):
             return
         import megatron.training.training as training
 
