@@ -22,9 +22,8 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.checksum import checksum, joined
 from megatron_ttrace.trace.codec import Count, Word
-from megatron_ttrace.trace.memory import memory
 from megatron_ttrace.trace.moments import Total
-from megatron_ttrace.trace.views import box_views
+from megatron_ttrace.trace.views import box_views, memory
 
 _SMALL = 1 << 22
 """Bytes of a tensor that is copied as a whole to be read in order."""

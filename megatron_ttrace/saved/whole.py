@@ -13,12 +13,11 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.offline import meshes_of
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.saved.conclusion import unjudged
-from megatron_ttrace.trace.memory import memory
 from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
-from megatron_ttrace.trace.views import box_views
+from megatron_ttrace.trace.views import box_views, memory
 
 
 class Shards:

@@ -13,7 +13,7 @@ import functools
 import torch
 import xxhash
 
-from megatron_ttrace.trace.memory import memory
+from megatron_ttrace.trace.views import memory
 
 WORDS = 1 << 15
 """64-bit words that share one sum: a *part*."""

@@ -18,7 +18,7 @@ from typing import IO
 import torch
 
 from megatron_ttrace.trace.budget import require_space
-from megatron_ttrace.trace.memory import memory
+from megatron_ttrace.trace.views import memory
 
 _PIECE = 8 << 20
 _PLAIN = (torch.Tensor,)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import json
 import os
 import re
@@ -31,13 +32,13 @@ import xxhash
 
 from megatron_ttrace.trace.errors import TTraceError
 
-MANIFEST = re.compile(r"\.ttrace-files-([0-9a-f]{16})")
 _PREFIX = ".ttrace-files-"
+MANIFEST = re.compile(re.escape(_PREFIX) + "([0-9a-f]{16})")
 _MOST_BYTES = 64 << 20
 """Of a manifest; larger ones are not ours."""
-_CHUNK = 1 << 20
 GROWS = ""
 TO = "->"
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 tokens: dict[tuple[int, int], str] = {}
 """The manifest of this process in a directory, by the directory's device and inode."""
@@ -66,7 +67,10 @@ class Made(enum.Enum):
 
 
 class Folder:
-    """An open directory; all operations are relative to it."""
+    """An open directory; all operations are relative to it.
+
+    They raise ``ForeignError`` for what is not ours, and ``OSError``.
+    """
 
     def __init__(self, path: Path, handle: int) -> None:
         self.path = path
@@ -85,6 +89,10 @@ class Folder:
             return os.stat(name, dir_fd=self.handle, follow_symlinks=False)
         except FileNotFoundError:
             return None
+
+    def _is_folder(self, name: str) -> bool:
+        status = self.stat(name)
+        return status is not None and stat.S_ISDIR(status.st_mode)
 
     @property
     def records(self) -> dict[str, set[str]]:
@@ -112,24 +120,32 @@ class Folder:
         except OSError:
             return b""
         with open(handle, "rb") as file:
-            found = os.fstat(handle)
-            regular = stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES
-            return file.read() if regular and found.st_uid in owners else b""
+            status = os.fstat(handle)
+            regular = stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_BYTES
+            return file.read() if regular and status.st_uid in owners else b""
+
+    def _mark(self, name: str) -> str | None:
+        """The mark that a file or link has now; ``None`` for anything else."""
+        status = self.stat(name)
+        if status is not None and stat.S_ISLNK(status.st_mode):
+            return f"{TO}{os.readlink(name, dir_fd=self.handle)}"
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return None
+        with open(os.open(name, _READ, dir_fd=self.handle), "rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
     def is_ours(self, name: str) -> bool:
         """Whether an entry was written by this package."""
-        found = self.stat(name)
-        if found is None:
+        status = self.stat(name)
+        if status is None:
             return False
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             with _entered(self, name) as inside:
-                return inside is not None and (inside.is_made() or inside.holds_only_ours())
+                return inside is not None and (inside.is_made() or inside._holds_only_ours())
         marks = self.records.get(name, set())
-        if stat.S_ISLNK(found.st_mode):
-            return f"{TO}{os.readlink(name, dir_fd=self.handle)}" in marks
-        if not stat.S_ISREG(found.st_mode):
-            return False
-        return GROWS in marks or (bool(marks) and self._mark(name) in marks)
+        if stat.S_ISREG(status.st_mode) and GROWS in marks:
+            return True
+        return bool(marks) and self._mark(name) in marks
 
     def is_made(self) -> bool:
         """Whether this package made the directory itself."""
@@ -137,34 +153,12 @@ class Folder:
 
     def is_file_of_ours(self, name: str) -> bool:
         """Whether an entry is a file or a link of ours, but not a manifest."""
-        found = self.stat(name)
-        if found is None or stat.S_ISDIR(found.st_mode) or MANIFEST.fullmatch(name):
-            return False
-        return self.is_ours(name)
+        other = self._is_folder(name) or MANIFEST.fullmatch(name)
+        return not other and self.is_ours(name)
 
-    def holds_only_ours(self) -> bool:
-        """Whether everything in the directory is recorded."""
+    def _holds_only_ours(self) -> bool:
         records = self.records
         return all(name in self.manifests or name in records for name in self.names())
-
-    def _mark(self, name: str) -> str:
-        digest = xxhash.xxh3_128()
-        with open(os.open(name, _READ, dir_fd=self.handle), "rb") as file:
-            while piece := file.read(_CHUNK):
-                digest.update(piece)
-        return digest.hexdigest()
-
-    def _valid(self, name: str, marks: set[str]) -> str:
-        """Of the marks of an entry, one that shows that it is ours, if there is one."""
-        found = self.stat(name)
-        if len(marks) > 1 and GROWS not in marks and found is not None:
-            if stat.S_ISLNK(found.st_mode):
-                mark = f"{TO}{os.readlink(name, dir_fd=self.handle)}"
-            else:
-                mark = self._mark(name) if stat.S_ISREG(found.st_mode) else ""
-            if mark in marks:
-                return mark
-        return min(marks)
 
     def require(self, name: str) -> bool:
         """Refuse an entry that is not ours; returns whether there is one."""
@@ -176,8 +170,8 @@ class Folder:
 
     def begin(self, made: Made) -> str:
         """The manifest of this process."""
-        found = os.fstat(self.handle)
-        key = found.st_dev, found.st_ino
+        status = os.fstat(self.handle)
+        key = status.st_dev, status.st_ino
         token = tokens.get(key, "")
         if not token or self.stat(f"{_PREFIX}{token}") is None:
             token = tokens[key] = secrets.token_hex(8)
@@ -212,7 +206,21 @@ class Folder:
             self.record(name, None)
             raise ForeignError(self.path / name) from error
 
-    def forget(self, name: str) -> None:
+    def place(self, source: str, name: str, *, replace: bool) -> None:
+        """Move a file to a name that must be free, unless an older one of ours is replaced."""
+        if not replace:
+            try:
+                # Unlike a rename it fails if the name was taken meanwhile.
+                os.link(source, name, src_dir_fd=self.handle, dst_dir_fd=self.handle)
+            except FileExistsError as error:
+                raise ForeignError(self.path / name) from error
+            except OSError:  # a file system without hard links
+                self.require(name)
+            else:
+                return
+        os.rename(source, name, src_dir_fd=self.handle, dst_dir_fd=self.handle)
+
+    def _forget(self, name: str) -> None:
         """Record the removal of a name wherever it is recorded."""
         _ = self.records
         for manifest, marks in self.manifests.items():
@@ -221,58 +229,55 @@ class Folder:
                     self._append(manifest.removeprefix(_PREFIX), json.dumps([name, None]))
         with contextlib.suppress(OSError):
             self.record(name, None)
-        self._records = None
-        self.manifests = {}
+        self._records, self.manifests = None, {}
 
     def remove(self, name: str) -> None:
         """Remove an entry of ours. Of a directory: what is ours in it, then itself if empty."""
         if not self.require(name):
             return
-        found = self.stat(name)
-        if found is not None and stat.S_ISDIR(found.st_mode):
-            with _entered(self, name) as inside:
-                made = inside is not None and inside.is_made()
-                whole = inside is not None and inside.whole
-                empty = inside is not None and not whole and inside.clear()
-            if whole:
-                shutil.rmtree(name, dir_fd=self.handle)
-                return
-            # Something that was put into it meanwhile stays, and so does the directory.
-            with contextlib.suppress(OSError):
-                if made and empty:
-                    os.rmdir(name, dir_fd=self.handle)
+        if not self._is_folder(name):
+            os.unlink(name, dir_fd=self.handle)
+            self._forget(name)
             return
-        os.unlink(name, dir_fd=self.handle)
-        self.forget(name)
+        with _entered(self, name) as inside:
+            made = inside is not None and inside.is_made()
+            whole = inside is not None and inside.whole
+            empty = inside is not None and not whole and inside._clear()
+        if whole:
+            shutil.rmtree(name, dir_fd=self.handle)
+            return
+        # Something that was put into it meanwhile stays, and so does the directory.
+        with contextlib.suppress(OSError):
+            if made and empty:
+                os.rmdir(name, dir_fd=self.handle)
 
-    def clear(self) -> bool:
+    def _clear(self) -> bool:
         """Remove all that is ours; returns whether nothing is left."""
         for name in self.names():
-            if not MANIFEST.fullmatch(name) and self.is_ours(name):
-                self._clear_entry(name)
-        return self.compact()
+            if self._is_folder(name) and self.is_ours(name):
+                self.remove(name)
+        return self.clear_files()
 
-    def _clear_entry(self, name: str) -> None:
-        found = self.stat(name)
-        if found is not None and stat.S_ISDIR(found.st_mode):
-            self.remove(name)
-        else:
-            # The manifests are compacted afterwards: no need to record each removal.
-            os.unlink(name, dir_fd=self.handle)
+    def clear_files(self) -> bool:
+        """Remove our files and links; returns whether nothing is left."""
+        for name in self.names():
+            if self.is_file_of_ours(name):
+                # The manifests are compacted afterwards: no need to record each removal.
+                os.unlink(name, dir_fd=self.handle)
+        return self.compact()
 
     def compact(self) -> bool:
         """Merge the manifests, with what still exists; returns whether the directory is empty."""
         self._records, self.manifests = None, {}
         there = set(self.names())
-        # Of a name that several manifests record, a single one keeps the last mark: the valid one.
         kept = {name: self._valid(name, m) for name, m in self.records.items() if name in there}
         old = [*self.manifests]
         if there != set(old) or not self.made:
             if len(old) <= 1 and kept.keys() == self.records.keys():
                 return False
             if kept or self.made:
-                found = os.fstat(self.handle)
-                tokens.pop((found.st_dev, found.st_ino), None)
+                status = os.fstat(self.handle)
+                tokens.pop((status.st_dev, status.st_ino), None)
                 try:
                     self.begin(Made.MADE if self.made else Made.NO)
                     for name, mark in kept.items():
@@ -284,8 +289,11 @@ class Folder:
         self._records, self.manifests = None, {}
         return not self.names()
 
-
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    def _valid(self, name: str, marks: set[str]) -> str:
+        """Of the marks of an entry, which several manifests may record, one that shows it ours."""
+        if len(marks) > 1 and GROWS not in marks and (mark := self._mark(name)) in marks:
+            return str(mark)
+        return min(marks)
 
 
 def _parsed(content: bytes, token: str) -> tuple[Made, dict[str, str] | None]:

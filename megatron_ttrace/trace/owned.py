@@ -4,6 +4,9 @@
 Each is recorded as ours (``trace/manifests.py``). What is not is refused with one line
 (:class:`ForeignError`) or stays. No other module renames or removes anything, or opens a file for
 writing (``tests/test_house.py``).
+
+All functions raise ``ForeignError`` when something else has a name that they need, and ``OSError``
+when the file system refuses.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Literal, TextIO
 
 import xxhash
 
-from megatron_ttrace.trace.manifests import GROWS, MANIFEST, TO, Folder, ForeignError, Made, opened
+from megatron_ttrace.trace.manifests import GROWS, MANIFEST, TO, ForeignError, Made, opened
 
 __all__ = ["MANIFEST", "ForeignError"]
 
@@ -36,9 +39,6 @@ def make(path: Path, mode: int = 0o777, *, ignored: bool = False, whole: bool = 
         mode: of it, before the process's mask.
         ignored: by git, with everything in it.
         whole: whether everything that any program writes into it is ours.
-
-    Raises:
-        OSError: when it cannot be made, or is not a directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -54,7 +54,7 @@ def make(path: Path, mode: int = 0o777, *, ignored: bool = False, whole: bool = 
 
 
 def is_ours(path: Path) -> bool:
-    """Whether this package wrote a file or link, or made a directory. Raises ``OSError``."""
+    """Whether this package wrote a file or link, or made a directory."""
     try:
         with opened(path.parent) as folder:
             return folder.is_ours(path.name)
@@ -68,10 +68,6 @@ def require(directory: Path, names: Iterable[str] | None = None) -> None:
     Args:
         directory: which; nothing is wrong with an absent one.
         names: which, by default all that there are.
-
-    Raises:
-        ForeignError: when there is such a thing.
-        OSError: when the directory cannot be read.
     """
     if not directory.is_dir():
         return
@@ -82,25 +78,20 @@ def require(directory: Path, names: Iterable[str] | None = None) -> None:
 
 
 def create(path: Path, mode: int = 0o666) -> int:
-    """A new file, open for reading and writing; an older one of ours is removed first.
-
-    Raises:
-        ForeignError: when something else has this name.
-        OSError: when it cannot be created.
-    """
+    """A new file, open for reading and writing; an older one of ours is removed first."""
     with opened(path.parent) as folder:
         folder.remove(path.name)
         return folder.create(path.name, mode)
 
 
 def create_new(path: Path, mode: int = 0o666) -> int:
-    """A new file, open for reading and writing. Raises as create, also if there is one of ours."""
+    """A new file, open for reading and writing. One of ours is refused, too."""
     with opened(path.parent) as folder:
         return folder.create(path.name, mode)
 
 
 def append(path: Path, mode: int = 0o666) -> int:
-    """A file of ours, open for appending; it is created if there is none. Raises as create."""
+    """A file of ours, open for appending; it is created if there is none."""
     with opened(path.parent) as folder:
         if folder.require(path.name):
             flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -115,10 +106,6 @@ def expect(path: Path) -> None:
     """Record a file that another of our commands may write; an older one of ours is removed.
 
     Nothing happens if its directory does not exist.
-
-    Raises:
-        ForeignError: when something else has this name.
-        OSError: when it cannot be removed or recorded.
     """
     with contextlib.suppress(FileNotFoundError), opened(path.parent) as folder:
         folder.remove(path.name)
@@ -126,7 +113,7 @@ def expect(path: Path) -> None:
 
 
 def shorten(handle: int, size: int) -> None:
-    """Take back what was appended to a file of ours that this module opened. Raises ``OSError``."""
+    """Take back what was appended to a file of ours that this module opened."""
     os.ftruncate(handle, size)
 
 
@@ -138,10 +125,6 @@ def write(path: Path, pieces: Iterable[str], mode: int = 0o666, *, sealed: bool 
         pieces: of its text.
         mode: of the file, before the process's mask.
         sealed: whether it is ours no longer once its content has changed.
-
-    Raises:
-        ForeignError: when something else has this name.
-        OSError: when it cannot be written.
     """
     with opened(path.parent) as folder:
         there = folder.require(path.name)
@@ -156,7 +139,7 @@ def write(path: Path, pieces: Iterable[str], mode: int = 0o666, *, sealed: bool 
                 file.flush()
                 os.fsync(file.fileno())
             folder.record(path.name, digest.hexdigest() if sealed else GROWS)
-            _place(folder, temporary, path.name, replace=there)
+            folder.place(temporary, path.name, replace=there)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=folder.handle)
@@ -164,41 +147,17 @@ def write(path: Path, pieces: Iterable[str], mode: int = 0o666, *, sealed: bool 
                 folder.record(temporary, None)
 
 
-def _place(folder: Folder, temporary: str, name: str, *, replace: bool) -> None:
-    if not replace:
-        try:
-            # Unlike a rename it fails if the name was taken meanwhile.
-            os.link(temporary, name, src_dir_fd=folder.handle, dst_dir_fd=folder.handle)
-        except FileExistsError as error:
-            raise ForeignError(folder.path / name) from error
-        except OSError:  # a file system without hard links
-            folder.require(name)
-        else:
-            return
-    os.rename(temporary, name, src_dir_fd=folder.handle, dst_dir_fd=folder.handle)
-
-
 def take(source: Path, target: Path) -> None:
-    """Move a file that was just made to a name of ours, on the same file system.
-
-    Raises:
-        ForeignError: when something else has this name.
-        OSError: when it cannot be moved.
-    """
+    """Move a file that was just made to a name of ours, on the same file system."""
     with opened(target.parent) as folder:
         there = folder.require(target.name)
         folder.record(target.name, GROWS)
-        _place(folder, os.path.abspath(source), target.name, replace=there)
+        folder.place(os.path.abspath(source), target.name, replace=there)
 
 
 @contextlib.contextmanager
 def written_by_others(path: Path) -> Iterator[Path]:
-    """For a library that writes a file itself: yields where, and then moves it to ``path``.
-
-    Raises:
-        ForeignError: when something else has this name.
-        OSError: when it cannot be written.
-    """
+    """For a library that writes a file itself: yields where, and then moves it to ``path``."""
     home = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     make(home, PRIVATE_FOLDER, whole=True)
     try:
@@ -209,12 +168,7 @@ def written_by_others(path: Path) -> Iterator[Path]:
 
 
 def wipe(path: Path) -> None:
-    """Remove what another program made in a directory that is wholly ours.
-
-    Raises:
-        ForeignError: when the directory is not.
-        OSError: when it cannot be removed.
-    """
+    """Remove what another program made in a directory that is wholly ours."""
     with opened(path.parent) as folder:
         found = folder.stat(path.name)
         if found is None:
@@ -230,7 +184,7 @@ def wipe(path: Path) -> None:
 def replace_named(path: Path, content: bytes) -> None:
     """Write a whole file that the user named as the output, whatever it was, as a shell's ``>``.
 
-    Permissions are kept, and a symbolic link to a file remains one. Raises ``OSError``.
+    Permissions are kept, and a symbolic link to a file remains one.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -253,7 +207,7 @@ def replace_named(path: Path, content: bytes) -> None:
 
 
 def open_named(path: Path, mode: Literal["w", "a"]) -> TextIO:
-    """A file that the user named as an output, open for writing. Raises ``OSError``."""
+    """A file that the user named as an output, open for writing."""
     return path.open(mode, encoding="utf-8")
 
 
@@ -261,10 +215,6 @@ def remove(path: Path) -> None:
     """Remove what is ours at a path, and below it, if there is anything.
 
     In a directory of ours everything else stays, and then the directory, too.
-
-    Raises:
-        ForeignError: when it is not ours.
-        OSError: when it cannot be removed.
     """
     with contextlib.suppress(FileNotFoundError), opened(path.parent) as folder:
         folder.remove(path.name)
@@ -277,7 +227,7 @@ def discard(path: Path) -> None:
 
 
 def remove_files(directory: Path, matches: Callable[[str], bool]) -> None:
-    """Remove our files and links in a directory whose names match. Raises ``OSError``."""
+    """Remove our files and links in a directory whose names match."""
     with contextlib.suppress(FileNotFoundError), opened(directory) as folder:
         for name in folder.names():
             if matches(name) and folder.is_file_of_ours(name):
@@ -287,38 +237,30 @@ def remove_files(directory: Path, matches: Callable[[str], bool]) -> None:
 def leave(directory: Path) -> None:
     """Remove our files and links in a directory, then itself if we made it and nothing is left.
 
-    Directories in it stay. Raises ``OSError``.
+    Directories in it stay.
     """
     with opened(directory) as folder:
         made = folder.is_made()
-        for name in folder.names():
-            if folder.is_file_of_ours(name):
-                os.unlink(name, dir_fd=folder.handle)
-        empty = folder.compact()
+        empty = folder.clear_files()
     with contextlib.suppress(OSError):
         if made and empty:
             os.rmdir(directory)
 
 
 def recorded(directory: Path) -> set[str]:
-    """Names of the files and links that are recorded in a directory. Raises ``OSError``."""
+    """Names of the files and links that are recorded in a directory."""
     with opened(directory) as folder:
         return set(folder.records)
 
 
 def compact(directory: Path) -> None:
-    """Merge the manifests of a directory that no other process writes to. Raises ``OSError``."""
+    """Merge the manifests of a directory that no other process writes to."""
     with opened(directory) as folder:
         folder.compact()
 
 
 def move(source: Path, target: Path) -> None:
-    """Give a directory of ours another name in the same directory, which must be free.
-
-    Raises:
-        ForeignError: when it is not ours.
-        OSError: when it cannot be renamed.
-    """
+    """Give a directory of ours another name in the same directory, which must be free."""
     with opened(source.parent) as folder:
         folder.require(source.name)
         # Fails unless the name is free, or that of an empty directory.
@@ -326,12 +268,7 @@ def move(source: Path, target: Path) -> None:
 
 
 def link(path: Path, target: Path) -> None:
-    """Make a symbolic link to a directory, in the place of whatever we had there.
-
-    Raises:
-        ForeignError: when something else has this name.
-        OSError: when it cannot be made.
-    """
+    """Make a symbolic link to a directory, in the place of whatever we had there."""
     with opened(path.parent) as folder:
         folder.remove(path.name)
         folder.record(path.name, f"{TO}{target}")
@@ -342,7 +279,7 @@ def link(path: Path, target: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy the files of a directory, without its manifests, to a new one. Raises ``OSError``."""
+    """Copy the files of a directory, without its manifests, to a new one."""
     make(target)
     for file in sorted(source.iterdir()):
         if not file.is_file() or MANIFEST.fullmatch(file.name):

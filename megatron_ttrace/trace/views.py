@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides of a box as views of tensors."""
+"""Views of tensors: both sides of a box, and the bytes for what is not PyTorch."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron_ttrace.placement.boxes import Box
+
+_WRITABLE = 0x200
+"""``PyBUF_WRITE`` of CPython's object.h."""
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
 
 
 def box_views(
@@ -37,3 +44,16 @@ def _narrowed(data: torch.Tensor, starts: Sequence[int], extent: Sequence[int]) 
             if size != whole[dim]:
                 data = data.narrow(dim, start, size)
     return data
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor in row-major order, without a copy.
+
+    They do not keep the tensor: whoever uses them has to. ``Tensor.numpy`` would make the storage
+    one that cannot be resized for good, as Megatron does with those of weights that are sharded and
+    of outputs that it recomputes.
+    """
+    if not tensor.nbytes:
+        return memoryview(b"")
+    view: memoryview = _view(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
+    return view

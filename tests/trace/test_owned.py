@@ -189,13 +189,13 @@ def test_an_interrupted_line(tmp_path: Path) -> None:
 
 def test_nobody_wins_a_race_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What appears between the look and the write is refused, not replaced."""
-    real = owned._place
+    real = manifests.Folder.place
 
     def late(folder: manifests.Folder, temporary: str, name: str, *, replace: bool) -> None:
         (tmp_path / name).write_text("mine")
         real(folder, temporary, name, replace=replace)
 
-    monkeypatch.setattr(owned, "_place", late)
+    monkeypatch.setattr(manifests.Folder, "place", late)
     with pytest.raises(TTraceError, match=FOREIGN):
         owned.write(tmp_path / "a", ["ours"])
     assert (tmp_path / "a").read_text() == "mine"

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron_ttrace.trace.memory import memory
+from megatron_ttrace.trace.views import memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
