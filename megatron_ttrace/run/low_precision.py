@@ -53,7 +53,7 @@ def equal_scales(
             stack.callback(fp8.ScalesKept(chunks).restore)
             scale = restart_scales(args, chunks, mesh)
             if te.emulated():
-                from megatron_ttrace.cpu.te.fp8_modules import backward_scales_from
+                from megatron_ttrace.cpu.te.fp8 import backward_scales_from
 
                 stack.enter_context(backward_scales_from(scale))
         yield

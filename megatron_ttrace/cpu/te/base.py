@@ -1,17 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all of TransformerEngine's modules share: parameters, FP8 state, checkpoint entries."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ttrace.cpu.te import delayed_wgrad, fp8_modules
+from megatron_ttrace.cpu.te import fp8
 from megatron_ttrace.cpu.te.parallel import TensorParallel, group_size
-from megatron_ttrace.cpu.te.products import Precision
+from megatron_ttrace.cpu.te.precision import Precision
 
 InitMethod = Callable[[torch.Tensor], Any]
+
+#: Computations of weight gradients that one layer's backward passes put off, first in, first out.
+#: Pipeline schedules use them (``delay_wgrad_compute``) to send the input's gradient on before the
+#: weight's is known. The numbers are the same; only the time differs.
+Queue = deque[Callable[[], torch.Tensor]]
+
+
+def now_or_later(queue: Queue | None, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Compute, or put the computation off and give autograd no gradient."""
+    if queue is None:
+        return compute()
+    queue.append(compute)
+    return None
 
 
 def default_init(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,10 +58,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.get_rng_state_tracker: Callable[[], Any] | None = None
         self.primary_weights_in_fp8 = False
         self.param_init_meta: dict[str, ParameterInit] = {}
-        self.wgrad_queue: delayed_wgrad.Queue | None = None
-        self._delayed: tuple[str, ...] = ()
+        self.wgrad_queue: Queue | None = None
         self._after_backward_dw: list[Callable[[], Any]] = []
-        self._fp8 = fp8_modules.ModuleState(self)
+        self._fp8 = fp8.ModuleState(self)
 
     # Parameters
 
@@ -111,15 +124,19 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     # Delayed weight gradients
 
-    def delay_gradients(self, *weights: str) -> None:
-        """Leave the gradients of these parameters to :meth:`backward_dw`.
+    def delay_gradients(self) -> None:
+        """Leave the weights' gradients to :meth:`backward_dw`.
 
         Autograd never accumulates them. By the mark, Megatron's data-parallel wrappers know that
         they must collect them after :meth:`backward_dw`.
         """
-        self.wgrad_queue, self._delayed = delayed_wgrad.Queue(), weights
-        for name in weights:
-            getattr(self, name).skip_backward_post_hook = True
+        self.wgrad_queue = deque()
+        for weight in self.product_weights():
+            weight.skip_backward_post_hook = True
+
+    def product_weights(self) -> list[Any]:
+        """The weights of the products, in their order."""
+        return [self.weight]
 
     def need_backward_dw(self) -> bool:
         """Whether :meth:`backward_dw` must be called after the backward pass."""
@@ -130,10 +147,15 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._after_backward_dw.append(hook)
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the oldest backward pass put off."""
+        """Compute the weight gradients that the oldest backward pass put off.
+
+        They replace what the weights had: whoever collects gradients takes each microbatch's away.
+        """
         if self.wgrad_queue is None:
             return
-        self.wgrad_queue.run_one(*(getattr(self, name) for name in self._delayed))
+        with torch.no_grad():
+            for weight in self.product_weights():
+                weight.grad = self.wgrad_queue.popleft()().to(weight.dtype)
         for hook in self._after_backward_dw:
             hook()
 

@@ -4,16 +4,31 @@
 The sequence is cut into two chunks per rank and rank ``r`` of ``n`` holds chunks ``r`` and
 ``2n - 1 - r`` ("zig-zag"), so that a causal mask gives all ranks the same work. Packed sequences
 are cut this way one by one.
+
+Ranks communicate by a ring (``p2p``, :mod:`cp_ring`), by gathering all keys and values
+(``all_gather``), or by trading their part of the sequence for all heads against the whole sequence
+for some heads, and the output back (``a2a``, known as Ulysses); ``a2a+p2p`` does this inside one
+group, and a ring over another.
 """
 
+import math
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_ttrace.cpu.te import cp_all_to_all, cp_gather, cp_ring
-from megatron_ttrace.cpu.te.attention_core import AttentionSettings
+from megatron_ttrace.cpu.te import cp_ring
+from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention
 from megatron_ttrace.cpu.te.masks import Tokens
-from megatron_ttrace.cpu.te.parallel import Group, group_size
+from megatron_ttrace.cpu.te.norms import compute_dtype
+from megatron_ttrace.cpu.te.parallel import (
+    Group,
+    gather_along_first_dim,
+    group_size,
+    reduce_scatter_along_first_dim,
+)
 
 
 def groups(group: Group) -> list[Group]:
@@ -37,48 +52,145 @@ def packed_tokens(cu_seqlens: torch.Tensor, length: int) -> Tokens:
 def zigzag(length: int, size: int, rank: int) -> torch.Tensor:
     """Indices in a sequence of ``length`` of what ``rank`` of ``size`` holds."""
     chunk = length // (2 * size)
-    last = 2 * size - 1 - rank
-    return torch.cat(
-        [
-            torch.arange(rank * chunk, (rank + 1) * chunk),
-            torch.arange(last * chunk, (last + 1) * chunk),
-        ]
-    )
+    starts = (rank * chunk, (2 * size - 1 - rank) * chunk)
+    return torch.cat([torch.arange(start, start + chunk) for start in starts])
 
 
-def partitioned_indices(cu_seqlens: torch.Tensor, total: int, size: int, rank: int) -> torch.Tensor:
-    """Indices among ``total`` packed tokens of what ``rank`` holds."""
+def thd_get_partitioned_indices(
+    cu_seqlens: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int
+) -> torch.Tensor:
+    """Indices among packed tokens of those that a context-parallel rank holds."""
     bounds = cu_seqlens.tolist()
-    parts = [start + zigzag(end - start, size, rank) for start, end in pairwise(bounds)]
+    parts = [start + zigzag(end - start, cp_size, cp_rank) for start, end in pairwise(bounds)]
     return torch.cat(parts).to(torch.int32)
 
 
 def held_tokens(local_length: int, size: int, rank: int, cu_seqlens: torch.Tensor | None) -> Tokens:
     """Tokens that ``rank`` of ``size`` holds."""
+    length = local_length * size
     if cu_seqlens is None:
-        return Tokens(zigzag(local_length * size, size, rank))
-    everything = packed_tokens(cu_seqlens, local_length * size)
-    mine = partitioned_indices(cu_seqlens, local_length * size, size, rank).long()
+        return Tokens(zigzag(length, size, rank))
+    everything = packed_tokens(cu_seqlens, length)
+    mine = thd_get_partitioned_indices(cu_seqlens, length, size, rank).long()
     assert everything.sequence is not None
     return Tokens(everything.position[mine], everything.sequence[mine])
 
 
-def _refuse(
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    settings: AttentionSettings,
-    comm: str,
-    packed: bool,
-) -> None:
-    # TransformerEngine's own limits, so that what runs here also runs there.
-    if bias is not None or settings.hidden is not None:
-        raise NotImplementedError("context parallelism with an attention bias or mask tensor")
-    if settings.rule.windowed and comm not in ("a2a", "all_gather"):
-        raise ValueError(f"context parallelism by {comm} does not support sliding windows")
-    if sink is not None and comm != "a2a":
-        raise ValueError(f"context parallelism by {comm} does not support attention sinks")
-    if packed and comm not in ("a2a", "p2p"):
-        raise ValueError(f"context parallelism by {comm} does not support packed sequences")
+class GatherSequence(torch.autograd.Function):
+    """All ranks' ``[b, g, s, d]`` as ``[b, g, n * s, d]``; gradients are summed and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        """Gather, and give the result in the type that attention computes in."""
+        ctx.group, ctx.dtype = group, tensor.dtype
+        whole = gather_along_first_dim(tensor.permute(2, 0, 1, 3), group)
+        return whole.permute(1, 2, 0, 3).to(compute_dtype(tensor.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Sum over the ranks' queries before rounding."""
+        mine = reduce_scatter_along_first_dim(grad.permute(2, 0, 1, 3), ctx.group)
+        return mine.permute(1, 2, 0, 3).to(ctx.dtype), None
+
+
+def _exchange(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Send piece ``i`` of the first dim to rank ``i``; piece ``i`` of the result is from it."""
+    tensor = tensor.contiguous()
+    result = torch.empty_like(tensor)
+    dist.all_to_all_single(result, tensor, group=group)
+    return result
+
+
+def _scatter_heads(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    b, heads, s, d = tensor.shape
+    size = group_size(group)
+    if heads % size:
+        raise ValueError(f"a2a needs {heads} heads per rank to be a multiple of {size}")
+    pieces = tensor.reshape(b, size, heads // size, s, d).permute(1, 3, 0, 2, 4)
+    return _exchange(pieces, group).flatten(0, 1).permute(1, 2, 0, 3)
+
+
+def _gather_heads(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    b, heads, s, d = tensor.shape
+    size = group_size(group)
+    pieces = tensor.permute(2, 0, 1, 3).reshape(size, s // size, b, heads, d)
+    return _exchange(pieces, group).permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+class Traded(torch.autograd.Function):
+    """``[b, h, s, d]`` to ``[b, h / n, n * s, d]`` if ``scatters``, else the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group, scatters: bool) -> torch.Tensor:
+        """Trade; the ranks' parts of the sequence lie one after the other."""
+        ctx.group, ctx.scatters = group, scatters
+        return (_scatter_heads if scatters else _gather_heads)(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Each direction is the other's gradient."""
+        return (_gather_heads if ctx.scatters else _scatter_heads)(grad, ctx.group), None, None
+
+
+@dataclass(frozen=True)
+class SequenceParts:
+    """How the sequence is cut: which way ranks communicate, their groups, tokens of all ranks."""
+
+    comm: str
+    levels: list[Group]
+    tokens: list[Tokens]
+
+    @classmethod
+    def of(
+        cls, group: Group, comm: str, local_length: int, cu_seqlens: torch.Tensor | None
+    ) -> "SequenceParts":
+        """For parts of ``local_length`` tokens; ``cu_seqlens`` are starts before the cut."""
+        levels = groups(group)
+        if comm == "a2a+p2p":
+            if len(levels) != 2:
+                raise ValueError("a2a+p2p needs two process groups")
+            first = levels[0]
+            levels = [level for level in levels if group_size(level) > 1]
+            if len(levels) == 1:
+                comm = "a2a" if levels == [first] else "p2p"
+        size = math.prod(group_size(level) for level in levels)
+        tokens = [held_tokens(local_length, size, rank, cu_seqlens) for rank in range(size)]
+        return cls(comm, levels, tokens)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        settings: AttentionSettings,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of this rank's queries; see :func:`attention`."""
+        group, tokens = self.levels[0], self.tokens
+        if self.comm == "p2p":
+            return cp_ring.attention(q, k, v, settings, group, tokens)
+        everyone = tokens[0].join(*tokens[1:])
+        if self.comm == "all_gather":
+            k, v = GatherSequence.apply(k, group), GatherSequence.apply(v, group)
+            allowed = settings.rule.allowed(tokens[dist.get_rank(group)], everyone)
+            out, max_score = FusedAttention.apply(q, k, v, None, None, allowed, settings)
+            return out, max_score
+        if self.comm not in ("a2a", "a2a+p2p"):
+            raise ValueError(f"unknown context-parallel communication {self.comm}")
+        q, k, v = (Traded.apply(tensor, group, True) for tensor in (q, k, v))
+        if self.comm == "a2a":
+            if sink is not None:
+                sink = sink.chunk(group_size(group))[dist.get_rank(group)]
+            allowed = settings.rule.allowed(everyone, everyone)
+            out, max_score = FusedAttention.apply(q, k, v, None, sink, allowed, settings)
+        else:
+            width = group_size(group)
+            joined = [
+                tokens[start].join(*tokens[start + 1 : start + width])
+                for start in range(0, len(tokens), width)
+            ]
+            out, max_score = cp_ring.attention(q, k, v, settings, self.levels[1], joined)
+        return Traded.apply(out, group, False), gather_along_first_dim(max_score, group)
 
 
 def attention(
@@ -95,48 +207,19 @@ def attention(
     """Attention of this rank's ``q`` over all ranks' ``k`` and ``v``, all ``[b, h, s / cp, d]``.
 
     ``cu_seqlens`` are the starts of packed sequences, before they were cut.
+
+    Raises:
+        NotImplementedError, ValueError: at TransformerEngine's own limits, so that what runs here
+            runs there.
     """
-    _refuse(bias, sink, settings, comm, cu_seqlens is not None)
-    levels = groups(group)
-    if comm == "a2a+p2p":
-        if len(levels) != 2:
-            raise ValueError("a2a+p2p needs two process groups")
-        levels = [level for level in levels if group_size(level) > 1]
-        comm = comm if len(levels) == 2 else ("a2a" if levels == [groups(group)[0]] else "p2p")
-    size = 1
-    for level in levels:
-        size *= group_size(level)
-    tokens = [held_tokens(q.shape[2], size, rank, cu_seqlens) for rank in range(size)]
-    if comm == "p2p":
-        return cp_ring.attention(q, k, v, settings, levels[0], tokens)
-    if comm == "all_gather":
-        return cp_gather.attention(q, k, v, settings, levels[0], tokens)
-    if comm == "a2a":
-        return cp_all_to_all.attention(q, k, v, sink, settings, levels[0], tokens)
-    if comm == "a2a+p2p":
-        return _hierarchical(q, k, v, settings, levels, tokens)
-    raise ValueError(f"unknown context-parallel communication {comm}")
-
-
-def _hierarchical(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    settings: AttentionSettings,
-    levels: list[Group],
-    tokens: list[Tokens],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heads for sequence inside the first group, then a ring over the second."""
-    inner, ring = levels
-    width = group_size(inner)
-    joined = [
-        tokens[start].join(*tokens[start + 1 : start + width])
-        for start in range(0, len(tokens), width)
-    ]
-    q, k, v = (cp_all_to_all.heads_for_sequence(t, inner) for t in (q, k, v))
-    out, max_score = cp_ring.attention(q, k, v, settings, ring, joined)
-    out = cp_all_to_all.sequence_for_heads(out, inner)
-    return out, cp_all_to_all.gather_heads(max_score, inner)
-
-
-__all__ = ["attention", "groups", "held_tokens", "needed", "partitioned_indices"]
+    if bias is not None or settings.hidden is not None:
+        raise NotImplementedError("context parallelism with an attention bias or mask tensor")
+    for feature, asked, ways in (
+        ("sliding windows", settings.rule.windowed, ("a2a", "all_gather")),
+        ("attention sinks", sink is not None, ("a2a",)),
+        ("packed sequences", cu_seqlens is not None, ("a2a", "p2p")),
+    ):
+        if asked and comm not in ways:
+            raise ValueError(f"context parallelism by {comm} does not support {feature}")
+    parts = SequenceParts.of(group, comm, q.shape[2], cu_seqlens)
+    return parts.attention(q, k, v, sink, settings)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransformerEngine's ``GroupedLinear``: one linear layer per expert, on consecutive tokens."""
 
+import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_ttrace.cpu.te import delayed_wgrad
-from megatron_ttrace.cpu.te.base import InitMethod, TransformerEngineBaseModule, default_init
-from megatron_ttrace.cpu.te.linear import refuse_delayed
-from megatron_ttrace.cpu.te.products import (
+from megatron_ttrace.cpu.te.base import InitMethod, Queue, now_or_later
+from megatron_ttrace.cpu.te.linear import ParallelLinear, refuse_delayed
+from megatron_ttrace.cpu.te.precision import (
     Operand,
     Precision,
     bias_gradient,
@@ -33,7 +32,7 @@ class GroupedSettings:
     #: Number of tokens of each expert.
     splits: list[int]
     save_original_input: bool = False
-    delayed: delayed_wgrad.Queue | None = None
+    delayed: Queue | None = None
     with_bias: bool = False
 
 
@@ -83,23 +82,20 @@ class GroupedLinearFunction(torch.autograd.Function):
                 ]
             )
 
-        grad_parameters: list[torch.Tensor | None] = []
-        for index, rows in enumerate(inputs):
-
-            def compute(index: int = index, rows: torch.Tensor = rows) -> torch.Tensor:
-                if ctx.keep_rounded:
-                    total = Operand(rows, rows)
-                elif precision.wgrad_in_high_precision:
-                    total = Operand(rows, rows)
-                    operands[index] = Operand(grads[index], grads[index])
-                else:
-                    total = precision.input(rows, index, again=True)
-                return weight_gradient(operands[index], total, weights[index].dtype)
-
-            if ctx.needs_input_grad[2 + index]:
-                grad_parameters.append(delayed_wgrad.now_or_later(settings.delayed, compute))
+        def compute(index: int) -> torch.Tensor:
+            rows, operand = inputs[index], operands[index]
+            if ctx.keep_rounded or precision.wgrad_in_high_precision:
+                total = Operand(rows, rows)
             else:
-                grad_parameters.append(None)
+                total = precision.input(rows, index, again=True)
+            if precision.wgrad_in_high_precision:
+                operand = Operand(grads[index], grads[index])
+            return weight_gradient(operand, total, weights[index].dtype)
+
+        grad_parameters = [
+            now_or_later(settings.delayed, functools.partial(compute, index)) if needed else None
+            for index, needed in enumerate(ctx.needs_input_grad[2 : 2 + count])
+        ]
         if settings.with_bias:
             grad_parameters += [bias_gradient(grad, weights[0].dtype) for grad in grads]
         precision.after_backward()
@@ -115,7 +111,7 @@ def _refuse_single(asked: bool) -> None:
         )
 
 
-class GroupedLinear(TransformerEngineBaseModule):
+class GroupedLinear(ParallelLinear):
     """Linear layers ``weight0``, ``weight1``, … of equal shape.
 
     Megatron's token dispatcher does the communication of experts, so this layer does none.
@@ -126,58 +122,36 @@ class GroupedLinear(TransformerEngineBaseModule):
         num_gemms: int,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: InitMethod | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Any = "cpu",
-        ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
+        *,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
-        name: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        if ub_overlap_rs or ub_overlap_ag:
+        if options.get("ub_overlap_rs") or options.get("ub_overlap_ag"):
             raise ValueError("GroupedLinear does not overlap communication")
-        if tp_size > 1 and bias:
+        if options.get("tp_size", 1) > 1 and options.get("bias", True):
             raise ValueError("GroupedLinear with tensor parallelism takes no bias")
         _refuse_single(single_grouped_weight or single_grouped_bias)
-        dtype = params_dtype or torch.get_default_dtype()
         self.num_gemms = num_gemms
-        self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
-        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
-        self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.get_rng_state_tracker = get_rng_state_tracker
-        self.rng_tracker_name = rng_tracker_name
-        self.use_bias, self.return_bias = bias, return_bias
-        self.apply_bias = bias and not return_bias
-        self.save_original_input = save_original_input
-        for index in range(num_gemms):
-            shape = (self.out_features, self.in_features)
-            init = init_method or default_init
-            # Not marked as divided, as in TransformerEngine. Megatron before 0.19 does not mark
-            # them either, and counts a gradient norm by the mark.
+        super().__init__(in_features, out_features, **options)
+
+    def make_parameters(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
+        """Make the weights ``[n, k]`` and the biases ``[n]``, which are empty without.
+
+        Weights are not marked as divided, as in TransformerEngine. Megatron before 0.19 does not
+        mark them either, and counts a gradient norm by the mark.
+        """
+        shape, zeros = (self.out_features, self.in_features), torch.nn.init.zeros_
+        for index in range(self.num_gemms):
             self.add_parameter(f"weight{index}", shape, dtype, device, init, tracked=True)
-            if bias:
-                zero = torch.nn.init.zeros_
-                self.add_parameter(f"bias{index}", shape[:1], dtype, device, zero)
+            if self.use_bias:
+                self.add_parameter(f"bias{index}", shape[:1], dtype, device, zeros)
             else:
                 setattr(self, f"bias{index}", torch.Tensor())
-        if delay_wgrad_compute:
-            self.delay_gradients(*(f"weight{index}" for index in range(num_gemms)))
+
+    def product_weights(self) -> list[Any]:
+        """One weight for each expert."""
+        return [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
 
     def forward(
         self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
@@ -186,7 +160,6 @@ class GroupedLinear(TransformerEngineBaseModule):
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         if len(splits) != self.num_gemms:
             raise ValueError(f"{len(splits)} splits for {self.num_gemms} experts")
-        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
         settings = GroupedSettings(
             precision=self.precision(self.num_gemms),
@@ -196,7 +169,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             with_bias=self.apply_bias,
         )
         refuse_delayed(settings.precision, self.save_original_input)
-        parameters = weights + biases if self.apply_bias else weights
+        parameters = self.product_weights() + (biases if self.apply_bias else [])
         output = GroupedLinearFunction.apply(flat(inp), settings, *parameters)
         output = output.view(*inp.shape[:-1], output.shape[-1])
         return (output, biases) if self.return_bias else output

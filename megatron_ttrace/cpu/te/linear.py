@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerEngine's ``Linear``: it does its own tensor-parallel communication."""
+"""TransformerEngine's ``Linear`` and ``LayerNormLinear``, with their tensor-parallel communication.
+
+``LayerNormLinear`` is a norm and the column-parallel layer after it; Megatron uses it for QKV and
+for the first half of the MLP.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,10 +11,17 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.cpu.te import delayed_wgrad, overlap
-from megatron_ttrace.cpu.te.base import InitMethod, TransformerEngineBaseModule, default_init
+from megatron_ttrace.cpu.te import overlap
+from megatron_ttrace.cpu.te.base import (
+    InitMethod,
+    Queue,
+    TransformerEngineBaseModule,
+    default_init,
+    now_or_later,
+)
+from megatron_ttrace.cpu.te.norms import NormKind, norm_backward, norm_forward
 from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_along_first_dim
-from megatron_ttrace.cpu.te.products import (
+from megatron_ttrace.cpu.te.precision import (
     Operand,
     Precision,
     bias_gradient,
@@ -27,12 +38,15 @@ class LinearSettings:
 
     layout: TensorParallel
     precision: Precision
+    #: The norm before the product, if there is one.
+    norm: NormKind | None = None
+    return_normalized: bool = False
     #: Keep the input itself for the backward pass, and round it again there.
     save_original_input: bool = False
     #: Name of the communication buffer that the gathered input goes to; none without overlap.
     buffer: str | None = None
     #: Takes the weight gradient's computation when it is to run after the backward pass.
-    delayed: delayed_wgrad.Queue | None = None
+    delayed: Queue | None = None
 
 
 def require_fp8_sizes(x: torch.Tensor, weight: torch.Tensor, settings: LinearSettings) -> None:
@@ -59,130 +73,121 @@ def refuse_delayed(precision: Precision, save_original_input: bool) -> None:
         raise ValueError("save_original_input is not supported with delayed scaling")
 
 
-def gather_input(x: torch.Tensor, settings: LinearSettings) -> torch.Tensor:
-    """Make the input ``[s / tp, ..., k]`` of a column-parallel layer whole along the sequence."""
-    if not settings.layout.gathers_input:
-        return x
-    if settings.buffer is not None:
-        return overlap.gather_into_buffer(x, settings.layout.group, settings.buffer)
-    return gather_along_first_dim(x, settings.layout.group)
-
-
-def reduce_output(partial: torch.Tensor, layout: TensorParallel) -> torch.Tensor:
-    """Sum a row-parallel layer's partial outputs ``[s, ..., n]`` over the ranks."""
-    return layout.sum(partial) if layout.row else partial
-
-
-def reduce_grad_input(partial: torch.Tensor, layout: TensorParallel) -> torch.Tensor:
-    """Sum a column-parallel layer's partial input gradients ``[s, ..., k]`` over the ranks."""
-    return layout.sum(partial) if layout.column else partial
-
-
-def grad_output_operand(grad_output: torch.Tensor, settings: LinearSettings) -> Operand:
-    """Make the gradient of a row-parallel output whole along the sequence, and round it."""
-    if settings.layout.gathers_grad_output:
-        grad_output = gather_along_first_dim(grad_output, settings.layout.group)
-    return settings.precision.grad_output(grad_output)
-
-
-def unrounded_grad_output(grad_output: torch.Tensor, settings: LinearSettings) -> Operand:
-    """Make the gradient whole for a weight gradient in high precision."""
-    if settings.layout.gathers_grad_output:
-        grad_output = gather_along_first_dim(grad_output, settings.layout.group)
-    return Operand(grad_output, grad_output)
+def _gathered(tensor: torch.Tensor, gathers: bool, settings: LinearSettings) -> torch.Tensor:
+    """``[s / tp, ...]`` whole along the sequence, if it is cut."""
+    return gather_along_first_dim(tensor, settings.layout.group) if gathers else tensor
 
 
 class LinearFunction(torch.autograd.Function):
-    """``x @ weightᵀ + bias`` with its communication."""
+    """``norm(x) @ weightᵀ + bias`` with its communication; ``x`` itself without a norm."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        norm_bias: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         settings: LinearSettings,
-    ) -> torch.Tensor:
-        """``[s, ..., k]`` to ``[s', ..., n]``; they differ with sequence parallelism."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``[s, ..., k]`` to ``[s', ..., n]`` and, if asked for, the norm's ``[s, ..., k]``.
+
+        ``s`` and ``s'`` differ with sequence parallelism.
+        """
         require_fp8_sizes(x, weight, settings)
-        total = gather_input(x, settings)
-        operand = settings.precision.input(total)
-        weight_operand = settings.precision.weight(weight)
+        precision, layout = settings.precision, settings.layout
+        normalized, mean, inverse = x, None, None
+        if settings.norm is not None:
+            assert norm_weight is not None
+            normalized, mean, inverse = norm_forward(x, norm_weight, norm_bias, settings.norm)
+        # First gathered, then rounded: all ranks round the same tensor.
+        if layout.gathers_input and settings.buffer is not None:
+            total = overlap.gather_into_buffer(normalized, layout.group, settings.buffer)
+        else:
+            total = _gathered(normalized, layout.gathers_input, settings)
+        operand = precision.input(total)
+        weight_operand = precision.weight(weight)
         output = forward_product(operand, weight_operand, x.dtype)
-        output = reduce_output(output, settings.layout)
+        if layout.row:
+            output = layout.sum(output)
         if bias is not None:
             output = output + bias
 
         # A gathered input is not kept: each rank keeps its part and gathers again. What was
         # rounded is kept as it was rounded, unless asked for otherwise.
-        keep_rounded = not (
-            settings.save_original_input or settings.precision.wgrad_in_high_precision
-        )
+        keep_rounded = not (settings.save_original_input or precision.wgrad_in_high_precision)
         ctx.save_for_backward(
-            operand.columnwise if keep_rounded else x,
+            None if settings.norm is None else x,
+            norm_weight,
+            mean,
+            inverse,
+            operand.columnwise if keep_rounded else normalized,
             weight,
-            weight_operand.columnwise if settings.precision.quantized else None,
+            weight_operand.columnwise if precision.quantized else None,
         )
-        ctx.keep_rounded, ctx.settings = keep_rounded, settings
+        ctx.settings, ctx.keep_rounded = settings, keep_rounded
+        ctx.has_norm_bias = norm_bias is not None
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return output
+        return output, normalized if settings.return_normalized else None
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of input, weight and bias."""
-        saved, weight, weight_columnwise = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_output: torch.Tensor, grad_normalized: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of input, norm weight and bias, weight and bias."""
+        x, norm_weight, mean, inverse, saved, weight, weight_columnwise = ctx.saved_tensors
         settings: LinearSettings = ctx.settings
-        layout = settings.layout
-        operand = grad_output_operand(grad_output, settings)
+        layout, precision = settings.layout, settings.precision
+        total_grad = _gathered(grad_output, layout.gathers_grad_output, settings)
+        operand = precision.grad_output(total_grad)
 
-        grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
+        grad_input = grad_norm_weight = grad_norm_bias = grad_weight = grad_bias = None
+        if any(ctx.needs_input_grad[:3]):
             columnwise = weight if weight_columnwise is None else weight_columnwise
             grad_input = input_gradient(operand, Operand(weight, columnwise), grad_output.dtype)
-            grad_input = reduce_grad_input(grad_input, layout)
-        if ctx.needs_input_grad[2]:
-            # From this rank's own rows: with sequence parallelism Megatron sums the gradient of
-            # a row-parallel bias, which is marked for it.
-            grad_bias = bias_gradient(grad_output, ctx.bias_dtype)
-        if ctx.needs_input_grad[1]:
+            if layout.column:
+                grad_input = layout.sum(grad_input)
+        if ctx.needs_input_grad[3]:
 
             def compute() -> torch.Tensor:
-                return linear_weight_gradient(
-                    saved, ctx.keep_rounded, operand, grad_output, settings, weight.dtype
-                )
+                grad = operand
+                if ctx.keep_rounded:
+                    return weight_gradient(grad, Operand(saved, saved), weight.dtype)
+                whole = _gathered(saved, layout.gathers_input, settings)
+                if precision.wgrad_in_high_precision:
+                    total = Operand(whole, whole)
+                    grad = Operand(total_grad, total_grad)
+                else:
+                    total = precision.input(whole, again=True)
+                return weight_gradient(grad, total, weight.dtype)
 
-            grad_weight = delayed_wgrad.now_or_later(settings.delayed, compute)
-        settings.precision.after_backward()
-        return grad_input, grad_weight, grad_bias, None
+            grad_weight = now_or_later(settings.delayed, compute)
+        # From this rank's rows, as the gradients of the norm: with sequence parallelism Megatron
+        # sums those of a row-parallel bias and of the norm's parameters, which are marked for it.
+        if ctx.needs_input_grad[4]:
+            grad_bias = bias_gradient(grad_output, ctx.bias_dtype)
+        if settings.norm is not None:
+            assert grad_input is not None
+            if grad_normalized is not None:
+                grad_input = grad_input + grad_normalized
+            grad_input, grad_norm_weight, grad_norm_bias = norm_backward(
+                grad_input, x, norm_weight, mean, inverse, settings.norm
+            )
+        precision.after_backward()
+        return (
+            grad_input,
+            grad_norm_weight,
+            grad_norm_bias if ctx.has_norm_bias else None,
+            grad_weight,
+            grad_bias,
+            None,
+        )
 
 
-def linear_weight_gradient(
-    saved: torch.Tensor,
-    saved_is_rounded: bool,
-    grad_operand: Operand,
-    grad_output: torch.Tensor,
-    settings: LinearSettings,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Weight gradient ``[n, k]`` from the saved input, gathered again if it is one rank's part."""
-    if saved_is_rounded:
-        total = Operand(saved, saved)
-    else:
-        whole = saved
-        if settings.layout.gathers_input:
-            whole = gather_along_first_dim(saved, settings.layout.group)
-        if settings.precision.wgrad_in_high_precision:
-            total = Operand(whole, whole)
-            grad_operand = unrounded_grad_output(grad_output, settings)
-        else:
-            total = settings.precision.input(whole, again=True)
-    return weight_gradient(grad_operand, total, dtype)
+class ParallelLinear(TransformerEngineBaseModule):
+    """What the linear layers share; ``parallel_mode`` is "column", "row" or none."""
 
-
-class Linear(TransformerEngineBaseModule):
-    """A linear layer; ``parallel_mode`` is "column", "row" or none."""
-
-    weight: torch.nn.Parameter
     bias: Any
 
     def __init__(
@@ -213,7 +218,6 @@ class Linear(TransformerEngineBaseModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        dtype = params_dtype or torch.get_default_dtype()
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -226,35 +230,41 @@ class Linear(TransformerEngineBaseModule):
         self.save_original_input = save_original_input
         self.ub_overlap_ag = ub_overlap_ag or ub_overlap_rs_dgrad or ub_bulk_dgrad
         self.ub_name = ub_name
-
-        self.add_parameter(
-            "weight",
-            (self.out_features, self.in_features),
-            dtype,
-            device,
-            init_method or default_init,
-            tracked=True,
-        )
+        dtype = params_dtype or torch.get_default_dtype()
+        self.make_parameters(dtype, device, init_method or default_init)
         if delay_wgrad_compute:
-            self.delay_gradients("weight")
+            self.delay_gradients()
+
+    def make_parameters(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
+        """Make the weight ``[n, k]`` and the bias ``[n]``, which is empty without one."""
+        shape = (self.out_features, self.in_features)
+        weight = self.add_parameter("weight", shape, dtype, device, init, tracked=True)
         # Marked in any case, as by TransformerEngine: Megatron before 0.19 gives experts no mode,
         # and counts a gradient norm by the mark.
-        self.mark_partitioned(self.weight, 1 if parallel_mode == "row" else 0)
-        if bias:
-            self.add_parameter("bias", (self.out_features,), dtype, device, torch.nn.init.zeros_)
-            self.mark_bias(self.bias)
+        self.mark_partitioned(weight, 1 if self.parallel_mode == "row" else 0)
+        if self.use_bias:
+            zeros = torch.nn.init.zeros_
+            self.mark_bias(self.add_parameter("bias", shape[:1], dtype, device, zeros))
         else:
             self.bias = torch.Tensor()
 
-    def settings(self) -> LinearSettings:
+    def settings(
+        self, norm: NormKind | None = None, return_normalized: bool = False
+    ) -> LinearSettings:
         """Fix layout and precision for one call."""
         return LinearSettings(
             layout=self.layout(),
             precision=self.precision(),
+            norm=norm,
+            return_normalized=return_normalized,
             save_original_input=self.save_original_input,
             buffer=self.ub_name if self.ub_overlap_ag else None,
             delayed=self.wgrad_queue,
         )
+
+
+class Linear(ParallelLinear):
+    """A linear layer."""
 
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
@@ -265,5 +275,67 @@ class Linear(TransformerEngineBaseModule):
         it again gives the same.
         """
         bias = self.bias if self.apply_bias else None
-        output = LinearFunction.apply(inp, self.weight, bias, self.settings())
+        output, _ = LinearFunction.apply(inp, None, None, self.weight, bias, self.settings())
         return (output, self.bias) if self.return_bias else output
+
+
+class LayerNormLinear(ParallelLinear):
+    """A norm and a linear layer."""
+
+    layer_norm_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        normalization: str = "LayerNorm",
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        zero_centered_gamma: bool = False,
+        **options: Any,
+    ) -> None:
+        if options.get("parallel_mode") == "row":
+            raise NotImplementedError("a norm cannot be cut along its features")
+        if return_layernorm_output_gathered:
+            raise NotImplementedError("the gathered norm output is not returned on a CPU")
+        self.normalization, self.eps = normalization, eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        super().__init__(in_features, out_features, **options)
+
+    def make_parameters(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
+        """Make the norm's weight and bias ``[k]``, and the linear layer's."""
+        zeros, ones = torch.nn.init.zeros_, torch.nn.init.ones_
+        first_values = {"layer_norm_weight": zeros if self.zero_centered_gamma else ones}
+        if self.normalization == "LayerNorm":
+            first_values["layer_norm_bias"] = zeros
+        else:
+            self.layer_norm_bias = None
+        for name, first_value in first_values.items():
+            shape = (self.in_features,)
+            parameter: Any = self.add_parameter(name, shape, dtype, device, first_value)
+            # Each rank normalises its part of the sequence.
+            parameter.sequence_parallel = self.sequence_parallel
+        super().make_parameters(dtype, device, init)
+
+    def forward(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
+    ) -> Any:
+        """``[s, ..., k]`` to ``[s', ..., n]``; then bias and norm output as asked for."""
+        kind = NormKind(self.normalization, self.eps, self.zero_centered_gamma)
+        output, normalized = LinearFunction.apply(
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.weight,
+            self.bias if self.apply_bias else None,
+            self.settings(kind, self.return_layernorm_output),
+        )
+        results = [output]
+        if self.return_bias:
+            results.append(self.bias)
+        if self.return_layernorm_output:
+            results.append(normalized)
+        return tuple(results) if len(results) > 1 else output

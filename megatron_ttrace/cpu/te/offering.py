@@ -19,12 +19,11 @@ _OFFERED: dict[str, dict[str, str]] = {
         "MXFP8BlockScaling NVFP4BlockScaling CustomRecipe",
     },
     "transformer_engine.pytorch": {
-        "linear": "Linear",
-        "layernorm_linear": "LayerNormLinear",
+        "linear": "LayerNormLinear Linear",
         "grouped_linear": "GroupedLinear",
         "norms": "LayerNorm RMSNorm",
         "attention": "DotProductAttention",
-        "fp8_state": "autocast fp8_autocast fp8_model_init quantized_model_init",
+        "fp8": "autocast fp8_autocast fp8_model_init quantized_model_init",
         "recompute": "checkpoint",
         "random_tracker": "CudaRNGStatesTracker",
         "permutation": "Fp8Padding Fp8Unpadding",
@@ -39,11 +38,10 @@ _OFFERED: dict[str, dict[str, str]] = {
         "parallel": "gather_along_first_dim reduce_scatter_along_first_dim",
     },
     "transformer_engine.pytorch.fp8": {
-        "fp8_state": "FP8GlobalStateManager fp8_autocast fp8_model_init",
+        "fp8": "FP8GlobalStateManager fp8_autocast fp8_model_init",
     },
     "transformer_engine.pytorch.module": {
-        "linear": "Linear",
-        "layernorm_linear": "LayerNormLinear",
+        "linear": "LayerNormLinear Linear",
         "grouped_linear": "GroupedLinear",
     },
     "transformer_engine.pytorch.module.base": {
@@ -71,7 +69,7 @@ _OFFERED: dict[str, dict[str, str]] = {
         "tensors": "Float8BlockwiseQTensor"
     },
     "transformer_engine.pytorch.float8_tensor": {"tensors": "Float8Tensor"},
-    "transformer_engine_torch": {"thd": "thd_get_partitioned_indices"},
+    "transformer_engine_torch": {"context_parallel": "thd_get_partitioned_indices"},
 }
 
 _ROOTS = ("transformer_engine", "transformer_engine_torch")

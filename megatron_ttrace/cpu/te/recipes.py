@@ -9,12 +9,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 MODULE = "transformer_engine.common.recipe"
-
 
 #: Options of recipes, and the variables that are their defaults.
 _NOT_IMPLEMENTED = {
@@ -24,21 +23,12 @@ _NOT_IMPLEMENTED = {
 }
 
 
-class _Pair(NamedTuple):
-    max_fwd: float
-    max_bwd: float
-
-
-_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
-_E5M2_MAX = torch.finfo(torch.float8_e5m2).max
-
-
 class Format(Enum):
-    """FP8 formats of the forward and of the backward pass, by their largest values."""
+    """FP8 formats of the forward and of the backward pass."""
 
-    E4M3 = _Pair(_E4M3_MAX, _E4M3_MAX)
-    E5M2 = _Pair(_E5M2_MAX, _E5M2_MAX)
-    HYBRID = _Pair(_E4M3_MAX, _E5M2_MAX)
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+    HYBRID = "hybrid"
 
 
 class Recipe:
@@ -61,21 +51,6 @@ class Recipe:
         return issubclass(cls, DelayedScaling)
 
     @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """Whether a tensor has one scale, from its own largest value."""
-        return issubclass(cls, Float8CurrentScaling)
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """Whether a tensor has one scale."""
-        return issubclass(cls, DelayedScaling | Float8CurrentScaling)
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """Whether blocks of 128 have scales."""
-        return issubclass(cls, Float8BlockScaling)
-
-    @classmethod
     def mxfp8(cls) -> bool:
         """Whether blocks of 32 have scales that are powers of two."""
         return issubclass(cls, MXFP8BlockScaling)
@@ -84,11 +59,6 @@ class Recipe:
     def nvfp4(cls) -> bool:
         """Whether this is the four-bit recipe, which is not implemented."""
         return issubclass(cls, NVFP4BlockScaling)
-
-    @classmethod
-    def custom(cls) -> bool:
-        """Whether this is a recipe of the user's, which is not implemented."""
-        return issubclass(cls, CustomRecipe)
 
 
 @dataclass
@@ -157,14 +127,5 @@ class CustomRecipe(Recipe):
         raise NotImplementedError("custom FP8 recipes are not implemented on a CPU")
 
 
-for _class in (
-    Format,
-    Recipe,
-    DelayedScaling,
-    Float8CurrentScaling,
-    Float8BlockScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    CustomRecipe,
-):
+for _class in (Format, Recipe, *Recipe.__subclasses__()):
     _class.__module__ = MODULE

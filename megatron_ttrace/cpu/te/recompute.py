@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.cpu.te import fp8_state
-from megatron_ttrace.cpu.te.fp8_state import FP8GlobalStateManager, fp8_autocast
+from megatron_ttrace.cpu.te import fp8
+from megatron_ttrace.cpu.te.fp8 import FP8GlobalStateManager, fp8_autocast
 
 
 @contextmanager
@@ -20,25 +20,25 @@ def activation_recompute_forward(
     activation_recompute: bool = False, recompute_phase: bool = False
 ) -> Iterator[None]:
     """Say that the enclosed forward pass is recomputed later, or is the recomputation."""
-    before = fp8_state.recompute
-    fp8_state.recompute = fp8_state.Recompute(
+    before = fp8.recompute
+    fp8.recompute = fp8.Recompute(
         enabled=activation_recompute and FP8GlobalStateManager.is_fp8_enabled(),
         second=activation_recompute and recompute_phase,
     )
     try:
         yield
     finally:
-        fp8_state.recompute = before
+        fp8.recompute = before
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
     """Whether the current forward pass in FP8 takes part in recomputation."""
-    return fp8_state.recompute.enabled
+    return fp8.recompute.enabled
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """Whether this is the second forward pass."""
-    return fp8_state.recompute.second
+    return fp8.recompute.second
 
 
 class _RandomStates:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.cpu.te.attention import DotProductAttention
-from megatron_ttrace.cpu.te.context_parallel import partitioned_indices, zigzag
+from megatron_ttrace.cpu.te.context_parallel import thd_get_partitioned_indices, zigzag
 from tests.cpu.te.ranks import close, run_ranks
 
 SEQ, BATCH, HEADS, GROUPS, DIM = 16, 2, 8, 4, 3
@@ -63,7 +63,7 @@ def check_two(rank):
             "cu_seqlens_kv": starts,
             "attn_mask_type": "padding_causal",
         }
-        mine = partitioned_indices(starts, SEQ, 2, rank).long()
+        mine = thd_get_partitioned_indices(starts, SEQ, 2, rank).long()
         if comm == "all_gather":
             with pytest.raises(ValueError, match="does not support packed"):
                 check(rank, 2, group, comm, mine, call)
@@ -107,4 +107,4 @@ def test_zigzag_gives_each_rank_an_early_and_a_late_chunk():
     assert zigzag(8, 2, 0).tolist() == [0, 1, 6, 7]
     assert zigzag(8, 2, 1).tolist() == [2, 3, 4, 5]
     starts = torch.tensor([0, 4, 12])
-    assert partitioned_indices(starts, 12, 2, 0).tolist() == [0, 3, 4, 5, 10, 11]
+    assert thd_get_partitioned_indices(starts, 12, 2, 0).tolist() == [0, 3, 4, 5, 10, 11]

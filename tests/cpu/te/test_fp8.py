@@ -7,10 +7,9 @@ import torch.distributed as dist
 
 from megatron_ttrace.cpu import te
 from megatron_ttrace.cpu.te import quantize
-from megatron_ttrace.cpu.te.fp8_state import FP8GlobalStateManager, fp8_autocast
+from megatron_ttrace.cpu.te.fp8 import FP8GlobalStateManager, fp8_autocast
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
-from megatron_ttrace.cpu.te.layernorm_linear import LayerNormLinear
-from megatron_ttrace.cpu.te.linear import Linear
+from megatron_ttrace.cpu.te.linear import LayerNormLinear, Linear
 from megatron_ttrace.cpu.te.recipes import (
     DelayedScaling,
     Float8BlockScaling,

@@ -7,8 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
-from megatron_ttrace.cpu.te.layernorm_linear import LayerNormLinear
-from megatron_ttrace.cpu.te.linear import Linear
+from megatron_ttrace.cpu.te.linear import LayerNormLinear, Linear
 from megatron_ttrace.trace.errors import TTraceError
 from tests.cpu.te.ranks import close, run_ranks
 
@@ -150,7 +149,7 @@ def copy_shards(whole, part, rank, mode):
     return dims
 
 
-def check_two_ranks(rank, kind, mode, sequence_parallel, buffer):
+def check_two_ranks(rank, kind, mode, sequence_parallel=False, buffer=False, delayed=False):
     group = dist.group.WORLD
     normed = kind is LayerNormLinear
     whole = randomise(kind(6, 4, **DOUBLE))
@@ -163,6 +162,7 @@ def check_two_ranks(rank, kind, mode, sequence_parallel, buffer):
         sequence_parallel=sequence_parallel,
         ub_overlap_ag=buffer,
         ub_name="qkv" if buffer else None,
+        delay_wgrad_compute=delayed,
         **DOUBLE,
     )
     dims = copy_shards(whole, part, rank, mode)
@@ -186,6 +186,7 @@ def check_two_ranks(rank, kind, mode, sequence_parallel, buffer):
         # Another layer overwrites the buffer before the backward pass.
         part(torch.full_like(x_part, 9.0))
     ours.backward(grad_part)
+    part.backward_dw()
 
     expected, expected_grad = output, x_whole.grad
     if column:
@@ -246,11 +247,13 @@ def test_grouped_linear_refuses_what_it_does_not_do(wrong):
 
 def check_all(rank):
     for sequence_parallel in (False, True):
-        check_two_ranks(rank, Linear, "column", sequence_parallel, False)
-        check_two_ranks(rank, Linear, "row", sequence_parallel, False)
-        check_two_ranks(rank, LayerNormLinear, "column", sequence_parallel, False)
-    check_two_ranks(rank, Linear, "column", True, True)
-    check_two_ranks(rank, LayerNormLinear, "column", True, True)
+        check_two_ranks(rank, Linear, "column", sequence_parallel)
+        check_two_ranks(rank, Linear, "row", sequence_parallel)
+        check_two_ranks(rank, LayerNormLinear, "column", sequence_parallel)
+    for kind in (Linear, LayerNormLinear):
+        check_two_ranks(rank, kind, "column", True, buffer=True)
+        # The input that is gathered again for the weight's gradient has a gradient itself.
+        check_two_ranks(rank, kind, "column", True, delayed=True)
 
 
 def test_two_ranks_compute_what_one_does():

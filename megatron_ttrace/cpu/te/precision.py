@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each FP8 recipe makes of the tensors of one layer.
+"""The three matrix products of a linear layer, and what each FP8 recipe makes of their operands.
+
+A block-scaled FP8 tensor is rounded differently along its rows and along its columns, because a
+product sums along one or the other. So an operand comes in two versions; without FP8, and with one
+scale for the whole tensor, both are the same tensor.
 
 Forward tensors are E4M3; gradients are E5M2 with the hybrid format. A layer's tensors have slots:
 the input of each of its products, then the weight of each; likewise the gradients.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_ttrace.cpu.te import quantize
-from megatron_ttrace.cpu.te.products import Operand, flat
+from megatron_ttrace.cpu.te.norms import compute_dtype
 from megatron_ttrace.cpu.te.recipes import Format, Recipe
 
 FORWARD = torch.float8_e4m3fn
@@ -22,24 +27,49 @@ def backward_dtype(recipe: Recipe) -> torch.dtype:
     return torch.float8_e5m2 if recipe.fp8_format is Format.HYBRID else torch.float8_e4m3fn
 
 
-class FP8Precision:
-    """Base class: which type, and whether weight gradients are computed in FP8."""
+@dataclass(frozen=True)
+class Operand:
+    """A matrix as the product that sums along its last dim, or along its first, sees it."""
 
-    quantized = True
+    rowwise: torch.Tensor
+    columnwise: torch.Tensor
+
+
+class Precision:
+    """Turns the tensors of one layer into operands; this base class does not round."""
+
+    #: Whether operands differ from the tensors they were made from.
+    quantized = False
+    #: Whether the weight gradient is computed from unrounded tensors.
+    wgrad_in_high_precision = True
+    #: Whether scales come from earlier passes.
     scales_are_delayed = False
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.backward_dtype = backward_dtype(recipe)
-        override = getattr(recipe, "override_linear_precision", (False, False, False))
-        self.wgrad_in_high_precision = bool(override[2])
+    def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
+        """Round ``[..., k]``, the ``index``-th group of the input; ``again`` in backward."""
+        return Operand(tensor, tensor)
+
+    def weight(self, tensor: torch.Tensor, index: int = 0) -> Operand:
+        """Round the ``index``-th weight ``[n, k]``."""
+        return Operand(tensor, tensor)
+
+    def grad_output(self, tensor: torch.Tensor, index: int = 0) -> Operand:
+        """Round ``[..., n]``, the ``index``-th group of the gradient of the output."""
+        return Operand(tensor, tensor)
 
     def after_backward(self) -> None:
         """Called at the end of the layer's backward pass."""
 
 
-class CurrentScaling(FP8Precision):
-    """One scale a tensor, from its own largest value."""
+class CurrentScaling(Precision):
+    """One scale a tensor, from its own largest value; base class of the other recipes."""
+
+    quantized = True
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.backward_dtype = backward_dtype(recipe)
+        override = getattr(recipe, "override_linear_precision", (False, False, False))
+        self.wgrad_in_high_precision = bool(override[2])
 
     def _operand(self, tensor: torch.Tensor, fp8: torch.dtype) -> Operand:
         result = quantize.current_scaling(tensor, fp8)
@@ -58,13 +88,12 @@ class CurrentScaling(FP8Precision):
         return self._operand(tensor, self.backward_dtype)
 
 
-class BlockScaling(FP8Precision):
+class BlockScaling(CurrentScaling):
     """A power of two for each ``1 x length`` of the summed dim; square blocks for weights."""
 
     def __init__(self, recipe: Recipe, length: int, square_weights: bool) -> None:
         super().__init__(recipe)
-        self.length = length
-        self.square_weights = square_weights
+        self.length, self.square_weights = length, square_weights
 
     def _operand(self, tensor: torch.Tensor, fp8: torch.dtype) -> Operand:
         matrix = flat(tensor)
@@ -72,20 +101,12 @@ class BlockScaling(FP8Precision):
         across = quantize.block_scaling(matrix, (self.length, 1), fp8)
         return Operand(along.view(tensor.shape), across.view(tensor.shape))
 
-    def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
-        """Round ``[..., k]``."""
-        return self._operand(tensor, FORWARD)
-
     def weight(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Round ``[n, k]``."""
         if not self.square_weights:
             return self._operand(tensor, FORWARD)
         result = quantize.block_scaling(tensor, (self.length, self.length), FORWARD)
         return Operand(result, result)
-
-    def grad_output(self, tensor: torch.Tensor, index: int = 0) -> Operand:
-        """Round ``[..., n]``."""
-        return self._operand(tensor, self.backward_dtype)
 
 
 class ScalingState:
@@ -118,12 +139,22 @@ class ScalingState:
         self.amax_history[0] = 0.0
 
 
-class DelayedScalingPrecision(FP8Precision):
+@dataclass(frozen=True)
+class DelayedStates:
+    """What delayed scaling keeps of one layer; ``scale`` is the forward one at the pass's start."""
+
+    forward: ScalingState
+    backward: ScalingState
+    scale: torch.Tensor
+    num_gemms: int
+
+
+class DelayedScalingPrecision(CurrentScaling):
     """One scale a tensor, fixed before the pass; largest values are recorded for later ones.
 
     The scales of the forward pass are those at its start, also when an input is rounded once more
     in the backward pass. A recomputed forward pass gets the scales of the first and records
-    nothing.
+    nothing. ``finish`` runs after the backward pass, if this layer's is the last.
     """
 
     scales_are_delayed = True
@@ -131,36 +162,31 @@ class DelayedScalingPrecision(FP8Precision):
     def __init__(
         self,
         recipe: Recipe,
-        forward: ScalingState,
-        backward: ScalingState,
-        num_gemms: int,
-        scale: torch.Tensor,
+        states: DelayedStates,
         recording: bool,
         finish: Callable[[], None] | None,
     ) -> None:
         super().__init__(recipe)
-        self._forward, self._backward = forward, backward
-        self._num_gemms, self._scale, self._recording = num_gemms, scale, recording
-        self._finish = finish
+        self._states, self._recording, self._finish = states, recording, finish
 
-    def _forward_operand(self, tensor: torch.Tensor, slot: int, record: bool) -> Operand:
+    def _forward(self, tensor: torch.Tensor, slot: int, record: bool) -> Operand:
         if record:
-            self._forward.record(slot, tensor)
-        result = quantize.rounded(tensor, self._scale[slot], FORWARD)
+            self._states.forward.record(slot, tensor)
+        result = quantize.rounded(tensor, self._states.scale[slot], FORWARD)
         return Operand(result, result)
 
     def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
         """Round ``[..., k]``."""
-        return self._forward_operand(tensor, index, self._recording and not again)
+        return self._forward(tensor, index, self._recording and not again)
 
     def weight(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Round ``[n, k]``."""
-        return self._forward_operand(tensor, self._num_gemms + index, self._recording)
+        return self._forward(tensor, self._states.num_gemms + index, self._recording)
 
     def grad_output(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Round ``[..., n]``."""
-        scale = self._backward.scale[index]
-        self._backward.record(index, tensor)
+        scale = self._states.backward.scale[index]
+        self._states.backward.record(index, tensor)
         result = quantize.rounded(tensor, scale, self.backward_dtype)
         return Operand(result, result)
 
@@ -168,3 +194,28 @@ class DelayedScalingPrecision(FP8Precision):
         """Update the scales of gradients, if this layer's backward pass is the last."""
         if self._finish is not None:
             self._finish()
+
+
+def forward_product(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """``x @ weightᵀ``: ``[..., k]`` and ``[n, k]`` give ``[..., n]``."""
+    return torch.matmul(x.rowwise, weight.rowwise.t()).to(dtype)
+
+
+def input_gradient(grad_output: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """``grad_output @ weight``: ``[..., n]`` and ``[n, k]`` give ``[..., k]``."""
+    return torch.matmul(grad_output.rowwise, weight.columnwise).to(dtype)
+
+
+def weight_gradient(grad_output: Operand, x: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """``grad_outputᵀ @ x`` over all tokens: ``[..., n]`` and ``[..., k]`` give ``[n, k]``."""
+    return torch.matmul(flat(grad_output.columnwise).t(), flat(x.columnwise)).to(dtype)
+
+
+def bias_gradient(grad_output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum ``[..., n]`` over all tokens, in float32 at least."""
+    return flat(grad_output).sum(0, dtype=compute_dtype(grad_output.dtype)).to(dtype)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """``[..., n]`` as ``[tokens, n]``."""
+    return tensor.reshape(-1, tensor.shape[-1])
