@@ -53,8 +53,8 @@ def add(paths: list[Path]) -> None:
 def render(lines: list[dict[str, Any]]) -> str:
     """The table, between its marks."""
     rows = [
-        "| on a GPU | result | GPU | versions | when | command |",
-        "|---|---|---|---|---|---|",
+        "| on a GPU | result | with | command |",
+        "|---|---|---|---|",
         *(_row(point, what, lines) for point, what in POINTS.items()),
     ]
     return BEGIN + "".join(f"{row}\n" for row in rows) + END
@@ -71,7 +71,7 @@ def _row(point: str, what: str, lines: list[dict[str, Any]]) -> str:
     tried = [line for line in lines if line["test"] in names]
     shown = "" if is_te else f"({point}) "
     if not tried:
-        return f"| {shown}{what} | **{NOT_YET}** | | | | {command} |"
+        return f"| {shown}{what} | **{NOT_YET}** | | {command} |"
     passed = sum(line["result"] == _GOOD for line in tried)
     result = f"{passed} of {len(names)} passed"
     others = [f"{line['test']}: {line['result']}" for line in tried if line["result"] != _GOOD]
@@ -83,9 +83,7 @@ def _row(point: str, what: str, lines: list[dict[str, Any]]) -> str:
         versions.append(f"TransformerEngine {last['transformer_engine']}")
     cells = (
         "; ".join([result, *others]),
-        last["gpu"],
-        ", ".join(versions),
-        last["when"][:10],
+        ", ".join([last["gpu"], *versions, last["when"][:10]]),
         command,
     )
     return f"| {shown}{what} | {' | '.join(cells)} |"
